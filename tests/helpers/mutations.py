@@ -56,27 +56,22 @@ TARGETS = {
     "model/engine/attention.py": (
         0.2,
         "model/engine/test_attention.py model/engine/test_shared.py model/engine/test_devices.py "
-        "model/engine/test_decode.py model/engine/test_masked.py",
+        "model/engine/test_decode.py",
     ),
     "model/engine/batch.py": (0.3, "model/engine/test_batch.py model/engine/test_shared.py"),
     "model/engine/decode.py": (
         0.08,
         "model/engine/test_decode.py model/engine/test_graphs.py model/engine/test_kv_cache.py",
     ),
-    "model/engine/cached_keys.py": (
-        0.2,
-        "model/engine/test_kv_cache.py model/engine/test_decode.py",
-    ),
     "model/engine/kv_cache.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
     "model/engine/linear.py": (0.08, "model/engine/test_linear.py"),
     "model/engine/logprobs.py": (0.3, "model/engine/test_logprobs.py test_wiring.py"),
     "model/engine/repeated.py": (
         0.12,
-        "model/engine/test_repeated.py model/engine/test_shared.py model/engine/test_sampling.py",
+        "model/engine/test_decode.py model/engine/test_shared.py model/engine/test_sampling.py",
     ),
-    "model/engine/masked.py": (0.3, "model/engine/test_masked.py"),
     "model/engine/recurrence.py": (0.3, "model/engine/test_recurrence.py"),
-    "model/engine/seating.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
+    "model/engine/slots.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
     "model/engine/sampling.py": (
         0.2,
         "model/engine/test_sampling.py model/engine/test_decode.py test_wiring.py",

@@ -11,7 +11,7 @@ from small_runs import make_embedded_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine import attention, cached_keys, kernels
+from vlm_grpo.model.engine import attention, kernels, kv_cache
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import PrefixInputs
@@ -75,12 +75,12 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, prompt = checked_policy()
-    build = cached_keys.CachedKeys.build
+    build = kv_cache.CachedKeys.build
 
     def build_shorter(lengths: Any, longest: int, are_equal: bool, like: Any) -> Any:
         return build((lengths - 1).clamp(min=1), longest, False, like)
 
-    monkeypatch.setattr(cached_keys.CachedKeys, "build", build_shorter)
+    monkeypatch.setattr(kv_cache.CachedKeys, "build", build_shorter)
     sample(policy, prompt)
     assert "the log-probs of sampled tokens differ by" in caplog.text
 

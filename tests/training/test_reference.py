@@ -62,7 +62,7 @@ def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
-    calls, _ = record_copies(monkeypatch)
+    calls = record_copies(monkeypatch)
     reference = make_reference("cpu", weight)
     assert calls == ["pin", "copy_ without waiting", "wait"]
     calls.clear()

@@ -19,7 +19,7 @@ from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.dist.optimizer import build_optimizer, build_scheduler, get_rates
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.activations import ActivationOffloader
+from vlm_grpo.model.engine.activations import offload_activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
@@ -299,7 +299,7 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
     offload: Any = contextlib.nullcontext
     if settings.policy.activation_offloading:
         _check_offloading(strategy)
-        offload = ActivationOffloader(policy.model, policy.device).offload
+        offload = functools.partial(offload_activations, policy.model, policy.device)
     return Updater(
         policy,
         strategy,

@@ -10,45 +10,58 @@ import pytest
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
-from recorded_copies import record_copies
 from tiny_models import add_lora, make_prompt, noise_example, tiny_model, tiny_policy
 from tiny_policies import build_batch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.activations import ActivationOffloader, enable_gradient_checkpointing
-from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.engine import activations
+from vlm_grpo.model.engine.activations import enable_gradient_checkpointing, offload_activations
+from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.training.update import _check_offloading
 
 CPU = torch.device("cpu")
 
 
-def compute_gradients(policy: Policy, offloader: ActivationOffloader | None) -> dict[str, Tensor]:
-    prompt = make_prompt(policy, noise_example("a", [(112, 84)]))
-    policy.model.train()
-    if offloader is None:
-        policy.score(build_batch(prompt)).logprobs.sum().backward()
-    else:
-        with offloader.offload():
-            logprobs = policy.score(build_batch(prompt)).logprobs
-        logprobs.sum().backward()
-    return {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StorageWeakRef, int]]:
+    """Return a list of the storages that are copied to pinned memory, and their addresses."""
+    storages: list[tuple[StorageWeakRef, int]] = []
+
+    def record(pin_memory: bool) -> Any:
+        assert pin_memory
+        hooks = save_on_cpu(pin_memory=True)
+
+        def pack(tensor: Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            storages.append((StorageWeakRef(storage), storage.data_ptr()))
+            return hooks.pack_hook(tensor)
+
+        return SimpleNamespace(pack_hook=pack, unpack_hook=hooks.unpack_hook)
+
+    monkeypatch.setattr(activations, "save_on_cpu", record)
+    return storages
 
 
 @pytest.mark.parametrize("part", ["none", "mlp", "full"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_offloaded_activations_give_equal_gradients(part: Any, lora: bool) -> None:
     grads = []
-    for offload in (False, True):
+    for min_bytes in (2**40, 1):
         policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
         enable_gradient_checkpointing(policy.model, part)
         if lora:
             add_lora(policy, ["q_proj", "down_proj"])
-        offloader = ActivationOffloader(policy.model, CPU, min_bytes=1) if offload else None
-        grads.append(compute_gradients(policy, offloader))
+        prompt = make_prompt(policy, noise_example("a", [(112, 84)]))
+        policy.model.train()
+        with offload_activations(policy.model, CPU, min_bytes):
+            logprobs = policy.score(build_batch(prompt)).logprobs
+        logprobs.sum().backward()
+        grads.append({n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None})
     assert relative_distance(*grads) == 0
 
 
@@ -65,30 +78,26 @@ class Chain(nn.Module):
         return x
 
 
-def test_offloaded_tensors_are_freed_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Chain()
-    offloader = ActivationOffloader(model, CPU, min_bytes=4096)
-    originals: list[StorageWeakRef] = []
-    original = offloader._copy_to_host  # noqa: SLF001
-
-    def record(tensor: Tensor) -> Tensor:
-        originals.append(StorageWeakRef(tensor.untyped_storage()))
-        return original(tensor)
-
-    monkeypatch.setattr(offloader, "_copy_to_host", record)
+def test_offloaded_tensors_are_freed_and_copied_once(moved: list[Any]) -> None:
     inputs = torch.randn(128, 8)
-    with offloader.offload():
+    with offload_activations(model := Chain(), CPU, 4096):
         output = model(inputs)
     # The input and 20 outputs of tanh, each of which is also an input; no weight (256 bytes).
-    assert [storage.expired() for storage in originals] == [False, *[True] * 19, False]
+    assert [storage.expired() for storage, _ in moved] == [False, *[True] * 19, False]
     output.sum().backward()
+
+
+def test_weights_stay_on_the_device(moved: list[Any]) -> None:
+    with offload_activations(model := Chain(), CPU, 1):
+        model(torch.ones(2, 8, requires_grad=True))
+    assert moved
+    assert not {weight.data_ptr() for weight in model.parameters()} & {place for _, place in moved}
 
 
 def test_a_tensor_that_two_operations_save_gives_the_right_gradient() -> None:
     model = nn.Linear(64, 64)
-    offloader = ActivationOffloader(model, CPU, min_bytes=1)
     x = torch.ones(3, requires_grad=True)
-    with offloader.offload():
+    with offload_activations(model, CPU, 1):
         y = x * 2
         first = y.exp()  # saves its output
         second = first.sin()  # saves its input, the same tensor
@@ -99,37 +108,19 @@ def test_a_tensor_that_two_operations_save_gives_the_right_gradient() -> None:
     assert torch.equal(x.grad, expected.expand(3))
 
 
-def test_the_boolean_values_of_checkpointing_still_work(tmp_path: Any) -> None:
-    for value, name in ((True, "full"), (False, "none"), ("mlp", "mlp")):
-        assert PolicySettings(gradient_checkpointing=value).gradient_checkpointing == name  # type: ignore[arg-type]
-    settings = load_settings("counting", ["policy.gradient_checkpointing=true"])
-    assert settings.policy.gradient_checkpointing == "full"
-    with pytest.raises(UserError, match="gradient_checkpointing"):
-        load_settings("counting", ["policy.gradient_checkpointing=1"])
-
-
-def test_a_model_without_known_feed_forward_layers_is_refused() -> None:
-    with pytest.raises(UserError, match="layers are not known: use full"):
-        enable_gradient_checkpointing(Chain(), "mlp")
-
-
-def test_feed_forward_layers_of_another_name_are_recomputed_too() -> None:
-    model, _ = BUILDERS["lfm2_vl"]()
-    kinds = [type(layer.feed_forward) for layer in model.get_decoder().layers]
-    enable_gradient_checkpointing(model, "mlp")
-    layers = [layer.feed_forward for layer in model.get_decoder().layers]
-    assert not any(type(layer) in kinds for layer in layers)
-    assert all(isinstance(layer, kind) for layer, kind in zip(layers, kinds, strict=True))
-
-
-def test_a_copy_of_a_recomputed_module_uses_its_own_weights() -> None:
-    model, _ = tiny_model("qwen2_vl")
-    enable_gradient_checkpointing(model, "mlp")
-    mlp = model.train().model.language_model.layers[0].mlp
-    twin = copy.deepcopy(mlp)
-    nn.init.zeros_(twin.down_proj.weight)
-    assert not twin(torch.ones(1, 64)).any()
-    assert mlp(torch.ones(1, 64)).any()
+def test_views_of_one_tensor_and_its_later_values_are_kept_apart() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    memory = torch.arange(8.0)
+    first, second = memory.split(4)
+    with offload_activations(nn.Linear(1, 1), CPU, 1):
+        loss = (weight * first).sum() + 10 * (weight * second).sum()
+        memory.add_(100)
+        loss = loss + 100 * (weight * first).sum()
+    loss.backward()
+    # 0, 1, 2, 3; 4, 5, 6, 7; and 100, 101, 102, 103.
+    expected = [i + 10 * (4 + i) + 100 * (100 + i) for i in range(4)]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -143,50 +134,31 @@ def test_offloading_without_effect_is_refused(device: str, may_retry: bool, mess
         _check_offloading(strategy)
 
 
-def test_views_of_one_tensor_and_its_later_values_are_kept_apart() -> None:
-    weight = torch.ones(4, requires_grad=True)
-    offloader = ActivationOffloader(nn.Linear(1, 1), CPU, min_bytes=1)
-    memory = torch.arange(8.0)
-    first, second = memory.split(4)
-    with offloader.offload():
-        loss = (weight * first).sum() + 10 * (weight * second).sum()
-        memory.add_(100)
-        loss = loss + 100 * (weight * first).sum()
-    loss.backward()
-    # 0, 1, 2, 3; 4, 5, 6, 7; and 100, 101, 102, 103.
-    expected = [i + 10 * (4 + i) + 100 * (100 + i) for i in range(4)]
-    assert weight.grad is not None
-    assert weight.grad.tolist() == expected
+def test_the_boolean_values_of_checkpointing_still_work() -> None:
+    for value, name in ((True, "full"), (False, "none"), ("mlp", "mlp")):
+        assert PolicySettings(gradient_checkpointing=value).gradient_checkpointing == name  # type: ignore[arg-type]
+    settings = load_settings("counting", ["policy.gradient_checkpointing=true"])
+    assert settings.policy.gradient_checkpointing == "full"
+    with pytest.raises(UserError, match="gradient_checkpointing"):
+        load_settings("counting", ["policy.gradient_checkpointing=1"])
 
 
-def test_weights_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Chain()
-    offloader = ActivationOffloader(model, CPU, min_bytes=1)
-    moved: list[int] = []
-
-    def record(tensor: Tensor) -> Tensor:
-        moved.append(tensor.untyped_storage().data_ptr())
-        return tensor.clone()
-
-    monkeypatch.setattr(offloader, "_copy_to_host", record)
-    with offloader.offload():
-        model(torch.ones(2, 8, requires_grad=True))
-    assert moved
-    assert not {weight.data_ptr() for weight in model.parameters()} & set(moved)
+def test_feed_forward_layers_of_known_names_are_recomputed() -> None:
+    with pytest.raises(UserError, match="layers are not known: use full"):
+        enable_gradient_checkpointing(Chain(), "mlp")
+    model, _ = BUILDERS["lfm2_vl"]()
+    kinds = [type(layer.feed_forward) for layer in model.get_decoder().layers]
+    enable_gradient_checkpointing(model, "mlp")
+    for layer, kind in zip(model.get_decoder().layers, kinds, strict=True):
+        assert has_forward(layer.feed_forward, activations._recompute)  # noqa: SLF001
+        assert isinstance(layer.feed_forward, kind)
 
 
-def test_copies_run_on_a_stream_of_their_own_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    offloader = ActivationOffloader(nn.Linear(1, 1), CPU, min_bytes=1)
-    x = torch.ones(3, requires_grad=True)
-    with monkeypatch.context() as patch:
-        calls, offloader._stream = record_copies(patch)  # noqa: SLF001
-        with offloader.offload():
-            y = x.exp()  # saves its output
-        copied = ["begin copies", "copy_ without waiting", "end copies", "kept for copies"]
-        assert calls == ["pin", "copies waits for computation", *copied]
-        calls.clear()
-        y.sum().backward()
-        copied = ["begin copies", "to without waiting", "event of copies", "end copies"]
-        used = ["computation waits for event of copies", "kept for computation"]
-        assert calls == [*copied, *used]
-    assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
+def test_a_copy_of_a_recomputed_module_uses_its_own_weights() -> None:
+    model, _ = tiny_model("qwen2_vl")
+    enable_gradient_checkpointing(model, "mlp")
+    mlp = model.train().model.language_model.layers[0].mlp
+    twin = copy.deepcopy(mlp)
+    nn.init.zeros_(twin.down_proj.weight)
+    assert not twin(torch.ones(1, 64)).any()
+    assert mlp(torch.ones(1, 64)).any()

@@ -1,8 +1,8 @@
-"""Packed attention and its gradient equal attention with an explicit mask, in every dtype."""
+"""Attention over packed rows and its gradient equal its definition, in every dtype."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from gradients import output_and_gradients, relative_error
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine import attention, kernels
 from vlm_grpo.model.engine.attention import Layer, PackedAttention
 from vlm_grpo.model.engine.varlen import GroupSpan, VarlenPlan, _Gather
 from vlm_grpo.model.families.shared_form import ALL_LAYERS
@@ -21,24 +21,59 @@ TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
 LAYER = Layer(0, "full_attention", SCALING)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, window: int = TOKENS) -> Tensor:
-    """Compute the definition: a token attends to earlier ones of its prompt and completion, at most
-    to the last ``window``."""
-    owner, group, position = [], [], []
-    for index, span in enumerate(SPANS):
-        owner += [0] * span.prompt_length
-        owner += [c + 1 for c, length in enumerate(span.completion_lengths) for _ in range(length)]
-        group += [index] * (span.prompt_length + sum(span.completion_lengths))
-        position += range(span.prompt_length)
-        for length in span.completion_lengths:
-            position += range(span.prompt_length, span.prompt_length + length)
-    o, g, p = torch.tensor(owner), torch.tensor(group), torch.tensor(position)
-    order = torch.arange(TOKENS)
-    visible = (g[:, None] == g) & (order[:, None] >= order) & ((o == 0) | (o[:, None] == o))
-    visible &= p[:, None] - p < window
-    key, value = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (key, value))
-    scores = (query @ key.mT * SCALING).masked_fill(~visible, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+def build_tensors(
+    dtype: torch.dtype = torch.float64, rows: int = 1, tokens: int = TOKENS
+) -> list[Tensor]:
+    """Return random queries, keys and values."""
+    torch.manual_seed(0)
+    shapes = [(rows, heads, tokens, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None = None) -> Tensor:
+    """Compute one sequence's attention by its definition."""
+    k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+    scores = q @ k.mT * SCALING
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def attend_by_definition(
+    tensors: Sequence[Tensor], layer: Layer = LAYER, masks: Sequence[Tensor | None] = (None,) * 3
+) -> Tensor:
+    """Compute every completion behind its own copy of the prompt."""
+    outputs = []
+    for (start, length, completions), prompt_mask in zip(SPANS, masks, strict=True):
+        first = start + length
+        for number, count in enumerate((0, *completions)):
+            rows = [*range(start, start + length), *range(first, first + count)]
+            first += count
+            order = torch.arange(len(rows))
+            mask = order[:, None] >= order
+            if layer.window is not None:
+                mask &= order > order[:, None] - layer.window
+            if prompt_mask is not None:
+                mask[:length, :length] = prompt_mask
+            output = attend(*(x[:, :, rows] for x in tensors), mask, layer.cap)  # type: ignore[arg-type]
+            outputs.append(output[:, :, length if number else 0 :])
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def compare(
+    tensors: list[Tensor],
+    bound: float,
+    layer: Layer = LAYER,
+    masks: Sequence[Tensor | None] = (None,) * 3,
+) -> None:
+    """Compare packed attention and its gradients with the definition in float64."""
+    given = [{} if mask is None else {layer.kind: mask} for mask in masks]
+    packed = PackedAttention(SPANS, given)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    found = output_and_gradients(lambda *x: packed(layer, *x), tensors)
+    expected = output_and_gradients(lambda *x: attend_by_definition(x, layer, masks), exact)
+    for value, other in zip(found, expected, strict=True):
+        assert relative_error(value, other) < bound
 
 
 # Two roundings of 2^-8 in bfloat16; float32 and float64 round sums of 16 and 16 products.
@@ -47,65 +82,67 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, window: int = TO
 )
 # 40 scores are two queries of 9 keys and 2 heads.
 @pytest.mark.parametrize("max_scores", [40, 2**24])
-def test_packed_attention_equals_masked_attention(
+def test_packed_attention_equals_its_definition(
     dtype: torch.dtype, bound: float, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "MAX_SCORES", max_scores)
-    torch.manual_seed(0)
-    shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    packed = functools.partial(PackedAttention(SPANS), LAYER)
-    found = output_and_gradients(packed, tensors)
-    for value, expected in zip(found, output_and_gradients(masked_attention, exact), strict=True):
-        assert relative_error(value, expected) < bound
+    compare(build_tensors(dtype), bound)
 
 
+def block_mask(length: int) -> Tensor:
+    """Return a causal mask in which the second to fourth token see each other."""
+    mask = torch.ones(length, length).tril().bool()
+    mask[1:4, 1:4] = True
+    return mask
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 2, 5, 9, 12, 40])
+def test_attention_in_windows_with_caps_and_masks(
+    window: int | None, cap: float | None, has_mask: bool
+) -> None:
+    masks = (block_mask(9), None, block_mask(6)) if has_mask else (None,) * 3
+    compare(build_tensors(), 1e-12, Layer(0, "sliding_attention", SCALING, window, cap), masks)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("window", [None, 2, 5])
-@pytest.mark.parametrize("in_one_kernel", [False, True])
-def test_packed_attention_in_windows_equals_masked_attention(
-    in_one_kernel: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+def test_one_kernel_and_a_mask_for_some_prompts(
+    window: int | None, has_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if in_one_kernel:
-        use_plain_varlen(monkeypatch)
-    torch.manual_seed(0)
-    shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    tensors = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    packed = functools.partial(PackedAttention(SPANS), LAYER._replace(window=window))
-    defined = functools.partial(masked_attention, window=window or TOKENS)
-    found = output_and_gradients(packed, tensors)
-    for value, expected in zip(found, output_and_gradients(defined, tensors), strict=True):
-        assert relative_error(value, expected) < 1e-12
-
-
-def test_one_kernel_and_a_mask_for_some_prompts_equal_merged_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    mask = torch.ones(9, 9, dtype=torch.bool).tril() | (torch.rand(9, 9) < 0.5)
-    masks: Any = [{ALL_LAYERS: mask}, {}, {"another": mask}]
-    shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    tensors = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    packed = functools.partial(PackedAttention(SPANS, masks), LAYER)
-    merged = output_and_gradients(packed, tensors)
     use_plain_varlen(monkeypatch)
-    for value, expected in zip(output_and_gradients(packed, tensors), merged, strict=True):
-        assert relative_error(value, expected) < 1e-12
+    masks = (block_mask(9), None, None) if has_mask else (None,) * 3
+    compare(build_tensors(), 1e-12, LAYER._replace(window=window), masks)
+
+
+def test_masks_of_other_layers_are_ignored() -> None:
+    tensors = build_tensors(torch.float32, tokens=9)
+    span = GroupSpan(0, 9, ())
+    plain = PackedAttention([span])(LAYER, *tensors)
+    masks: Any = {"sliding_attention": block_mask(9)}
+    assert torch.equal(PackedAttention([span], [masks])(LAYER, *tensors), plain)
+    masks = {ALL_LAYERS: block_mask(9)}
+    assert not torch.equal(PackedAttention([span], [masks])(LAYER, *tensors), plain)
+
+
+def test_a_window_mask_shows_the_last_tokens() -> None:
+    mask = kernels.build_window_mask(2, 5, 3, torch.device("cpu"))
+    assert mask.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
 
 
 def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_plain_varlen(monkeypatch)
-    built, build = [], VarlenPlan.build
+    built: list[VarlenPlan] = []
 
     def record(*arguments: Any) -> VarlenPlan:
-        built.append(build(*arguments))
+        built.append(VarlenPlan(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(VarlenPlan, "build", record)
-    attend = PackedAttention(SPANS)
-    tensors = [torch.randn(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    monkeypatch.setattr(attention, "VarlenPlan", record)
+    packed = PackedAttention(SPANS)
     for index in range(3):
-        attend(LAYER._replace(index=index), *tensors)
+        packed(LAYER._replace(index=index), *build_tensors())
     assert len(built) == 1
 
 
@@ -118,11 +155,6 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch: pytest.Mo
     # in bfloat16 would stop at 128.
     assert v.grad is not None
     assert v.grad[0, 0, 0, 0] == 129
-
-
-def test_gradients_of_keys_that_many_completions_share_are_summed_in_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     # The CPU's kernel has a wide sum of its own; a GPU's adds in the precision of the tensor.
     precisions, add = [], Tensor.index_add_
 
@@ -137,3 +169,54 @@ def test_gradients_of_keys_that_many_completions_share_are_summed_in_float32(
     assert rows.grad is not None
     assert rows.grad[:, 0].tolist() == [1000, 1]
     assert precisions == [torch.float32]
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return kernels.causal(query, key, value, SCALING)
+
+
+# 11 queries are one block, or three, the last one shorter.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize("block", [4, 128])
+def test_causal_attention_equals_its_definition(
+    dtype: torch.dtype, bound: float, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "CAUSAL_BLOCK", block)
+    tensors, mask = build_tensors(dtype, 3, 11), torch.ones(11, 11, dtype=torch.bool).tril()
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = output_and_gradients(lambda q, k, v: attend(q, k, v, mask), exact)
+    for value, other in zip(output_and_gradients(causal, tensors), expected, strict=True):
+        assert value.dtype == dtype
+        assert relative_error(value, other) < bound
+
+
+def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(1, 2, 256, WIDTH, dtype=torch.float64) for _ in range(3)]
+    errors = []
+    for block in (256, 4):
+        monkeypatch.setattr(kernels, "CAUSAL_BLOCK", block)
+        grads = []
+        for dtype in (torch.float64, torch.bfloat16):
+            tensors = [t.bfloat16().to(dtype).requires_grad_() for t in exact]
+            grads.append(output_and_gradients(causal, tensors)[2:])
+        errors.append([relative_error(a, b) for b, a in zip(*grads, strict=True)])
+    # 64 sums in bfloat16 would have about three times the error of one product.
+    for one_block, many_blocks in zip(*errors, strict=True):
+        assert many_blocks < 1.3 * one_block
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "has_varlen", "name"),
+    [
+        ("cpu", torch.float32, False, "PyTorch's flash kernels for CPUs"),
+        ("cpu", torch.bfloat16, False, "matrix products without a mask"),
+        ("meta", torch.float32, False, "matrix products without a mask"),
+        ("cpu", torch.bfloat16, True, "PyTorch's varlen_attn, one call per layer"),
+    ],
+)
+def test_the_kernels_are_named(
+    device: str, dtype: Any, has_varlen: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.varlen, "has_varlen", lambda query: has_varlen)
+    assert kernels.describe(torch.device(device), dtype) == name

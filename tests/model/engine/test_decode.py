@@ -1,5 +1,5 @@
-"""Completions decoded from shared prompts are those of the model's ``generate``, and captured steps
-are kept, or given up where they fail."""
+"""Completions decoded from shared prompts are those of the model's ``generate``, and of repeated
+prompts; captured steps are kept, or given up where they fail."""
 
 from __future__ import annotations
 
@@ -59,16 +59,6 @@ def test_sampled_logprobs_and_entropies_equal_scored_ones(family: str) -> None:
     assert (scored.entropies - entropies).abs().max() < 1e-4
 
 
-def test_sampled_and_scored_logprobs_stay_close_in_bfloat16() -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.bfloat16)
-    prompts = mixed_prompts(policy, 4)
-    groups = sample_groups(policy, prompts)
-    with torch.no_grad():
-        scored = policy.score(pack_groups(prompts, groups)).logprobs
-    # bfloat16 has 8 bits of mantissa; logits here reach about 10, so 0.04 each, over 3 layers.
-    assert (scored - sampled_logprobs(groups)).abs().mean() < 0.1
-
-
 def test_sampling_with_merged_adapters_leaves_the_weights_unchanged() -> None:
     policy = tiny_policy("qwen2_5_vl")
     add_lora(policy, ["q_proj", "down_proj"])
@@ -82,41 +72,50 @@ def test_sampling_with_merged_adapters_leaves_the_weights_unchanged() -> None:
     assert (scored - sampled_logprobs(groups)).abs().max() < 1e-4
 
 
-def test_tokens_do_not_depend_on_the_number_of_slots() -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(0, 256, 7)))
-    prompts = mixed_prompts(policy, 14)
-    at_once = sample_groups(policy, prompts)
-    lengths = [len(c.token_ids) for group in at_once for c in group]
-    assert min(lengths) < max(lengths)  # completions leave the batch at different times
-    one_slot = sample_groups(policy, prompts, max_tokens=1)
-    few_slots = sample_groups(policy, prompts, max_tokens=600)
-    for other in (one_slot, few_slots):
-        tokens = [[c.token_ids for c in group] for group in other]
-        assert tokens == [[c.token_ids for c in group] for group in at_once]
+def get_tokens(groups: Any) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
 
 
-def test_tokens_do_not_depend_on_the_other_prompts() -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
-    prompts = mixed_prompts(policy, 5)
-    together = sample_groups(policy, prompts)
-    settings = SamplingSettings(policy.distribution, 12)
-    for index, prompt in enumerate(prompts):
-        (alone,) = policy.sample([prompt], settings, 3, [(0, index)], 100_000)
-        assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 600, 100_000])
-def test_prompts_may_have_different_numbers_of_completions(max_tokens: int) -> None:
+def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions() -> None:
     """Each completion is the one with its number, whatever is sampled beside it."""
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(0, 256, 7)))
     prompts = mixed_prompts(policy, 7)
-    expected = sample_groups(policy, prompts, group_size=5)
+    expected = get_tokens(sample_groups(policy, prompts, group_size=5))
+    lengths = [len(tokens) for group in expected for tokens in group]
+    assert min(lengths) < max(lengths)  # completions leave the batch at different times
     numbers = [range(5), range(3, 5), range(1), range(4), range(2, 3), range(5), range(1, 4)]
+    kept = [[whole[n] for n in own] for own, whole in zip(numbers, expected, strict=True)]
     settings = SamplingSettings(policy.distribution, 12)
     seeds = [(0, index) for index in range(7)]
-    found = policy.sample(prompts, settings, numbers, seeds, max_tokens)
-    for own, members, whole in zip(numbers, found, expected, strict=True):
-        assert [c.token_ids for c in members] == [whole[number].token_ids for number in own]
+    for max_tokens in (1, 600, 100_000):  # one slot, a few, or all at once
+        assert get_tokens(policy.sample(prompts, settings, numbers, seeds, max_tokens)) == kept
+    for index, prompt in enumerate(prompts[:3]):
+        alone = policy.sample([prompt], settings, 5, [seeds[index]], 100_000)
+        assert get_tokens(alone) == [expected[index]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_forms_sample_equal_tokens(family: str) -> None:
+    tokens = []
+    for shared in (True, False):
+        policy = tiny_policy(family, shared, torch.float64)
+        tokens.append(get_tokens(sample_groups(policy, mixed_prompts(policy, 6))))
+    assert tokens[0] == tokens[1]
+
+
+def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, sizes = tiny_policy("qwen2_5_vl", shared=False), []
+    generate = policy.model.generate
+
+    def record_size(**inputs: Any) -> Any:
+        rows, length = inputs["input_ids"].shape
+        sizes.append((rows, rows * (length + 12)))  # 12 new tokens
+        return generate(**inputs)
+
+    monkeypatch.setattr(policy.model, "generate", record_size)
+    sample_groups(policy, mixed_prompts(policy, 6), max_tokens=300)
+    assert max(rows for rows, _ in sizes) > 1
+    assert all(tokens <= 300 or rows == 1 for rows, tokens in sizes)
 
 
 def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
@@ -131,8 +130,7 @@ def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
         groups, expected = (
             sample_groups(p, built, length=length, max_tokens=max_tokens) for p in (policy, eager)
         )
-        for group, other in zip(groups, expected, strict=True):
-            assert [c.token_ids for c in group] == [c.token_ids for c in other]
+        assert get_tokens(groups) == get_tokens(expected)
         return TracedStep.traces - before
 
     assert count(60, 3) == 1
@@ -155,7 +153,8 @@ def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
     policy.engine.use_capture(TracedStep)
     sample_groups(policy, mixed_prompts(policy, 2))
-    decoder: Any = policy.engine.decoder
+    engine: Any = policy.engine
+    decoder = engine.decoder
     kept = decoder.count_kept_bytes()
     memory = SimpleNamespace(total_memory=11 * kept)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)

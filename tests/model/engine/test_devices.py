@@ -46,7 +46,7 @@ def compute_gradient(policy: Policy) -> None:
 
 
 def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, _ = record_copies(monkeypatch)
+    calls = record_copies(monkeypatch)
     monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: [x, calls.append(kwargs)][0])
     copy_to(torch.device("cuda"), np.zeros(3))
     copy_to(DEVICE, torch.zeros(3))
@@ -56,7 +56,7 @@ def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch: pytest.MonkeyPa
 def test_a_snapshot_of_a_gpu_shares_pinned_blocks_and_waits_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls, _ = record_copies(monkeypatch)
+    calls = record_copies(monkeypatch)
     monkeypatch.setattr(transfer, "PINNED_BLOCK", 128)
     tensors = [torch.arange(3.0), torch.tensor(7), torch.arange(40).view(5, 8).bfloat16()]
     tensors += [torch.zeros(0), torch.ones(2, 2, dtype=torch.float64)[:, :1].requires_grad_()]

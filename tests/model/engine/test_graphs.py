@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import compiled_steps
+import forked
 import pytest
 import torch
 from family_policies import build_family_policy
@@ -21,9 +21,9 @@ from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import decode, graphs
 from vlm_grpo.model.engine.graphs import (
-    CompiledGraph,
     CudaGraph,
     DecodeStep,
+    capture_compiled,
     compile_step,
     find_cause,
     get_capture,
@@ -43,9 +43,10 @@ def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
 
 
 # With 200 tokens the prompts wait for one another, whatever the family; buckets of 4 need several
-# captures per rollout.
+# captures per rollout. The last two have recurrent states, which a capture must leave as they were.
 @pytest.mark.parametrize(
-    ("family", "max_tokens"), [*((name, 200) for name in FAMILIES), (FAMILIES[0], 100_000)]
+    ("family", "max_tokens"),
+    [*((name, 200) for name in (*FAMILIES, "qwen3_5", "lfm2_vl")), (FAMILIES[0], 100_000)],
 )
 def test_a_captured_step_samples_equal_tokens(
     family: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -53,7 +54,8 @@ def test_a_captured_step_samples_equal_tokens(
     monkeypatch.setattr(decode, "LENGTH_BUCKET", 4)
     # The tiny model would rarely end a completion: with several end tokens, rows finish at
     # different times.
-    policy = tiny_policy(family, dtype=torch.float64, eos=tuple(range(70, 110)))
+    eos = tuple(range(70, 110))
+    policy = build_family_policy(family, torch.float64, shared=True, eos=eos)
     eager = sample(policy, max_tokens)
     assert len({len(completion.token_ids) for completion in eager}) > 3
     policy.engine.use_capture(TracedStep)
@@ -61,22 +63,6 @@ def test_a_captured_step_samples_equal_tokens(
     captured = sample(policy, max_tokens)
     assert TracedStep.traces >= 3
     assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
-    for a, b in zip(captured, eager, strict=True):
-        assert a.token_ids == b.token_ids
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
-def test_capturing_a_step_leaves_recurrent_states_as_they_were(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode, "LENGTH_BUCKET", 4)
-    policy = build_family_policy(name, torch.float64, shared=True)
-    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
-    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
-    policy.engine.use_capture(TracedStep)
-    [captured] = sample_groups(policy, prompts, group_size=2, length=5)
-    assert policy.describe_engine().endswith("as CUDA graphs")
     for a, b in zip(captured, eager, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
@@ -99,7 +85,9 @@ def count_equal(first: list[Completion], second: list[Completion]) -> int:
     return sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True))
 
 
-def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights() -> None:
+def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     eager = sample_twice(policy)
     assert count_equal(*eager) < len(eager[0])
@@ -111,6 +99,17 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights()
     for found, expected in zip(captured, eager, strict=True):
         assert count_equal(found, expected) == len(expected)
 
+    def fail(state: SamplerState) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    # A rollout that fails keeps none.
+    with monkeypatch.context() as patch:
+        patch.setattr(SamplerState, "update_active", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            sample(policy)
+    assert count_equal(sample(policy), eager[0]) == len(eager[0])
+    assert TracedStep.traces > 0
+
 
 def build_dynamic_policy() -> Policy:
     """Build a policy whose RoPE reads the greatest position from the device."""
@@ -120,6 +119,12 @@ def build_dynamic_policy() -> Policy:
     language_model: Any = policy.family.language_model(policy.model)
     language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
     return policy
+
+
+def sample_one(policy: Policy) -> list[tuple[int, ...]]:
+    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
+    [group] = sample_groups(policy, prompts, group_size=2, length=5)
+    return [completion.token_ids for completion in group]
 
 
 def test_dynamic_rope_is_decoded_eagerly(
@@ -134,36 +139,15 @@ def test_dynamic_rope_is_decoded_eagerly(
         assert get_capture(RolloutSettings(), **options) is None
         with pytest.raises(UserError, match=f"no effect with this model: decode steps {why}"):
             get_capture(RolloutSettings(cuda_graphs=True), **options)
-    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
-    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    eager = sample_one(policy)
     policy.engine.use_capture(TracedStep)  # a capture would fail, and changes nothing
-    [found] = sample_groups(policy, prompts, group_size=2, length=5)
-    assert [c.token_ids for c in found] == [c.token_ids for c in eager]
+    assert sample_one(policy) == eager
     assert "reads values from the device" in caplog.text
-
-
-def test_dynamic_rope_of_some_layers_is_found() -> None:
+    # That of some layers is found, too.
     config = CONFIG_MAPPING["gemma3"]()
     assert not graphs.has_dynamic_rope(config)
     config.get_text_config().rope_parameters["full_attention"]["rope_type"] = "dynamic"
     assert graphs.has_dynamic_rope(config)
-
-
-def test_a_rollout_that_fails_keeps_no_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
-    policy.engine.use_capture(TracedStep)
-    expected = sample(policy)
-
-    def fail(state: SamplerState) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SamplerState, "update_active", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            sample(policy)
-    TracedStep.traces = 0
-    assert [c.token_ids for c in sample(policy)] == [c.token_ids for c in expected]
-    assert TracedStep.traces > 0
 
 
 def test_a_step_that_reads_from_the_device_is_not_captured() -> None:
@@ -176,11 +160,12 @@ def test_a_step_that_reads_from_the_device_is_not_captured() -> None:
 
 
 # In a process of its own, because the checks of shapes in the tests cannot be compiled.
-def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens() -> None:
-    command = [sys.executable, compiled_steps.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == list(compiled_steps.NAMES)
+def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    process = forked.start(output, forked.run_program, Path(compiled_steps.__file__))
+    process.join()
+    assert process.exitcode == 0, output.read_text()
+    assert output.read_text().splitlines()[-len(compiled_steps.NAMES) :] == [*compiled_steps.NAMES]
 
 
 def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(
@@ -215,15 +200,11 @@ def test_graphs_share_a_pool_that_ends_with_the_last_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = RecordedCuda(monkeypatch)
-
-    def capture() -> CudaGraph:
-        return CudaGraph(torch.cos, (torch.ones(1),))
-
-    first, second = capture(), capture()
+    first, second = (CudaGraph(torch.cos, (torch.ones(1),)) for _ in range(2))
     del first
-    third = capture()
+    third = CudaGraph(torch.cos, (torch.ones(1),))
     del second, third
-    last = capture()
+    last = CudaGraph(torch.cos, (torch.ones(1),))
     pools = [event.split()[3] for event in cuda.events if event.startswith("begin")]
     assert pools == ["1,", "1,", "1,", "2,"]
     del last
@@ -253,62 +234,65 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyP
     captured: list[Any] = []
     monkeypatch.setattr(CudaGraph, "__init__", lambda _, *arguments: captured.append(arguments))
     monkeypatch.setattr(graphs, "compile_step", lambda step: ("compiled", step))
-    CompiledGraph(torch.cos, ())
+    capture_compiled(torch.cos, ())
     assert captured == [(("compiled", torch.cos), ())]
 
 
-def test_unsupported_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = RolloutSettings(cuda_graphs=True)
-    off, default = RolloutSettings(cuda_graphs=False), RolloutSettings()
-    assert get_capture(default, shared=False, training=True) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert get_capture(rollout, shared=True, training=False) is None
-    with pytest.raises(UserError, match="needs a CUDA device"):
-        get_capture(rollout, shared=True, training=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert get_capture(rollout, shared=True, training=True) is CudaGraph
-    assert get_capture(default, shared=True, training=True) is CudaGraph
-    assert get_capture(default, shared=False, training=True) is None
-    assert get_capture(off, shared=True, training=True) is None
-    with pytest.raises(UserError, match="repeats its prompt"):
-        get_capture(rollout, shared=False, training=True)
-    compiled = RolloutSettings(torch_compile=True)
-    assert get_capture(compiled, shared=True, training=True) is CompiledGraph
-    with pytest.raises(UserError, match="torch_compile=true has no effect"):
-        get_capture(compiled, shared=False, training=True)
+@pytest.mark.parametrize(
+    ("settings", "shared", "training", "has_cuda", "expected"),
+    [
+        ({}, False, True, True, None),
+        ({}, True, True, False, None),
+        ({}, True, True, True, CudaGraph),
+        ({"cuda_graphs": False}, True, True, True, None),
+        ({"cuda_graphs": True}, True, False, False, None),
+        ({"cuda_graphs": True}, True, True, False, "needs a CUDA device"),
+        ({"cuda_graphs": True}, True, True, True, CudaGraph),
+        ({"cuda_graphs": True}, False, True, True, "repeats its prompt"),
+        ({"torch_compile": True}, True, True, True, capture_compiled),
+        ({"torch_compile": True}, False, True, True, "torch_compile=true has no effect"),
+    ],
+)
+def test_unsupported_cuda_graphs_are_refused(
+    settings: Any,
+    shared: bool,
+    training: bool,
+    has_cuda: bool,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    rollout = RolloutSettings(**settings)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            get_capture(rollout, shared, training)
+    else:
+        assert get_capture(rollout, shared, training) is expected
 
 
-class CountedGraph(CudaGraph):
-    """A CUDA graph, with the number of captures."""
-
-    captures = 0
-
-    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
-        super().__init__(step, inputs)
-        CountedGraph.captures += 1
+@pytest.fixture
+def _cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_cuda")
 def test_a_gpu_decodes_eagerly_after_a_capture_that_reads_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     policy = build_dynamic_policy()
     policy.model.to("cuda")
-    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
-    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    eager = sample_one(policy)
     policy.engine.use_capture(CudaGraph)
-    [found] = sample_groups(policy, prompts, group_size=2, length=5)
-    assert [c.token_ids for c in found] == [c.token_ids for c in eager]
+    assert sample_one(policy) == eager
     assert "capturing" in caplog.text  # the cause, not that of the capture's end
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_cuda")
 def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     policy = tiny_policy("qwen2_5_vl")
     policy.model.to("cuda")
     is_done = threading.Event()
@@ -330,6 +314,7 @@ def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_cuda")
 @pytest.mark.parametrize(
     ("family", "dtype", "compiled"),
     [
@@ -341,23 +326,22 @@ def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
 def test_cuda_graphs_sample_equal_tokens_before_and_after_the_weights_change(
     family: str, dtype: Any, compiled: bool
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     policy = tiny_policy(family, dtype=dtype)
     policy.model.to("cuda")
     eager = sample_twice(policy)
-    count = len(eager[0])
+    count, captures = len(eager[0]), []
     # Graphs that read the old weights would sample the tokens of before.
     assert count_equal(*eager) <= 0.5 * count
 
     def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
-        return CountedGraph(compile_step(step) if compiled else step, inputs)
+        captures.append(inputs)
+        return CudaGraph(compile_step(step) if compiled else step, inputs)
 
     policy.engine.use_capture(capture)
     sample(policy)
-    CountedGraph.captures = 0
+    captures.clear()
     captured = sample_twice(policy)
-    assert CountedGraph.captures == 0
+    assert not captures
     assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
     for found, expected in zip(captured, eager, strict=True):
         # Sums over a different number of masked positions round differently: in bfloat16 a token

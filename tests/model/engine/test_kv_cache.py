@@ -15,11 +15,10 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.engine.cached_keys import CachedKeys
 from vlm_grpo.model.engine.decode import SharedDecoder, _fit, _round_up
-from vlm_grpo.model.engine.kv_cache import KVCache, count_free_tokens
+from vlm_grpo.model.engine.kv_cache import CachedKeys, KVCache, count_free_tokens
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
-from vlm_grpo.model.engine.seating import Seating
+from vlm_grpo.model.engine.slots import SlotScheduler
 
 
 @pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
@@ -61,12 +60,11 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(70, 110)))
-    prompts = mixed_prompts(policy, 6)
+    prompts = mixed_prompts(policy, 4)
     expected = sample_groups(policy, prompts, max_tokens=max_tokens)
     use_plain_varlen(monkeypatch)
-    for group, other in zip(
-        sample_groups(policy, prompts, max_tokens=max_tokens), expected, strict=True
-    ):
+    found = sample_groups(policy, prompts, max_tokens=max_tokens)
+    for group, other in zip(found, expected, strict=True):
         assert [c.token_ids for c in group] == [c.token_ids for c in other]
 
 
@@ -74,24 +72,24 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
 def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int) -> None:
     """A place is free for another completion, of any prompt, as soon as its own is finished."""
     random = np.random.default_rng(0)
-    seating = Seating([3, 0, 5, 1, 4, 2], [4] * 6, slots, places)
+    scheduler = SlotScheduler([3, 0, 5, 1, 4, 2], [4] * 6, slots, places)
     left = random.integers(1, 9, 24)  # steps until each completion is finished
     started: list[int] = []
     steps = 0
-    while not seating.is_empty:
-        new_slots, _ = seating.admit()
-        started += seating.prompts[new_slots].tolist()
-        waiting = 24 - int((left <= 0).sum()) - int((seating.rows >= 0).sum())
-        free_slots = int((seating.prompts < 0).sum())
-        assert not waiting or not free_slots or (seating.rows >= 0).all()
-        kept = seating.shrink(0.5)
+    while not scheduler.is_empty:
+        new_slots, _ = scheduler.admit()
+        started += scheduler.prompts[new_slots].tolist()
+        waiting = 24 - int((left <= 0).sum()) - int((scheduler.rows >= 0).sum())
+        free_slots = int((scheduler.prompts < 0).sum())
+        assert not waiting or not free_slots or (scheduler.rows >= 0).all()
+        kept = scheduler.shrink(0.5)
         assert kept is None or not waiting
-        used = np.flatnonzero(seating.rows >= 0)
-        assert len(set(seating.rows[used])) == len(used)
-        found = seating.prompts[seating.find_slots(used)]
-        assert (found == seating.rows[used] // 4).all()
-        left[seating.rows[used]] -= 1
-        seating.release(left > 0)
+        used = np.flatnonzero(scheduler.rows >= 0)
+        assert len(set(scheduler.rows[used])) == len(used)
+        found = scheduler.prompts[scheduler.find_slots(used)]
+        assert (found == scheduler.rows[used] // 4).all()
+        left[scheduler.rows[used]] -= 1
+        scheduler.release(left > 0)
         steps += 1
     assert started == [3, 0, 5, 1, 4, 2]
     assert (left == 0).all()
@@ -99,29 +97,25 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int
 
 
 def test_empty_places_are_given_up_when_none_waits() -> None:
-    seating = Seating([0, 1], [4] * 2, 2, 8)
-    seating.admit()
-    assert seating.shrink(0.5) is None
-    seating.release(np.array([0, 0, 1, 0, 1, 0, 0, 0], dtype=bool))
-    kept = seating.shrink(0.5)
-    assert kept is not None
-    assert kept[0].tolist() == [0, 1]
-    assert kept[1].tolist() == [2, 4]
-    assert seating.rows.tolist() == [2, 4]
-    seating.release(np.array([0, 0, 0, 0, 1, 0, 0, 0], dtype=bool))
-    kept = seating.shrink(0.5)
-    assert kept is not None
-    assert (kept[0].tolist(), kept[1].tolist()) == ([1], [1])
+    scheduler = SlotScheduler([0, 1], [4] * 2, 2, 8)
+    scheduler.admit()
+    assert scheduler.shrink(0.5) is None
+    for active, slots, places in (([2, 4], [0, 1], [2, 4]), ([4], [1], [1])):
+        scheduler.release(np.isin(np.arange(8), active))
+        kept = scheduler.shrink(0.5)
+        assert kept is not None
+        assert (kept[0].tolist(), kept[1].tolist()) == (slots, places)
+        assert scheduler.rows.tolist() == active
 
 
 def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
-    seating = Seating([0, 1, 2], [2] * 3, 3, 6)
-    seating.admit()
-    seating.release(np.array([1, 0, 0, 0, 1, 0], dtype=bool))
-    kept = seating.shrink(0.5)
+    scheduler = SlotScheduler([0, 1, 2], [2] * 3, 3, 6)
+    scheduler.admit()
+    scheduler.release(np.isin(np.arange(6), [0, 4]))
+    kept = scheduler.shrink(0.5)
     assert kept is not None
     assert (kept[0].tolist(), kept[1].tolist()) == ([0, 2, 1], [0, 4, 1])
-    assert seating.prompts.tolist() == [0, 2, -1]
+    assert scheduler.prompts.tolist() == [0, 2, -1]
 
 
 def test_slots_and_places_fit_into_the_tokens() -> None:
@@ -140,6 +134,18 @@ def test_captured_lengths_grow_by_half_at_most() -> None:
     ]
 
 
+def set_memory(
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, allocated: int = 0
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+
+
+def count(config: Any, completions: tuple[int, int], kept: int = 0, device: str = "cuda") -> int:
+    return count_free_tokens(config, torch.device(device), torch.bfloat16, completions, kept)
+
+
 def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """28 layers with 4 key heads of 128 numbers take 57,344 bytes per token in bfloat16."""
     config = SimpleNamespace(
@@ -150,15 +156,10 @@ def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> No
         vocab_size=100,
     )
     one = (1, 256)  # its logits take 3,800 bytes
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert count_free_tokens(config, cpu, torch.bfloat16, one) == DEFAULT_ROLLOUT_TOKENS
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * 2**30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 25 * 2**30)
-    expected = int((0.8 * 45 * 2**30 - 3_800) / 57_344)
-    assert count_free_tokens(config, cuda, torch.bfloat16, one) == expected
-    kept = int((0.8 * 46 * 2**30 - 3_800) / 57_344)
-    assert count_free_tokens(config, cuda, torch.bfloat16, one, 2**30) == kept
+    assert count(config, one, device="cpu") == DEFAULT_ROLLOUT_TOKENS
+    set_memory(monkeypatch, 40 * 2**30, 30 * 2**30, 25 * 2**30)
+    assert count(config, one) == int((0.8 * 45 * 2**30 - 3_800) / 57_344)
+    assert count(config, one, 2**30) == int((0.8 * 46 * 2**30 - 3_800) / 57_344)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +178,9 @@ def test_layers_that_differ_are_counted_one_by_one(
 ) -> None:
     policy = build_family_policy(name, torch.bfloat16, shared=True)
     config = policy.model.config.get_text_config()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    found = count_free_tokens(config, torch.device("cuda"), torch.bfloat16, (1000, 4))
+    set_memory(monkeypatch, 10**9)
     place = config.vocab_size * (2 + LOGIT_BYTES) + 2 * state
-    assert found == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
+    assert count(config, (1000, 4)) == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
 
     caches: list[KVCache] = []
     open_cache = SharedDecoder.open_cache
@@ -206,11 +204,8 @@ def test_a_configuration_of_any_model_is_counted_or_has_the_default(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OPT has no key heads of its own, PI0 names no layers, and Qwen3-Next is hybrid."""
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10, 10**10))
-    config = CONFIG_MAPPING[kind]().get_text_config()
-    found = count_free_tokens(config, torch.device("cuda"), torch.bfloat16, (8, 64))
+    set_memory(monkeypatch, 10**10)
+    found = count(CONFIG_MAPPING[kind]().get_text_config(), (8, 64))
     assert (found == DEFAULT_ROLLOUT_TOKENS) == (kind == "pi0")
     assert found > 0
 

@@ -108,23 +108,31 @@ def test_an_adapter_on_the_head_is_trained() -> None:
         assert torch.allclose(grad, wanted, atol=1e-12)
 
 
+class Recorded(TorchDispatchMode):
+    """Records the results of operations, and counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, Tensor] = {}  # kept, so that no address is used again
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.outputs.setdefault(out.data_ptr(), out)
+        return out
+
+
 def test_no_tensor_is_larger_than_a_chunk() -> None:
     head, hidden, targets, positions = make_inputs()
     head.requires_grad_(False)
-    sizes = []
-
-    class RecordSizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor):
-                sizes.append(out.numel())
-            return out
-
-    with RecordSizes():
+    with Recorded() as recorded:
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
         scores.logprobs.sum().backward()
     # A chunk has 4 × 40 logits, the hidden states 23 × 8; the plain form would have 23 × 40 logits.
-    assert max(sizes) <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
+    largest = max(output.numel() for output in recorded.outputs.values())
+    assert largest <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
 
 
 @pytest.mark.parametrize("entropy", [True, False])
@@ -133,30 +141,12 @@ def test_the_chunks_of_a_trained_head_share_one_gradient(
 ) -> None:
     monkeypatch.setattr(logprobs, "MAX_GRADIENTS", 5 * WIDTH)
     head, hidden, targets, positions = make_inputs()
-    large: dict[int, Any] = {head.weight.data_ptr(): head.weight}  # kept, so that none is reused
-
-    class RecordLarge(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.numel() >= WIDTH * VOCABULARY:
-                large.setdefault(out.data_ptr(), out)
-            return out
-
     settings = ScoringSettings(DISTRIBUTION, 4, entropy)
-    with RecordLarge():
+    with Recorded() as recorded:
         scores = score_tokens(head, hidden, targets, positions, settings)
         scores.logprobs.sum().backward()
-    assert len(large) == 2
-
-
-class CountProducts(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
-        return func(*args, **(kwargs or {}))
+    tensors = {head.weight.data_ptr(): head.weight, **recorded.outputs}
+    assert sum(x.numel() >= WIDTH * VOCABULARY for x in tensors.values()) == 2
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -165,7 +155,7 @@ def test_only_a_gradient_that_is_wanted_costs_a_second_product(enabled: bool, wa
     head, hidden, targets, positions = make_inputs()
     head.requires_grad_(False)
     hidden.requires_grad_(wanted)
-    with torch.set_grad_enabled(enabled), CountProducts() as products:
+    with torch.set_grad_enabled(enabled), Recorded() as recorded:
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
     assert scores.logprobs.requires_grad == (enabled and wanted)
-    assert products.count == 6 * (1 + (enabled and wanted))  # six chunks
+    assert recorded.products == 6 * (1 + (enabled and wanted))  # six chunks

@@ -18,9 +18,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from vlm_grpo.model.engine import norms
+from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.norms import use_fused_norms
 
-STANDARD = [LlamaRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm]
+
+def is_fused(norm: nn.Module) -> bool:
+    return has_forward(norm, norms._normalize)  # noqa: SLF001
 
 
 @pytest.fixture
@@ -36,6 +39,7 @@ def build(kind: type, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
     plain = plain.to(dtype)
     fused = copy.deepcopy(plain)
     use_fused_norms(fused)
+    assert is_fused(fused)
     return plain, fused, torch.randn(2, 5, 16, dtype=dtype)
 
 
@@ -49,17 +53,12 @@ def compute(norm: nn.Module, hidden: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("kind", STANDARD)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm])
 def test_values_and_gradients_equal_those_of_transformers(kind: type) -> None:
     plain, fused, hidden = build(kind)
-    assert type(fused) is not kind
     for found, expected in zip(compute(fused, hidden), compute(plain, hidden), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("kind", STANDARD)
-def test_in_bfloat16_it_is_no_further_from_the_formula_than_transformers(kind: type) -> None:
+    # In bfloat16 it is no further from the formula than transformers.
     plain, fused, hidden = build(kind, torch.bfloat16)
     wide, weight = hidden.double(), plain.weight.detach().double()  # pyright: ignore[reportCallIssue]
     exact = weight * wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
@@ -85,7 +84,6 @@ class GatedRMSNorm(LlamaRMSNorm):
 @pytest.mark.usefixtures("_kernel")
 def test_a_norm_with_another_argument_takes_it() -> None:
     plain, fused, hidden = build(GatedRMSNorm)
-    assert type(fused) is not GatedRMSNorm
     gate = torch.rand_like(hidden)
     assert torch.equal(fused(hidden, gate), plain(hidden, gate))
     assert torch.equal(fused(hidden, gate=gate), plain(hidden, gate=gate))
@@ -111,17 +109,18 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_fused"), [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)]
+    ("dtype", "has_kernel"), [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)]
 )
-def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, is_fused: bool) -> None:
+def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, has_kernel: bool) -> None:
+    norm = LlamaRMSNorm(16)
+    use_fused_norms(norm)
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
-        norm = LlamaRMSNorm(16)
         norm.weight = nn.Parameter(torch.empty(16, dtype=dtype))
-        norm.__class__ = norms._fuse(LlamaRMSNorm)  # noqa: SLF001  # pyright: ignore
         hidden = torch.empty(4, 16, dtype=dtype)
         with Recorded() as recorded:
             output = norm(hidden)
-    assert ([n for n in recorded.names if n != "device"] == ["_fused_rms_norm"]) == is_fused
+    names = [name for name in recorded.names if name != "device"]
+    assert (names == ["_fused_rms_norm"]) == has_kernel
     assert (output.dtype, output.device.type) == (dtype, "cuda")
     assert not norms.has_kernel(hidden, norm.weight.float().to(torch.float16))
 
@@ -129,7 +128,7 @@ def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, is_fused: bool) -> No
 def test_a_norm_is_known_whatever_the_default_precision() -> None:
     torch.set_default_dtype(torch.bfloat16)  # while a model is loaded
     try:
-        assert norms._fuse.__wrapped__(LlamaRMSNorm) is not None  # noqa: SLF001
+        assert norms._can_fuse.__wrapped__(LlamaRMSNorm)  # noqa: SLF001
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -138,5 +137,6 @@ def test_a_norm_is_known_whatever_the_default_precision() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_policy_has_fused_norms(family: str) -> None:
     model = tiny_policy(family).model
-    kinds = {type(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
-    assert {kind.__module__ for kind in kinds} == {norms.__name__}
+    found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+    assert found
+    assert all(map(is_fused, found))

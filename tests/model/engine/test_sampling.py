@@ -117,22 +117,18 @@ def test_truncated_sampling_keeps_to_the_most_likely_tokens(truncation: dict) ->
         assert logprob == pytest.approx(float(np.log(probabilities[token] / mass)), abs=1e-4)
 
 
-def test_top_p_keeps_no_token_beyond_its_mass() -> None:
-    """Of four equally likely tokens, two have half of the probability."""
+def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one() -> None:
     distribution = SamplingDistribution()
     uniform = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1, None]
     state = SamplerState(uniform, SamplingSettings(distribution, 1, top_p=0.5))
+    # Of four equally likely tokens, two have half of the probability.
     tokens = state.sample(torch.zeros(32, 4), torch.arange(32))
     assert len(tokens.unique()) == 2
     assert state.logprobs[:-1].flatten().exp().tolist() == pytest.approx([0.5] * 32)
-
-
-def test_top_p_of_one_keeps_every_token() -> None:
-    """Also one of probability 1e-13, which float32 loses in a sum with the other's."""
-    distribution = SamplingDistribution()
     assert not SamplingSettings(distribution, 1, top_p=1.0).truncates
     settings = SamplingSettings(distribution, 1, top_k=2, top_p=1.0)
     assert settings.truncates
+    # Also one of probability 1e-13, which float32 loses in a sum with the other's.
     state = SamplerState(torch.tensor([[1 - 1e-14]], dtype=torch.float64), settings)
     assert state.sample(torch.tensor([[0.0, -30.0, -60.0]]), torch.arange(1)).tolist() == [1]
 
@@ -143,9 +139,7 @@ def test_temperature_is_part_of_the_scored_distribution() -> None:
     a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
     # log-odds between two tokens scale with 1 / temperature.
     assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)
-
-
-def test_greedy_settings_score_at_temperature_one() -> None:
+    # Greedy settings score at temperature 1.
     logits = torch.randn(2, 8)
     positions = torch.zeros(2, dtype=torch.int64)
     assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,36 +83,40 @@ def with_recomputed_mlp(policy: Policy) -> None:
     enable_gradient_checkpointing(policy.model, "mlp")
 
 
-def with_both(policy: Policy) -> None:
-    with_checkpointing(policy)
-    with_lora(policy)
+CHANGES = {
+    "none": (),
+    "lora": (with_lora,),
+    "checkpointing": (with_checkpointing,),
+    "mlp": (with_recomputed_mlp,),
+    "both": (with_checkpointing, with_lora),
+}
 
 
-def unchanged(policy: Policy) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    "prepare", [unchanged, with_lora, with_checkpointing, with_recomputed_mlp, with_both]
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_repeated_in_float32(family: str, prepare: Callable) -> None:
+def assert_forms_are_equal(
+    family: str, dtype: torch.dtype, bound: float, grad_bound: float, changes: Any = ()
+) -> None:
     results = []
     for is_shared in (True, False):
-        policy = tiny_policy(family, is_shared)
-        prepare(policy)
+        policy = tiny_policy(family, is_shared, dtype)
+        for change in changes:
+            change(policy)
         results.append(score_with_gradients(policy))
     (logprobs, grads), (expected, expected_grads) = results
-    assert (logprobs - expected).abs().max() < 1e-5  # float32 through three layers
-    assert relative_distance(grads, expected_grads) < 1e-5
+    assert (logprobs - expected).abs().max() < bound
+    assert relative_distance(grads, expected_grads) < grad_bound
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_equals_repeated_in_float32(family: str, changes: str) -> None:
+    # float32 through three layers
+    assert_forms_are_equal(family, torch.float32, 1e-5, 1e-5, CHANGES[changes])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_repeated_in_float64(family: str) -> None:
-    results = [score_with_gradients(tiny_policy(family, s, torch.float64)) for s in (True, False)]
-    (logprobs, grads), (expected, expected_grads) = results
-    assert (logprobs - expected).abs().max() < 1e-9
-    assert relative_distance(grads, expected_grads) < 1e-6  # transformers computes norms in float32
+    # transformers computes norms in float32
+    assert_forms_are_equal(family, torch.float64, 1e-9, 1e-6)
 
 
 # Mllama's layers over images cannot share a prompt.
@@ -153,85 +157,63 @@ def test_a_chat_with_images_between_its_texts_equals_plain_passes(
     torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-9)
 
 
-def expected_logprobs() -> Tensor:
-    return score_with_gradients(tiny_policy("qwen2_5_vl", False, torch.float64))[0]
+def attend_causally(
+    self: PackedAttention, layer: attention.Layer, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    return kernels.causal(q, k, v, layer.scaling).transpose(1, 2)
 
 
-def shared_logprobs() -> Tensor:
-    return score_with_gradients(tiny_policy("qwen2_5_vl", True, torch.float64))[0]
+INIT, PACK_ROW = PackedAttention.__init__, shared.pack_row
 
 
-class TestWrongVariants:
-    """Each variant looks right, and each is wrong by far more than rounding (1e-9)."""
+def join_completions(self: PackedAttention, spans: Any, masks: Any) -> None:
+    """See one long completion instead of G short ones."""
+    INIT(
+        self,
+        [GroupSpan(s.start, s.prompt_length, (sum(s.completion_lengths),)) for s in spans],
+    )
 
-    def test_plain_causal_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def plain(
-            self: PackedAttention, layer: attention.Layer, q: Tensor, k: Tensor, v: Tensor
-        ) -> Tensor:
-            return kernels.causal(q, k, v, layer.scaling).transpose(1, 2)
 
-        monkeypatch.setattr(PackedAttention, "__call__", plain)
-        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+def pack_with_running_positions(prefixes: Sequence[PrefixInputs], completions: Any) -> PackedRow:
+    row = PACK_ROW(prefixes, completions)
+    for span, prefix in zip(row.spans, prefixes, strict=True):
+        first, count = span.start + span.prompt_length, sum(span.completion_lengths)
+        rest = slice(first, first + count)
+        row.position_ids[:, rest] = prefix.next_position + torch.arange(count)
+    return row
 
-    def test_completions_attending_to_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = PackedAttention.__init__
 
-        def joined(self: PackedAttention, spans: Any, masks: Any) -> None:
-            # One long completion instead of G short ones.
-            merged = [
-                GroupSpan(s.start, s.prompt_length, (sum(s.completion_lengths),)) for s in spans
-            ]
-            original(self, merged)
+def pack_with_previous_predictor(prefixes: Sequence[PrefixInputs], completions: Any) -> PackedRow:
+    """Predict each first token from the token before it: right only for a group's first one."""
+    row = PACK_ROW(prefixes, completions)
+    starts = [
+        span.start + span.prompt_length + torch.tensor([0, *span.completion_lengths[:-1]]).cumsum(0)
+        for span in row.spans
+    ]
+    row.predictors[row.target_positions == 0] = torch.cat(starts) - 1
+    return row
 
-        monkeypatch.setattr(PackedAttention, "__init__", joined)
-        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
-    def test_positions_that_continue_across_completions(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pack_row = shared.pack_row
-
-        def pack_with_running_positions(
-            prefixes: Sequence[PrefixInputs], completions: Any
-        ) -> PackedRow:
-            row = pack_row(prefixes, completions)
-            for span, prefix in zip(row.spans, prefixes, strict=True):
-                first, count = span.start + span.prompt_length, sum(span.completion_lengths)
-                rest = slice(first, first + count)
-                row.position_ids[:, rest] = prefix.next_position + torch.arange(count)
-            return row
-
-        monkeypatch.setattr(shared, "pack_row", pack_with_running_positions)
-        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
-
-    def test_positions_started_at_the_prompts_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        length = property(lambda self: len(self.token_ids))
-        monkeypatch.setattr(PrefixInputs, "next_position", length)
-        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
-
-    def test_first_token_predicted_by_the_token_before_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pack_row = shared.pack_row
-
-        def pack_with_previous_predictor(
-            prefixes: Sequence[PrefixInputs], completions: Any
-        ) -> PackedRow:
-            row = pack_row(prefixes, completions)
-            # Right only for a group's first completion: another one precedes each of the others.
-            starts = torch.cat(
-                [
-                    span.start
-                    + span.prompt_length
-                    + torch.tensor([0, *span.completion_lengths[:-1]]).cumsum(0)
-                    for span in row.spans
-                ]
-            )
-            row.predictors[row.target_positions == 0] = starts - 1
-            return row
-
-        monkeypatch.setattr(shared, "pack_row", pack_with_previous_predictor)
-        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (PackedAttention, "__call__", attend_causally),
+        (PackedAttention, "__init__", join_completions),
+        (shared, "pack_row", pack_with_running_positions),
+        (shared, "pack_row", pack_with_previous_predictor),
+        # The prompt's length instead of its last position + 1.
+        (PrefixInputs, "next_position", property(lambda prefix: len(prefix.token_ids))),
+    ],
+)
+def test_plausible_variants_are_wrong_by_far_more_than_rounding(
+    owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    batch = make_micro_batch(policy)
+    with torch.no_grad():
+        right = policy.score(batch).logprobs
+        monkeypatch.setattr(owner, name, wrong)
+        assert (policy.score(batch).logprobs - right).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

@@ -71,7 +71,7 @@ def test_outputs_of_a_frozen_part_have_no_gradient() -> None:
     weight = torch.ones(2, requires_grad=True)
     features = ImageFeatures(weight[None] * 3, common={"table": torch.ones(1, 2)})
     unit = (ImageRef("a.png", (4, 4), (4, 4)),)
-    detached = DetachedFeatures.detach({unit: features})
+    detached = DetachedFeatures({unit: features})
     leaf = detached.leaves[unit]
     (leaf.embeds * leaf.common["table"]).sum().backward()
     detached.backward()

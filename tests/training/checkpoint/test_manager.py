@@ -256,7 +256,7 @@ def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(
 def test_live_weights_on_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.arange(4.0)
     tensors = {"head": weight, "embeddings": weight, "half": weight[:2], "none": torch.zeros(0)}
-    calls, _ = record_copies(monkeypatch)
+    calls = record_copies(monkeypatch)
     copies = manager._copy_to_host(tensors)  # noqa: SLF001
     assert calls == ["pin", *["copy_ without waiting"] * 3, "wait"]
     assert copies["head"] is copies["embeddings"]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.forwards import replace_forward
 
 MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their copies would cost more time than they save memory."""
@@ -35,7 +35,7 @@ def enable_gradient_checkpointing(model: Any, part: Checkpointing = "full") -> N
                 "known: use full"
             )
         for module in modules:
-            _recompute(module)
+            replace_forward(module, _recompute)
     elif part == "full":
         # Renamed in transformers 5.23, where the old name warns.
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -44,17 +44,10 @@ def enable_gradient_checkpointing(model: Any, part: Checkpointing = "full") -> N
         model.enable_input_require_grads()
 
 
-def _recompute(module: nn.Module) -> None:
-    """Recompute a module's activations in the backward pass."""
-    kind = type(module)
-
-    def forward(self: Any, *inputs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
-            return kind.forward(self, *inputs)
-        return torch.utils.checkpoint.checkpoint(kind.forward, self, *inputs, use_reentrant=False)
-
-    # A subclass instead of an attribute, so that a copy of the module calls itself.
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+def _recompute(module: nn.Module, original: Any, *inputs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return original(module, *inputs)
+    return checkpoint(original, module, *inputs, use_reentrant=False)
 
 
 @contextlib.contextmanager
@@ -68,101 +61,36 @@ def eval_mode(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-class _Parked:
-    """A saved tensor in the host's memory.
+@contextlib.contextmanager
+def offload_activations(
+    model: nn.Module, device: torch.device, min_bytes: int = MIN_BYTES
+) -> Iterator[None]:
+    """Keep activations that are saved inside in pinned memory until the backward pass needs them.
 
-    Attributes:
-        host: its values.
-        previous: the tensor saved before it, which the backward pass needs after it.
-        fetched: its values on the device, copied ahead of their use.
-        used: its values on the device after their use, as long as something holds them.
-        ready: recorded after the copy to the device.
+    PyTorch's ``save_on_cpu``, but weights and small tensors stay on the device, and what several
+    operations save is copied once.
     """
+    kept = {_identify(weight) for weight in model.parameters()}
+    cpu = save_on_cpu(pin_memory=True)
+    # The weak references keep identities unique.
+    copies: dict[tuple[Any, ...], tuple[Any, StorageWeakRef]] = {}
 
-    def __init__(self, host: Tensor, previous: weakref.ref[_Parked] | None) -> None:
-        self.host, self.previous = host, previous
-        self.fetched: Tensor | None = None
-        self.used: weakref.ref[Tensor] | None = None
-        self.ready: Any = None
+    def pack(tensor: Tensor) -> Any:
+        identity = _identify(tensor)
+        is_small = tensor.nbytes < min_bytes
+        if is_small or identity in kept or tensor.device.type != device.type:
+            return tensor
+        view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = identity, tensor._version, *view  # noqa: SLF001
+        if key not in copies:
+            copies[key] = cpu.pack_hook(tensor), StorageWeakRef(tensor.untyped_storage())
+        return copies[key][0]
 
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else cpu.unpack_hook(saved)
 
-class ActivationOffloader:
-    """Keeps saved activations in pinned host memory until the backward pass needs them.
-
-    On CUDA, copies run on a stream of their own: to the host behind the computation, and back one
-    tensor ahead of it. Weights and small tensors stay on the device.
-
-    Args:
-        model: the model.
-        device: its device.
-        min_bytes: size of the smallest tensor that is moved.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
-        self.model, self.device, self.min_bytes = model, device, min_bytes
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def offload(self) -> Iterator[None]:
-        """Move the activations that are saved inside."""
-        kept = {_identify(weight) for weight in self.model.parameters()}
-        # A tensor may be saved several times. The weak references keep identities unique.
-        known: dict[tuple, tuple[_Parked, StorageWeakRef]] = {}
-        latest: weakref.ref[_Parked] | None = None
-
-        def pack(tensor: Tensor) -> Tensor | _Parked:
-            nonlocal latest
-            identity = _identify(tensor)
-            is_small = tensor.nbytes < self.min_bytes
-            if is_small or identity in kept or tensor.device.type != self.device.type:
-                return tensor
-            view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-            key = (identity, tensor._version, view)  # noqa: SLF001
-            if key not in known:
-                parked = _Parked(self._copy_to_host(tensor), latest)
-                known[key] = parked, StorageWeakRef(tensor.untyped_storage())
-                latest = weakref.ref(parked)
-            return known[key][0]
-
-        with saved_tensors_hooks(pack, self._unpack):
-            yield
-
-    def _copy_to_host(self, tensor: Tensor) -> Tensor:
-        if self._stream is None:
-            return tensor.clone()
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
-        return host
-
-    def _unpack(self, saved: Tensor | _Parked) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        value = self._fetch(saved)
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(saved.ready)
-            value.record_stream(current)
-        saved.fetched, saved.used = None, weakref.ref(value)
-        if saved.previous is not None and (previous := saved.previous()) is not None:
-            previous.fetched = self._fetch(previous)
-        return value
-
-    def _fetch(self, parked: _Parked) -> Tensor:
-        """Return a tensor's values on the device, which may still be on their way."""
-        value = parked.fetched
-        if value is None and parked.used is not None:
-            value = parked.used()
-        if value is not None:
-            return value
-        if self._stream is None:
-            return parked.host.clone()
-        with torch.cuda.stream(self._stream):
-            value = parked.host.to(self.device, non_blocking=True)
-            parked.ready = self._stream.record_event()
-        return value
+    with saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _identify(tensor: Tensor) -> int:

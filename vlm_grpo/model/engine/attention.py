@@ -1,11 +1,12 @@
 """Attention in which the completions of a group share one prompt.
 
 The language model runs unchanged. Its attention layers are dispatched, through transformers'
-attention registry, to the object passed as ``attend``: ``PrefillAttention`` stores the keys and
-values of prompts, ``DecodeAttention`` lets each completion's newest token attend to its prompt and
-to its previous tokens, ``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``. Without
-``attend`` the layers use plain SDPA. Layers with a recurrent state instead of attention go the same
-way (``engine/recurrence.py``).
+attention registry, to the object passed as ``attend``, which gets the layer and its queries, keys
+and values (rows, heads, T, width) and returns (rows, T, heads, width): ``PrefillAttention`` stores
+the keys and values of prompts, ``DecodeAttention`` lets each completion's newest token attend to
+its prompt and to its previous tokens, ``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``.
+Without ``attend`` the layers use plain SDPA. Layers with a recurrent state instead of attention
+are dispatched to its method ``recur`` (``engine/recurrence.py``).
 
 In a packed row a token attends to the earlier tokens of its prompt and of its own completion. In
 half precision on CUDA one kernel computes the row (``engine/varlen.py``). Elsewhere it takes two
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vlm_grpo.model.engine import kernels, masked, varlen
+from vlm_grpo.model.engine import kernels, varlen
 from vlm_grpo.model.engine.recurrence import LayerState, RecurrentLayer, share_recurrent_layers
 from vlm_grpo.model.engine.varlen import GroupSpan, VarlenPlan
 from vlm_grpo.model.families import Family
@@ -61,44 +62,21 @@ def plain_attention(family: Family, model: Any) -> Iterator[None]:
 
 
 class Layer(NamedTuple):
-    """An attention layer of the language model.
-
-    Attributes:
-        index: its index.
-        kind: its type in transformers' configuration.
-        scaling: factor on the dot products.
-        window: number of tokens that each token sees, itself included; None: all.
-        cap: scores become cap · tanh(score / cap); None: they stay.
-    """
+    """An attention layer of the language model."""
 
     index: int
     kind: str
+    """Its type in transformers' configuration."""
     scaling: float
+    """Factor on the dot products."""
     window: int | None = None
+    """Number of tokens that each token sees, itself included; None: all."""
     cap: float | None = None
+    """Scores become cap · tanh(score / cap); None: they stay."""
 
     def needs_mask(self, length: int) -> bool:
         """Return whether the kernels without a mask cannot compute rows of ``length`` tokens."""
         return self.cap is not None or (self.window is not None and self.window < length)
-
-
-@runtime_checkable
-class AttentionFunction(Protocol):
-    """The computation that the language model's attention layers are dispatched to."""
-
-    def __call__(
-        self,
-        layer: Layer,
-        query: Float[Tensor, "rows heads T width"],
-        key: Float[Tensor, "rows key_heads T width"],
-        value: Float[Tensor, "rows key_heads T width"],
-    ) -> Float[Tensor, "rows T heads width"]:
-        """Return the attention output."""
-        ...
-
-    def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
-        """Return the output (rows, T, width) of a layer with a recurrent state."""
-        ...
 
 
 def _dispatch(
@@ -108,7 +86,7 @@ def _dispatch(
     value: Float[Tensor, "rows key_heads S width"],
     attention_mask: Tensor | None,
     scaling: float,
-    attend: AttentionFunction | None = None,
+    attend: Any = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -137,9 +115,7 @@ def _dispatch_segments(
     max_length_q: int | tuple[int, ...],
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T heads width"], None]:
-    """Compute attention within segments, by their lengths or, if only the longest is given, their
-    starts, which are then read from the device."""
-    if not isinstance(max_length_q, tuple):
+    if not isinstance(max_length_q, tuple):  # only the longest: read the starts from the device
         max_length_q = tuple(cu_seq_lens_q.diff().tolist())
     if varlen.has_varlen(query):
         longest = max(max_length_q)
@@ -154,10 +130,9 @@ AttentionInterface.register(SEGMENTS_NAME, _dispatch_segments)
 
 
 def use_shared_attention(family: Family, model: Any) -> None:
-    """Dispatch the attention of a transformers model through this module.
+    """Dispatch a model's attention, and its recurrent layers, through this module.
 
-    The language model's goes through ``attend``, and so do its recurrent layers. The vision tower's
-    images, or windows of images, are computed together.
+    The vision tower's images, or windows of images, are computed together.
     """
     language_model = family.language_model(model)
     language_model.config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
@@ -169,12 +144,9 @@ def use_shared_attention(family: Family, model: Any) -> None:
 
 
 class PackedAttention:
-    """Attention over one row of groups, each ``[prompt | c1 | … | cG]``.
+    """Attention over one row of groups, each ``[prompt | c1 | … | cG]``, that the spans cover.
 
-    Args:
-        spans: the groups' locations; together they cover the row.
-        masks: for each group, masks of layers in which its prompt is not causal (see
-            ``PromptLayout``); None: all layers are causal.
+    ``masks`` has each group's masks of layers in which its prompt is not causal (``PromptLayout``).
     """
 
     def __init__(self, spans: Sequence[GroupSpan], masks: Sequence[Masks] | None = None) -> None:
@@ -195,7 +167,7 @@ class PackedAttention:
         masks = [find_mask(masks, layer.kind) for masks in self.masks]
         row: Tensor | None = None
         if varlen.has_varlen(query) and layer.cap is None:
-            self._plan = self._plan or VarlenPlan.build(self.spans, query.device)
+            self._plan = self._plan or VarlenPlan(self.spans, query.device)
             row = self._plan.attend(query, key, value, layer.scaling, layer.window)
             if all(mask is None for mask in masks):
                 return row
@@ -245,8 +217,8 @@ def _attend_prompt(layer: Layer, prompt: Sequence[Tensor], mask: Tensor | None) 
     if mask is None and not layer.needs_mask(length):
         return kernels.causal(query, key, value, layer.scaling)
     if mask is None:
-        mask = masked.build_window_mask(length, length, layer.window, query.device)
-    return masked.attend(query, key, value, mask, layer.scaling, layer.cap)
+        mask = kernels.build_window_mask(length, length, layer.window, query.device)
+    return kernels.attend_masked(query, key, value, mask, layer.scaling, layer.cap)
 
 
 def _attend_completions(
@@ -258,31 +230,22 @@ def _attend_completions(
         return kernels.cascade(*tensors, lengths, layer.scaling)
     window = layer.window or prompt_key.shape[2] + max(lengths)
     tensors = (query, (prompt_key, prompt_value), (key, value))
-    return masked.attend_in_window(*tensors, lengths, window, layer.scaling, layer.cap)
+    return kernels.attend_in_window(*tensors, lengths, window, layer.scaling, layer.cap)
 
 
 class PrefillAttention(PackedAttention):
-    """Attention over a row of prompts, which stores their keys, values and recurrent states.
-
-    Attributes:
-        keys: for each attention layer, keys and values (1, key heads, T, head width).
-        states: for each recurrent layer, the state at the end of each prompt.
-        heads: numbers of query heads and key heads of the layers, without repetitions.
-    """
+    """Attention over a row of prompts, which stores their keys, values and recurrent states."""
 
     def __init__(self, spans: Sequence[GroupSpan], masks: Sequence[Masks] | None = None) -> None:
         super().__init__(spans, masks)
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of each attention layer: (1, key heads, T, head width)."""
         self.states: dict[int, list[LayerState]] = {}
+        """The state of each recurrent layer at the end of each prompt."""
         self.heads: list[tuple[int, int]] = []
+        """Numbers of query heads and key heads of the layers, without repetitions."""
 
-    def __call__(
-        self,
-        layer: Layer,
-        query: Float[Tensor, "1 heads T width"],
-        key: Float[Tensor, "1 key_heads T width"],
-        value: Float[Tensor, "1 key_heads T width"],
-    ) -> Float[Tensor, "1 T heads width"]:
+    def __call__(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # A part of a larger product would keep all of it.
         is_part = value.untyped_storage().nbytes() > value.nbytes
         self.keys[layer.index] = key, value.clone() if is_part else value

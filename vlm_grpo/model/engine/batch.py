@@ -10,17 +10,13 @@ from vlm_grpo.types import ImageRef, Prompt
 
 @dataclass(frozen=True)
 class GroupSlice:
-    """Some or all completions of one group, scored behind one copy of their prompt.
-
-    Attributes:
-        prompt: the group's prompt.
-        completions: token ids of each completion, at least one token each.
-        rows: index of each completion among all completions of the step.
-    """
+    """Some or all completions of one group, scored behind one copy of their prompt."""
 
     prompt: Prompt
     completions: tuple[tuple[int, ...], ...]
+    """Token ids of each completion, at least one token each."""
     rows: tuple[int, ...]
+    """Index of each completion among all completions of the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -30,9 +26,10 @@ class GroupSlice:
     def split_in_half(self) -> tuple[GroupSlice, GroupSlice]:
         """Return two slices with half of the completions each."""
         middle = len(self.rows) // 2
+        first, second = slice(middle), slice(middle, None)
         return (
-            GroupSlice(self.prompt, self.completions[:middle], self.rows[:middle]),
-            GroupSlice(self.prompt, self.completions[middle:], self.rows[middle:]),
+            GroupSlice(self.prompt, self.completions[first], self.rows[first]),
+            GroupSlice(self.prompt, self.completions[second], self.rows[second]),
         )
 
 
@@ -44,22 +41,18 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The ``rows`` of all slices."""
         return tuple(row for piece in self.slices for row in piece.rows)
 
     @property
     def completions(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each completion."""
         return tuple(tokens for piece in self.slices for tokens in piece.completions)
 
     @property
     def images(self) -> set[ImageRef]:
-        """The images of all prompts."""
         return {image for piece in self.slices for image in piece.prompt.example.images}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the packed row of all slices."""
         return sum(piece.num_tokens for piece in self.slices)
 
 
@@ -90,7 +83,6 @@ def pack(slices: Sequence[GroupSlice], max_tokens: int) -> list[MicroBatch]:
 
 
 def _split(piece: GroupSlice, max_tokens: int) -> Iterator[GroupSlice]:
-    """Split a slice until each part fits or holds one completion."""
     if piece.num_tokens <= max_tokens or len(piece.rows) == 1:
         yield piece
         return

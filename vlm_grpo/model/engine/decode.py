@@ -18,13 +18,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.model.engine.attention import PrefillAttention
-from vlm_grpo.model.engine.cached_keys import CachedKeys
 from vlm_grpo.model.engine.graphs import DecodeStep, GraphCapture, find_cause
-from vlm_grpo.model.engine.kv_cache import CacheSize, DecodeAttention, KVCache
+from vlm_grpo.model.engine.kv_cache import CachedKeys, CacheSize, DecodeAttention, KVCache
 from vlm_grpo.model.engine.limits import PREFILL_TOKENS
 from vlm_grpo.model.engine.sampling import SamplerState
-from vlm_grpo.model.engine.seating import Seating, SeatingIndex
 from vlm_grpo.model.engine.shared import PrefixInputs, pack_row, run_row
+from vlm_grpo.model.engine.slots import SlotIndex, SlotScheduler, build_index
 from vlm_grpo.model.families import Family
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.utils.timing import Stopwatch
@@ -43,14 +42,7 @@ KEPT_STEPS = 256
 
 
 class Visible(NamedTuple):
-    """The cached tokens that a step attends to.
-
-    Attributes:
-        prompt: greatest number of tokens of a prompt.
-        prompts_are_equal: whether all prompts have this number.
-        own: greatest number of tokens of a completion.
-        own_are_equal: whether all completions have this number.
-    """
+    """The greatest number of tokens of a prompt and of a completion, and whether all have it."""
 
     prompt: int
     prompts_are_equal: bool
@@ -59,17 +51,11 @@ class Visible(NamedTuple):
 
 
 class SharedDecoder:
-    """Samples the completions of shared prompts.
+    """Samples the completions of shared prompts, timed as the phases ``prefill`` and ``decode``.
 
-    Captured steps and the cache that they use are kept for the next rollouts that fit into it, up
-    to ``KEPT_SHARE`` and ``KEPT_STEPS``.
-
-    Args:
-        family: the model's family.
-        model: the bare transformers model.
-        stopwatch: times the phases ``prefill`` and ``decode``.
-        capture: captures decode steps (see ``engine/graphs.py``); None: steps run eagerly, as they
-            do after the first capture that fails.
+    ``capture`` captures decode steps (``engine/graphs.py``), which are kept with their cache for
+    the next rollouts that fit into it, up to ``KEPT_SHARE`` and ``KEPT_STEPS``. With None steps run
+    eagerly, as they do after the first capture that fails.
     """
 
     def __init__(
@@ -84,19 +70,14 @@ class SharedDecoder:
     def __call__(
         self, prefixes: Sequence[PrefixInputs], state: SamplerState, max_tokens: int
     ) -> None:
-        """Sample all completions.
-
-        Args:
-            prefixes: the prompts.
-            state: receives the tokens; knows the number of completions of each prompt.
-            max_tokens: maximum number of prompt and completion tokens cached at once.
-        """
+        """Sample all completions into ``state``, with at most ``max_tokens`` prompt and completion
+        tokens cached at once."""
         decoding = _Decoding(self, prefixes, state, max_tokens)
         try:
             while True:
                 with self.stopwatch("prefill"):
                     decoding.admit()
-                if decoding.seating.is_empty:
+                if decoding.scheduler.is_empty:
                     return
                 with self.stopwatch("decode"):
                     decoding.advance()
@@ -104,25 +85,23 @@ class SharedDecoder:
             self._release_large_cache()
 
     def release(self) -> None:
-        """Free the memory kept for the next rollout."""
         self._cache = None
         self._steps.clear()
 
-    def use_capture(self, capture: GraphCapture | None) -> bool:
-        """Replace ``capture``, and return whether steps were captured before."""
+    def use_capture(self, capture: GraphCapture | None) -> None:
+        """Capture steps from now on; None: run them eagerly."""
         self.release()
-        before, self.capture = self.capture, capture
-        return before is not None
+        self.capture = capture
 
     def open_cache(self, size: CacheSize, max_tokens: int) -> KVCache:
         """Return a cache: the one kept from the last rollout if it is large enough, but not larger
         than ``max_tokens`` or ``size``."""
         if self.capture is None:
-            return KVCache(*size)
+            return KVCache(size)
         kept = self._cache
         if kept is None or not kept.size.holds(size, max_tokens):
             self.release()
-            kept = self._cache = KVCache(*size)
+            kept = self._cache = KVCache(size)
         kept.restore(size.slots, size.places)
         return kept
 
@@ -133,7 +112,6 @@ class SharedDecoder:
         return -(-prompt_length // LENGTH_BUCKET) * LENGTH_BUCKET
 
     def count_kept_bytes(self) -> int:
-        """Return the memory of the cache that the next rollout reuses or frees."""
         return 0 if self._cache is None else self._cache.count_bytes()
 
     def prefill(
@@ -150,13 +128,7 @@ class SharedDecoder:
     def step(
         self, cache: KVCache, visible: Visible, inputs: tuple[Tensor, ...]
     ) -> Float[Tensor, "R vocabulary"]:
-        """Feed the newest token of each completion; return the logits of the next one.
-
-        Args:
-            cache: the cache.
-            visible: the cached tokens to attend to.
-            inputs: arguments of ``DecodeStep``.
-        """
+        """Feed the newest token of each completion; return the logits of the next one."""
         if self.capture is None:
             return self.head(self._build_step(cache, visible)(*inputs))
         own = _round_up(visible.own, cache.completion_length)
@@ -210,8 +182,6 @@ class SharedDecoder:
 
 
 class _Decoding:
-    """The state of one call of the decoder."""
-
     def __init__(
         self,
         decoder: SharedDecoder,
@@ -226,35 +196,34 @@ class _Decoding:
         prompt_length = decoder.round_up(int(self.lengths.max()))
         slots, places = _fit(len(prefixes), max(sizes), prompt_length, longest, max_tokens)
         places = min(places, state.count)
-        self.seating = Seating(np.argsort(-self.lengths).tolist(), sizes, slots, places)
+        self.scheduler = SlotScheduler(np.argsort(-self.lengths).tolist(), sizes, slots, places)
         size = CacheSize(slots, places, prompt_length, longest)
         self.cache = decoder.open_cache(size, max_tokens)
         self.axes = max(len(prefix.layout.positions) for prefix in prefixes)
         starts = np.repeat([prefix.next_position for prefix in prefixes], sizes)
         self.starts = copy_to(self.device, np.append(starts, 0))
         self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
-        self.index: SeatingIndex | None = None
+        self.index: SlotIndex | None = None
 
     def admit(self) -> None:
         """Give all free places to waiting completions, and sample their first tokens."""
         while True:
-            slots, places = self.seating.admit()
+            slots, places = self.scheduler.admit()
             if not len(places):
                 return
             self._prefill(slots)
-            origin = self.seating.find_slots(places)
+            origin = self.scheduler.find_slots(places)
             self.cache.fork(origin, places)
             held, order = np.unique(origin, return_inverse=True)
             hidden = self.hidden[copy_to(self.device, held)]
             logits = self.decoder.head(hidden)[copy_to(self.device, order)]
-            self.state.sample(logits, copy_to(self.device, self.seating.rows[places]))
-            self.seating.ages[places] = 1
-            self.seating.release(self.state.update_active())
+            self.state.sample(logits, copy_to(self.device, self.scheduler.rows[places]))
+            self.scheduler.ages[places] = 1
+            self.scheduler.release(self.state.update_active())
             self.index = None
 
     def _prefill(self, slots: Sequence[int]) -> None:
-        """Prefill the prompts of the given slots, ``PREFILL_TOKENS`` at a time."""
-        prompts = self.seating.prompts
+        prompts = self.scheduler.prompts
         while slots:
             longest = self.lengths[prompts[slots]].max()
             count = max(1, PREFILL_TOKENS // int(longest))
@@ -268,27 +237,27 @@ class _Decoding:
     def advance(self) -> None:
         """Sample the next tokens of all completions that have a place."""
         # Captured steps are of few sizes; on the CPU each row costs time.
-        kept = self.seating.shrink(0.5 if self.decoder.capture else 0.875)
+        kept = self.scheduler.shrink(0.5 if self.decoder.capture else 0.875)
         if kept is not None:
             self.cache.keep(*kept)
             self.hidden = self.hidden[copy_to(self.device, kept[0])]
             self.index = None
         if self.index is None:
             heads = self.cache.heads
-            self.index = SeatingIndex.build(self.seating, heads, self.lengths, self.device)
+            self.index = build_index(self.scheduler, heads, self.lengths, self.device)
         longest = self.state.tokens.shape[1]
-        is_seated = self.seating.rows >= 0
-        left = longest - int(self.seating.ages[is_seated].min())
+        has_completion = self.scheduler.rows >= 0
+        left = longest - int(self.scheduler.ages[has_completion].min())
         for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
-            self._step(self.index, self.seating.ages[is_seated].clip(max=longest))
-            self.seating.ages += 1
-        self.seating.release(self.state.update_active())
+            self._step(self.index, self.scheduler.ages[has_completion].clip(max=longest))
+            self.scheduler.ages += 1
+        self.scheduler.release(self.state.update_active())
 
-    def _step(self, index: SeatingIndex, ages: Int[np.ndarray, " seated"]) -> None:
+    def _step(self, index: SlotIndex, ages: Int[np.ndarray, " seated"]) -> None:
         state = self.state
         fed = (state.lengths[index.rows] - 1).clamp_(min=0)  # the spare row has length 0
         tokens = state.tokens[index.rows, fed]
-        prompts = self.lengths[self.seating.prompts[self.seating.prompts >= 0]]
+        prompts = self.lengths[self.scheduler.prompts[self.scheduler.prompts >= 0]]
         visible = Visible(
             int(prompts.max()),
             bool((prompts == prompts[0]).all()),
@@ -303,14 +272,11 @@ class _Decoding:
 def _fit(
     prompts: int, group_size: int, prompt_length: int, completion_length: int, max_tokens: int
 ) -> tuple[int, int]:
-    """Return the numbers of slots and places that fit, at least one slot and one group's places.
-
-    If not everything fits there are twice as many slots as groups of places, because the
-    completions of a group do not finish together.
-    """
+    """Return the numbers of slots and places that fit, at least one slot and one group's places."""
     own = group_size * completion_length
     if prompts * (prompt_length + own) <= max_tokens:
         return prompts, prompts * group_size
+    # Twice as many slots as groups of places: the completions of a group do not finish together.
     groups = max(1, max_tokens // (2 * prompt_length + own))
     slots = min(2 * groups, prompts, max(1, (max_tokens - groups * own) // prompt_length))
     return slots, min(groups, prompts) * group_size

@@ -24,10 +24,7 @@ from vlm_grpo.errors import UserError
 
 DecodeStep = Callable[..., Tensor]
 """Maps the newest tokens (places,), their positions (axes, places, 1), their indices within the
-completion (places,) and the index tensors of the seating (see ``SeatingIndex``) to hidden states
-(places, width)."""
-
-
+completion (places,) and the tensors of a ``SlotIndex`` to hidden states (places, width)."""
 GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 """Captures a step, given the inputs of its first call. Each call of what it returns replays the
 step and overwrites the previous result."""
@@ -40,12 +37,6 @@ def get_capture(
 
     Outside training, the settings have no effect without a CUDA device, so that a trained model
     can be used on any machine.
-
-    Args:
-        rollout: the settings.
-        shared: whether prompts are shared.
-        training: whether the model is trained.
-        config: the model's configuration; None: one without dynamic RoPE.
 
     Raises:
         UserError: ``cuda_graphs`` or ``torch_compile`` is set without a shared prompt, for a model
@@ -68,7 +59,7 @@ def get_capture(
             raise UserError(f"rollout.{name}=true has no effect {why_not}: remove it")
     if why_not or not has_cuda:
         return None
-    return CompiledGraph if rollout.torch_compile else CudaGraph
+    return capture_compiled if rollout.torch_compile else CudaGraph
 
 
 def has_dynamic_rope(config: Any) -> bool:
@@ -82,7 +73,6 @@ def has_dynamic_rope(config: Any) -> bool:
 
 
 def describe_steps(capture: GraphCapture | None, config: Any) -> str:
-    """Return how the decode steps of a model run."""
     if capture is not None:
         return "as CUDA graphs"
     why = ", because its dynamic RoPE reads positions from the device"
@@ -97,14 +87,8 @@ def find_cause(error: BaseException) -> BaseException:
 
 
 def compile_step(step: DecodeStep, **options: Any) -> DecodeStep:
-    """Return the step with fused kernels.
-
-    Sizes are symbolic, so that steps of other sizes are not compiled again.
-
-    Args:
-        step: the step.
-        options: more arguments of ``torch.compile``.
-    """
+    """Return the step with fused kernels; ``options`` are more arguments of ``torch.compile``."""
+    # Sizes are symbolic, so that steps of other sizes are not compiled again.
     compiled = torch.compile(step, dynamic=True, **options)
 
     def run(*inputs: Tensor) -> Tensor:
@@ -117,12 +101,10 @@ def compile_step(step: DecodeStep, **options: Any) -> DecodeStep:
 
 
 class CudaGraph:
-    """A step captured on the current CUDA device.
+    """A step captured on the current CUDA device, with the inputs of its first call.
 
-    Args:
-        step: the step; it may run more than once, because it writes each row's keys and values to
-            its cache index. The caller restores recurrent states.
-        inputs: the inputs of the first call.
+    It may run more than once, because it writes each row's keys and values to its place in the
+    cache. The caller restores recurrent states.
     """
 
     _pool: ClassVar[Any] = None
@@ -157,8 +139,6 @@ class CudaGraph:
         return self._hidden
 
 
-class CompiledGraph(CudaGraph):
-    """A captured step with fused kernels; arguments as for ``CudaGraph``."""
-
-    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
-        super().__init__(compile_step(step), inputs)
+def capture_compiled(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
+    """Capture a step with fused kernels."""
+    return CudaGraph(compile_step(step), inputs)

@@ -1,4 +1,6 @@
-"""Kernels of attention over a shared prompt: mask-free parts, merged by their log-sum-exps.
+"""Kernels of attention over a shared prompt: mask-free parts, merged by their log-sum-exps, and
+attention with a mask, of prompts that are not causal and in sliding windows. A mask of the entire
+row is never built.
 
 On CPUs, the parts use PyTorch's flash kernel in float32 and float64. In bfloat16 that kernel is no
 faster than in float32 (``perf/README.md``), so they use plain matrix products, which round the
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
@@ -46,7 +48,6 @@ def causal(
     value: Float[Tensor, "rows key_heads T width"],
     scaling: float,
 ) -> Float[Tensor, "rows heads T width"]:
-    """Compute causal self-attention."""
     if _uses_plain_products(query):
         return _Causal.apply(query, key, value, scaling)  # type: ignore[return-value]
     options: dict[str, Any] = {"is_causal": True, "scale": scaling}
@@ -76,18 +77,63 @@ def cascade(
     lengths: Sequence[int],
     scaling: float,
 ) -> Float[Tensor, "1 heads T width"]:
-    """Compute attention of completions over their prompt and, causally, each over itself.
-
-    Args:
-        query: queries of the T completion tokens.
-        prefix_key: keys of the prompt.
-        prefix_value: values of the prompt.
-        key: keys of the completion tokens.
-        value: values of the completion tokens.
-        lengths: number of tokens of each completion; their sum is T.
-        scaling: factor on the dot products.
-    """
+    """Compute attention of completions over their prompt and, causally, each over itself."""
     return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
+
+
+def attend_masked(
+    query: Float[Tensor, "rows heads n width"],
+    key: Float[Tensor, "rows key_heads m width"],
+    value: Float[Tensor, "rows key_heads m width"],
+    mask: Bool[Tensor, "n m"],
+    scaling: float,
+    cap: float | None = None,
+) -> Float[Tensor, "rows heads n width"]:
+    """Compute attention of each query to the keys for which the mask is True.
+
+    With ``cap``, scores become cap · tanh(score / cap) (Gemma 2: 2024, arXiv:2408.00118), which
+    no kernel computes.
+    """
+    key, value = expand_heads(query, key), expand_heads(query, value)
+    if cap is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    scores = torch.tanh(query @ key.mT * (scaling / cap)) * cap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
+
+
+def build_window_mask(
+    queries: int, keys: int, window: int | None, device: torch.device
+) -> Bool[Tensor, "queries keys"]:
+    """Return the mask of causal attention to the last ``window`` tokens, each token included; the
+    last query belongs to the last key."""
+    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    return (key <= last) & (key > last - (window or keys))
+
+
+def attend_in_window(
+    query: Float[Tensor, "1 heads T width"],
+    prefix: tuple[Float[Tensor, "1 key_heads P width"], Float[Tensor, "1 key_heads P width"]],
+    own: tuple[Float[Tensor, "1 key_heads T width"], Float[Tensor, "1 key_heads T width"]],
+    lengths: Sequence[int],
+    window: int,
+    scaling: float,
+    cap: float | None = None,
+) -> Float[Tensor, "1 heads T width"]:
+    """Compute attention of completions to the last ``window`` tokens of prompt and completion."""
+    # Each completion needs a copy of the end of its prompt, no longer than the window.
+    count, longest = len(lengths), max(lengths)
+    seen = min(prefix[0].shape[2], window - 1)
+    key, value = (
+        torch.cat(
+            [x[:, :, x.shape[2] - seen :].expand(count, -1, -1, -1), unpack(y, lengths)], dim=2
+        )
+        for x, y in zip(prefix, own, strict=True)
+    )
+    mask = build_window_mask(longest, seen + longest, window, query.device)
+    output = attend_masked(unpack(query, lengths), key, value, mask, scaling, cap)
+    return repack(output, lengths)
 
 
 def segments(
@@ -97,10 +143,8 @@ def segments(
     lengths: Sequence[int],
     scaling: float,
 ) -> Float[Tensor, "1 T heads width"]:
-    """Compute attention of each token to all tokens of its segment.
-
-    Neighboring segments of equal lengths are computed at once.
-    """
+    """Compute attention of each token to all tokens of its segment."""
+    # Neighboring segments of equal lengths are computed at once.
     runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     sizes = [length * count for length, count in runs]
     outputs = []
@@ -170,11 +214,8 @@ def _part(
     scaling: float,
     causal: bool,
 ) -> tuple[Float[Tensor, "rows heads n width"], Float[Tensor, "rows heads n 1"]]:
-    """Compute attention over all keys, or causal attention over as many keys as queries.
-
-    Returns:
-        The output, and the log-sum-exps in float32.
-    """
+    """Compute attention over all keys, or causal attention over as many keys as queries; return
+    the output, and the log-sum-exps in float32."""
     if _uses_plain_products(query):
         return _plain(query, key, value, scaling, causal)
     if causal:
@@ -195,8 +236,7 @@ def _part_backward(
     scaling: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's query, key and value from the merged output and
-    log-sum-exp; the other arguments are as in ``_part``."""
+    """Return the gradients of a part's query, key and value, from the merged output and lse."""
     if _uses_plain_products(query):
         return _plain_backward(grad, query, output, lse, key, value, scaling, causal)
     if causal:
@@ -215,7 +255,7 @@ def _part_backward(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``_part`` by plain matrix products, one block of queries at a time."""
+    """Compute ``_part`` one block of queries at a time."""
     outputs, sums = [], []
     for start, stop in _blocks(query, key, causal):
         visible = stop if causal else key.shape[2]
@@ -238,7 +278,6 @@ def _plain_backward(
     scaling: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``_part_backward`` by plain matrix products, one block of queries at a time."""
     d_queries = []
     d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     for start, stop in _blocks(query, key, causal):
@@ -261,16 +300,10 @@ def _plain_backward(
 def _weights(
     query: Tensor, key: Tensor, scaling: float, start: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``exp(scores - top)`` and ``top``, the largest score of each query.
+    """Return ``exp(scores - top)`` and ``top``, the largest score of each query, stacked.
 
-    The queries that share a key head are stacked (see ``_stack_heads``).
-
-    Args:
-        query: (rows, heads, n, width).
-        key: (rows, key heads, m, width).
-        scaling: factor on the dot products.
-        start: index of the first query in causal attention, where the last n keys belong to the
-            n queries; None: every query attends to all keys.
+    In causal attention the last n keys belong to the n queries, from the one with index ``start``
+    on; with None, every query attends to all keys.
     """
     scores = (_stack_heads(query, key) * scaling) @ key.mT
     if start is not None:
@@ -305,7 +338,6 @@ def _stack_heads(rows: Tensor, key: Tensor) -> Tensor:
 
 
 def _sum_heads(grad: Tensor, key: Tensor) -> Tensor:
-    """Sum the gradient of keys repeated by ``expand_heads``."""
     if grad.shape == key.shape:
         return grad
     return grad.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
@@ -321,6 +353,5 @@ def unpack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def repack(padded: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Invert ``unpack``."""
     rows = [row[:, :length] for row, length in zip(padded, lengths, strict=True)]
     return torch.cat(rows, dim=1)[None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.model.engine import kernels, varlen
 from vlm_grpo.model.engine.attention import Layer, PrefillAttention
-from vlm_grpo.model.engine.cached_keys import CachedKeys
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.recurrence import (
     RECURRENT_TYPES,
@@ -33,15 +34,97 @@ Layers = dict[int, tuple[Tensor, ...]]
 recurrent state."""
 
 
-class CacheSize(NamedTuple):
-    """The size of a cache.
+@dataclass(frozen=True)
+class CachedKeys:
+    """The cached keys that the queries of each of S rows see: the first ones, without gradient.
+
+    On CUDA in half precision one kernel reads only those. Elsewhere the others are masked.
 
     Attributes:
-        slots: number of prompts held at once.
-        places: number of completions held at once.
-        prompt_length: maximum number of tokens per prompt.
-        completion_length: maximum number of tokens per completion.
+        lengths: number of keys that each row sees, at least 1.
+        longest: upper bound of the lengths.
+        mask: -inf, or very small, where a row or one of its queries sees no key; None: every row
+            sees ``longest``, or the kernel needs no mask.
     """
+
+    lengths: Int[Tensor, " S"]
+    longest: int
+    mask: Float[Tensor, "S 1 #n longest"] | None
+    _starts: dict[int, Int[Tensor, " starts"]] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls, lengths: Int[Tensor, " S"], longest: int, are_equal: bool, like: Tensor
+    ) -> CachedKeys:
+        """Build the object for a cache such as ``like``; ``are_equal``: all lengths are longest."""
+        if varlen.has_varlen(like):
+            return cls(lengths.int(), longest, None)
+        if are_equal:
+            return cls(lengths, longest, None)
+        hidden = torch.arange(longest, device=lengths.device) >= lengths[:, None, None, None]
+        zeros = torch.zeros((), dtype=like.dtype, device=lengths.device)
+        return cls(lengths, longest, zeros.masked_fill(hidden, -torch.inf))
+
+    def starting_at(self, first: Int[Tensor, "S n"], like: Tensor) -> CachedKeys:
+        """Return those of the keys that each of n queries of a row sees, from its first one on.
+
+        The log-sum-exp of a query that sees none is so small that its output has no weight.
+        """
+        place = torch.arange(self.longest, device=first.device)
+        hidden = (place < first[:, None, :, None]) | (place >= self.lengths[:, None, None, None])
+        zeros = torch.zeros((), dtype=like.dtype, device=first.device)
+        mask = zeros.masked_fill(hidden, torch.finfo(like.dtype).min / 2)
+        return CachedKeys(self.lengths, self.longest, mask)
+
+    @staticmethod
+    def allocate(
+        rows: int, length: int, like: Float[Tensor, "1 key_heads T width"]
+    ) -> Float[Tensor, "rows length key_heads width"]:
+        """Allocate a layer's keys or values, as zeros, in the memory order of the kernel."""
+        _, heads, _, width = like.shape
+        if kernels.is_cpu(like):
+            return like.new_zeros(rows, heads, length, width).transpose(1, 2)
+        return like.new_zeros(rows, length, heads, width)
+
+    def __call__(
+        self,
+        query: Float[Tensor, "S n key_heads width"],
+        key: Float[Tensor, "S m key_heads width"],
+        value: Float[Tensor, "S m key_heads width"],
+        scaling: float,
+        cap: float | None = None,
+    ) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
+        """Return the attention output and its log-sum-exps, in at least float32. The queries that
+        share a key head are stacked along n."""
+        if self.mask is None and cap is None and varlen.has_varlen(query):
+            starts = self._get_starts(query.shape[1]), self._get_starts(key.shape[1])
+            return varlen.attend_cached(
+                query, key, value, starts, (self.lengths, self.longest), scaling
+            )
+        key, value = key[:, : self.longest], value[:, : self.longest]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if kernels.is_cpu(query) and cap is None:
+            output, lse = kernels.FLASH(q, k, v, attn_mask=self.mask, scale=scaling)
+            return output.transpose(1, 2), lse.transpose(1, 2)
+        scores = (q * scaling) @ k.mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        if self.mask is not None:
+            scores += self.mask
+        lse = scores.logsumexp(-1)
+        output = (scores - lse[..., None]).exp().to(v.dtype) @ v
+        return output.transpose(1, 2), lse.transpose(1, 2)
+
+    def _get_starts(self, count: int) -> Int[Tensor, " starts"]:
+        if count not in self._starts:
+            stop, device = len(self.lengths) * count + 1, self.lengths.device
+            self._starts[count] = torch.arange(0, stop, count, dtype=torch.int32, device=device)
+        return self._starts[count]
+
+
+class CacheSize(NamedTuple):
+    """Numbers of prompts and of completions that a cache holds, and the most tokens of each."""
 
     slots: int
     places: int
@@ -49,34 +132,23 @@ class CacheSize(NamedTuple):
     completion_length: int
 
     def holds(self, other: CacheSize, max_tokens: int) -> bool:
-        """Return whether a cache of this size serves for one of the other size, without more than
-        ``max_tokens`` unless it is equal."""
+        """Return whether a cache of this size serves for one of the other size: a larger one has at
+        most ``max_tokens``."""
         tokens = self.slots * self.prompt_length + self.places * self.completion_length
         is_enough = all(a >= b for a, b in zip(self, other, strict=True))
         return self == other or (is_enough and tokens <= max_tokens)
 
 
 class KVCache:
-    """Keys and values of the prompts being decoded, and of their completions.
+    """Keys and values of the prompts being decoded, and of their completions."""
 
-    Args:
-        size: the fields of ``CacheSize``.
-
-    Attributes:
-        size: the memory's size.
-        slots: number of slots in use.
-        places: number of places in use.
-        prompts: what is stored of the prompt in each slot.
-        completions: what is stored of the completion in each place.
-        heads: numbers of query heads and key heads of the layers, without repetitions.
-    """
-
-    def __init__(self, *size: int) -> None:
-        self.size = CacheSize(*size)
-        self.prompt_length, self.completion_length = self.size[2:]
+    def __init__(self, size: CacheSize) -> None:
+        self.size = size
+        self.prompt_length, self.completion_length = size.prompt_length, size.completion_length
+        # What is stored of the prompt in each slot, and of the completion in each place.
         self.prompts: Layers = {}
         self.completions: Layers = {}
-        self.heads: list[tuple[int, int]] = []
+        self.heads: list[tuple[int, int]] = []  # as in ``PrefillAttention``
         self._memory: tuple[Layers, Layers] = ({}, {})
         self._states: dict[int, list[tuple[str, int]]] = {}  # names of a recurrent state's tensors
         self.restore(*self.size[:2])
@@ -90,7 +162,6 @@ class KVCache:
         )
 
     def count_bytes(self) -> int:
-        """Return the memory that the cache takes."""
         layers = (tensors for layers in self._memory for tensors in layers.values())
         return sum(tensor.nbytes for tensors in layers for tensor in tensors)
 
@@ -99,12 +170,10 @@ class KVCache:
         return next(tensors[0] for i, tensors in self.prompts.items() if i not in self._states)
 
     def get_state(self, layer: int) -> CachedState:
-        """Return the recurrent state of the completion in each place."""
         names = self._states[layer]
         return CachedState(dict(zip(names, self.completions[layer], strict=True)))
 
     def store_prompts(self, slots: Sequence[int], prefill: PrefillAttention) -> None:
-        """Store prefilled prompts in the given slots."""
         if not self.prompts:
             self._allocate(prefill)
         device = self.get_keys().device
@@ -130,10 +199,8 @@ class KVCache:
 
     @contextlib.contextmanager
     def keeping_states(self) -> Iterator[None]:
-        """Undo what decode steps run inside do to recurrent states.
-
-        Keys are written to the same place however often a step runs; a state moves on each time.
-        """
+        """Undo what decode steps run inside do to recurrent states."""
+        # Keys are written to the same place however often a step runs; a state moves on each time.
         states = [state for layer in self._states for state in self.completions[layer]]
         before = [state.clone() for state in states]
         try:
@@ -181,14 +248,9 @@ def count_free_tokens(
     kept: int = 0,
 ) -> int:
     """Return the number of tokens for which a GPU has free memory, as in ``fit_tokens``; on other
-    devices, and if the config does not tell the size of keys, ``DEFAULT_ROLLOUT_TOKENS``.
+    devices, and if the config does not report the size of keys, ``DEFAULT_ROLLOUT_TOKENS``.
 
-    Args:
-        config: the language model's config.
-        device: the model's device.
-        dtype: precision of the keys and logits.
-        completions: number of completions, and maximum number of tokens per completion.
-        kept: bytes of a cache in memory, which the next rollout reuses or frees.
+    ``kept`` bytes are of a cache in memory, which the next rollout reuses or frees.
     """
     if device.type != "cuda":
         return DEFAULT_ROLLOUT_TOKENS
@@ -226,7 +288,7 @@ class DecodeAttention:
 
     Args:
         cache: the keys and values.
-        seats: ``seats`` of ``SeatingIndex``.
+        seats: those of ``SlotIndex``.
         fed: number of tokens of each completion that were fed before this one.
         prompt_lengths: number of tokens of the prompt in each slot.
         visible: the keys of the prompts and, with this token's, of the completions.
@@ -278,11 +340,9 @@ class DecodeAttention:
         return output.view(places, 1, heads[0], -1)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
-        """Run a recurrent layer over the newest tokens."""
         return run(hidden, self.cache.get_state(layer))
 
     def _find_visible(self, layer: Layer, heads: tuple[int, int]) -> tuple[CachedKeys, CachedKeys]:
-        """Return the keys of the prompts and of the completions that the layer sees."""
         cache = self.cache
         longest = cache.prompt_length + cache.completion_length
         if not layer.needs_mask(longest):

@@ -25,7 +25,8 @@ from torch.amp import is_autocast_available
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from vlm_grpo.model.engine.linear import Linear, outer, product
+from vlm_grpo.model.engine.cpu.onednn import outer, product
+from vlm_grpo.model.engine.linear import is_plain
 from vlm_grpo.model.engine.sampling import SamplingDistribution
 
 MAX_GRADIENTS = 2**22
@@ -34,19 +35,15 @@ MAX_GRADIENTS = 2**22
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """Settings of the scoring of tokens.
-
-    Attributes:
-        distribution: the distribution under which tokens are scored.
-        chunk_tokens: number of tokens whose logits are computed at once; 0: all.
-        with_entropy: also compute entropies, with gradient.
-        with_top: also find out which tokens are the likeliest at their places.
-    """
+    """How tokens are scored."""
 
     distribution: SamplingDistribution
     chunk_tokens: int = 0
+    """Number of tokens whose logits are computed at once; 0: all."""
     with_entropy: bool = False
+    """Also compute entropies, with gradient."""
     with_top: bool = False
+    """Also find out which tokens are the likeliest at their places."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +84,14 @@ def score_tokens(
     positions: Int[Tensor, " M"],
     settings: ScoringSettings,
 ) -> TokenScores:
-    """Score target tokens from the hidden states that predict them.
-
-    Args:
-        head: the language-model head, a linear map to the vocabulary.
-        hidden: final hidden states at the predicting positions.
-        targets: token ids.
-        positions: index of each token within its completion.
-        settings: how the tokens are scored.
-    """
+    """Score target tokens, by their indices within completions, from the final hidden states that
+    predict them. The head is a linear map to the vocabulary."""
     rows = settings.chunk_tokens or len(targets)
     weight: Any = head.weight
-    is_plain = type(head) in (nn.Linear, Linear) and head.bias is None
+    has_weight_only = is_plain(head) and head.bias is None
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    one_pass = is_plain and not weight.requires_grad and not settings.with_entropy
-    if is_plain and with_gradient and not one_pass:
+    one_pass = has_weight_only and not weight.requires_grad and not settings.with_entropy
+    if has_weight_only and with_gradient and not one_pass:
         return TokenScores(*_RecomputedHead.apply(hidden, weight, targets, positions, settings))  # type: ignore[misc]
     parts: list[TokenScores] = []
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):

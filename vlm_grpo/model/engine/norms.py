@@ -12,20 +12,18 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from vlm_grpo.model.engine.forwards import replace_forward
+
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Let the model's RMS norms use the fused kernel where there is one.
-
-    Their weights and names do not change. Norms of another formula stay as they are, such as
-    Gemma's, which multiplies by 1 + w in float32.
-    """
+    """Let the model's RMS norms use the fused kernel where there is one."""
+    # Norms of another formula stay as they are: Gemma's multiplies by 1 + w in float32.
     for module in model.modules():
-        if getattr(module, "weight", None) is not None and (fused := _fuse(type(module))):
-            module.__class__ = fused
+        if getattr(module, "weight", None) is not None and _can_fuse(type(module)):
+            replace_forward(module, _normalize)
 
 
 def has_kernel(hidden: Tensor, weight: Tensor) -> bool:
@@ -34,11 +32,18 @@ def has_kernel(hidden: Tensor, weight: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype == weight.dtype != torch.float64
 
 
+def _normalize(norm: Any, original: Any, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+    if others or named or not has_kernel(hidden_states, norm.weight):
+        return original(norm, hidden_states, *others, **named)
+    epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return rms_norm(hidden_states, norm.weight.shape, norm.weight, epsilon)
+
+
 @cache
-def _fuse(kind: type[Any]) -> type[nn.Module] | None:
-    """Return a fused class of RMS norms; None if ``kind`` is not ``w · x / √(mean(x²) + ε)``."""
+def _can_fuse(kind: type[Any]) -> bool:
+    """Return whether ``kind`` computes ``w · x / √(mean(x²) + ε)``."""
     if not kind.__name__.endswith("RMSNorm") or issubclass(kind, nn.RMSNorm):
-        return None
+        return False
     with torch.device("cpu"), torch.no_grad():
         hidden = torch.linspace(-2.0, 3.0, 8, dtype=torch.float32).view(2, 4)
         weight = torch.linspace(0.5, 2.0, 4, dtype=torch.float32)
@@ -47,19 +52,5 @@ def _fuse(kind: type[Any]) -> type[nn.Module] | None:
             norm.weight.copy_(weight)
             is_same = torch.allclose(norm(hidden), rms_norm(hidden, (4,), weight, 0.5))
         except (TypeError, AttributeError):  # other arguments, or without weights
-            return None
-    names = [name for name in ("variance_epsilon", "eps") if getattr(norm, name, None) == 0.5]
-    if not is_same or not names:
-        return None
-
-    class FusedNorm(kind):
-        def forward(
-            self, hidden_states: Float[Tensor, "*rows width"], *others: Any, **named: Any
-        ) -> Tensor:
-            if others or named or not has_kernel(hidden_states, self.weight):
-                return super().forward(hidden_states, *others, **named)
-            eps = getattr(self, names[0])
-            return rms_norm(hidden_states, self.weight.shape, self.weight, eps)
-
-    FusedNorm.__name__ = FusedNorm.__qualname__ = kind.__name__
-    return FusedNorm
+            return False
+    return is_same and 0.5 in (getattr(norm, "variance_epsilon", None), getattr(norm, "eps", None))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlm_grpo.model.engine.forwards import replace_forward
 from vlm_grpo.model.families.shared_form import RECURRENT_TYPES
 
 _CACHE_NAMES = ("cache_params", "past_key_values")
@@ -26,14 +27,10 @@ RecurrentLayer = Callable[[Tensor, "LayerState"], Tensor]
 
 
 class LayerState:
-    """The state of one layer, with the methods of transformers' ``Cache`` that such layers call.
-
-    Args:
-        tensors: the state's tensors (rows, …), by kind and index; empty at the start of a row.
-    """
+    """The state of one layer, with the methods of transformers' ``Cache`` that such layers call."""
 
     def __init__(self, tensors: dict[tuple[str, int], Tensor] | None = None) -> None:
-        self.tensors = tensors or {}
+        self.tensors = tensors or {}  # (rows, …), by kind and index; empty at the start of a row
 
     def fork(self, rows: int) -> LayerState:
         """Return the state of one row as that of several, without a copy."""
@@ -47,8 +44,7 @@ class LayerState:
         return self.tensors.get(("recurrent", state_idx))
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True: a layer then never updates the state of its convolution in place."""
-        return True
+        return True  # a layer then never updates the state of its convolution in place
 
     def update_conv_state(
         self,
@@ -87,10 +83,8 @@ class CachedState(LayerState):
 
 
 def count_state(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a row's state in a recurrent layer, by the layer's configuration.
-
-    The inputs of a convolution have the precision ``dtype``; a gated-delta state is in float32.
-    """
+    """Return the bytes of a row's state in a recurrent layer, by the layer's configuration."""
+    # The inputs of a convolution have the precision ``dtype``; a gated-delta state is in float32.
     kernel = getattr(config, "conv_L_cache", None)
     if kernel is not None:
         return config.hidden_size * kernel * dtype.itemsize
@@ -117,7 +111,18 @@ def find_recurrent_layers(language_model: nn.Module) -> list[Any]:
 def share_recurrent_layers(language_model: nn.Module) -> None:
     """Dispatch the recurrent layers through the object passed as ``attend``."""
     for module in find_recurrent_layers(language_model):
-        module.__class__ = _share(type(module))
+        replace_forward(module, _dispatch)
+
+
+def _dispatch(
+    layer: Any, original: Any, hidden_states: Tensor, attend: Any = None, **kwargs: Any
+) -> Any:
+    if attend is None:
+        return original(layer, hidden_states, **kwargs)
+    name = str(_find_cache_name(type(layer)))
+    return attend.recur(
+        layer.layer_idx, lambda rows, state: original(layer, rows, **{name: state}), hidden_states
+    )
 
 
 @functools.cache
@@ -126,26 +131,3 @@ def _find_cache_name(kind: type[nn.Module]) -> str | None:
     if "hidden_states" not in parameters or "position_embeddings" in parameters:
         return None
     return next((name for name in _CACHE_NAMES if name in parameters), None)
-
-
-@functools.cache
-def _share(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose forward passes its rows through ``attend``, if that is given."""
-    name = _find_cache_name(kind)
-    assert name is not None
-
-    class Shared(kind):  # type: ignore[valid-type, misc]
-        def forward(self, hidden_states: Tensor, attend: Any = None, **kwargs: Any) -> Tensor:
-            if attend is None:
-                return super().forward(hidden_states, **kwargs)
-            forward = super().forward
-
-            def run(rows: Tensor, state: LayerState) -> Tensor:
-                return forward(rows, **{name: state})
-
-            return attend.recur(self.layer_idx, run, hidden_states)
-
-    Shared.forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    Shared.__name__, Shared.__qualname__ = kind.__name__, kind.__qualname__
-    Shared.__module__ = kind.__module__
-    return Shared

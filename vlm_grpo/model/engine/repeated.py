@@ -27,15 +27,11 @@ from vlm_grpo.types import Prompt
 
 
 class Padding(NamedTuple):
-    """What is appended to rows.
-
-    Attributes:
-        token: id of the padding token.
-        token_type: token type of completions; None: that of the prompt's last token.
-    """
+    """What is appended to rows."""
 
     token: int
     token_type: int | None
+    """That of completions; None: that of the prompt's last token."""
 
 
 def _build_inputs(
@@ -75,11 +71,9 @@ def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:
 def score_repeated(
     model: Any, batch: MicroBatch, settings: ScoringSettings, padding: Padding
 ) -> TokenScores:
-    """Score a micro-batch's completion tokens, one row per completion and one pass per prompt.
-
-    Prompts together would need padded images, for which not every model has a mask, and padding
-    on the left, which shifts the positions of many.
-    """
+    """Score a micro-batch's completion tokens, one row per completion and one pass per prompt."""
+    # Prompts together would need padded images, for which not every model has a mask, and padding
+    # on the left, which shifts the positions of many.
     return TokenScores.join([_score(model, piece, settings, padding) for piece in batch.slices])
 
 
@@ -100,7 +94,7 @@ def _score(
 
 
 class _SampleToken(LogitsProcessor):
-    """A processor that samples each row's token and makes ``generate`` choose it."""
+    """Samples each row's token and makes ``generate`` choose it."""
 
     def __init__(self, state: SamplerState, rows: Tensor, pad: int) -> None:
         self.state, self.rows, self.pad = state, rows, pad
@@ -112,7 +106,7 @@ class _SampleToken(LogitsProcessor):
 
 
 class _IsFinished(StoppingCriteria):
-    """A criterion that stops the rows whose completions are finished."""
+    """Stops the rows whose completions are finished."""
 
     def __init__(self, state: SamplerState, rows: Tensor) -> None:
         self.state, self.rows = state, rows
@@ -123,11 +117,9 @@ class _IsFinished(StoppingCriteria):
 
 
 def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Group the indices of prompts whose images fit into one batch without padding.
-
-    Not every model has a mask for padded pixels, and some refuse a prompt of text alone beside
-    prompts with images.
-    """
+    """Group the indices of prompts whose images fit into one batch without padding."""
+    # Not every model has a mask for padded pixels, and some refuse a prompt of text alone beside
+    # prompts with images.
     groups: dict[object, list[int]] = {}
     for index, prompt in enumerate(prompts):
         shapes = {
@@ -141,15 +133,8 @@ def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
 def sample_repeated(
     model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, padding: Padding
 ) -> None:
-    """Sample all completions.
-
-    Args:
-        model: the bare transformers model.
-        prompts: one prompt per group.
-        state: receives the tokens; knows the number of completions of each prompt.
-        max_tokens: maximum number of prompt and completion tokens processed at once.
-        padding: what is appended to rows.
-    """
+    """Sample all completions of the prompts into ``state``, with at most ``max_tokens`` prompt and
+    completion tokens processed at once."""
     # The model's generation config may add a repetition penalty or suppress tokens, which are not
     # part of the scored distribution.
     own, model.generation_config = model.generation_config, GenerationConfig()

@@ -25,29 +25,21 @@ from vlm_grpo.model.transfer import copy_to
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """The distribution over next tokens that both sampler and scorer derive from the logits.
-
-    Attributes:
-        temperature: divisor of the logits; 0 means greedy (scored as 1).
-        banned: tokens of probability 0 (image, video and vision markers).
-        eos: end-of-sequence tokens, also banned in the first ``min_new_tokens`` positions.
-        min_new_tokens: minimum number of tokens per completion.
-    """
+    """The distribution over next tokens that both sampler and scorer derive from the logits."""
 
     temperature: float = 1.0
+    """Divisor of the logits; 0 means greedy (scored as 1)."""
     banned: tuple[int, ...] = ()
+    """Tokens of probability 0 (image, video and vision markers)."""
     eos: tuple[int, ...] = ()
+    """End-of-sequence tokens, also banned in the first ``min_new_tokens`` positions."""
     min_new_tokens: int = 0
 
     def __call__(
         self, logits: Float[Tensor, "n vocabulary"], positions: Int[Tensor, " n"]
     ) -> Float[Tensor, "n vocabulary"]:
-        """Return the distribution's logits as a new tensor of at least float32 precision.
-
-        Args:
-            logits: the model's logits.
-            positions: index of each token within its completion.
-        """
+        """Return the distribution's logits as a new tensor of at least float32 precision, given the
+        model's logits and the index of each token within its completion."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         adjusted = logits.to(wide, copy=True).div_(self.temperature or 1.0)
         if self.banned:
@@ -62,35 +54,28 @@ class SamplingDistribution:
 
 @functools.lru_cache(maxsize=64)
 def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
-    """Return the tokens on ``device``, copied there once."""
     return copy_to(device, np.array(tokens, dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of the sampler.
-
-    Attributes:
-        distribution: the distribution under which tokens are scored.
-        max_completion_length: maximum number of tokens per completion, end-of-sequence included.
-        stop: strings that end a completion once its text contains one of them.
-        top_k: keep only the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
-        min_p: drop tokens below this fraction of the highest probability; 0.0 keeps all.
-        with_entropies: also compute the entropy at each token.
-    """
+    """Settings of the sampler."""
 
     distribution: SamplingDistribution
     max_completion_length: int
+    """Maximum number of tokens per completion, end-of-sequence included."""
     stop: tuple[str, ...] = ()
+    """Strings that end a completion once its text contains one of them."""
     top_k: int = 0
+    """Keep only the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this mass; 1.0 keeps all."""
     min_p: float = 0.0
+    """Drop tokens below this fraction of the highest probability; 0.0 keeps all."""
     with_entropies: bool = False
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always chosen."""
         return self.distribution.temperature == 0
 
     @property
@@ -102,7 +87,6 @@ class SamplingSettings:
 def build_sampling_distribution(
     model: Any, processor: Any, family: Family, rollout: RolloutSettings
 ) -> SamplingDistribution:
-    """Build the distribution from the model's special tokens and the rollout settings."""
     eos = model.generation_config.eos_token_id
     eos = model.config.get_text_config().eos_token_id if eos is None else eos
     return SamplingDistribution(
@@ -116,7 +100,6 @@ def build_sampling_distribution(
 def build_sampling_settings(
     distribution: SamplingDistribution, rollout: RolloutSettings
 ) -> SamplingSettings:
-    """Build the sampling settings of a rollout, with entropies, from ``distribution``."""
     return SamplingSettings(
         distribution,
         rollout.max_completion_length,
@@ -153,19 +136,16 @@ class SamplerState:
     empty places. Nothing here but ``update_active`` reads from the device.
 
     Args:
-        uniform: the uniform numbers to sample with; see ``draw_uniforms``.
+        uniform: the numbers to sample with; see ``draw_uniforms``.
         settings: the sampler's settings.
         decode: returns the text of tokens; needed for ``settings.stop``.
         sizes: number of completions of each prompt, in the order of rows; empty: each has one.
         check: called whenever the finished completions are read; may raise to end the sampling.
 
     Attributes:
-        count: number of completions, N.
-        tokens: (N + 1, longest) int64, valid up to ``lengths``.
-        logprobs: (N + 1, longest) log-probability of each token under the distribution that it was
-            sampled from, after any truncation.
-        entropies: (N + 1, longest) entropy at each token, before any truncation; zeros if not
-            requested.
+        tokens: (N + 1, longest), valid up to ``lengths``.
+        logprobs: of each token under the distribution that it was sampled from, after truncation.
+        entropies: at each token, before truncation; zeros if not requested.
         lengths: (N + 1,) number of tokens sampled.
         active: (N + 1,) False once a completion is finished.
         stopped: completions that were ended by a stop string.
@@ -190,19 +170,12 @@ class SamplerState:
         self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
         self.active[-1:].fill_(False)
         self.stopped: set[int] = set()
-        # For the stop strings: on the host, the tokens and how many of them have been checked.
-        self._copied = np.zeros((self.count, shape[1]), dtype=np.int64)
-        self._checked = np.zeros(self.count, dtype=np.int64)
+        self._checked = np.zeros(self.count, dtype=np.int64)  # tokens searched for stop strings
 
     def sample(
         self, logits: Float[Tensor, "n vocabulary"], rows: Int[Tensor, " n"]
     ) -> Int[Tensor, " n"]:
-        """Sample, store and return the next token of n completions; mark finished ones inactive.
-
-        Args:
-            logits: the model's logits.
-            rows: indices of the completions; for those that are not active nothing is stored.
-        """
+        """Sample, store and return the next token of n completions; mark finished ones inactive."""
         is_active = self.active[rows]
         rows = rows.where(is_active, self.count)
         positions = self.lengths[rows]
@@ -226,25 +199,17 @@ class SamplerState:
         return tokens
 
     def update_active(self) -> Bool[np.ndarray, " N"]:
-        """Apply the stop strings to the tokens sampled since the last call.
-
-        A completion ends with the token that completes a stop string; later tokens are dropped.
-
-        Returns:
-            True for every completion that is not finished.
-        """
+        """End completions at the tokens that complete a stop string, dropping later ones; return
+        True for every completion that is not finished."""
         self.check()
         if self.settings.stop and self.decode is not None:
             lengths = np.array(self.lengths[:-1].tolist())
             (grown,) = np.nonzero(lengths > self._checked)
-            longest = self.tokens.shape[1]
-            new = slice(self._checked[grown].min(initial=longest), lengths.max(initial=0))
-            self._copied[:, new] = self.tokens[:-1, new].cpu().numpy()
+            tokens = self.tokens[:-1].cpu().numpy()
             ends = {}
             for row in grown.tolist():
-                tokens = self._copied[row, : lengths[row]].tolist()
-                end = self._find_stop(tokens, int(self._checked[row]))
-                if end:
+                sampled = tokens[row, : lengths[row]].tolist()
+                if end := self._find_stop(sampled, int(self._checked[row])):
                     ends[row] = end
             self._checked = lengths
             if ends:
@@ -256,11 +221,7 @@ class SamplerState:
 
     def _find_stop(self, tokens: Sequence[int], checked: int) -> int:
         """Return the number of tokens after which the text contains a stop string; 0: it does not.
-
-        Args:
-            tokens: the completion's tokens.
-            checked: number of tokens whose text is known to contain none.
-        """
+        That of the first ``checked`` tokens is known to contain none."""
         assert self.decode is not None
         # A stop string may begin in checked tokens, up to this many characters before their end.
         # A token may hold a part of a character, which decodes to another character.
@@ -292,12 +253,10 @@ def _compute_entropy(
 def _invert(
     probs: Float[Tensor, "n vocabulary"], uniform: Float[Tensor, " n"]
 ) -> Int[Tensor, " n"]:
-    """Return the first token whose cumulative probability exceeds the uniform number.
-
-    Sums over the vocabulary are in float32, over chunks; cumulative sums are in float64, over the
-    chunks' sums and within one chunk. A token of probability 0 adds nothing, so it is never
-    returned.
-    """
+    """Return the first token whose cumulative probability exceeds the uniform number."""
+    # Sums over the vocabulary are in float32, over chunks; cumulative sums are in float64, over the
+    # chunks' sums and within one chunk. A token of probability 0 adds nothing, so it is never
+    # found.
     width = _find_chunk_width(probs.shape[1])
     if width == 1:
         return _search(probs, uniform)[0]
@@ -309,7 +268,6 @@ def _invert(
 
 @functools.lru_cache
 def _find_chunk_width(vocabulary: int) -> int:
-    """Return the largest divisor up to 512; 1 for a small vocabulary."""
     if vocabulary <= 2048:
         return 1
     return max(width for width in range(1, 513) if vocabulary % width == 0)
@@ -334,7 +292,6 @@ def _search(
 def _truncate(
     probs: Float[Tensor, "n vocabulary"], settings: SamplingSettings
 ) -> Float[Tensor, "n vocabulary"]:
-    """Set the probabilities that top-k, min-p and top-p exclude to 0."""
     if settings.top_k:
         kth = probs.topk(min(settings.top_k, probs.shape[-1]), dim=-1).values[:, -1:]
         probs = probs.where(probs >= kth, 0)

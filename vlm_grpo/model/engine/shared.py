@@ -22,13 +22,7 @@ from vlm_grpo.types import Prompt
 
 @dataclass(frozen=True)
 class PrefixInputs:
-    """A prompt, ready to be run.
-
-    Attributes:
-        token_ids: the prompt's tokens.
-        layout: their positions and masks.
-        features: the features of the prompt's images, in order, on the model's device.
-    """
+    """A prompt, ready to be run: tokens, their positions and masks, features of its images."""
 
     token_ids: Int[np.ndarray, " T"]
     layout: PromptLayout
@@ -36,10 +30,8 @@ class PrefixInputs:
 
     @property
     def next_position(self) -> int:
-        """First position of the completions: that of the prompt's last token + 1.
-
-        The times of a clip before it can be larger positions.
-        """
+        """First position of the completions: that of the prompt's last token + 1."""
+        # The times of a clip before it can be larger positions.
         return int(self.layout.positions[:, -1].max()) + 1
 
 
@@ -55,10 +47,7 @@ def build_prefix_inputs(
     features: Sequence[Sequence[ImageFeatures]],
     layouts: Layouts,
 ) -> list[PrefixInputs]:
-    """Build the inputs of each prompt; ``layouts`` has those that are known, and receives others.
-
-    The rollout and every pass of the update ask for the same prompts.
-    """
+    """Build the inputs of each prompt; ``layouts`` has known ones, and receives the others."""
     prefixes = []
     for prompt, images in zip(prompts, features, strict=True):
         key = prompt.token_ids, tuple(image.clean for image in prompt.example.images)
@@ -76,15 +65,7 @@ def score_shared(
     prefixes: Sequence[PrefixInputs],
     settings: ScoringSettings,
 ) -> TokenScores:
-    """Score a micro-batch's completion tokens in one packed row.
-
-    Args:
-        family: the model's family.
-        model: the bare transformers model.
-        batch: the micro-batch.
-        prefixes: the inputs of each slice's prompt.
-        settings: how the tokens are scored.
-    """
+    """Score a micro-batch's completion tokens in one packed row, given its slices' prompts."""
     row = pack_row(prefixes, [piece.completions for piece in batch.slices])
     attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
     head = family.head(model)
@@ -112,24 +93,19 @@ def run_row(
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M target tokens.
-
-    Attributes:
-        token_ids: prompts, and each completion without its last token, which is never fed.
-        position_ids: rotary positions; each completion starts at its prompt's last + 1.
-        spans: the location of each group.
-        predictors: index in the row of the hidden state that predicts each target; the prompt's
-            last one predicts the first token of each completion.
-        targets: all tokens of the completions.
-        target_positions: index of each target within its completion.
-    """
+    """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M targets."""
 
     token_ids: Int[np.ndarray, " T"]
+    """Prompts, and each completion without its last token, which is never fed."""
     position_ids: Int[np.ndarray, "axes T"]
+    """Rotary positions; each completion starts at its prompt's last + 1."""
     spans: tuple[GroupSpan, ...]
     predictors: Int[np.ndarray, " M"]
+    """Index in the row of the hidden state that predicts each target: the prompt's last one for the
+    first token of each completion."""
     targets: Int[np.ndarray, " M"]
     target_positions: Int[np.ndarray, " M"]
+    """Index of each target within its completion."""
 
 
 def pack_row(

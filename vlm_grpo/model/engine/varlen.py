@@ -8,7 +8,6 @@ query and the last key, so a completion's first token sees the whole prompt and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +21,7 @@ from vlm_grpo.model.transfer import copy_to
 
 
 class GroupSpan(NamedTuple):
-    """The location in a packed row of one group: a prompt followed by its completions.
-
-    Attributes:
-        start: index of the prompt's first token.
-        prompt_length: number of prompt tokens.
-        completion_lengths: number of tokens of each completion.
-    """
+    """The location in a packed row of one group: a prompt followed by its completions."""
 
     start: int
     prompt_length: int
@@ -48,27 +41,13 @@ def _run_kernel(*tensors: Any, **options: Any) -> Any:
         return varlen_attn(*tensors, **options)
 
 
-@dataclass(frozen=True)
 class VarlenPlan:
-    """The N sequences of a packed row and their K keys, on the row's device.
+    """The sequences of a packed row, which the spans cover, and their K keys, on the row's device.
 
-    Attributes:
-        query_starts: index in the row of each sequence's first query, and the row's length.
-        key_starts: index in ``keys`` of each sequence's first key, and K.
-        keys: index in the row of each key; a prompt's keys are repeated for each completion.
-        longest_query: number of queries of the longest sequence.
-        longest_key: number of keys of the longest sequence.
+    Empty completions are no sequences. A prompt's keys are repeated for each completion.
     """
 
-    query_starts: Int[Tensor, " starts"]
-    key_starts: Int[Tensor, " starts"]
-    keys: Int[Tensor, " K"]
-    longest_query: int
-    longest_key: int
-
-    @classmethod
-    def build(cls, spans: Sequence[GroupSpan], device: torch.device) -> VarlenPlan:
-        """Build the plan of a row that the spans cover. Empty completions are no sequences."""
+    def __init__(self, spans: Sequence[GroupSpan], device: torch.device) -> None:
         lengths = [(0, 0)]
         keys: list[np.ndarray] = []
         for start, prompt_length, completion_lengths in spans:
@@ -81,13 +60,12 @@ class VarlenPlan:
                 keys += [prompt, np.arange(start, start + length)]
                 start += length
         query_lengths, key_lengths = np.array(lengths, dtype=np.int32).T
-        return cls(
-            copy_to(device, query_lengths.cumsum(dtype=np.int32)),
-            copy_to(device, key_lengths.cumsum(dtype=np.int32)),
-            copy_to(device, np.concatenate(keys)),
-            int(query_lengths.max()),
-            int(key_lengths.max()),
-        )
+        # The index in the row of each sequence's first query, and T; in ``keys``, of its first key,
+        # and K.
+        self.query_starts = copy_to(device, query_lengths.cumsum(dtype=np.int32))
+        self.key_starts = copy_to(device, key_lengths.cumsum(dtype=np.int32))
+        self.keys = copy_to(device, np.concatenate(keys))  # the index in the row of each
+        self.longest_query, self.longest_key = int(query_lengths.max()), int(key_lengths.max())
 
     def attend(
         self,
@@ -123,16 +101,7 @@ def attend_in_segments(
     longest: int,
     scaling: float,
 ) -> Float[Tensor, "1 T heads width"]:
-    """Compute attention of each token to all tokens of its segment.
-
-    Args:
-        query: queries.
-        key: keys.
-        value: values.
-        starts: index of each segment's first token, and T; on the queries' device.
-        longest: number of tokens of the longest segment.
-        scaling: factor on the dot products.
-    """
+    """Compute attention of each token to all tokens of its segment; ``starts`` ends with T."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     output: Any = _run_kernel(q, k, v, starts, starts, longest, longest, scale=scaling)
     return output[None]
@@ -146,18 +115,11 @@ def attend_cached(
     visible: tuple[Int[Tensor, " S"], int],
     scaling: float,
 ) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
-    """Compute attention of every query of a row to the row's first keys.
+    """Compute attention of every query of a row to the row's first keys; return the output, and the
+    log-sum-exps in float32.
 
-    Args:
-        query: queries.
-        key: cached keys.
-        value: cached values.
-        starts: (int32) index of each row's first query and first key, and the numbers of both.
-        visible: (int32) number of keys that each row sees, and an upper bound.
-        scaling: factor on the dot products.
-
-    Returns:
-        The output, and the log-sum-exps in float32.
+    ``starts`` are the indices of each row's first query and first key, and the numbers of both;
+    ``visible`` the number of keys that each row sees, and an upper bound; all int32.
     """
     lengths, longest = visible
     output, lse = _run_kernel(

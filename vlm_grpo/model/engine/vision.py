@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,24 +31,15 @@ def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
         yield part
 
 
-@dataclass(frozen=True, eq=False)
 class DetachedFeatures:
     """Features from one pass through a trained vision tower, detached from its graph.
 
-    Several micro-batches accumulate their gradients in the leaves; the pass runs backward once.
-
-    Attributes:
-        encoded: the features of each unit of images, attached to the graph.
-        leaves: the same values as leaf tensors, for the language model.
+    Several micro-batches accumulate their gradients in the ``leaves``; the pass runs backward once.
     """
 
-    encoded: dict[Unit, ImageFeatures]
-    leaves: dict[Unit, ImageFeatures]
-
-    @classmethod
-    def detach(cls, encoded: dict[Unit, ImageFeatures]) -> DetachedFeatures:
-        """Detach the features of a pass."""
-        return cls(encoded, {unit: _detach(features) for unit, features in encoded.items()})
+    def __init__(self, encoded: dict[Unit, ImageFeatures]) -> None:
+        self.encoded = encoded
+        self.leaves = {unit: _detach(features) for unit, features in encoded.items()}
 
     def backward(self) -> None:
         """Propagate the gradients accumulated in the leaves through the vision tower."""
@@ -79,13 +70,8 @@ class ImageEncoder:
 
     Features of a frozen tower are cached until ``clear_cache``. Features of a trained tower carry
     a gradient and are recomputed in every call, except inside ``share_passes``. Images with noise
-    have passes of their own, so that others are rounded as without them, and are not cached.
-
-    Args:
-        family: the model's family.
-        model: the bare transformers model.
-        is_trained: whether the tower is trained.
-        stopwatch: times the phase ``vision``.
+    have passes of their own, so that others are rounded as without them, and are not cached. The
+    stopwatch times the phase ``vision``.
     """
 
     def __init__(self, family: Family, model: Any, is_trained: bool, stopwatch: Stopwatch) -> None:
@@ -111,7 +97,7 @@ class ImageEncoder:
             noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
             new = self._encode({u: values for u, values in todo.items() if u not in noisy})
         if with_gradient and self._passes is not None and new:
-            self._passes.append(DetachedFeatures.detach(new))
+            self._passes.append(DetachedFeatures(new))
             new = self._passes[-1].leaves
         known |= new
         return {**known, **noisy} if noisy else known, sum(map(len, todo))
@@ -125,16 +111,14 @@ class ImageEncoder:
         return dict(zip(vision, features, strict=True))
 
     def clear_cache(self) -> None:
-        """Drop the cached features."""
         self._cache.clear()
 
     @contextlib.contextmanager
     def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
         """Share passes through a trained tower between the micro-batches run inside.
 
-        Yields:
-            A function to call after each micro-batch's backward with the images that later
-            micro-batches need; it runs the backward of the passes that encoded none of them.
+        Yields a function to call after each micro-batch's backward with the images that later
+        micro-batches need; it runs the backward of the passes that encoded none of them.
         """
 
         def finish(needed: Container[ImageRef]) -> None:

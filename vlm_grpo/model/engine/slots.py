@@ -13,48 +13,37 @@ from torch import Tensor
 from vlm_grpo.model.transfer import copy_to
 
 
-class Seating:
+class SlotScheduler:
     """Which completions are in the cache, and where; kept on the host.
 
-    Completions are seated in order of their prompts, as places become free. A prompt keeps its slot
-    until all of its completions are finished.
+    Completions get a place in order of their prompts, as places become free. A prompt keeps its
+    slot until all of its completions are finished.
 
-    Args:
-        order: prompts in the order in which they are started.
-        sizes: number of completions of each prompt, whose rows follow those of the prompt before.
-        slots: number of slots.
-        places: number of places.
-
-    Attributes:
-        group_size: most completions of a prompt, G.
-        owners: the prompt of each row.
-        seats: the number of each row among those of its prompt.
-        prompts: the prompt in each slot; −1: none.
-        rows: the row of the completion in each place; −1: none.
-        ages: number of tokens sampled for the completion in each place.
+    Prompts are started in the given order. The rows of a prompt's completions, as many as its size,
+    follow those of the prompt before.
     """
 
     def __init__(self, order: Sequence[int], sizes: Sequence[int], slots: int, places: int) -> None:
         self.group_size, ends = max(sizes), np.cumsum(sizes)
+        # The prompt of each row, and the row's number among those of its prompt.
         self.owners = np.repeat(np.arange(len(sizes)), sizes)
         self.seats = np.arange(ends[-1]) - (ends - sizes)[self.owners]
+        # The prompt in each slot, and the row of the completion in each place; −1: none.
         self.prompts: Int[np.ndarray, " slots"] = np.full(slots, -1)
         self.rows: Int[np.ndarray, " places"] = np.full(places, -1)
+        # The number of tokens sampled for the completion in each place.
         self.ages: Int[np.ndarray, " places"] = np.zeros(places, dtype=np.int64)
         self._waiting = [row for p in order for row in range(ends[p] - sizes[p], ends[p])]
         self._waiting.reverse()
 
     @property
     def is_empty(self) -> bool:
-        """True if no completion is seated and none is waiting."""
+        """True if no completion has a place and none is waiting."""
         return not self._waiting and bool((self.rows < 0).all())
 
     def admit(self) -> tuple[list[int], Int[np.ndarray, " n"]]:
-        """Seat waiting completions in free places.
-
-        Returns:
-            The slots that received a prompt, and the places that received a completion.
-        """
+        """Give free places to waiting completions; return the slots that received a prompt, and the
+        places that received a completion."""
         started, taken = [], []
         for place in np.flatnonzero(self.rows < 0).tolist():
             if not self._waiting:
@@ -86,9 +75,7 @@ class Seating:
         """Give up empty slots and places once none waits and many places are empty.
 
         The numbers of slots and places are multiplied by ``share`` as often as their contents fit.
-
-        Returns:
-            The slots and the places to keep, in their new order; None: nothing changes.
+        Returns the slots and the places to keep, in their new order; None if nothing changes.
         """
         used = np.flatnonzero(self.rows >= 0)
         places = _shrink(len(self.rows), len(used), share)
@@ -109,55 +96,42 @@ def _shrink(size: int, used: int, share: float) -> int:
     return size
 
 
-class SeatingIndex(NamedTuple):
-    """The seating as index tensors on the device; R places, P slots, G seats per slot, h heads.
+class SlotIndex(NamedTuple):
+    """A scheduler's arrays as tensors on the device; R places, P slots, G seats per slot, h heads.
 
     A slot has a seat for each completion of its group, whether it has a place or not.
-
-    Attributes:
-        rows: row of the completion in each place; the sampler's spare row in empty places.
-        prompt_lengths: number of tokens of the prompt in each slot, at least 1.
-        seats: two tensors for each number of heads: for each seat and head, the row of a
-            (R·h, width) tensor to copy; for each place and head, that of a (P·G·h, width) tensor.
     """
 
     rows: Int[Tensor, " R"]
+    """Row of the completion in each place; the sampler's spare row in empty places."""
     prompt_lengths: Int[Tensor, " P"]
+    """Number of tokens of the prompt in each slot, at least 1."""
     seats: tuple[Tensor, ...]
+    """Two tensors for each number of heads: for each seat and head, the row of a (R·h, width)
+    tensor to copy; for each place and head, that of a (P·G·h, width) tensor."""
 
-    @classmethod
-    def build(
-        cls,
-        seating: Seating,
-        heads: Sequence[tuple[int, int]],
-        lengths: Int[np.ndarray, " prompts"],
-        device: torch.device,
-    ) -> SeatingIndex:
-        """Build the tensors.
 
-        Args:
-            seating: the seating.
-            heads: numbers of query heads h and of key heads that layers have.
-            lengths: number of tokens of each prompt.
-            device: the model's device.
-        """
-        group = seating.group_size
-        places = np.arange(len(seating.rows))
-        seats = seating.find_slots(places) * group + seating.seats[seating.rows]
-        seat_places = np.zeros(len(seating.prompts) * group, dtype=np.int64)
-        is_used = seating.rows >= 0
-        seat_places[seats[is_used]] = places[is_used]
-        pairs: list[np.ndarray] = []
-        for count, key_heads in heads:
-            # Heads are ordered by key head in places, and by query of a key head in seats, where
-            # all queries of a key head are one sequence.
-            order = np.arange(count).reshape(key_heads, -1).T.ravel()
-            pairs.append((seat_places[:, None] * count + order).ravel())
-            pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
-        rows = np.where(is_used, seating.rows, len(seating.owners))
-        prompt_lengths = np.where(seating.prompts >= 0, lengths[seating.prompts], 1)
-        return cls(
-            copy_to(device, rows),
-            copy_to(device, prompt_lengths),
-            tuple(copy_to(device, pair) for pair in pairs),
-        )
+def build_index(
+    scheduler: SlotScheduler,
+    heads: Sequence[tuple[int, int]],
+    lengths: Int[np.ndarray, " prompts"],
+    device: torch.device,
+) -> SlotIndex:
+    """Build the index, from the prompts' lengths and the layers' numbers of query and key heads."""
+    group = scheduler.group_size
+    places = np.arange(len(scheduler.rows))
+    seats = scheduler.find_slots(places) * group + scheduler.seats[scheduler.rows]
+    seat_places = np.zeros(len(scheduler.prompts) * group, dtype=np.int64)
+    is_used = scheduler.rows >= 0
+    seat_places[seats[is_used]] = places[is_used]
+    pairs: list[np.ndarray] = []
+    for count, key_heads in heads:
+        # Heads are ordered by key head in places, and by query of a key head in seats, where all
+        # queries of a key head are one sequence.
+        order = np.arange(count).reshape(key_heads, -1).T.ravel()
+        pairs.append((seat_places[:, None] * count + order).ravel())
+        pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
+    rows = np.where(is_used, scheduler.rows, len(scheduler.owners))
+    prompt_lengths = np.where(scheduler.prompts >= 0, lengths[scheduler.prompts], 1)
+    tensors = (copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
+    return SlotIndex(next(tensors), next(tensors), tuple(tensors))

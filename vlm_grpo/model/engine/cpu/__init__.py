@@ -1,0 +1,1 @@
+"""What only CPUs need: products by oneDNN, with weights reordered once per rollout."""
