@@ -13,7 +13,7 @@ from transfer_server import GPU, run_transfer_server
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import weights
-from vlm_grpo.serve.client import VllmClient
+from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training.update import build_updater
 
@@ -33,8 +33,8 @@ def send_weights(folder: Path, launch: str) -> None:
     for every_rank in (True, False):
         with run_transfer_server() as server:
             has_server = every_rank or accelerator.is_main_process
-            clients = [VllmClient(server.url, 60)] if has_server else []
-            assert transfer.send(clients) == {}
+            servers = [Server(server.url, 60)] if has_server else []
+            assert transfer.send(servers) == {}
             accelerator.wait_for_everyone()
             assert len(server.weights) == (len(expected) if has_server else 0)
             for name, found in server.weights.items():

@@ -1,12 +1,17 @@
-"""Settings of short runs that sample with vLLM."""
+"""Servers of vLLM, and settings of short runs that sample with them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.serve.server import Server, ServerProcess
 
+START_SECONDS = 400.0
 LORA = ("policy.lora.target=all", "policy.lora.r=8", "policy.lora.alpha=16")
 
 
@@ -22,3 +27,27 @@ def make_settings(folder: Path, urls: list[str], *overrides: str) -> Settings:
         "optim.warmup_steps=0",
     )
     return load_settings("quickstart", [*fixed, *servers, *overrides])
+
+
+@contextmanager
+def run_servers(
+    commands: Mapping[int, Sequence[str]], environment: Mapping[str, str], folder: Path
+) -> Iterator[list[tuple[str, ServerProcess]]]:
+    """Run the commands of servers, by their ports; yield addresses and processes when ready."""
+    found = [
+        (f"http://127.0.0.1:{port}", ServerProcess(command, environment, folder / f"{port}.log"))
+        for port, command in commands.items()
+    ]
+    end = time.monotonic() + START_SECONDS
+    try:
+        for _, process in found:
+            process.start()
+        for url, process in found:
+            while not Server(url, 10).is_ready():
+                assert process.is_running, process.describe_log()
+                assert time.monotonic() < end, process.describe_log()
+                time.sleep(1)
+        yield found
+    finally:
+        for _, process in found:
+            process.stop()

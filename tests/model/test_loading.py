@@ -1,4 +1,4 @@
-"""Loading models: refused dropout, the pixel budget, frozen parts and adapted layers."""
+"""Loading models: refused dropout, damaged files and the pixel budget."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from one_reader_ranks import run_rank
 from small_runs import save_tiny_model
 from tiny_models import FAMILIES, tiny_model
 
-from vlm_grpo.model import one_reader
-from vlm_grpo.model.one_reader import has_one_reader, read_once
+from vlm_grpo.model import loading
+from vlm_grpo.model.loading import has_one_reader, read_once
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def test_a_model_without_values_has_the_same_weights_and_ties(
     model, _ = tiny_model(family)
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = tied
     expected = type(model)(model.config)
-    monkeypatch.setattr(one_reader.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(loading.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(
-        one_reader, "broadcast_object_list", lambda news: [False, model.generation_config]
+        loading, "broadcast_object_list", lambda news: [False, model.generation_config]
     )
     empty = read_once(lambda: None, model.config, torch.float32, remote_code=False)
     assert list_tensors(empty) == list_tensors(expected)

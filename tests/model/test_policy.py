@@ -27,7 +27,6 @@ from vlm_grpo.model.engines import Counters, SharedEngine
 from vlm_grpo.model.families import PromptLayout, load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Prompt
 
 FAMILY = "qwen2_5_vl"
@@ -39,10 +38,7 @@ BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "
 def make_prompts(policy: Policy) -> list[Prompt]:
     """Build a prompt with one image and a prompt without images."""
     examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
-    return [
-        policy.prompts.build(policy.prompts.with_resized_sizes(e), PlainQuestion())
-        for e in examples
-    ]
+    return [make_prompt(policy, example) for example in examples]
 
 
 def sample(
@@ -63,20 +59,9 @@ def make_batch(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> M
     )
 
 
-def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
-    policy = tiny_policy(FAMILY)
-    example = policy.prompts.with_resized_sizes(noise_example("a", [(60, 90), (200, 40)], "abcdef"))
-    prompt = policy.prompts.build(example, PlainQuestion())
-    image_tokens = prompt.token_ids.count(policy.model.config.image_token_id)
-    text_tokens = len(PlainQuestion().prompt(example)) // 3
-    assert policy.prompts.estimate_tokens(example, PlainQuestion()) == image_tokens + text_tokens
-    assert image_tokens > 0
-
-
 def test_examples_that_share_an_image_decode_it_once() -> None:
     policy = tiny_policy(FAMILY)
-    example = policy.prompts.with_resized_sizes(noise_example("a", [(60, 90)]))
-    prompts = [policy.prompts.build(example, PlainQuestion()) for _ in range(3)]
+    prompts = [make_prompt(policy, noise_example("a", [(60, 90)])) for _ in range(3)]
     assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
 
 

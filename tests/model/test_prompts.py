@@ -19,13 +19,14 @@ from tiny_models import (
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.model import prompts as prompts_module
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import load_family
-from vlm_grpo.model.prompts import PromptBuilder, load_prompt_builder
+from vlm_grpo.model.prompts import ImageCache, PromptBuilder, load_prompt_builder
 from vlm_grpo.task import PlainQuestion, Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import IMAGE, Turn
 
 THIN = (2010, 10)
@@ -88,24 +89,6 @@ def test_the_image_token_of_any_family_is_a_control_token(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", BUILDERS)
-def test_prompts_are_those_of_the_chat_template(family: str) -> None:
-    policy = build_family_policy(family)
-    example = noise_example("a", [(64, 64), (96, 32)], "Are they equal?")
-    content = [{"type": "image", "image": reference.load()} for reference in example.images]
-    message = {"role": "user", "content": [*content, {"type": "text", "text": example.question}]}
-    expected = policy.processor.apply_chat_template(
-        [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    prompt = make_prompt(policy, example)
-    assert prompt.token_ids == tuple(expected["input_ids"][0].tolist())
-    assert {name: values.shape for name, values in prompt.vision.items()} == {
-        name: values.shape
-        for name, values in expected.items()
-        if name not in ("input_ids", "attention_mask", "labels")
-    }
-
-
-@pytest.mark.parametrize("family", BUILDERS)
 def test_chats_are_those_of_the_chat_template(family: str) -> None:
     policy = build_family_policy(family)
     example = noise_example("a", [(64, 64), (96, 32), (32, 64)], "Or like <image>?")
@@ -128,6 +111,11 @@ def test_chats_are_those_of_the_chat_template(family: str) -> None:
     prompt = make_prompt(policy, replace(example, history=chat))
     assert prompt.token_ids == tuple(expected["input_ids"][0].tolist())
     assert "assistant\nYes.<|im_end|>\n<|im_start|>user\nOr like " in prompt.text
+    assert {name: values.shape for name, values in prompt.vision.items()} == {
+        name: values.shape
+        for name, values in expected.items()
+        if name not in ("input_ids", "attention_mask", "labels")
+    }
     # Images are resized before the processor, which in some families rounds pixels differently;
     # those of two noisy images differ by about 1.
     difference = prompt.vision["pixel_values"] - expected["pixel_values"]
@@ -253,3 +241,40 @@ def test_a_builder_needs_no_weights(
     # 56 x 28 pixels are two image tokens; the other prompt has none, and no markers around them.
     assert lengths[0] > lengths[1] > 5
     assert embedded.max_tokens is not None
+
+
+def load_all(cache: ImageCache, names: str) -> list[bool]:
+    """Load images by name; return for each whether it was decoded."""
+    size = (1, 1)
+    loaded = [cache.load(ImageRef(name, size, size, data=name.encode())) for name in names]
+    assert [image for image, _ in loaded] == [name.upper() for name in names]
+    return [is_new for _, is_new in loaded]
+
+
+def test_an_image_is_decoded_once_while_it_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            taken.append("lock")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(prompts_module.threading, "Lock", Lock)
+    cache = ImageCache(lambda image: image.name.upper(), size=2)
+    assert load_all(cache, "abac") == [True, True, False, True]  # c replaces b
+    assert load_all(cache, "ab") == [False, True]
+    taken.clear()
+    # Between two locks, the image would be missing for other threads, which would decode it again.
+    assert load_all(cache, "a") == [False]
+    assert taken == ["lock"]
+
+
+def test_an_unreadable_image_is_not_kept() -> None:
+    def fail(image: ImageRef) -> str:
+        raise ValueError(f"{image.name} is broken")
+
+    cache = ImageCache(fail, size=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a is broken"):
+            load_all(cache, "a")

@@ -9,7 +9,7 @@ import pytest
 from fake_vllm import write_python
 from small_runs import save_tiny_model, small_run
 
-from vlm_grpo.serve import process, sampler
+from vlm_grpo.serve import sampler, server
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def fake(tmp_path: Path) -> Path:
 @pytest.fixture
 def settings(model_folder: Path, tmp_path: Path, fake: Path, monkeypatch: Any) -> Any:
     """Return a function that builds the settings of a small run; ``plan`` is its servers'."""
-    for module in (process, sampler):
+    for module in (server, sampler):
         monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
 
     def build(plan: Any = None, urls: Any = (), vllm: Any = None, **changes: Any) -> Any:

@@ -13,6 +13,7 @@ from small_runs import save_tiny_model
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import launch
 from vlm_grpo.serve.launch import (
@@ -22,7 +23,6 @@ from vlm_grpo.serve.launch import (
     choose_sleep_level,
     choose_transfer,
     describe_model,
-    describe_policy,
     round_up_rank,
 )
 
@@ -57,10 +57,12 @@ class PolicyOnGpu:
     [(), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")],
     ids=["full", "language", "all"],
 )
-def test_a_server_is_described_with_and_without_the_weights(lora: tuple[str, ...]) -> None:
+def test_a_server_is_described_without_the_weights(lora: tuple[str, ...]) -> None:
     settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
-    model = describe_policy(load_policy(settings), settings)
-    assert describe_model(settings, for_rollouts=True) == model
+    model = describe_model(settings, for_rollouts=True)
+    policy = load_policy(settings)
+    trained = {find_part(name) for name, _ in policy.trainable_parameters()}
+    assert model.adapted == (trained if lora else set())
     options = read_options(build_command(model, ADDRESS))
     assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
     assert options["logprobs-mode"] == "processed_logprobs"

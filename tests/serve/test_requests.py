@@ -16,8 +16,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve.client import WeightLabel
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
+from vlm_grpo.serve.server import WeightLabel
 from vlm_grpo.utils.http_json import ServiceError
 
 LABEL = WeightLabel("weights", "run")

@@ -22,7 +22,7 @@ from small_runs import LORA, assert_same_run, make_trainer, read_metrics, read_s
 from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.serve import client, sampler
+from vlm_grpo.serve import sampler, server
 from vlm_grpo.training.trainer import train
 
 GENERATE = "/inference/v1/generate"
@@ -188,7 +188,7 @@ def test_a_python_without_vllm(settings: Any, capsys: Any, tmp_path: Path) -> No
 def test_a_port_that_is_in_use(
     settings: Any, fake: Path, capsys: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(client, "SHORT_TIMEOUT", 0.2)
+    monkeypatch.setattr(server, "SHORT_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setattr(sampler, "find_free_port", lambda: port)

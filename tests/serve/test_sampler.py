@@ -19,10 +19,9 @@ from tiny_models import make_prompt, noise_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import process
-from vlm_grpo.serve.client import VllmClient, WeightLabel
-from vlm_grpo.serve.process import find_free_port
+from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.serve.server import Server, WeightLabel, find_free_port
 from vlm_grpo.training.update import build_updater
 from vlm_grpo.types import Completion, Prompt
 
@@ -212,7 +211,7 @@ def test_a_server_that_is_gone_is_dropped(
 ) -> None:
     servers = start({"seconds": 0.02}, {"faults": {GENERATE: {"3": "die"}}})
     assert tokens(sample(servers.sampler, prompts)) == expected
-    assert [server.client.url for server in servers.sampler.servers] == servers.urls[:1]
+    assert [server.url for server in servers.sampler.servers] == servers.urls[:1]
     assert f"the vLLM server {servers.urls[1]} failed" in caplog.text
     assert "gets no more requests; 1 are left" in caplog.text
     assert "is asked again" not in caplog.text
@@ -276,9 +275,9 @@ def test_an_answer_of_older_weights_is_not_used(
     servers = start({}, max_restarts=0)
     sample(servers.sampler, prompts)
     servers.sampler.publish(1)
-    monkeypatch.setattr(VllmClient, "resume", lambda *_: None)
-    monkeypatch.setattr(VllmClient, "pause", lambda *_: None)
-    monkeypatch.setattr(VllmClient, "load_files", lambda *_: None)
+    for name in ("open", "load_files"):
+        monkeypatch.setattr(Server, name, lambda *_: None)
+    monkeypatch.setattr(Server, "resume", lambda s, version, _: setattr(s, "version", version))
     with pytest.raises(UserError, match="sampled with weights of step 0 instead of step 1"):
         sample(servers.sampler, prompts)
 
@@ -296,7 +295,7 @@ def test_base_weights_that_were_replaced_are_refused(start: Any, monkeypatch: An
 def test_a_server_that_does_not_come_up(
     strategy: Any, settings: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(process, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "REPORT_SECONDS", 0.05)
     url = f"http://127.0.0.1:{find_free_port()}"
     sampler = VllmSampler(strategy, settings(urls=[url], vllm={"startup_timeout": 0.3}))
     with pytest.raises(UserError, match=rf"{url} was not ready after 0 s .*startup_timeout"):

@@ -19,8 +19,8 @@ from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import sampler, weights
-from vlm_grpo.serve.client import VllmClient
 from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
@@ -73,7 +73,7 @@ class Run:
         return [c for i, c in enumerate(calls) if c != "…" or calls[i - 1] != "…"]
 
     def has_weights(self) -> bool:
-        """Whether the server has the policy's weights of now."""
+        """Whether the server has the policy's current weights."""
         weights = revert_weight_conversion(self.policy.model, self.policy.weights())
         return len(self.server.weights) > 50 and all(
             torch.equal(w, weights[n]) for n, w in self.server.weights.items()
@@ -127,8 +127,8 @@ def test_weights_wait_for_what_is_being_sampled(
     assert begun.wait(20)
     run.take_calls()
     finished: list[bool] = []
-    pause = VllmClient.pause
-    monkeypatch.setattr(VllmClient, "pause", lambda c: (finished.append(ahead.done()), pause(c)))
+    pause = Server.open
+    monkeypatch.setattr(Server, "open", lambda s: (finished.append(ahead.done()), pause(s)))
     Timer(0.5, may_end.set).start()
     run.sampler.publish(1)
     assert finished == [True], "else the completions of a step ahead would have two policies"

@@ -27,7 +27,7 @@ from vlm_grpo.dist.sharding import Deferred
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import weights
-from vlm_grpo.serve.client import VllmClient
+from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import (
     DirectTransfer,
     FileTransfer,
@@ -63,13 +63,13 @@ def test_each_version_has_files_with_its_weights(
     """Three versions are kept: a server may load an older one while later ones are written."""
     monkeypatch.chdir(tmp_path)  # a server has another folder of its own
     transfer, loaded = FileTransfer(strategy, Path("files")), []
-    client: Any = SimpleNamespace(load_files=loaded.append, load_adapter=loaded.append)
+    target: Any = SimpleNamespace(load_files=loaded.append, load_adapter=loaded.append)
     expected = []
     for version in range(5):
         expected.append(change(strategy, version))
         transfer.stage(version)
     for version in range(2, 5):
-        transfer.load(client, version)
+        transfer.load(target, version)
         found = read(loaded[-1])
         if strategy.policy.adapters is None:
             own = tmp_path / f"own-{version}"
@@ -96,9 +96,9 @@ def test_a_server_loads_the_kind_of_weights_that_are_trained(
     transfer, fake = FileTransfer(strategy, tmp_path / "files"), tmp_path / "other"
     transfer.stage(0)
     with run_fake(fake, model_folder) as url:
-        client = VllmClient(url, 5)
-        client.pause()
-        transfer.load(client, 0)
+        target = Server(url, 5)
+        target.open()
+        transfer.load(target, 0)
     is_full = strategy.policy.adapters is None
     path = "/collective_rpc" if is_full else "/v1/load_lora_adapter"
     assert [call["path"] for call in read_calls(fake)] == ["/pause", path]
@@ -147,7 +147,7 @@ def test_a_server_receives_what_the_files_have(
 ) -> None:
     monkeypatch.setattr(weights, "PART_BYTES", part_bytes)
     strategy = make_strategy(dtype)
-    assert make_transfer(way, server, strategy).send([VllmClient(server.url, 10)]) == {}
+    assert make_transfer(way, server, strategy).send([Server(server.url, 10)]) == {}
     strategy.policy.save_shard(tmp_path, strategy.policy.weights())
     files = load_file(tmp_path / "model.safetensors")
     assert set(server.weights) == set(files)
@@ -173,14 +173,14 @@ def test_tied_weights_are_sent_once(server: TransferServer) -> None:
     weights = strategy.weights()
     tied = [n for n in weights if n.endswith(("lm_head.weight", "embed_tokens.weight"))]
     assert len(tied) == 2
-    make_transfer("ipc", server, strategy).send([VllmClient(server.url, 10)])
+    make_transfer("ipc", server, strategy).send([Server(server.url, 10)])
     assert len(server.weights) == len(weights) - 1
 
 
 def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server: TransferServer) -> None:
-    transfer, client = make_transfer("nccl", server, make_strategy()), VllmClient(server.url, 10)
-    transfer.send([client])
-    transfer.send([client])
+    transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
+    transfer.send([target])
+    transfer.send([target])
     identifier = bytes(128)
     # Two workers and this process, which is the first; the group serves both updates.
     assert server.nccl.log == [
@@ -189,8 +189,8 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server: TransferServer) -
         ("all_reduce", [1], [identifier]),
     ]
     assert server.calls.count("/start_weight_update") == 2
-    transfer.forget(client)
-    transfer.send([client])
+    transfer.forget(target)
+    transfer.send([target])
     assert server.calls.count("/init_weight_transfer_engine") == 2
 
 
@@ -199,12 +199,12 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server: TransferServer) -
 def test_a_server_that_fails_stops_no_other(way: str, path: str) -> None:
     with run_transfer_server() as good, run_transfer_server() as bad:
         bad.fails.add(path)
-        clients = [VllmClient(server.url, 10) for server in (bad, good)]
+        targets = [Server(server.url, 10) for server in (bad, good)]
         channel: Any = IpcChannel(CPU)
         if way == "nccl":
             channel = NcclChannel(CPU, good.nccl)
             bad.nccl = good.nccl
-        failures = DirectTransfer(make_strategy(), channel, True).send(clients)
+        failures = DirectTransfer(make_strategy(), channel, True).send(targets)
         assert list(failures) == [bad.url]
         assert "out of memory" in str(failures[bad.url])
         assert bad.calls[-1] == path, "nothing is asked after a failure"
@@ -218,8 +218,8 @@ def test_an_error_of_nccl_is_a_failure(
         raise RuntimeError("unhandled cuda error")
 
     monkeypatch.setattr(server.nccl, "all_reduce", fail)
-    client = VllmClient(server.url, 10)
-    failures = make_transfer("nccl", server, make_strategy()).send([client])
+    target = Server(server.url, 10)
+    failures = make_transfer("nccl", server, make_strategy()).send([target])
     assert "NCCL failed: unhandled cuda error" in str(failures[server.url])
 
 
@@ -254,7 +254,7 @@ def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(
     strategy: Any = ShardedStrategy()
     transfer = make_transfer(way, server, strategy)
     weights = strategy.policy.weights()
-    assert transfer.send([VllmClient(server.url, 10)]) == {}
+    assert transfer.send([Server(server.url, 10)]) == {}
     assert sorted(strategy.gathered) == sorted(weights)
     layers = [sum(weights[n].nbytes for n in layer) for layer in group_by_layer(weights)]
     # While a layer is gathered, the last one that was sent may still be there.
@@ -276,12 +276,12 @@ def test_shards_of_two_processes_arrive_whole(launch: str, tmp_path: Path) -> No
 def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(
     server: TransferServer,
 ) -> None:
-    client = VllmClient(server.url, 10)
-    make_transfer("ipc", server, make_strategy()).load(client, 3)
+    target = Server(server.url, 10)
+    make_transfer("ipc", server, make_strategy()).load(target, 3)
     assert server.calls[-1] == "/finish_weight_update"
     ahead = make_transfer("ipc", server, make_strategy(), may_load=False)
     sharded: Any = ShardedStrategy()
     for transfer in (ahead, make_transfer("ipc", server, sharded)):
         with pytest.raises(UserError, match="step 3 cannot be sent before"):
-            transfer.load(client, 3)
+            transfer.load(target, 3)
     assert sharded.gathered == []

@@ -6,25 +6,23 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
-from vllm_runs import LORA, make_settings
+from vllm_runs import LORA, make_settings, run_servers
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.launch import build_command, build_environment, build_program, describe_policy
-from vlm_grpo.serve.process import ServerProcess, find_free_port
+from vlm_grpo.serve.launch import build_command, build_environment, build_program, describe_model
 from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.serve.server import ServerProcess, find_free_port
 from vlm_grpo.training.update import build_updater
 
-START_SECONDS = 400.0
 SHORT = ("--enforce-eager", "--max-model-len=512")
 """Arguments that let a server start sooner."""
 
@@ -45,30 +43,14 @@ def server_processes(
     """Addresses and processes of two servers of the embedded model, with adapters enabled."""
     folder = tmp_path_factory.mktemp("servers")
     settings = make_settings(folder, [], f"rollout.vllm.python={vllm_python}", *LORA)
-    policy = load_policy(settings)
-    model = describe_policy(policy, settings)
-    found = []
-    for number in range(2):
+    model, commands = describe_model(settings, for_rollouts=True, on_gpu=False), {}
+    for _ in range(2):
         port = find_free_port()
         command = build_command(model, ("127.0.0.1", port))
-        process = ServerProcess(
-            [*build_program(vllm_python), *command, *SHORT],
-            build_environment(settings, policy.device),
-            folder / f"vllm-{number}.log",
-        )
-        process.start()
-        found.append((f"http://127.0.0.1:{port}", process))
-    end = time.monotonic() + START_SECONDS
-    try:
-        for url, process in found:
-            while not VllmClient(url, 10).is_ready():
-                assert process.is_running, process.describe_log()
-                assert time.monotonic() < end, process.describe_log()
-                time.sleep(1)
+        commands[port] = [*build_program(vllm_python), *command, *SHORT]
+    environment = build_environment(settings, torch.device("cpu"))
+    with run_servers(commands, environment, folder) as found:
         yield found
-    finally:
-        for _, process in found:
-            process.stop()
 
 
 @pytest.fixture(scope="session")

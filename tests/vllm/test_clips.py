@@ -94,6 +94,6 @@ def test_a_chat_on_a_file_has_our_prompt_but_for_two_tokens(
     prompt = make_prompt(sampler.policy, Example("a", (clip,), "What?", 0))
     messages = build_messages(prompts.write(prompt.example, PlainQuestion()), [encode_clip(clip)])
     sampler.ready.result(300)
-    client = ChatClient(Endpoint(sampler.servers[0].client.url))
+    client = ChatClient(Endpoint(sampler.servers[0].url))
     answer = client.ask(messages, {"max_tokens": 1})
     assert answer.prompt_tokens == len(prompt.token_ids) + 2

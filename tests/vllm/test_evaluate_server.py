@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from vllm_runs import run_servers
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.deploy.predict import Predictor
@@ -19,12 +19,10 @@ from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.model.prompts import load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
-from vlm_grpo.serve.process import ServerProcess, find_free_port
+from vlm_grpo.serve.server import find_free_port
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef
-from vlm_grpo.utils.http_json import ServiceError, get_json
 
-START_SECONDS = 400.0
 GENERATION_DEFAULTS = {"repetition_penalty": 1.3, "top_k": 3, "top_p": 0.5, "temperature": 0.9}
 """Generation settings such as models bring; vLLM applies those that a request does not set."""
 
@@ -44,26 +42,8 @@ def served_url(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         *("--max-model-len", "1024", "--enforce-eager"),
     ]
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    server = ServerProcess(command, environment, folder / "server.log")
-    server.start()
-    url = f"http://127.0.0.1:{port}"
-    end = time.monotonic() + START_SECONDS
-    try:
-        while not is_ready(url):
-            assert server.is_running, server.describe_log()
-            assert time.monotonic() < end, server.describe_log()
-            time.sleep(1.0)
+    with run_servers({port: command}, environment, folder) as [(url, _)]:
         yield url
-    finally:
-        server.stop()
-
-
-def is_ready(url: str) -> bool:
-    """Return whether the server at the address lists its models."""
-    try:
-        return bool(get_json(f"{url}/v1/models", timeout=5.0, retries=0))
-    except ServiceError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from vllm_runs import LORA, make_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve import client as client_module
-from vlm_grpo.serve.client import VllmClient
+from vlm_grpo.serve import server as server_module
+from vlm_grpo.serve.server import Server
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Prompt
 
@@ -88,13 +88,10 @@ def test_greedy_completions_of_fifty_prompts_are_equal(make_sampler: Any) -> Non
     greedy = SamplingSettings(replace(policy.distribution, temperature=0.0), 12)
     expected = policy.sample(prompts, greedy, 1, [(0, i) for i in range(50)])
     sampler.publish(0)
-    found = sample(sampler, prompts, greedy, 1)
-    for prompt, (theirs,), (ours,) in zip(prompts, found, expected, strict=True):
-        assert (theirs.token_ids, theirs.text, theirs.stop) == (
-            ours.token_ids,
-            ours.text,
-            ours.stop,
-        ), prompt.example.id
+    sampled = sample(sampler, prompts, greedy, 1)
+    for prompt, (theirs,), (ours,) in zip(prompts, sampled, expected, strict=True):
+        found = [(c.token_ids, c.text, c.stop) for c in (theirs, ours)]
+        assert found[0] == found[1], prompt.example.id
 
 
 def test_bans_ends_and_truncation_hold_there_too(make_sampler: Any) -> None:
@@ -116,8 +113,8 @@ def test_bans_ends_and_truncation_hold_there_too(make_sampler: Any) -> None:
         ends = {
             "eos": completion.token_ids[-1] in own.eos,
             "length": len(completion.token_ids) == 10,
+            "stop": any(stop in completion.text for stop in sampling.stop),
         }
-        ends["stop"] = any(stop in completion.text for stop in sampling.stop)
         assert ends[completion.stop], completion
     again = sample(sampler, prompts, sampling, 8)
     others = sample(sampler, prompts, sampling, 8, seed=1)
@@ -160,14 +157,14 @@ def test_features_of_an_image_are_computed_with_the_new_vision_tower(
     of the old weights."""
     sampler, strategy, _ = make_sampler(*LORA)
     policy, prompts = strategy.policy, make_prompts(strategy.policy, 4)
-    send, differences = client_module.post_command, []
+    send, differences = server_module.post_command, []
     left_out = () if resets else ("/pause?mode=wait", "/resume", "/reset_encoder_cache")
     for version in range(2):
         sampler.publish(version)
         groups = sample(sampler, prompts, SamplingSettings(policy.distribution, 4), 4)
         differences.append(find_difference(policy, prompts, groups))
         monkeypatch.setattr(
-            client_module,
+            server_module,
             "post_command",
             lambda url, *rest, **named: (
                 None if url.endswith(left_out) else send(url, *rest, **named)
@@ -183,15 +180,10 @@ def test_features_of_an_image_are_computed_with_the_new_vision_tower(
 
 
 def test_a_server_with_other_base_weights_is_refused(make_sampler: Any, server_url: str) -> None:
-    make_sampler()[0].publish(0)
     sampler, strategy, _ = make_sampler()
     sampler.publish(0)
-    sample(
-        sampler,
-        make_prompts(strategy.policy, 1),
-        SamplingSettings(strategy.policy.distribution, 2),
-        2,
-    )
+    sampling = SamplingSettings(strategy.policy.distribution, 2)
+    sample(sampler, make_prompts(strategy.policy, 1), sampling, 2)
     with pytest.raises(UserError, match=r"its base weights were replaced .*: start it again"):
         make_sampler(*LORA, urls=[server_url])[0].publish(0)
 
@@ -204,9 +196,9 @@ def test_two_servers_share_the_prompts_and_one_may_be_killed(
     sampler, strategy, _ = make_sampler("rollout.vllm.max_restarts=0", urls=urls)
     policy, prompts = strategy.policy, make_prompts(strategy.policy, 60)
     asked: list[str] = []
-    generate = VllmClient.generate
+    generate = Server.generate
 
-    def note(self: VllmClient, request: Any) -> Any:
+    def note(self: Server, request: Any) -> Any:
         asked.append(self.url)
         if len(asked) == 40:
             server_processes[1][1].stop()
@@ -216,10 +208,10 @@ def test_two_servers_share_the_prompts_and_one_may_be_killed(
     sampler.publish(0)
     first = sample(sampler, prompts[:20], sampling, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmClient, "generate", note)
+        patch.setattr(Server, "generate", note)
         groups = sample(sampler, prompts, sampling, 4)
     assert set(asked) == set(urls)
-    assert [server.client.url for server in sampler.servers] == urls[:1]
+    assert [server.url for server in sampler.servers] == urls[:1]
     assert "gets no more requests; 1 are left" in caplog.text
     assert find_difference(policy, prompts, groups) < 1e-4
     assert first == groups[:20]  # whichever server answered

@@ -63,7 +63,7 @@ def serve(
     from vlm_grpo.config.recipes import load_settings, recipe_names
     from vlm_grpo.deploy.resolve import resolve_model
     from vlm_grpo.serve import launch
-    from vlm_grpo.serve.client import SERVED_NAME
+    from vlm_grpo.serve.server import SERVED_NAME
 
     values, address = overrides or [], (host, port)
     if for_rollouts:

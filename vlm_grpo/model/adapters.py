@@ -66,18 +66,11 @@ def apply_lora_or_freeze(
 ) -> PeftModel | None:
     """Add the adapters of the settings and return the PEFT model, or freeze their parts.
 
-    Args:
-        model: the model.
-        policy: the settings.
-        start: folder with a trained adapter whose values the new one takes; None: initialized.
-        has_values: whether the model's weights have values.
-
-    Raises:
-        UserError: the model has no such part, layer or module, or the adapter of ``start`` cannot
-            be loaded or is another than the settings describe.
+    The adapter takes the values of the one in the folder ``start``. Without ``has_values``, those
+    of the model's weights are only known to another process. ``UserError``: the model has no such
+    part, layer or module, or the adapter of ``start`` cannot be loaded.
     """
-    settings = policy.lora
-    if settings is None:
+    if (settings := policy.lora) is None:
         freeze_parts(model, policy.freeze)
         return None
     with _ignore_peft_warnings():
@@ -102,7 +95,7 @@ def apply_lora_or_freeze(
 
 
 def find_adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Iterate over the names and modules of the layers that have adapters."""
+    """Yield the names and modules of the layers that have adapters."""
     return ((n, m) for n, m in model.named_modules() if isinstance(m, lora.LoraLayer))
 
 
@@ -113,7 +106,6 @@ def get_largest_rank(adapters: PeftModel) -> int:
 
 
 def _initialize_from_base(name: str, layer: Any, settings: LoraSettings) -> None:
-    """Initialize an adapter from the base weights, which keep their values."""
     base, kind = layer.get_base_layer(), settings.init_lora_weights
     weight = base.weight.data
     if not weight.is_floating_point() or layer.r[_NAME] > min(weight.shape):
@@ -137,13 +129,7 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights for transformers and PEFT.
-
-    Args:
-        model: the model; with adapters, the PEFT model.
-        folder: folder for the files.
-        weights: the weights by name (``Policy.weights``).
-    """
+    """Write ``Policy.weights`` of a model, or of a PEFT model, for transformers and PEFT."""
     initial_a, initial_b = INITIAL_FACTORS
     files = {name: w for name, w in weights.items() if not name.endswith(INITIAL_FACTORS)}
     layers = [name.removesuffix(initial_a) for name in weights if name.endswith(initial_a)]
@@ -157,9 +143,8 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
 
 
 def _double_rank(path: Path) -> None:
-    """Double the ranks in an adapter's configuration, at the same scale of its output."""
     config = read_object(path)
-    factor = math.sqrt(2) if config["use_rslora"] else 2
+    factor = math.sqrt(2) if config["use_rslora"] else 2  # for the same scale of the output
     config["r"] *= 2
     config["lora_alpha"] *= factor
     config["rank_pattern"] = {name: 2 * rank for name, rank in config["rank_pattern"].items()}
@@ -169,11 +154,7 @@ def _double_rank(path: Path) -> None:
 
 
 def load_adapters(model: Any, folder: Path, training: bool) -> PeftModel:
-    """Add a trained adapter, as its own files describe it, to the base model.
-
-    Raises:
-        UserError: it cannot be loaded, or the names of its weights do not match.
-    """
+    """Add a trained adapter, as its own files describe it, to the base model."""
     try:
         with _ignore_peft_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
@@ -186,7 +167,6 @@ def load_adapters(model: Any, folder: Path, training: bool) -> PeftModel:
 
 
 def _load_values(adapters: PeftModel, folder: Path) -> None:
-    """Load the values of a trained adapter into one that was built from the settings."""
     try:
         saved = load_file(folder / WEIGHTS)
         names = get_peft_model_state_dict(adapters)
@@ -204,11 +184,7 @@ def _load_values(adapters: PeftModel, folder: Path) -> None:
 
 
 def check_start(settings: LoraSettings) -> Path | None:
-    """Return the folder of the adapter that the settings start from, if any.
-
-    Raises:
-        UserError: it has no adapter, or one that the settings do not describe.
-    """
+    """Return the folder of the adapter that the settings start from and describe, if any."""
     if settings.adapter is None:
         return None
     folder = Path(settings.adapter)
@@ -238,11 +214,7 @@ def check_start(settings: LoraSettings) -> Path | None:
 
 
 def check_weight_names(source: str | Path, saved: set[str], expected: set[str]) -> None:
-    """Check that a file has the weights of a model, and no others.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Refuse a file without all weights of a model, or with others."""
     for names, problem in (
         (expected - saved, "lacks {} weights of the model"),
         (saved - expected, "has {} weights that the model does not have"),
@@ -253,11 +225,7 @@ def check_weight_names(source: str | Path, saved: set[str], expected: set[str]) 
 
 
 def freeze_parts(model: Any, parts: Sequence[str]) -> None:
-    """Freeze the weights of the given parts; the vision part does not include the projector.
-
-    Raises:
-        UserError: the model has no such part.
-    """
+    """Freeze the weights of parts that the model has; the vision part has no projector."""
     found = {find_part(name) for name, _ in model.named_parameters()}
     for part in parts:
         if part not in found:
@@ -269,10 +237,10 @@ def freeze_parts(model: Any, parts: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Ignore PEFT's use of an attribute that transformers has deprecated, and its ranks for
-    experts, which no setting adapts."""
     with warnings.catch_warnings():
+        # PEFT reads an attribute that transformers has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # PEFT adds ranks for experts, which no setting adapts.
         warnings.filterwarnings("ignore", "The following rank_pattern keys", RuntimeWarning)
         yield
 
@@ -317,15 +285,10 @@ def _build_config(settings: LoraSettings, model: Any) -> LoraConfig:
 
 
 def _find_modules(names: Sequence[str], model: Any) -> list[str]:
-    """Return the full names of the modules to train in full.
-
-    Raises:
-        UserError: there is no such module, or it is the embedding or the head.
-    """
     vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
     found = []
     for name in names:
-        matching = {n: m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")}
+        matching = {n: m for n, m in model.named_modules() if f".{n}".endswith(f".{name}")}
         if not any(any(True for _ in module.parameters()) for module in matching.values()):
             raise UserError(
                 f"policy.lora.modules_to_save: no module with weights is called {name}; the "
@@ -352,13 +315,9 @@ def _find_projectors(model: Any) -> list[str]:
 
 
 def _find_targets(target: str | Sequence[str], model: Any) -> list[str]:
-    """Return the full names of the linear layers to adapt, without the output head."""
     head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    ]
+    modules = model.named_modules()
+    linear = [name for name, m in modules if isinstance(m, nn.Linear) and m is not head]
     if target == "language":
         found = [name for name in linear if find_part(name) == "language"]
         if not found:
@@ -369,12 +328,11 @@ def _find_targets(target: str | Sequence[str], model: Any) -> list[str]:
         return found
     if target == "all":
         return linear
-    matching = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
-    missing = [t for t in target if not any(n == t or n.endswith(f".{t}") for n in linear)]
-    if missing:
+    matching = {t: [n for n in linear if f".{n}".endswith(f".{t}")] for t in target}
+    if missing := [t for t, names in matching.items() if not names]:
         names = sorted({name.rpartition(".")[2] for name in linear})
         raise UserError(
             f"policy.lora.target: no linear layer is called {', '.join(missing)}; "
             f"this model has {', '.join(names)}"
         )
-    return matching
+    return [name for name in linear if any(name in names for names in matching.values())]

@@ -29,12 +29,8 @@ _QUESTION, _PROBE = Turn("user", "?"), "Be brief."
 class ChatTemplate:
     """A model's chat template, which writes the turns of a chat as a prompt.
 
-    Args:
-        processor: the model's processor.
-        settings: the system prompt, and the template's arguments.
-
-    Raises:
-        UserError: the template has no such argument, or no place for a system prompt.
+    ``settings`` have the system prompt and the template's arguments. ``UserError``: the template
+    has no such argument, or no place for a system prompt.
     """
 
     def __init__(self, processor: Any, settings: PromptSettings | None = None) -> None:
@@ -55,13 +51,8 @@ class ChatTemplate:
     def render(self, turns: Sequence[Turn], kinds: Iterable[str] = repeat("image")) -> str:
         """Return the prompt of a chat whose last turn is the user's.
 
-        Args:
-            turns: the chat.
-            kinds: what each ``<image>`` in it stands for, "image" or "video".
-
-        Raises:
-            ValueError: as for ``check_role``.
-            TemplateError: the template refuses the chat.
+        ``kinds`` tell what each ``<image>`` in it stands for, "image" or "video". ``TemplateError``
+        and ``ValueError``: the template refuses the chat, or has no place for a role.
         """
         parts = ({"type": kind} for kind in kinds)
         return self._render([self._to_message(turn, parts) for turn in turns], self.arguments)
@@ -73,11 +64,7 @@ class ChatTemplate:
         return not text.partition("left")[2].partition("right")[0].strip()
 
     def check_role(self, role: Role) -> None:
-        """Check that the template writes texts of a role.
-
-        Raises:
-            ValueError: it refuses them, or leaves them out.
-        """
+        """Raise ``ValueError`` if the template refuses texts of a role, or leaves them out."""
         if role == "user" or role in self._is_text:
             return
         question = _build_message(_QUESTION)
@@ -96,18 +83,13 @@ class ChatTemplate:
         raise ValueError(f"the model's chat template has no place for a turn of {role}: {problem}")
 
     def read_thinking(self, tags: tuple[str, str]) -> ThinkingTags:
-        """Return how completions mark their thinking.
-
-        Args:
-            tags: the texts before and after a thinking of the model's family.
-        """
+        """Return how completions mark their thinking, with the family's thinking tags."""
         text = self._probe(self.arguments)
         is_open = text.rstrip().endswith(tags[0])
         is_on = self.switch is not None and text == self._probe({self.switch: True})
         return ThinkingTags(*tags, is_open=is_open, is_native=is_open or is_on)
 
     def _is_switch(self, name: str) -> bool:
-        """Return whether an argument of the template changes the prompt of a question."""
         return name in self._known and self._probe({name: True}) != self._probe({name: False})
 
     def _probe(self, arguments: Mapping[str, Any]) -> str:
@@ -128,7 +110,6 @@ class ChatTemplate:
         )
 
     def _find_arguments(self) -> list[str]:
-        """Return the names of the template's arguments."""
         template = self.processor.chat_template or self.processor.tokenizer.chat_template
         if isinstance(template, dict):
             template = template["default"]
@@ -138,7 +119,6 @@ class ChatTemplate:
         return sorted(name for name in known if not name.endswith("_token"))
 
     def _check_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the settings, with the switch of the thinking."""
         arguments, thinking = dict(self.settings.chat_template_kwargs), self.settings.thinking
         for name in arguments:
             if name not in self._known:
@@ -159,6 +139,5 @@ class ChatTemplate:
 def _build_message(
     turn: Turn, is_text: bool = False, images: Iterator[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return a message whose content is a text, or a list of texts and the next ``images``."""
     content = turn.text if is_text else turn.build_content(images or repeat({"type": "image"}))
     return {"role": turn.role, "content": content}

@@ -31,21 +31,13 @@ from vlm_grpo.utils.timing import Stopwatch
 
 @dataclass
 class Counters:
-    """Work of the model since the counters were reset; sharing prompts reduces it.
+    """Work of the model since the counters were reset; sharing prompts reduces it."""
 
-    Attributes:
-        encoder_passes: number of images encoded by the vision tower.
-        prefill_tokens: number of prompt tokens processed by the language model in rollouts.
-        update_tokens: number of prompt and completion tokens that it processed in scoring.
-        image_decodes: number of images read and resized for the prompts of rollouts.
-        replaced_prompts: number of prompts that replaced one whose images could not be read.
-    """
-
-    encoder_passes: int = 0
-    prefill_tokens: int = 0
-    update_tokens: int = 0
-    image_decodes: int = 0
-    replaced_prompts: int = 0
+    encoder_passes: int = 0  # images encoded by the vision tower
+    prefill_tokens: int = 0  # tokens of prompts processed by the language model in rollouts
+    update_tokens: int = 0  # tokens of prompts and completions that it processed in scoring
+    image_decodes: int = 0  # images read and resized for the prompts of rollouts
+    replaced_prompts: int = 0  # prompts in place of one whose images could not be read
 
     def reset(self, **work: int) -> None:
         """Start again, from these numbers or from 0."""

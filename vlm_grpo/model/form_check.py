@@ -31,31 +31,22 @@ GROWTH = 2
 
 
 class Verdict(NamedTuple):
-    """How the forms differ, or how the model fails; None: they differ by rounding.
-
-    Attributes:
-        shared: with a shared prompt.
-        captured: in captured decode steps, and not in eager ones.
-    """
+    """How the forms differ, or how the model fails; None: they differ by rounding."""
 
     shared: str | None = None
     captured: str | None = None
+    """The same in captured decode steps, if eager ones are right."""
 
 
 class FormCheck:
     """What of one policy is to be checked: its own first samples, and larger groups than before.
 
-    Args:
-        must_share: whether a failed check is an error, rather than the end of the shared form.
-
-    Attributes:
-        checked: greatest number of tokens of a prompt and of a completion in any check; None: no
-            check was made.
-        has_seen_images: whether a checked prompt had images.
+    ``must_share``: a failed check is an error, rather than the end of the shared form.
     """
 
     def __init__(self, must_share: bool) -> None:
         self.must_share = must_share
+        # Greatest number of tokens of a prompt and of a completion in any check.
         self.checked: tuple[int, int] | None = None
         self.has_seen_images = False
 
@@ -81,7 +72,6 @@ class FormCheck:
         return MicroBatch((GroupSlice(group.prompt, (longest.token_ids,), (0,)),))
 
     def _growth(self, group: Group) -> float:
-        """Return by which factor the group exceeds the shapes that were checked."""
         if group.prompt.example.images and not self.has_seen_images:
             return math.inf
         prompt, completion = self.checked or (1, 1)

@@ -25,14 +25,9 @@ _HUB_ERRORS: tuple[Any, ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, 
 
 
 def check_reachable(source: str, revision: str = "main") -> None:
-    """Refuse a hub name that is neither cached nor reachable, before the hub's client retries.
+    """Raise ``ConnectionError`` for a hub name that is neither cached nor reachable.
 
-    Args:
-        source: folder of a model, or its name on the hub.
-        revision: commit, tag or branch on the hub.
-
-    Raises:
-        ConnectionError: the hub cannot be reached.
+    The hub's client would retry first.
     """
     if Path(source).is_dir() or constants.HF_HUB_OFFLINE or urllib.request.getproxies():
         return  # through a proxy, only the client itself can tell
@@ -50,11 +45,7 @@ def check_reachable(source: str, revision: str = "main") -> None:
 
 
 def check_connection() -> None:
-    """Check at once that the hub can be reached, unless a proxy is between.
-
-    Raises:
-        ConnectionError: it cannot.
-    """
+    """Raise ``ConnectionError`` at once if the hub cannot be reached, unless through a proxy."""
     if urllib.request.getproxies():
         return  # only the client itself can tell
     address = urlsplit(constants.ENDPOINT)
@@ -66,13 +57,9 @@ def check_connection() -> None:
 
 
 def check_pushable(name: str) -> None:
-    """Check that a model can be pushed under this name, before it is exported.
+    """Check that a model can be pushed as ``name``, before it is exported.
 
-    Args:
-        name: name on the hub, ``OWNER/NAME`` or ``NAME`` of the token's owner.
-
-    Raises:
-        UserError: the name is wrong, or the hub cannot be reached or refuses the token.
+    ``UserError``: the name is wrong, or the hub cannot be reached or refuses the token.
     """
     try:
         validate_repo_id(name)
@@ -91,18 +78,9 @@ def check_pushable(name: str) -> None:
 
 
 def push(folder: Path, name: str, public: bool) -> str:
-    """Upload a folder to a model repository of the hub, which is created if there is none.
+    """Upload a folder to a model repository of the hub, new if there is none; return its address.
 
-    Args:
-        folder: folder of an exported model.
-        name: as for ``check_pushable``.
-        public: whether a new repository is public.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        UserError: the upload failed; the folder stays.
+    ``UserError``: the upload failed; the folder stays.
     """
     remedy = f"the model is in {folder}: upload it with hf upload {name} {folder}"
     with _explain_errors(name, remedy):
@@ -129,7 +107,6 @@ def describe_push(folder: Path, name: str, public: bool) -> Iterator[str]:
 
 @contextmanager
 def _explain_errors(name: str, remedy: str) -> Iterator[None]:
-    """Raise errors of the hub as one message."""
     try:
         yield
     except _HUB_ERRORS as error:

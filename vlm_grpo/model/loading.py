@@ -1,14 +1,22 @@
-"""Loading of a model: weights, processor, family, and adapters or frozen parts."""
+"""Loading of a model: weights, processor, family, and adapters or frozen parts.
+
+In a run of several processes only the first reads the weights, which saves host memory and file
+reads. The others build the model with uninitialized weights, which occupy no memory until they are
+used. After the strategy has placed the model on the devices, its weights are broadcast one at a
+time (``dist/collectives.py``).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from peft import PeftModel
 from torch import distributed, nn
 from transformers import (
@@ -22,6 +30,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.model.adapters import (
+    CONFIG,
     LOAD_ERRORS,
     apply_lora_or_freeze,
     check_start,
@@ -33,7 +42,6 @@ from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.families import Family, PixelBudget, load_family
 from vlm_grpo.model.hub import check_reachable
-from vlm_grpo.model.one_reader import has_one_reader, read_once
 from vlm_grpo.model.quantization import build_quantization, check_quantization
 
 logger = logging.getLogger(__name__)
@@ -43,29 +51,17 @@ EMBEDDED_MODEL = "tiny-vlm"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, ready to be trained or evaluated.
+    """A model, ready to be trained or evaluated."""
 
-    Attributes:
-        model: the bare transformers model, with injected adapters if there are any.
-        processor: the model's processor.
-        family: the model's family.
-        budget: pixel budget of its images; None if the processor has none that is known.
-        shared: True if completions share one pass over their prompt.
-        adapters: the PEFT model around ``model``; None for full weights.
-        autocast: True to compute in bfloat16 from float32 weights.
-        one_reader: only the first process has the weights' values.
-        chat: the chat template with the run's settings; None: without any.
-    """
-
-    model: Any
+    model: Any  # of transformers, with injected adapters if there are any
     processor: Any
     family: Family
-    budget: PixelBudget | None
-    shared: bool
-    adapters: PeftModel | None
-    autocast: bool = False
-    one_reader: bool = False
-    chat: ChatTemplate | None = None
+    budget: PixelBudget | None  # None: the processor has none that is known
+    shared: bool  # completions share one pass over their prompt
+    adapters: PeftModel | None  # the PEFT model around the model; None for full weights
+    autocast: bool = False  # compute in bfloat16 from float32 weights
+    one_reader: bool = False  # only the first process has the weights' values
+    chat: ChatTemplate | None = None  # with the run's settings; None: without any
 
 
 def load_model(
@@ -77,11 +73,8 @@ def load_model(
     the nearest would lose small updates, or bfloat16, which the optimizer rounds stochastically.
     Base weights of adapters, and weights that are only evaluated, are in ``policy.dtype``.
 
-    Args:
-        settings: settings of the run.
-        checkpoint: folder with weights that replace the model's, or with an adapter that is added
-            to them.
-        training: False for a model that is only evaluated.
+    ``checkpoint`` is a folder with weights that replace the model's, or with an adapter that is
+    added to them. Without ``training`` the model is only evaluated.
 
     Raises:
         UserError: the model cannot be loaded, is not an image-text model, or cannot be trained
@@ -90,17 +83,30 @@ def load_model(
     if training:
         check_quantization(settings.policy)
     adapter = checkpoint
-    if checkpoint is None or not (checkpoint / "adapter_config.json").is_file():
+    if checkpoint is None or not (checkpoint / CONFIG).is_file():
         adapter = None
     weights = get_model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
     dtype = getattr(torch, settings.policy.master_weights if full else settings.policy.dtype)
+    remote_code = settings.policy.trust_remote_code
+    if remote_code:
+        logger.warning(
+            "policy.trust_remote_code=true: running the Python code that comes with %s", weights
+        )
     # A checkpoint's processor has the pixel budget of its training.
-    processor_source = str(checkpoint or weights)
+    config, processor = (
+        load_config(settings, weights),
+        load_processor(settings, str(checkpoint or weights)),
+    )
+    chat = ChatTemplate(processor, settings.prompt)
     whole = settings.policy.load_in == "none"  # quantized weights are not broadcast
     one_reader = training and whole and has_one_reader()
-    model, chat = _load_pretrained(weights, processor_source, settings, dtype, one_reader)
-    processor, family = chat.processor, load_family(model.config)
+
+    def read() -> Any:
+        return _read_weights(weights, config, settings, dtype)
+
+    model = read_once(read, config, dtype, remote_code) if one_reader else read()
+    family = load_family(model.config)
     if adapter is not None:
         _check_vocabulary(model, processor.tokenizer, settings.model, adapter)
     why_not = family.why_not_shared(model.config)
@@ -139,12 +145,9 @@ def _check_vocabulary(model: Any, tokenizer: Any, name: str, adapter: Path) -> N
 
 
 def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
-    """Return the largest dropout probability in the model, and its module's name.
-
-    Attention layers store theirs as a float attribute such as ``attention_dropout``.
-    """
+    """Return the largest dropout probability in the model, and its module's name."""
     largest = (0.0, "")
-    for name, module in model.named_modules():
+    for name, module in model.named_modules():  # attention layers store theirs as an attribute
         rates = [v for key, v in vars(module).items() if "dropout" in key and isinstance(v, float)]
         if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             rates.append(module.p)
@@ -164,15 +167,11 @@ def _check_dropout(model: nn.Module, settings: Settings) -> None:
 
 
 def get_model_source(name: str) -> str:
-    """Return the folder or Hub name of the setting ``model``.
-
-    Raises:
-        UserError: it can only be a folder, because a Hub name is ``NAME`` or ``OWNER/NAME`` and
-            this one is longer or starts like a path, or ``OWNER`` is a folder of runs; and there
-            is no such folder.
-    """
+    """Return the folder or Hub name of the setting ``model``; refuse a folder that is missing."""
     if name == "embedded":
         return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)
+    # A Hub name is NAME or OWNER/NAME: what is longer, starts like a path or has a folder of runs
+    # as its OWNER can only be a folder.
     folder = Path(name).parent
     is_run = "/" in name and (folder == RUNS or any(folder.glob("*/config.yaml")))
     is_path = is_run or name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -182,24 +181,40 @@ def get_model_source(name: str) -> str:
     return name
 
 
-def _load_pretrained(
-    source: str, processor_source: str, settings: Settings, dtype: torch.dtype, one_reader: bool
-) -> tuple[Any, Any]:
-    """Load the model from ``source``, with values on one process only if ``one_reader``, and the
-    processor from ``processor_source``."""
-    if settings.policy.trust_remote_code:
-        logger.warning(
-            "policy.trust_remote_code=true: running the Python code that comes with %s", source
-        )
-    config, processor = load_config(settings, source), load_processor(settings, processor_source)
-    chat = ChatTemplate(processor, settings.prompt)
+def has_one_reader() -> bool:
+    """Return whether the first process reads the weights for all."""
+    is_launched = distributed.is_available() and distributed.is_initialized()
+    several = is_launched and distributed.get_world_size() > 1
+    # DeepSpeed distributes weights that every process has read.
+    return several and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
 
-    def read() -> Any:
-        return _read_weights(source, config, settings, dtype)
 
-    if one_reader:
-        return read_once(read, config, dtype, settings.policy.trust_remote_code), chat
-    return read(), chat
+def read_once(read: Callable[[], Any], config: Any, dtype: torch.dtype, remote_code: bool) -> Any:
+    """Read the model on the first process, and build it without values on the others.
+
+    If it cannot be read, all raise; the first process has the actual error.
+    """
+    model, failure = None, None
+    if distributed.get_rank() == 0:
+        try:
+            model = read()
+        except Exception as error:  # raised below, after the others know of it
+            failure = error
+    news = [failure is not None, getattr(model, "generation_config", None)]
+    failed, generation_config = broadcast_object_list(news)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise UserError("the first process cannot read the model; its own message gives the reason")
+    if model is not None:
+        return model
+    auto: Any = AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=remote_code)
+    model = model.to_empty(device="cpu").eval()
+    model.tie_weights()
+    model.generation_config = generation_config
+    return model
 
 
 def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dtype) -> Any:
@@ -221,14 +236,9 @@ def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dty
 
 
 def load_config(settings: Settings, source: str | None = None) -> Any:
-    """Load a model's configuration, but no weights.
+    """Load the configuration of ``source``, by default of the model that the settings name.
 
-    Args:
-        settings: settings of the run.
-        source: folder or Hub name; None: the model of the settings.
-
-    Raises:
-        UserError: it cannot be loaded, or the model takes no images.
+    ``UserError``: it cannot be loaded, or the model takes no images.
     """
     source = source or get_model_source(settings.model)
     config = _load(AutoConfig, source, settings)
@@ -243,11 +253,7 @@ def load_config(settings: Settings, source: str | None = None) -> Any:
 
 
 def load_processor(settings: Settings, source: str | None = None) -> Any:
-    """Load a model's processor; arguments as for ``load_config``.
-
-    Raises:
-        UserError: it cannot be loaded or has no chat template.
-    """
+    """Load a processor as ``load_config`` does; ``UserError``: also one without a template."""
     source = source or get_model_source(settings.model)
     processor = _load(AutoProcessor, source, settings)
     if not (processor.chat_template or processor.tokenizer.chat_template):
@@ -275,11 +281,7 @@ def _hub_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> PixelBudget | None:
-    """Return the pixel budget of a run: the processor's budget, overridden by the settings.
-
-    Raises:
-        UserError: the settings have no effect on this model, or the budget is empty.
-    """
+    """Return the processor's pixel budget, overridden by the settings of a run."""
     if (own := family.pixel_budget(processor)) is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
             found = (f"{key}={value}" for key, value in family.size_settings(processor).items())

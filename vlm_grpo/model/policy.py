@@ -55,17 +55,11 @@ logger = logging.getLogger(__name__)
 class Policy:
     """A vision-language model that samples completions, scores them and is trained.
 
-    Args:
-        loaded: the model, its processor and its family.
-        distribution: the distribution under which tokens are sampled and scored.
-        chunk_tokens: number of tokens whose logits are computed at once in scoring; 0: all.
-        capture: captures decode steps over shared prompts; None: steps run eagerly.
+    Tokens are sampled and scored under ``distribution``, with the logits of ``chunk_tokens`` tokens
+    (0: of all) at once in scoring. ``capture`` captures decode steps over shared prompts.
 
     Attributes:
-        engine: how completions are sampled and scored.
-        form_check: compares the shared form with the repeated one; None: they are not compared.
-        prompts: builds the model's prompts.
-        counters: work of the model.
+        form_check: what to check of the shared form; None: nothing.
         stopwatch: seconds by phase of sampling and scoring.
         root: root module of all computation with the model, to which a strategy that shards the
             weights attaches its hooks.
@@ -143,19 +137,14 @@ class Policy:
         """Sample completions of each prompt.
 
         The completions of a prompt depend only on its seed and the weights, not on the other
-        prompts.
+        prompts. ``UserError``: ``form_check`` failed, and the prompt must be shared.
 
         Args:
-            prompts: one prompt per group.
-            sampling: the sampler's settings.
             num_generations: completions per prompt, G; or their numbers for each prompt.
             seeds: seed of each prompt's random streams, which a completion's number extends.
             max_tokens: maximum number of tokens cached at once; None: as many as fit into the
                 GPU's free memory.
             check: called every few tokens; may raise to end the sampling.
-
-        Raises:
-            UserError: ``form_check`` failed, and the prompt must be shared.
         """
         self.check_form(prompts)
         if isinstance(num_generations, int):
@@ -217,11 +206,8 @@ class Policy:
     ) -> TokenScores:
         """Score the batch's completion tokens, with gradient if gradients are enabled.
 
-        Args:
-            batch: the batch.
-            with_entropy: also compute entropies.
-            supervised: score under the model's own distribution, at temperature 1 and over all
-                tokens, and find out which tokens are the likeliest.
+        If ``supervised``, score under the model's own distribution, at temperature 1 and over all
+        tokens, and find out which tokens are the likeliest.
         """
         distribution = SamplingDistribution() if supervised else self.distribution
         settings = ScoringSettings(distribution, self.chunk_tokens, with_entropy, supervised)
@@ -236,7 +222,6 @@ class Policy:
         return MicroBatch((GroupSlice(prompt, (self.distribution.eos[:1],), (0,)),))
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        """Return a context that computes in bfloat16 if ``autocast`` is set."""
         if not self.autocast:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -292,11 +277,7 @@ class Policy:
         return describe_difference(found, plain, self.compute_dtype)
 
     def follow(self, verdict: Verdict) -> None:
-        """Run decode steps eagerly, or repeat prompts, from now on if a check has failed.
-
-        Raises:
-            UserError: the prompt must be shared.
-        """
+        """Run decode steps eagerly, or repeat prompts, from now on if a check has failed."""
         if verdict.captured is not None:
             self.engine.use_capture(None)
             logger.warning(

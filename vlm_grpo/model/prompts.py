@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,6 @@ from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.engine.limits import RECENT_IMAGES
 from vlm_grpo.model.families import Family, PixelBudget, load_family
-from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
@@ -32,14 +32,32 @@ from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, ThinkingTags, Turn
 logger = logging.getLogger(__name__)
 
 
-class PromptWriter:
-    """A writer of chats and of the images in them, for a model of any kind.
+class ImageCache:
+    """A thread-safe cache of recently used images, so that examples share a decoded image."""
 
-    Args:
-        frame: coordinate frame of the model's boxes.
-        budget: pixel budget of the images; None: they keep their size here.
-        settings: the system prompt and the template of the user message; None: neither.
-        thinking_tags: how the model marks its thinking.
+    def __init__(self, decode: Callable[[ImageRef], Any], size: int) -> None:
+        self.decode, self.size = decode, size
+        self._images: dict[ImageRef, Any] = {}  # the most recently used last
+        self._lock = threading.Lock()
+
+    def load(self, reference: ImageRef) -> tuple[Any, bool]:
+        """Return the image, and whether it was decoded by this call."""
+        with self._lock:
+            if reference in self._images:
+                image = self._images[reference] = self._images.pop(reference)
+                return image, False
+        image = self.decode(reference)
+        with self._lock:
+            self._images[reference] = image
+            if len(self._images) > self.size:
+                del self._images[next(iter(self._images))]
+        return image, True
+
+
+class PromptWriter:
+    """A writer of chats and of the images in them, for a generic model.
+
+    Without a pixel budget, images keep their size here.
     """
 
     def __init__(
@@ -58,8 +76,7 @@ class PromptWriter:
     def with_resized_sizes(self, example: Example) -> Example:
         """Return the example with the ``resized_size`` that the model gives each image.
 
-        Raises:
-            ValueError: the model cannot resize an image.
+        ``ValueError``: the model cannot resize an image.
         """
         if (budget := self.budget) is None:
             return example
@@ -68,14 +85,13 @@ class PromptWriter:
         )
 
     def adapt(self, task: Task) -> Task:
-        """Return the task with the model's coordinate frame and its tags of a thinking."""
+        """Return the task with the model's coordinate frame and thinking tags."""
         return replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
         """Return the chat of an example, as ``PromptSettings.write_chat``.
 
-        Raises:
-            UserError: it cannot be written, or has a clip that the model cannot get.
+        ``UserError``: it cannot be written, or has a clip that the model cannot get.
         """
         if not self.takes_videos and any(image.kind == "video" for image in example.images):
             raise UserError(
@@ -90,10 +106,7 @@ class PromptWriter:
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's resized images with their noise, and whether this call decoded each.
 
-        Clips are left out.
-
-        Raises:
-            UserError: an image cannot be read.
+        Clips are left out. ``UserError``: an image cannot be read.
         """
         images = [image for image in example.images if image.kind == "image"]
         try:
@@ -105,8 +118,7 @@ class PromptWriter:
     def load_videos(self, example: Example) -> list[tuple[VideoRef, list[Image.Image]]]:
         """Return the example's clips with their resized frames, which are not kept.
 
-        Raises:
-            UserError: a clip cannot be read.
+        ``UserError``: a clip cannot be read.
         """
         videos = [image for image in example.images if isinstance(image, VideoRef)]
         try:
@@ -123,15 +135,11 @@ class PromptWriter:
     ) -> Sequence[Example]:
         """Return the examples that the model can use, as far as can be told without their pixels.
 
-        Args:
-            examples: the examples.
-            task: writes the prompts.
-            skip: leave out the other examples with a warning; otherwise they are an error.
-            check: raises ``UserError`` for an example that cannot be used for another reason.
+        ``check`` raises ``UserError`` for an example that cannot be used for another reason.
 
         Raises:
-            UserError: some examples are unusable and ``skip`` is False, or all are. The message
-                names all of them.
+            UserError: all examples are unusable, or some are and ``skip`` does not leave them out
+                with a warning. The message names all of them.
         """
         usable, problems = array("Q"), []
         for index, example in enumerate(examples):
@@ -160,7 +168,6 @@ class PromptWriter:
         return ExampleView(examples, chosen=usable) if problems else examples
 
     def _resized_size(self, size: tuple[int, int], budget: PixelBudget) -> tuple[int, int]:
-        """Return the size within the budget that keeps the sides' ratio, up to rounding down."""
         pixels = size[0] * size[1]
         scale = math.sqrt(min(max(pixels, budget.min_pixels), budget.max_pixels) / pixels)
         return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
@@ -173,7 +180,6 @@ class PromptWriter:
         return self._fit(reference.load(), reference)
 
     def _fit(self, image: Image.Image, reference: ImageRef) -> Image.Image:
-        """Resize an image, or a frame of a clip, within its budget."""
         return self._resize(image, self.budget.share(reference)) if self.budget else image
 
 
@@ -181,13 +187,8 @@ class PromptBuilder(PromptWriter):
     """A builder of one model's prompts, which needs the model's processor but not its weights.
 
     Args:
-        chat: the model's chat template, with its processor.
-        family: the model's family.
-        budget: pixel budget of the images; None if the processor resizes to a fixed size.
+        budget: pixel budget of the images; None: the processor resizes to a fixed size.
         max_tokens: number of tokens in the model's context; None: unknown.
-
-    Raises:
-        UserError: the system prompt has a control token of the model.
     """
 
     def __init__(
@@ -214,10 +215,9 @@ class PromptBuilder(PromptWriter):
         return type(self), arguments  # without the images
 
     def estimate_tokens(self, example: Example, task: Task) -> int:
-        """Estimate the number of tokens of the example's prompt, without reading its images.
+        """Estimate the tokens of the example's prompt, without reading its images.
 
-        Image tokens are exact where the family's resize is known; text is estimated at three
-        characters per token.
+        Image tokens are exact where the family's resize is known; a text token has 3 characters.
         """
         images = self.with_resized_sizes(example).images
         image_tokens = sum(self.family.count_tokens(image, self.processor) for image in images)
@@ -225,12 +225,10 @@ class PromptBuilder(PromptWriter):
         return image_tokens + sum(map(len, texts)) // 3
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
-        """Return the chat of an example, as for ``PromptWriter``.
+        """Return the chat of an example, as ``PromptWriter`` does.
 
-        Raises:
-            UserError: as for ``PromptWriter``; or the chat template has no place for a turn, or a
-                text has a control token of the model, which would end the turn or stand for an
-                image.
+        ``UserError``: also if the chat template has no place for a turn, or a text has a control
+        token of the model, which would end the turn or stand for an image.
         """
         turns = super().write(example, task)
         for turn in turns:
@@ -256,25 +254,16 @@ class PromptBuilder(PromptWriter):
     def build(self, example: Example, task: Task) -> Prompt:
         """Build a prompt: decode and preprocess the images, tokenize the text.
 
-        Args:
-            example: the example, with the resized sizes of its images.
-            task: writes the user message.
-
-        Raises:
-            UserError: as for ``write`` and ``encode``.
+        The example has the resized sizes of its images. Errors are those of ``write`` and
+        ``encode``.
         """
         return self.encode(example, self.write(example, task))
 
     def encode(self, example: Example, turns: Sequence[Turn]) -> Prompt:
-        """Build the prompt of a chat.
+        """Build the prompt of a chat, as from ``write``.
 
-        Args:
-            example: the example, with the resized sizes of its images.
-            turns: its chat, as from ``write``.
-
-        Raises:
-            UserError: an image cannot be read, the chat template cannot write the text, the
-                processor refuses the prompt, or it exceeds the model's context.
+        ``UserError``: an image cannot be read, the chat template cannot write the text, the
+        processor refuses the prompt, or it exceeds the model's context.
         """
         try:
             text = self.chat.render(turns, (image.kind for image in example.images))
@@ -334,12 +323,7 @@ class PromptBuilder(PromptWriter):
 
 
 def load_prompt_builder(settings: Settings) -> PromptBuilder:
-    """Load the builder of the prompts of the model that the settings name, without its weights.
-
-    Raises:
-        UserError: the model's configuration or processor cannot be loaded, or its chat template has
-            no place for the settings.
-    """
+    """Load the builder of the prompts of the model that the settings name, without its weights."""
     config, processor = load_config(settings), load_processor(settings)
     family = load_family(config)
     budget = get_pixel_budget(family, processor, settings.policy)

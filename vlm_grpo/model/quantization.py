@@ -23,11 +23,7 @@ _OPTIONS = {"quant_type", "double_quant", "quantized_parts"}
 
 
 def check_quantization(policy: PolicySettings) -> None:
-    """Check that a policy with these settings can be trained.
-
-    Raises:
-        UserError: quantized weights would be trained themselves, or sharded.
-    """
+    """Refuse settings by which quantized weights would be trained themselves, or sharded."""
     if policy.load_in == "none":
         return
     name = f"policy.load_in={policy.load_in}"
@@ -50,25 +46,14 @@ def find_quantized(model: Any, policy: PolicySettings) -> list[str]:
     if policy.load_in == "none":
         return []
     head = model.get_output_embeddings()
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and module is not head
-        and find_part(name) in policy.quantized_parts
-    ]
+    modules = ((n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not head)
+    return [name for name, _ in modules if find_part(name) in policy.quantized_parts]
 
 
 def build_quantization(source: str, config: Any, policy: PolicySettings) -> dict[str, Any]:
-    """Build the arguments of ``from_pretrained`` that quantize the weights.
+    """Build the arguments of ``from_pretrained`` that quantize the weights of model ``source``.
 
-    Args:
-        source: name of the model, for messages.
-        config: the model's configuration.
-        policy: the settings.
-
-    Returns:
-        The arguments; empty if the weights are whole, or quantized in their files already.
+    There are none if the weights are whole, or quantized in their files already.
 
     Raises:
         UserError: bitsandbytes is missing, the model has no such parts, or the weights in its files

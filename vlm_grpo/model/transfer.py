@@ -13,12 +13,7 @@ PINNED_BLOCK = 2**30
 
 
 def copy_to(device: torch.device, array: np.ndarray | Tensor) -> Tensor:
-    """Return the array as a tensor on ``device``, without waiting for the copy or the device.
-
-    Args:
-        device: the device.
-        array: an array, or a tensor on the host or on ``device``.
-    """
+    """Return the array as a tensor on ``device``, without waiting for the copy or the device."""
     tensor = torch.as_tensor(array)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # only copies from pinned memory do not wait

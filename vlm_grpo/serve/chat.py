@@ -92,9 +92,8 @@ class Answer:
 class ChatClient:
     """A client of one ``model`` at an address, which may be used from several threads.
 
-    Raises:
-        UserError: the address does not answer, refuses the API key or does not serve one model
-            whose name could be taken, or the environment variable has no key.
+    ``UserError``: the address does not answer, refuses the API key or does not serve one model
+    whose name could be taken, or the environment variable has no key.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -117,10 +116,8 @@ class ChatClient:
     ) -> Answer:
         """Return the answer to messages of ``build_messages``.
 
-        Args:
-            options: further fields of the request, of which ``max_tokens`` is renamed for servers
-                that refuse it.
-            tags: how to mark thinking that the server returns apart from the text.
+        ``options`` are further fields of the request. Thinking that the server returns apart from
+        the text is marked by ``tags``.
 
         Raises:
             ServiceError: this request failed or was refused, or the response has no answer.
@@ -129,7 +126,7 @@ class ChatClient:
         start = time.monotonic()
         url = f"{self.endpoint.base}/chat/completions"
         limit, options = self._limit, dict(options)
-        if "max_tokens" in options:
+        if "max_tokens" in options:  # which some servers refuse
             options[limit] = options.pop("max_tokens")
         body = {"model": self.model, "messages": messages, **options}
         try:
@@ -207,9 +204,9 @@ def _build_part(medium: Image.Image | str) -> dict[str, Any]:
 
 
 def encode_clip(clip: VideoRef) -> str:
-    """Return a clip as a ``data:`` URL: its file, or its frames as vLLM takes them.
+    """Return a clip's file as a ``data:`` URL, or its frames as vLLM takes them.
 
-    A clip that cannot be read is a ``ValueError``.
+    ``ValueError``: it cannot be read.
     """
     if not clip.frames:
         kind = mimetypes.guess_type(clip.name)[0] or "video/mp4"

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 STOP_SECONDS = 10.0
 """Seconds that the command has to end by itself after SIGTERM."""
@@ -22,11 +23,12 @@ STOP_SECONDS = 10.0
 
 def main() -> int:
     """Run the command, and return its exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # of the terminal: the run decides when to stop
-    # A session of its own, whose processes can be stopped together.
+    _handle_signals(signal.SIG_IGN)  # of the terminal: the run decides when to stop
     child = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_reset_signals
+        sys.argv[1:],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # whose processes can be stopped together
+        preexec_fn=lambda: _handle_signals(signal.SIG_DFL),
     )
     threading.Thread(target=_stop_with_parent, args=(child,), daemon=True).start()
     status = child.wait()
@@ -34,9 +36,9 @@ def main() -> int:
     return status if status >= 0 else 128 - status
 
 
-def _reset_signals() -> None:
+def _handle_signals(handler: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, handler)
 
 
 def _stop_with_parent(child: subprocess.Popen[bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import apply_lora_or_freeze, get_largest_rank
+from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze, get_largest_rank
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
 from vlm_grpo.model.loading import (
@@ -27,7 +27,7 @@ from vlm_grpo.model.loading import (
     load_processor,
 )
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve.client import SERVED_NAME
+from vlm_grpo.serve.server import SERVED_NAME
 from vlm_grpo.utils.jsonl import read_object
 
 ENVIRONMENT = {
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class LaunchedModel:
     """What the command of a server depends on, besides the weights' values.
 
     Attributes:
@@ -54,39 +54,27 @@ class ServedModel:
     settings: Settings
     on_gpu: bool
     image_options: dict[str, Any]
-    family: type[Family]
-    chat_arguments: dict[str, Any] = field(default_factory=dict)
+    family: Family
+    chat_arguments: dict[str, Any]
     adapter: Path | None = None
-    adapted: frozenset[str | None] = field(default_factory=frozenset)
+    adapted: frozenset[str | None] = frozenset()
     rank: int = 0
 
 
-def describe_policy(policy: Policy, settings: Settings) -> ServedModel:
-    """Describe the model of a run's own policy."""
-    model = ServedModel(
-        get_model_source(settings.model),
-        settings,
-        policy.device.type == "cuda",
-        _get_image_options(policy.family, policy.processor, policy.budget),
-        type(policy.family),
-        policy.prompts.chat.arguments,
-    )
-    return model if policy.adapters is None else _with_adapters(model, policy.adapters)
-
-
 def describe_model(
-    settings: Settings, checkpoint: Path | None = None, for_rollouts: bool = False
-) -> ServedModel:
-    """Describe a model without loading its weights.
+    settings: Settings,
+    checkpoint: Path | None = None,
+    for_rollouts: bool = False,
+    on_gpu: bool | None = None,
+) -> LaunchedModel:
+    """Describe a model without loading its weights; ``UserError``: its other files cannot be.
 
     Args:
         checkpoint: folder with its weights or adapter; None: those of ``settings.model``.
         for_rollouts: the adapter of the settings is still to be trained.
-
-    Raises:
-        UserError: its configuration or processor cannot be loaded.
+        on_gpu: whether the server has a GPU; None: if this machine has one.
     """
-    has_adapter = checkpoint is not None and (checkpoint / "adapter_config.json").is_file()
+    has_adapter = checkpoint is not None and (checkpoint / CONFIG).is_file()
     source = get_model_source(settings.model)
     if checkpoint is not None and not has_adapter:
         source = str(checkpoint)
@@ -94,10 +82,11 @@ def describe_model(
     arguments = ChatTemplate(processor, settings.prompt).arguments
     family = load_family(config)
     budget = get_pixel_budget(family, processor, settings.policy)
-    on_gpu, options = torch.cuda.is_available(), _get_image_options(family, processor, budget)
-    model = ServedModel(source, settings, on_gpu, options, type(family), arguments)
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    options = _get_image_options(family, processor, budget)
+    model = LaunchedModel(source, settings, on_gpu, options, family, arguments)
     if checkpoint is not None and has_adapter:
-        config = read_object(checkpoint / "adapter_config.json")
+        config = read_object(checkpoint / CONFIG)
         if config.get("use_dora") or config.get("modules_to_save"):
             raise UserError(
                 f"the adapter {checkpoint} has norms of rows (use_dora) or modules trained in full "
@@ -105,24 +94,21 @@ def describe_model(
                 "(vlm-grpo export), and serve that folder"
             )
         rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
-        with safe_open(checkpoint / "adapter_model.safetensors", "pt") as weights:
+        with safe_open(checkpoint / WEIGHTS, "pt") as weights:
             adapted = frozenset(map(find_part, weights.keys()))
         return replace(model, adapter=checkpoint.absolute(), adapted=adapted, rank=rank)
     if for_rollouts and settings.policy.lora is not None:
         with torch.device("meta"):
             remote = settings.policy.trust_remote_code
             empty: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=remote)
-            return _with_adapters(model, apply_lora_or_freeze(empty, settings.policy))
+            adapters: Any = apply_lora_or_freeze(empty, settings.policy, has_values=False)
+        trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
+        rank = get_largest_rank(adapters)
+        return replace(model, adapted=frozenset(map(find_part, trained)), rank=rank)
     return model
 
 
-def _with_adapters(model: ServedModel, adapters: Any) -> ServedModel:
-    trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
-    rank = get_largest_rank(adapters)
-    return replace(model, adapted=frozenset(map(find_part, trained)), rank=rank)
-
-
-def build_command(model: ServedModel, address: tuple[str, int]) -> list[str]:
+def build_command(model: LaunchedModel, address: tuple[str, int]) -> list[str]:
     """Build the command of a server that can sample for a run, without the program's name."""
     settings = model.settings
     options = _build_options(model, address) | {
@@ -152,11 +138,8 @@ def build_command(model: ServedModel, address: tuple[str, int]) -> list[str]:
     return [*_format_command(model, options), *arguments]
 
 
-def build_public_command(model: ServedModel, name: str, address: tuple[str, int]) -> list[str]:
-    """Build the command of a server for users of a model, without the program's name.
-
-    Requests find the model under ``name``, which with an adapter is the adapter's.
-    """
+def build_public_command(model: LaunchedModel, name: str, address: tuple[str, int]) -> list[str]:
+    """Build the command of a server for users, who find the model under ``name``."""
     options = _build_options(model, address) | {"served-model-name": name}
     if model.adapter is not None:
         options["served-model-name"] = f"{name}-base"
@@ -169,7 +152,7 @@ def build_public_command(model: ServedModel, name: str, address: tuple[str, int]
     return _format_command(model, options)
 
 
-def _build_options(model: ServedModel, address: tuple[str, int]) -> dict[str, Any]:
+def _build_options(model: LaunchedModel, address: tuple[str, int]) -> dict[str, Any]:
     """Return the options that every server needs; the value of one without a value is True."""
     settings = model.settings
     options: dict[str, Any] = {
@@ -196,7 +179,7 @@ def _build_options(model: ServedModel, address: tuple[str, int]) -> dict[str, An
     return options
 
 
-def _format_command(model: ServedModel, options: dict[str, Any]) -> list[str]:
+def _format_command(model: LaunchedModel, options: dict[str, Any]) -> list[str]:
     words = (f"--{k}" if value is True else f"--{k}={value}" for k, value in options.items())
     return ["serve", model.source, *words]
 
@@ -218,7 +201,9 @@ def build_environment(settings: Settings, device: torch.device | None = None) ->
     index = device.index or 0
     own = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
     if choose_transfer(settings, on_gpu) == "ipc":
-        own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles, which only we send: see direct.py
+        own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+            "1"  # handles, which only we send: see weights.py
+        )
     return ENVIRONMENT | own
 
 
@@ -239,11 +224,7 @@ def choose_transfer(settings: Settings, on_gpu: bool) -> WeightTransfer:
 
 
 def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:
-    """Return what a run's own server frees during the update; None: it does not rest.
-
-    Full weights are sent again after each update, so nothing is kept of them. With an adapter, base
-    weights that take little of the GPU stay there, and others wait in the host's memory.
-    """
+    """Return what a run's own server frees during the update; None: it does not rest."""
     vllm = settings.rollout.vllm
     assert vllm is not None
     if policy.device.type != "cuda":
@@ -257,8 +238,9 @@ def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:
         return None
     if vllm.sleep_level is not None:
         return vllm.sleep_level
-    if policy.adapters is None:
+    if policy.adapters is None:  # full weights are sent again after each update
         return 2
+    # Base weights that take little of the GPU stay there, and others wait in the host's memory.
     weights = sum(weight.nbytes for weight in policy.model.parameters())
     memory = torch.cuda.get_device_properties(policy.device).total_memory
     return choose_adapter_level(weights, memory)

@@ -14,8 +14,6 @@ import base64
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +25,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import encode_data_url
 from vlm_grpo.model.engine.sampling import SamplingSettings, derive_seed
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve.client import ADAPTER_NAME, SERVED_NAME, WeightLabel
+from vlm_grpo.serve.server import ADAPTER_NAME, SERVED_NAME, WeightLabel
 from vlm_grpo.types import Completion, Prompt, StopReason
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -38,21 +36,6 @@ _TOLERANCE = 0.01
 _TENSOR = 3
 """vLLM's number for the bytes of a tensor among MessagePack's extensions."""
 
-Group = tuple[Completion, ...]
-"""The completions of one prompt."""
-
-
-@dataclass
-class Job:
-    """A rollout to sample: arguments as in ``Policy.sample``, and the version of the weights."""
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingSettings
-    num_generations: Sequence[range]
-    seeds: Sequence[Sequence[int | str]]
-    version: int
-    future: Future[list[Group]] = field(default_factory=Future)
-
 
 def build_request(
     policy: Policy,
@@ -61,10 +44,7 @@ def build_request(
     numbers: range,
     seed: Sequence[int | str],
 ) -> dict[str, Any]:
-    """Build the request for a prompt's completions.
-
-    ``numbers`` are those of the completions in their group; vLLM adds them to the seed.
-    """
+    """Build the request for a prompt's completions with these ``numbers`` in their group."""
     distribution = sampling.distribution
     request: dict[str, Any] = {
         "model": SERVED_NAME if policy.adapters is None else ADAPTER_NAME,
@@ -76,7 +56,7 @@ def build_request(
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": derive_seed(seed) + numbers.start,
+            "seed": derive_seed(seed) + numbers.start,  # vLLM adds 0, 1, …
             "max_tokens": sampling.max_completion_length,
             "min_tokens": distribution.min_new_tokens,
             "stop": list(sampling.stop),
@@ -103,22 +83,19 @@ def read_choices(
     policy: Policy, sampling: SamplingSettings, choices: Sequence[Any], label: WeightLabel
 ) -> tuple[Completion, ...]:
     """Return the completions in a response; ``ServiceError``: the server has given one up."""
-    ordered = sorted(choices, key=lambda choice: choice["index"])
-    return tuple(_read_choice(policy, sampling, choice, label) for choice in ordered)
-
-
-def _read_choice(
-    policy: Policy, sampling: SamplingSettings, choice: Any, label: WeightLabel
-) -> Completion:
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ServiceError(f"a completion ended by {choice['finish_reason']}")
-    token_ids = tuple(choice["token_ids"])
-    logprobs = tuple(float(token["logprob"]) for token in choice["logprobs"]["content"])
-    stop: StopReason = "length"
-    if choice["finish_reason"] == "stop":
-        stop = "eos" if token_ids[-1] in sampling.distribution.eos else "stop"
-    oldest = min(label.read(span["version"]) for span in choice["weight_versions"])
-    return Completion(token_ids, logprobs, policy.decode(token_ids), stop, version=oldest)
+    found = []
+    for choice in sorted(choices, key=lambda choice: choice["index"]):
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ServiceError(f"a completion ended by {choice['finish_reason']}")
+        token_ids = tuple(choice["token_ids"])
+        logprobs = tuple(float(token["logprob"]) for token in choice["logprobs"]["content"])
+        stop: StopReason = choice["finish_reason"]
+        if stop == "stop" and token_ids[-1] in sampling.distribution.eos:
+            stop = "eos"
+        oldest = min(label.read(span["version"]) for span in choice["weight_versions"])
+        text = policy.decode(token_ids)
+        found.append(Completion(token_ids, logprobs, text, stop, version=oldest))
+    return tuple(found)
 
 
 def check_prompt(policy: Policy, prompt: Prompt, found: Sequence[int]) -> None:
@@ -170,8 +147,7 @@ def revert_normalization(
 ) -> UInt8[Tensor, "patches values"]:
     """Return the pixels of normalized patches, which vLLM normalizes in the model.
 
-    Raises:
-        ValueError: they were normalized unlike images, as which vLLM takes them.
+    ``ValueError``: they were normalized unlike images.
     """
     mean, std = (
         torch.tensor(getattr(image_processor, f"image_{name}"))[:, None] for name in ("mean", "std")

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -17,18 +19,23 @@ from vlm_grpo.dist.collectives import any_rank, fail_together
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
-from vlm_grpo.serve.client import VllmClient, WeightLabel
 from vlm_grpo.serve.launch import (
     build_command,
     build_environment,
     build_program,
     choose_sleep_level,
-    describe_policy,
+    describe_model,
 )
-from vlm_grpo.serve.process import POLL_SECONDS, Server, ServerProcess, find_free_port
-from vlm_grpo.serve.requests import Group, Job, build_request, check_prompt, read_choices
+from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
+from vlm_grpo.serve.server import (
+    POLL_SECONDS,
+    Server,
+    ServerProcess,
+    WeightLabel,
+    find_free_port,
+)
 from vlm_grpo.serve.weights import DirectTransfer, build_transfer
-from vlm_grpo.types import Prompt
+from vlm_grpo.types import Completion, Prompt
 from vlm_grpo.utils.http_json import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -37,15 +44,28 @@ CONCURRENCY = 64
 """Maximum number of prompts that a server is asked for at once."""
 
 
+Completions = tuple[Completion, ...]
+"""Those of one prompt."""
+
+
+@dataclass
+class _Job:
+    """A rollout to sample: arguments as in ``Policy.sample``, and the version of the weights."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingSettings
+    num_generations: Sequence[range]
+    seeds: Sequence[Sequence[int | str]]
+    version: int
+    future: Future[list[Completions]] = field(default_factory=Future)
+
+
 class VllmSampler:
     """A sampler that asks vLLM servers, which generate beside the update, in the order of starts.
 
     Every process of the run starts a server of its own (``rollout.vllm.python``), or all processes
-    share running ones (``rollout.vllm.urls``), into which the main process loads the weights.
-
-    Attributes:
-        ready: is finished when weights can be published; raises ``UserError`` if it never becomes
-            ready.
+    share running ones (``rollout.vllm.urls``), into which the main process loads the weights, once
+    they are ``ready``.
     """
 
     def __init__(self, strategy: Strategy, settings: Settings) -> None:
@@ -57,40 +77,39 @@ class VllmSampler:
         self.version = -1
         run = hashlib.sha256(str(settings.run_dir.absolute()).encode()).hexdigest()[:12]
         self.label = WeightLabel("weights" if self.policy.adapters is None else "adapters", run)
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed, self._lock = threading.Event(), threading.Lock()
-        self._last: Future[list[Group]] | None = None
+        self._last: Future[list[Completions]] | None = None
         with fail_together(self.ranks):
             self.servers = self._start_servers()
         self.ready: Future[None] = Future()
         threading.Thread(target=self._work, daemon=True, name="vllm").start()
 
     def _start_servers(self) -> list[Server]:
-        arguments = self.vllm.request_timeout, self.policy.device.type == "cpu"
+        timeout, device = self.vllm.request_timeout, self.policy.device
         if self.vllm.urls:
-            return [Server(VllmClient(url, *arguments)) for url in self.vllm.urls]
+            return [Server(url, timeout, device.type == "cpu") for url in self.vllm.urls]
         assert self.vllm.python is not None
-        port = find_free_port()
-        model = describe_policy(self.policy, self.settings)
+        port, on_gpu = find_free_port(), device.type == "cuda"
+        model = describe_model(self.settings, for_rollouts=True, on_gpu=on_gpu)
         process = ServerProcess(
             [*build_program(self.vllm.python), *build_command(model, ("127.0.0.1", port))],
-            build_environment(self.settings, self.policy.device),
+            build_environment(self.settings, device),
             self.settings.run_dir / f"vllm-{self.ranks.process_index}.log",
         )
         level = choose_sleep_level(self.policy, self.settings)
         process.start()
-        return [Server(VllmClient(f"http://127.0.0.1:{port}", *arguments), process, level)]
+        return [Server(f"http://127.0.0.1:{port}", timeout, not on_gpu, process, level)]
 
     @property
     def _loads_weights(self) -> bool:
         return not self.vllm.urls or self.ranks.is_main_process
 
     def publish(self, version: int) -> None:
-        """Give what is started from now on the policy's current weights.
+        """Give what is started from now on the policy's weights after ``version`` steps.
 
-        All ranks call it between two steps, in their main thread; ``version`` is the number of
-        finished steps. ``UserError`` on all ranks: a server does not get ready, or the weights
-        cannot be sent.
+        All ranks call it between two steps, in their main thread. ``UserError`` on all ranks: a
+        server does not get ready, or the weights cannot be sent.
         """
         if self.version < 0:
             with fail_together(self.ranks):
@@ -116,13 +135,13 @@ class VllmSampler:
         sampling: SamplingSettings,
         num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
-    ) -> Future[list[Group]]:
+    ) -> Future[list[Completions]]:
         """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``.
 
-        They have the ``version`` of the weights that sampled them. The future raises ``UserError``
-        if all servers have failed, or one tokenizes a prompt differently.
+        The future raises ``UserError`` if all servers have failed, or one tokenizes a prompt
+        differently.
         """
-        job = Job(prompts, sampling, num_generations, seeds, self.version)
+        job = _Job(prompts, sampling, num_generations, seeds, self.version)
         self._jobs.put(job)
         self._last = job.future
         return job.future
@@ -152,8 +171,8 @@ class VllmSampler:
             except BaseException as error:  # the one that waits must not hang
                 job.future.set_exception(error)
 
-    def _sample(self, job: Job) -> list[Group]:
-        found: dict[int, Group] = {}
+    def _sample(self, job: _Job) -> list[Completions]:
+        found: dict[int, Completions] = {}
         while len(found) < len(job.prompts):
             for server in list(self.servers):
                 self._prepare(server, job.version)
@@ -162,7 +181,7 @@ class VllmSampler:
             server.failures = 0
         return [found[index] for index in range(len(job.prompts))]
 
-    def _share(self, job: Job, found: dict[int, Group]) -> None:
+    def _share(self, job: _Job, found: dict[int, Completions]) -> None:
         """Ask all servers for the missing prompts, until all have failed or none is left."""
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(len(job.prompts)):
@@ -198,14 +217,14 @@ class VllmSampler:
         if self._closed.is_set():
             raise UserError("the run was stopped while its completions were sampled")
 
-    def _ask(self, server: Server, job: Job, index: int) -> Group:
+    def _ask(self, server: Server, job: _Job, index: int) -> Completions:
         """Return the completions of one prompt; a ``UserError`` would recur with any server."""
         prompt, sampling = job.prompts[index], job.sampling
         request = build_request(
             self.policy, prompt, sampling, job.num_generations[index], job.seeds[index]
         )
         try:
-            response = server.client.generate(request)
+            response = server.generate(request)
         except ServiceError as error:
             if error.status in (400, 413, 422):
                 raise UserError(
@@ -217,14 +236,13 @@ class VllmSampler:
             group = read_choices(self.policy, sampling, response["choices"], self.label)
         except (KeyError, TypeError, IndexError) as error:
             raise ServiceError(
-                f"{server.client.url}: the response is not vLLM's ({error!r}): "
-                f"{str(response)[:300]}"
+                f"{server.url}: the response is not vLLM's ({error!r}): {str(response)[:300]}"
             ) from error
         oldest = min(completion.version or 0 for completion in group)
         if oldest < job.version:  # never with a server that only this run uses
             found = f"step {oldest}" if oldest >= 0 else "no step of this run"
             raise ServiceError(
-                f"{server.client.url} sampled with weights of {found} instead of step {job.version}"
+                f"{server.url} sampled with weights of {found} instead of step {job.version}"
             )
         return group
 
@@ -237,7 +255,7 @@ class VllmSampler:
             try:
                 if self._loads_weights:
                     server.open()
-                    self.transfer.load(server.client, version)
+                    self.transfer.load(server, version)
                     server.resume(version, self.label.write(version))
                 else:
                     self._wait_for_version(server, version)
@@ -257,13 +275,12 @@ class VllmSampler:
                     opened = [server for server in behind if self._try(server, server.open)]
             if not any_rank(self.ranks, bool(behind) and self._loads_weights):
                 return
-            failures = transfer.send([server.client for server in opened])
+            failures = transfer.send(opened)
             for server in opened:
-                if (error := failures.get(server.client.url)) is not None:
+                if (error := failures.get(server.url)) is not None:
                     self._note_failure(server, error)
                 else:
-                    name = self.label.write(version)
-                    self._try(server, lambda s=server, n=name: s.resume(version, n))
+                    self._try(server, partial(server.resume, version, self.label.write(version)))
 
     def _try(self, server: Server, request: Callable[[], None]) -> bool:
         """Make a request, note its failure, and return whether it was answered."""
@@ -276,10 +293,10 @@ class VllmSampler:
     def _wait_for_version(self, server: Server, version: int) -> None:
         """Wait until the main process has loaded the weights."""
         for _ in range(int(self.vllm.request_timeout / POLL_SECONDS)):
-            if self.label.read(server.client.get_version()) >= version or self._closed.is_set():
+            if self.label.read(server.get_name()) >= version or self._closed.is_set():
                 return
             time.sleep(POLL_SECONDS)
-        raise ServiceError(f"{server.client.url} was not given the weights of step {version}")
+        raise ServiceError(f"{server.url} was not given the weights of step {version}")
 
     def _note_failure(self, server: Server, error: ServiceError) -> None:
         """Remember that a server has failed, so that it gets no more requests."""
@@ -287,7 +304,7 @@ class VllmSampler:
             if server.problem or self._closed.is_set():
                 return
             server.note(str(error))
-            self.transfer.forget(server.client)
+            self.transfer.forget(server)
         if server.process is not None:
             server.process.stop()  # ends the other requests, which may hang
 
@@ -311,7 +328,7 @@ class VllmSampler:
             )
             server.process.start()
             self._wait_until_ready(server)
-        elif server.failures > limit or not server.client.is_ready():
+        elif server.failures > limit or not server.is_ready():
             self.servers.remove(server)
             if not self.servers:
                 raise UserError(
@@ -320,17 +337,17 @@ class VllmSampler:
                 )
             logger.warning(
                 "the vLLM server %s failed (%s) and gets no more requests; %d are left",
-                *(server.client.url, problem, len(self.servers)),
+                *(server.url, problem, len(self.servers)),
             )
         else:
             logger.warning(
                 "the vLLM server %s failed (%s) and is asked again (%d of %d)",
-                *(server.client.url, problem, server.failures, limit),
+                *(server.url, problem, server.failures, limit),
             )
 
     def _wait_until_ready(self, server: Server) -> None:
         server.wait_until_ready(self.vllm.startup_timeout, self._closed, self.ranks.print)
         try:
-            self.label.check(server.client.get_version())
+            self.label.check(server.get_name())
         except UserError as error:
-            raise UserError(f"{server.client.url}: {error}") from error
+            raise UserError(f"{server.url}: {error}") from error

@@ -28,8 +28,8 @@ from vlm_grpo.dist.sharding import Deferred, find_layer, gather_full
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import save_weights
-from vlm_grpo.serve.client import VllmClient
 from vlm_grpo.serve.launch import choose_transfer
+from vlm_grpo.serve.server import Server
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -42,10 +42,7 @@ Sharded = (DTensor, Deferred)
 
 
 class FileTransfer:
-    """Weights in files of a folder, which all processes and servers can read.
-
-    With full weights every rank writes a share of them, and holds only that share in full.
-    """
+    """Weights in files of a folder, which all processes and servers can read."""
 
     def __init__(self, strategy: Strategy, folder: Path) -> None:
         self.strategy, self.policy, self.folder = strategy, strategy.policy, folder
@@ -58,7 +55,7 @@ class FileTransfer:
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir(parents=True)
         weights = self.strategy.weights()
-        names = get_local_names(ranks, weights)
+        names = get_local_names(ranks, weights)  # no rank holds more in full than it writes
         if (adapters := self.policy.adapters) is not None:  # small: one file
             names = weights.keys() if ranks.is_main_process else ()
         share = gather_full(weights, names)
@@ -70,15 +67,15 @@ class FileTransfer:
         if ranks.is_main_process:
             share_weights(target)
 
-    def load(self, client: VllmClient, version: int) -> None:
+    def load(self, server: Server, version: int) -> None:
         """Load a version that was staged into a server that is paused."""
         folder = self._find(version).absolute()
         if self.policy.adapters is None:
-            client.load_files(folder)
+            server.load_files(folder)
         else:
-            client.load_adapter(folder)
+            server.load_adapter(folder)
 
-    def forget(self, client: VllmClient) -> None:
+    def forget(self, server: Server) -> None:
         """Do nothing: files serve any server."""
 
     def close(self) -> None:
@@ -102,10 +99,10 @@ class IpcChannel:
         self._buffer: Tensor | None = None
         self._handle: Any = None
 
-    def open(self, client: VllmClient) -> None:
-        client.init_transfer({"packed": True})
+    def open(self, server: Server) -> None:
+        server.init_transfer({"packed": True})
 
-    def send(self, client: VllmClient, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Send tensors of one dtype."""
         sizes = [tensor.nbytes for tensor in tensors]
         buffer = self._get_buffer(sum(sizes))
@@ -115,9 +112,9 @@ class IpcChannel:
         handles = {get_device_id(self.device): self._handle}
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
         described = _describe(names, tensors)
-        client.update({**described, "tensor_sizes": sizes, "ipc_handles_pickled": pickled})
+        server.update({**described, "tensor_sizes": sizes, "ipc_handles_pickled": pickled})
 
-    def forget(self, client: VllmClient) -> None:
+    def forget(self, server: Server) -> None:
         """Do nothing: the buffer serves any server."""
 
     def release(self) -> None:
@@ -139,17 +136,17 @@ class NcclChannel:
     """A broadcast to each server, whose workers are on other GPUs than this process.
 
     Each server has a group of its own, with this process as rank 0, so that one that fails takes no
-    other with it. ``nccl`` has the functions of ``torch.cuda.nccl``.
+    other with it.
     """
 
     def __init__(self, device: torch.device, nccl: Any = torch_nccl) -> None:
         self.device, self.nccl = device, nccl
         self._groups: dict[str, Any] = {}
 
-    def open(self, client: VllmClient) -> None:
-        if client.url in self._groups:
+    def open(self, server: Server) -> None:
+        if server.url in self._groups:
             return
-        count, identifier = 1 + client.get_world_size(), self.nccl.unique_id()
+        count, identifier = 1 + server.get_world_size(), self.nccl.unique_id()
         encoded = base64.b64encode(identifier).decode()
         info = {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": count}
 
@@ -159,30 +156,27 @@ class NcclChannel:
             self.nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[group])
             return group
 
-        self._groups[client.url] = self._run_beside(lambda: client.init_transfer(info), join)
+        self._groups[server.url] = self._run_beside(lambda: server.init_transfer(info), join)
 
-    def send(self, client: VllmClient, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Send tensors of one dtype."""
-        info, group = _describe(names, tensors), self._groups[client.url]
+        info, group = _describe(names, tensors), self._groups[server.url]
 
         def broadcast() -> None:
             for tensor in tensors:
                 self.nccl.broadcast([tensor], comms=[group])
 
-        self._run_beside(lambda: client.update(info), broadcast)
+        self._run_beside(lambda: server.update(info), broadcast)
 
-    def forget(self, client: VllmClient) -> None:
+    def forget(self, server: Server) -> None:
         """Forget the group of a server that has failed."""
-        self._groups.pop(client.url, None)
+        self._groups.pop(server.url, None)
 
     def release(self) -> None:
         """Do nothing: a broadcast takes no memory."""
 
     def _run_beside(self, ask: Callable[[], None], communicate: Callable[[], Any]) -> Any:
-        """Run this process's part of what a request makes the server do, and return its result.
-
-        If the request fails, the thread that waits for the server is left behind.
-        """
+        """Run this process's part of what a request makes the server do, and return its result."""
         results: list[Any] = []
 
         def run() -> None:
@@ -196,7 +190,7 @@ class NcclChannel:
 
         thread = threading.Thread(target=run, daemon=True, name="nccl")
         thread.start()
-        ask()
+        ask()  # if it fails, the thread that waits for the server is left behind
         thread.join()
         if isinstance(results[-1], ServiceError):
             raise results[-1]
@@ -206,10 +200,9 @@ class NcclChannel:
 class DirectTransfer:
     """Full weights from memory to memory, from the main thread of all ranks.
 
-    Sharded weights are gathered layer by layer, so that no rank ever holds more of them. Matrices
-    are sent in the precision in which the policy computes with them. With ``may_load``, no update
-    changes the weights while servers sample: one that was restarted gets them at once, unless they
-    are sharded.
+    Sharded weights are gathered layer by layer, so that no rank ever holds more of them. With
+    ``may_load``, no update changes the weights while servers sample: one that was restarted gets
+    them at once, unless they are sharded.
     """
 
     def __init__(
@@ -221,58 +214,55 @@ class DirectTransfer:
     def stage(self, version: int) -> None:
         """Do nothing: what is sent is what the policy has."""
 
-    def load(self, client: VllmClient, version: int) -> None:
+    def load(self, server: Server, version: int) -> None:
         """Send the weights to a server that has lost them, or refuse to."""
         sharded = any(isinstance(w, Sharded) for w in self.strategy.weights().values())
         if sharded or not self.may_load:
             raise UserError(
-                f"the vLLM server {client.url} was restarted, and the weights of step {version} "
+                f"the vLLM server {server.url} was restarted, and the weights of step {version} "
                 "cannot be sent before the next step begins: continue with resume=true; "
                 "rollout.vllm.weight_transfer=files can send them again at any time"
             )
-        for error in self.send([client]).values():
+        for error in self.send([server]).values():
             raise error
 
     @torch.no_grad()
-    def send(self, clients: Sequence[VllmClient]) -> dict[str, ServiceError]:
+    def send(self, servers: Sequence[Server]) -> dict[str, ServiceError]:
         """Send the current weights to paused servers, and return the failures by their address.
 
         All ranks must call it if the weights are sharded, also those without a server.
         """
         failures: dict[str, ServiceError] = {}
 
-        def ask(request: Callable[[VllmClient], None]) -> None:
-            for client in clients:
-                if client.url not in failures:
+        def ask(request: Callable[[Server], None]) -> None:
+            for server in servers:
+                if server.url not in failures:
                     try:
-                        request(client)
+                        request(server)
                     except ServiceError as error:
-                        failures[client.url] = error
-                        self.channel.forget(client)
+                        failures[server.url] = error
+                        self.channel.forget(server)
 
         ask(self.channel.open)
-        ask(VllmClient.start_update)
-        for layer in self._iterate_layers(is_needed=bool(clients)):
+        ask(Server.start_update)
+        for layer in self._iterate_layers(is_needed=bool(servers)):
             ordered = sorted(layer.items(), key=lambda item: str(item[1].dtype))
             names = iter(name for name, _ in ordered)
             for part in split_into_buckets([tensor for _, tensor in ordered], PART_BYTES):
                 labels = [next(names) for _ in part]
-                ask(lambda client, n=labels, t=part: self.channel.send(client, n, t))
-        ask(VllmClient.finish_update)
+                ask(lambda server, n=labels, t=part: self.channel.send(server, n, t))
+        ask(Server.finish_update)
         self.channel.release()
         return failures
 
-    def forget(self, client: VllmClient) -> None:
-        self.channel.forget(client)
+    def forget(self, server: Server) -> None:
+        self.channel.forget(server)
 
     def close(self) -> None:
         self.channel.release()
 
     def _iterate_layers(self, is_needed: bool) -> Iterator[dict[str, Tensor]]:
-        """Iterate over the weights of each layer, named and shaped as in the model's files.
-
-        The files may join or split what belongs to one layer, but not what belongs to two.
-        """
+        """Yield the weights of each layer, named and shaped as in the model's files."""
         device = self.strategy.accelerator.device
         for layer in group_by_layer(self.strategy.weights()):
             full = {}
@@ -294,6 +284,8 @@ def group_by_layer(
     weights: Mapping[str, Tensor | Deferred],
 ) -> list[dict[str, Tensor | Deferred]]:
     """Group weights by the first number in their names; tied weights have their first name.
+
+    The model's files may join or split what belongs to one layer, but not what belongs to two.
 
     >>> weights = {"a.0.w": torch.zeros(1), "a.1.w": torch.ones(1), "a.0.v": torch.ones(2)}
     >>> [list(layer) for layer in group_by_layer(weights)]

@@ -6,15 +6,12 @@ from vlm_grpo.model.families.family import Family
 
 
 class Glm(Family):
-    """GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR.
-
-    They mark a final answer of any kind with two special tokens.
-    """
+    """GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR."""
 
     model_types = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
     frame = "glm"
     frame_source = "https://github.com/zai-org/GLM-V (README.md, Grounding)"
-    answer_tokens = r"<\|(begin|end)_of_box\|>"
+    answer_tokens = r"<\|(begin|end)_of_box\|>"  # around a final answer of any kind
 
 
 class InternVL(Family):
@@ -35,10 +32,7 @@ class PaliGemma(Family):
 
 
 class Gemma4(Family):
-    """Gemma 4, which writes boxes as Gemini does: y first, under ``box_2d``.
-
-    Gemma 3 and 3n have no documented frame.
-    """
+    """Gemma 4, which writes boxes as Gemini does; Gemma 3 and 3n have no documented frame."""
 
     model_types = ("gemma4", "gemma4_unified")
     frame = "gemma4"
@@ -47,14 +41,10 @@ class Gemma4(Family):
 
 
 class Llava(Family):
-    """LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision.
-
-    They write boxes as fractions of the image's sides. In one part of LLaVA's data, the fractions
-    are of the image padded to a square; those of the image itself, as in the other parts, are read
-    here.
-    """
+    """LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision."""
 
     model_types = ("llava", "llava_next", "llava_onevision")
+    # Of the image's sides. In one part of LLaVA's data they are of the image padded to a square.
     frame = "fraction"
     frame_source = "https://github.com/haotian-liu/LLaVA/issues/606 and /822"
 
@@ -68,12 +58,8 @@ class Lfm2VL(Family):
 
 
 class PaddleOCRVL(Family):
-    """PaddleOCR-VL, whose ``Spotting:`` answers have four corners of eight location tokens.
-
-    The tokens are kept for tasks that parse them; boxes of this toolkit's tasks are JSON.
-    """
-
     model_types = ("paddleocr_vl",)
+    # For tasks that parse ``Spotting:`` answers; boxes of this toolkit's tasks are JSON.
     answer_tokens = r"<\|LOC_(\d+|BEGIN|END|SEP)\|>"
 
 

@@ -36,9 +36,8 @@ _PART_OF = {name: part for part, names in _PARTS.items() for name in names}
 def find_part(name: str) -> str | None:
     """Return the part of the model that a weight or module belongs to by its name.
 
-    Returns:
-        "vision", "projector" (also inside the vision module), "language", or None for weights of
-        other parts, such as an audio tower.
+    It is "vision", "projector" (also inside the vision module), "language", or None for weights of
+    other parts, such as an audio tower.
     """
     parts = [_PART_OF[component] for component in name.split(".") if component in _PART_OF]
     if parts[:1] == ["vision"] and "projector" in parts:
@@ -60,16 +59,12 @@ _SIZE_SETTINGS = (
 
 @dataclass(frozen=True)
 class PixelBudget:
-    """Bounds on the number of pixels of a resized image, or of a frame of a clip.
-
-    Attributes:
-        min_pixels, max_pixels: the bounds.
-        video_pixels: upper bound on the pixels of all frames of a clip; None: there is none.
-    """
+    """Bounds on the number of pixels of a resized image, or of a frame of a clip."""
 
     min_pixels: int
     max_pixels: int
     video_pixels: int | None = None
+    """Upper bound on the pixels of all frames of a clip; None: there is none."""
 
     def share(self, image: ImageRef) -> PixelBudget:
         """Return the budget of an image, or of each frame of a clip."""
@@ -96,11 +91,11 @@ class Family(SharedForm):
     padding, image) are removed from completions' texts."""
 
     thinking_tags: ClassVar[tuple[str, str]] = ("<think>", "</think>")
-    """Texts before and after a thinking, as the family's chat templates write them."""
+    """The family's thinking tags, as its chat templates write them."""
     completion_type: ClassVar[int | None] = None
     """Token type of completions; None: that of the prompt's last token."""
     takes_videos: ClassVar[bool] = False
-    """Whether clips may stand among the images."""
+    """Whether it accepts videos."""
     has_texts_between_frames: ClassVar[bool] = False
     """Whether a clip's pairs of frames are encoded as images, with texts between them."""
 
@@ -133,8 +128,7 @@ class Family(SharedForm):
     ) -> tuple[int, int]:
         """Return an image's (width, height) in pixels after resizing within the budget.
 
-        Raises:
-            ValueError: the image is too narrow.
+        ``ValueError``: the image is too narrow.
         """
         frames = _count_frames(processor) or 1
         bounds = {
@@ -152,9 +146,7 @@ class Family(SharedForm):
     def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
         """Return the number of tokens of an image; 0 if it is not known.
 
-        Args:
-            size: width and height after resizing, or of the original image if there is no budget.
-            processor: the model's processor.
+        ``size`` is its width and height, after resizing if there is a budget.
         """
         if _count_frames(processor) is not None:
             return size[0] * size[1] // _token_edge(processor) ** 2
@@ -184,12 +176,10 @@ class Family(SharedForm):
         if not _is_qwen_processor(processor):
             size = self.resized_size(image.size, budget, processor)
             return image.resize(size, processor.image_processor.resample)
-        source = {
-            "image": image,
-            "min_pixels": budget.min_pixels,
-            "max_pixels": budget.max_pixels,
-        }
-        return fetch_image(source, image_patch_size=processor.image_processor.patch_size)
+        bounds: dict[str, Any] = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
+        return fetch_image(
+            {"image": image, **bounds}, image_patch_size=processor.image_processor.patch_size
+        )
 
     def processor_kwargs(self, processor: Any) -> dict[str, Any]:
         """Return additional arguments for the processor's call on images."""
@@ -203,12 +193,8 @@ class Family(SharedForm):
     ) -> dict[str, Any]:
         """Return the arguments for the processor's call on a prompt's text and its clips.
 
-        The processor itself writes the clips' times into the prompt, or returns them.
-
-        Args:
-            text: the prompt, as the chat template wrote it.
-            videos: its clips with their resized frames.
-            processor: the model's processor.
+        The clips come with their resized frames. The processor itself writes their times into the
+        prompt, or returns them.
         """
         metadata = [
             VideoMetadata(
@@ -253,8 +239,7 @@ class Family(SharedForm):
         return {i: name for i, name in names.items() if not self.belongs_to_answer(name)}
 
     def belongs_to_answer(self, token: str) -> bool:
-        """Return whether a special token is kept in completions' texts: it marks an answer or a
-        thinking."""
+        """Return whether a special token, which marks an answer or thinking, is kept in texts."""
         opening, closing = self.thinking_tags
         is_tag = token == closing or opening.startswith(token)
         return is_tag or re.fullmatch(self.answer_tokens, token) is not None

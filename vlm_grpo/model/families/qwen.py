@@ -80,9 +80,7 @@ class QwenVL(Family):
     def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
         """Compute the indices of a pass through the tower, by the names of its arguments.
 
-        Args:
-            tower: the vision tower.
-            grids: numbers of patches of each image in time, height and width.
+        ``grids`` are the numbers of patches of each image in time, height and width.
         """
         positions = get_vision_position_ids(grids, tower.spatial_merge_size)
         return {"position_ids": positions, "cu_seqlens": get_vision_cu_seqlens(grids)}
@@ -93,18 +91,13 @@ class QwenVL(Family):
         inputs = {name: prompt.vision[name] for name in names if name in prompt.vision}
         if not inputs:
             return PromptLayout(torch.arange(tokens.shape[1]).expand(3, -1).numpy())
-        image_token, video_token = self._placeholders(model.config)
+        image_token, video_token = model.config.image_token_id, model.config.video_token_id
         positions, _ = model.model.get_rope_index(
             tokens,
             mm_token_type_ids=(tokens == image_token).int() + 2 * (tokens == video_token).int(),
             **inputs,
         )
         return PromptLayout(positions[:, 0].numpy())
-
-    @staticmethod
-    def _placeholders(config: Any) -> tuple[int, int]:
-        """Return the tokens in whose places the features of images and of clips stand."""
-        return config.image_token_id, config.video_token_id
 
     def run(
         self,
@@ -135,8 +128,8 @@ class QwenVL(Family):
     ) -> dict[str, Any]:
         """Return the language model's arguments for rows with images, without reading from the
         device."""
-        device = embeds.device
-        is_image = np.isin(token_ids, self._placeholders(model.config))
+        device, config = embeds.device, model.config
+        is_image = np.isin(token_ids, (config.image_token_id, config.video_token_id))
         image_embeds = torch.cat([image.embeds for image in features]).to(embeds.dtype)
         if int(is_image.sum()) != len(image_embeds):
             raise ValueError(

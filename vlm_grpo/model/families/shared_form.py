@@ -39,34 +39,26 @@ Masks = Mapping[str, Bool[Tensor, "_ _"]]
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """The vision tower's output for the images of one unit.
-
-    Attributes:
-        embeds: one vector per image token.
-        deepstack: one tensor per layer, in families that feed features from inside the tower into
-            the first language layers.
-        common: other outputs, by name; they do not depend on the images.
-        is_list: whether the tower returns lists with a tensor per image; otherwise tensors.
-    """
+    """The vision tower's output for the images of one unit."""
 
     embeds: Float[Tensor, "tokens width"]
     deepstack: tuple[Float[Tensor, "tokens width"], ...] = ()
+    """One tensor per layer, in families that feed features from inside the tower into the first
+    language layers."""
     common: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other outputs, by name; they do not depend on the images."""
     is_list: bool = True
+    """Whether the tower returns lists with a tensor per image; otherwise tensors."""
 
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """What the language model is told of a prompt besides its embeddings.
-
-    Attributes:
-        positions: rotary positions; in families with several axes, one row per axis.
-        masks: masks of layers in which the prompt is not causal; such a mask includes the window
-            of a sliding layer.
-    """
+    """What the language model receives besides the embeddings of a prompt."""
 
     positions: Int[np.ndarray, "axes T"]
+    """Rotary positions; in families with several axes, one row per axis."""
     masks: Masks = field(default_factory=dict)
+    """Masks of layers in which the prompt is not causal, with the window of a sliding layer."""
 
 
 class SharedForm:
@@ -80,9 +72,9 @@ class SharedForm:
     """Whether ``run`` passes image features to the model's own forward."""
 
     def why_not_shared(self, config: Any) -> str | None:
-        """Return the reason why completions cannot share a prompt, or None if they can.
+        """Return the reason why completions cannot share a prompt, or None if they may.
 
-        Only the first steps of a run show whether they do (see ``model/form_check.py``).
+        Only the first steps of a run show whether they can (``model/form_check.py``).
         """
         text = config.get_text_config()
         model: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)  # noqa: SLF001
@@ -167,12 +159,8 @@ class SharedForm:
     ) -> Float[Tensor, "rows T width"]:
         """Run the language model and return its last hidden states.
 
-        Args:
-            model: the bare transformers model.
-            token_ids: tokens, including image placeholders.
-            positions: rotary positions, on the model's device.
-            features: the features of the images, in the order of their placeholders.
-            attend: the computation that attention layers are dispatched to.
+        ``features`` are in the order of their placeholders among the tokens, and ``positions`` on
+        the model's device. Attention layers are dispatched to ``attend``.
         """
         device = positions.device
         arguments: dict[str, Any] = {}
@@ -242,12 +230,8 @@ def _read_output(output: Any) -> ImageFeatures:
         for name, value in output.items()
         if name not in _PLAIN_OUTPUTS and isinstance(value, Tensor)
     }
-    return ImageFeatures(
-        _flatten(embeds),
-        tuple(map(_flatten, levels)),
-        common,
-        not isinstance(embeds, Tensor),
-    )
+    deepstack, is_list = tuple(map(_flatten, levels)), not isinstance(embeds, Tensor)
+    return ImageFeatures(_flatten(embeds), deepstack, common, is_list)
 
 
 def _flatten(values: Tensor | Sequence[Tensor]) -> Float[Tensor, "tokens width"]:

@@ -1,0 +1,318 @@
+"""A vLLM server: its HTTP interface, its process and the one that guards it, and its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import read_calls, run_fake, write_python
+from processes import is_alive, is_listening, wait_for
+from transfer_server import run_transfer_server
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.serve import guard
+from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel, find_free_port
+from vlm_grpo.utils.http_json import ServiceError
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"version": "0.31.2"}, "runs vLLM 0.31.2: install 0.32 or later"),
+        ({"served": "Qwen2.5-VL"}, "serves Qwen2.5-VL: start it by vlm-grpo serve"),
+        ({"missing": ["/weight_info"]}, "/weight_info: status 404 .*: start it by vlm-grpo serve"),
+        ({"missing": ["/inference/v1/generate"]}, "generate: status 404 .*: start it by"),
+        ({"missing": ["/version"]}, "/version: status 404 .*: start it by"),
+        ({"faults": {"/version": {"*": '"ok"'}}}, "/version: .*: start it by"),
+        ({"faults": {"/version": {"*": "400"}}}, "/version: status 400 .*: start it by"),
+        ({"faults": {"/v1/models": {"*": "[]"}}}, "/v1/models: .*: start it by"),
+        *(({"version": v}, None) for v in ("0.32.0", "0.100.0.dev3+cpu", "1.0", "0.32")),
+    ],
+)
+def test_whether_a_server_fits_a_run(
+    tmp_path: Path, model_folder: Path, plan: Any, message: str | None
+) -> None:
+    with run_fake(tmp_path / "fake", model_folder, **plan) as url:
+        server = Server(url, 5)
+        assert server.is_ready()
+        if message is None:
+            server.check()
+            return
+        with pytest.raises(UserError, match=message) as caught:
+            server.check()
+        assert url in str(caught.value)
+
+
+def test_when_a_server_is_ready(tmp_path: Path, model_folder: Path) -> None:
+    """A refusal will not pass by waiting; what is missing is told by ``check``."""
+    assert not Server(f"http://127.0.0.1:{find_free_port()}", 5).is_ready()
+    faults = {"1": "503", "2": "500", "3": "401"}
+    with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:
+        server = Server(url, 5)
+        assert [server.is_ready() for _ in range(4)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["full", "full on a CPU", "adapter"])
+def test_new_weights_are_loaded_while_the_server_is_paused(
+    tmp_path: Path, model_folder: Path, kind: str
+) -> None:
+    """Both caches are emptied before a request can be answered from older weights."""
+    fake, folder = tmp_path / "fake", str(model_folder)
+    loads: list[tuple[str, Any]] = [
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+    ]
+    if kind == "full on a CPU":
+        loads.append(("/collective_rpc", {"method": "pack_tied_weights"}))
+    elif kind == "adapter":
+        body = {"lora_name": "policy-adapter", "lora_path": folder, "load_inplace": True}
+        loads = [("/v1/load_lora_adapter", body)]
+    with run_fake(fake, model_folder) as url:
+        server = Server(url, 5, kind == "full on a CPU")
+        server.open()
+        (server.load_adapter if kind == "adapter" else server.load_files)(model_folder)
+        server.resume(3, "weights/run/3")
+        assert server.get_name() == "weights/run/3"
+    calls = read_calls(fake)[:-1]
+    assert [call["path"] for call in calls] == ["/pause", *(path for path, _ in loads), *RESUME]
+    assert [(c["path"], c["body"]) for c in calls[1 : 1 + len(loads)]] == loads
+
+
+@pytest.mark.parametrize("answer", ['{"success": false}', "{}", "[]"])
+def test_a_prefix_cache_that_is_not_emptied_is_a_failure(
+    tmp_path: Path, model_folder: Path, answer: str
+) -> None:
+    faults = {"/reset_prefix_cache": {"*": answer}}
+    with (
+        run_fake(tmp_path / "fake", model_folder, faults=faults) as url,
+        pytest.raises(ServiceError, match="prefix"),
+    ):
+        Server(url, 5).resume(1, "weights/run/1")
+    assert read_calls(tmp_path / "fake", "/resume") == []
+
+
+def test_a_weight_label_tells_the_versions_of_its_own_run() -> None:
+    label = WeightLabel("weights", "ab12")
+    assert label.read(label.write(7)) == 7
+    for other in ("default", "weights/cd34/7", "adapters/ab12/7", "ab12/7", "", "weights/ab12/x"):
+        assert label.read(other) == -1, other
+    label.check("weights/cd34/7")
+    adapters = WeightLabel("adapters", "ab12")
+    adapters.check("default")
+    adapters.check("adapters/cd34/2")
+    with pytest.raises(UserError, match="were replaced by those of a run that trains full weights"):
+        adapters.check("weights/cd34/7")
+
+
+# Memory.
+
+RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+FREED = {
+    0: (["/pause?mode=wait", "/release_kv_cache_memory"], []),
+    1: (["/sleep?level=1&mode=wait"], ["/wake_up?tags=weights"]),
+    2: (["/sleep?level=2&mode=wait"], ["/wake_up?tags=weights"]),
+}
+"""For each level the requests that free memory, and those that make room for weights."""
+
+
+@pytest.mark.parametrize("level", [None, *FREED])
+def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level: int | None) -> None:
+    free, make_room = ([], ["/pause?mode=wait"]) if level is None else FREED[level]
+    with run_transfer_server() as fake:
+        server = Server(fake.url, 10, sleep_level=level)
+        server.version = 4
+        server.rest()
+        server.rest()
+        assert fake.calls == free, "once"
+        if level is not None:
+            assert server.version is None, "the next weights are loaded whatever their version is"
+        fake.calls.clear()
+        server.open()
+        fake.calls.append("weights")
+        server.resume(5, "weights/run/5")
+        keys = [] if level is None else ["/wake_up?tags=kv_cache"]
+        assert fake.calls == [*make_room, "weights", *keys, *RESUME]
+        assert (server.version, server.is_asleep) == (5, False)
+
+
+def test_a_server_that_fails_is_not_asleep_when_it_was_started_again() -> None:
+    with run_transfer_server() as fake:
+        server = Server(fake.url, 10, sleep_level=2)
+        server.rest()
+        fake.fails.add("/wake_up?tags=weights")
+        with pytest.raises(ServiceError) as failure:
+            server.open()
+        server.note(str(failure.value))
+        assert "out of memory" in server.problem
+        server.open()
+        assert fake.calls[-1] == "/pause?mode=wait"
+
+
+# Processes.
+
+
+@pytest.fixture
+def guard_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The guard, which gives servers 0.3 s to end by themselves."""
+    program = tmp_path / "guard.py"
+    text = Path(guard.__file__).read_text().replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3")
+    assert "STOP_SECONDS = 0.3" in text
+    program.write_text(text)
+    monkeypatch.setattr(guard, "__file__", str(program))
+    return program
+
+
+def build(folder: Path, model: Path, **plan: object) -> tuple[ServerProcess, int]:
+    """Return a process that is not started, and the port of its server."""
+    port, python = find_free_port(), write_python(folder / "fake", **plan)
+    command = [str(python), "serve", str(model), "--host=127.0.0.1", f"--port={port}"]
+    return ServerProcess(command, {"OWN": "1"}, folder / "logs/vllm.log"), port
+
+
+def find_pids(folder: Path) -> list[int]:
+    """Return the numbers of a server and its child."""
+    return [read_calls(folder / "fake")[0]["pid"], int((folder / "fake/child").read_text())]
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.usefixtures("guard_program")
+def test_a_server_is_stopped_with_its_children(
+    tmp_path: Path, model_folder: Path, stubborn: bool
+) -> None:
+    """Two threads may stop it: the run's end and a failed request can meet."""
+    process, port = build(tmp_path, model_folder, has_child=True, ignores_sigterm=stubborn)
+    assert not process.is_running
+    process.start()
+    wait_for(lambda: is_listening(port))
+    assert process.is_running
+    pids = find_pids(tmp_path)
+    assert all(map(is_alive, pids))
+    threads = [threading.Thread(target=process.stop) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not process.is_running
+    wait_for(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not is_listening(port))
+    process.start()  # at the same port
+    wait_for(lambda: is_listening(port))
+    process.close()
+    calls = read_calls(tmp_path / "fake")
+    with pytest.raises(UserError, match="the run has ended"):
+        process.start()  # such as by the thread that samples
+    assert read_calls(tmp_path / "fake") == calls
+
+
+def test_the_log_has_every_start(tmp_path: Path, model_folder: Path) -> None:
+    process, _ = build(tmp_path, model_folder, starts={"*": "exit"})
+    for _ in range(2):
+        process.start()
+        wait_for(lambda: not process.is_running)
+    process.stop()
+    text = process.log.read_text()
+    assert text.count(f"$ {tmp_path}/fake/python serve {model_folder}") == 2
+    assert text.count("ValueError: No available memory for the cache blocks.") == 2
+    assert process.read_last_lines(1) == "ValueError: No available memory for the cache blocks."
+    assert process.describe_log() == f"its log {process.log} ends with:\n" + text.rstrip("\n")
+    process.log.write_text("".join(f"line {number}\n" for number in range(5000)))
+    expected = [f"line {number}" for number in range(4988, 5000)]
+    assert process.describe_log().splitlines()[1:] == expected
+
+
+@pytest.mark.parametrize("name", ["missing/python", "folder", "text"])
+def test_a_python_that_cannot_be_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("")  # nobody may execute it
+    process = ServerProcess([str(tmp_path / name)], {}, tmp_path / "log")
+    with pytest.raises(UserError, match=rf"{name}.*rollout\.vllm\.python"):
+        process.start()
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_server_ends_with_the_process_that_started_it(
+    tmp_path: Path, model_folder: Path, number: signal.Signals
+) -> None:
+    """However that ends, the server, its children and its port are gone."""
+    process, port = build(tmp_path, model_folder, has_child=True)
+    code = (
+        # A job in the background of a shell ignores SIGINT, and so would all that it starts.
+        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from pathlib import Path; from vlm_grpo.serve.server import ServerProcess;"
+        f"ServerProcess({process.command!r}, {{}}, Path({str(process.log)!r})).start();"
+        "time.sleep(1000)"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: is_listening(port))
+        pids = find_pids(tmp_path)
+        os.killpg(starter.pid, number)
+        starter.wait(30)
+        wait_for(lambda: not any(map(is_alive, pids)))
+        wait_for(lambda: not is_listening(port))
+    finally:
+        starter.kill()
+        starter.wait()
+
+
+# The guard.
+
+TREE = "sleep 1000 & echo $! > child; echo $$ > parent;"
+"""A command with a child; both write their numbers."""
+
+
+@pytest.fixture
+def start(tmp_path: Path, guard_program: Path) -> Iterator[Any]:
+    """Return a function that runs a shell command under the guard."""
+    started = []
+
+    def run(command: str) -> subprocess.Popen[bytes]:
+        arguments = [sys.executable, "-IS", str(guard_program), "sh", "-c", command]
+        started.append(subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=tmp_path))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.stdin.close()
+        process.wait(30)
+
+
+def read_numbers(folder: Path) -> list[int]:
+    files = [folder / "parent", folder / "child"]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize(("command", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
+def test_exit_status_of_the_command(start: Any, tmp_path: Path, command: str, status: int) -> None:
+    """The children that it has left are killed."""
+    assert start(f"{TREE} {command}").wait(30) == status
+    wait_for(lambda: not any(map(is_alive, read_numbers(tmp_path))))
+
+
+def test_signals_of_the_terminal_are_ignored(start: Any, tmp_path: Path) -> None:
+    """The run decides when its server ends; the server itself reacts to signals as always."""
+    process = start(f"{TREE} wait")
+    parent, _ = read_numbers(tmp_path)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    time.sleep(0.1)
+    assert process.poll() is None
+    assert is_alive(parent)
+    status = Path(f"/proc/{parent}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert not ignored >> (number - 1) & 1, number
+    process.stdin.close()
+    assert process.wait(30) == 143  # 128 + 15 (SIGTERM)
+    wait_for(lambda: not any(map(is_alive, read_numbers(tmp_path))))

@@ -1,0 +1,319 @@
+"""vLLM servers of a run: their HTTP interface, their processes, and what is in their memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.serve import guard
+from vlm_grpo.utils.http_json import ServiceError, get_json, post_command, post_json
+
+SERVED_NAME = "policy"
+"""Name of the model on servers for rollouts."""
+ADAPTER_NAME = "policy-adapter"
+"""Name of its adapter there."""
+SHORT_TIMEOUT = 10.0
+"""Seconds in which a server must answer a question about its state."""
+OLDEST = (0, 32)
+"""The oldest version of vLLM whose interface is known to fit."""
+START_AS = "start it by vlm-grpo serve, which sets what a run needs"
+"""The remedy for a server that cannot sample for a run."""
+POLL_SECONDS = 0.2
+"""Seconds between two questions whether a server is ready, or has been given the weights."""
+REPORT_SECONDS = 15.0
+"""Seconds between two lines of progress."""
+_SHOWN_LINES = 12
+"""Number of lines of the log in a message."""
+
+
+class WeightLabel(NamedTuple):
+    """The names of versions on a server: of ``adapters`` or ``weights``, and of one run."""
+
+    kind: str
+    run: str
+
+    def write(self, version: int) -> str:
+        return f"{self.kind}/{self.run}/{version}"
+
+    def read(self, name: str) -> int:
+        """Return the version in a name; −1: it is not of this run."""
+        prefix, _, version = name.rpartition("/")
+        is_own = prefix == f"{self.kind}/{self.run}" and version.isdecimal()
+        return int(version) if is_own else -1
+
+    def check(self, name: str) -> None:
+        """Check that a server with weights of this name still has the base weights of adapters."""
+        if self.kind == "adapters" and name.startswith("weights/"):
+            raise UserError(
+                "its base weights were replaced by those of a run that trains full weights: "
+                "start it again"
+            )
+
+
+def find_free_port() -> int:
+    """Return a port of this machine that no process uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """A server process, which ends with this one, however this one ends.
+
+    ``environment`` is added to this process's; each start appends to ``log``.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.command, self.environment, self.log = list(command), dict(environment), log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock, self._is_closed = threading.Lock(), False
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process; ``UserError``: the command cannot be run, or ``close`` was called."""
+        program = self.command[0]
+        if not (os.path.isfile(program) and os.access(program, os.X_OK)):
+            raise UserError(
+                f"{program} is not a program: set rollout.vllm.python to the Python of an "
+                "environment with vLLM"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise UserError("the vLLM server is not started: the run has ended")
+            self._end()
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as log:
+                log.write(f"$ {' '.join(self.command)}\n".encode())
+                log.flush()
+                self._process = subprocess.Popen(
+                    [sys.executable, guard.__file__, *self.command],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | self.environment,
+                    start_new_session=True,
+                )
+
+    def describe_log(self) -> str:
+        return f"its log {self.log} ends with:\n{self.read_last_lines(_SHOWN_LINES)}"
+
+    def read_last_lines(self, count: int) -> str:
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - 10_000))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-count:])
+
+    def stop(self) -> None:
+        """Stop the process and all that it has started, and wait for their end."""
+        with self._lock:  # a second thread returns when the first has finished
+            self._end()
+
+    def close(self) -> None:
+        """Stop the process for good: a thread that would start it again cannot."""
+        self._is_closed = True
+        self.stop()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            process.wait(guard.STOP_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Server:
+    """The vLLM server at ``url``, without ``/v1``. Each request may raise ``ServiceError``.
+
+    Sampling and loading must end within ``timeout`` seconds. A server on a CPU runs with
+    ``worker/vlm_grpo_worker.py``.
+
+    Attributes:
+        process: its process, if the run has started it.
+        sleep_level: what it frees while it rests (``rollout.vllm.sleep_level``); None: it does not.
+        version: version of its weights; None: not the run's.
+        problem: the failure after which it was not yet asked again; empty: none.
+        failures: number of failures since it last took part in a finished rollout.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float,
+        is_on_cpu: bool = False,
+        process: ServerProcess | None = None,
+        sleep_level: int | None = None,
+    ) -> None:
+        self.url, self.timeout, self.is_on_cpu = url, timeout, is_on_cpu
+        self.process, self.sleep_level = process, sleep_level
+        self.version: int | None = None
+        self.problem, self.failures, self.is_asleep = "", 0, False
+
+    # Its start.
+
+    def is_ready(self) -> bool:
+        """Return whether the server answers; a refusal, which would not pass, is an answer."""
+        try:
+            get_json(f"{self.url}/v1/models", timeout=SHORT_TIMEOUT, retries=0)
+        except ServiceError as error:
+            return error.status is not None and error.status < 500
+        return True
+
+    def wait_until_ready(
+        self, timeout: float, closed: threading.Event, tell: Callable[[str], None]
+    ) -> None:
+        """Wait until the server answers or ``closed`` is set; ``tell`` writes lines of progress.
+
+        ``UserError``: its process ends, it is not ready in time, or it does not fit a run.
+        """
+        process, start = self.process, time.monotonic()
+        last = start
+        while not closed.is_set():
+            # First: another process may answer at the port of one that could not have it.
+            if process is not None and not process.is_running:
+                raise UserError(f"the vLLM server ended while it started; {process.describe_log()}")
+            if self.is_ready():
+                break
+            now = time.monotonic()
+            if now - start > timeout:
+                log = f"; {process.describe_log()}" if process is not None else ""
+                raise UserError(
+                    f"the vLLM server {self.url} was not ready after {now - start:.0f} s "
+                    f"(rollout.vllm.startup_timeout){log}"
+                )
+            if now - last > REPORT_SECONDS:
+                last = now
+                told = "" if process is None else f": {process.read_last_lines(1)}"
+                tell(f"waiting for vLLM at {self.url} ({now - start:.0f} s){told}")
+            time.sleep(POLL_SECONDS)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse a server that cannot be reached, or was started without what a run needs."""
+        try:
+            version = str(self._get("/version", "version"))
+            models = self._get("/v1/models", "data")
+            self._get("/weight_info", "weight_version")
+            try:  # a server that generates from tokens refuses an empty request
+                self._post("/inference/v1/generate", {}, SHORT_TIMEOUT)
+            except ServiceError as error:
+                if error.status != 400:
+                    raise
+        except ServiceError as error:
+            raise UserError(f"{error}: {START_AS}") from error
+        numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+        if numbers < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise UserError(f"{self.url} runs vLLM {version}: install {oldest} or later")
+        served = [str(model["id"]) for model in models]
+        if SERVED_NAME not in served:
+            raise UserError(f"{self.url} serves {', '.join(served)}: {START_AS}")
+
+    # Its work.
+
+    def generate(self, request: Mapping[str, Any]) -> Any:
+        """Return the response to a request of ``build_request``."""
+        return self._post("/inference/v1/generate", request)
+
+    def get_name(self) -> str:
+        """Return the name of the server's weights (``WeightLabel``)."""
+        return str(self._get("/weight_info", "weight_version"))
+
+    def get_world_size(self) -> int:
+        """Return the number of the server's workers, each with a GPU of its own."""
+        return int(self._get("/get_world_size", "world_size"))
+
+    # Its weights: between ``open`` and ``resume``.
+
+    def load_adapter(self, folder: Path) -> None:
+        """Load an adapter in place of the one before."""
+        body = {"lora_name": ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
+        self._command("/v1/load_lora_adapter", body)
+
+    def load_files(self, folder: Path) -> None:
+        """Load full weights from safetensors files."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._post("/collective_rpc", call)
+        if self.is_on_cpu:
+            self._post("/collective_rpc", {"method": "pack_tied_weights"})
+
+    def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Prepare to receive weights in memory."""
+        self._command("/init_weight_transfer_engine", {"init_info": info})
+
+    def start_update(self) -> None:
+        """Begin to receive them."""
+        self._command("/start_weight_update")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """Receive some of them."""
+        self._command("/update_weights", {"update_info": info})
+
+    def finish_update(self) -> None:
+        """Use what was received."""
+        self._command("/finish_weight_update", {})
+
+    # Its memory.
+
+    def rest(self) -> None:
+        """Free memory until it is given weights again: keys (0), keys and weights (2), or the same
+        with weights in the host's memory (1)."""
+        if self.sleep_level is None or self.is_asleep:
+            return
+        if self.sleep_level == 0:
+            self._command("/pause?mode=wait")
+            self._command("/release_kv_cache_memory")
+        else:
+            self._command(f"/sleep?level={self.sleep_level}&mode=wait")
+        self.is_asleep, self.version = True, None
+
+    def open(self) -> None:
+        """Let requests that have begun finish and others wait, with memory for weights."""
+        if not self.is_asleep:
+            self._command("/pause?mode=wait")
+        elif self.sleep_level:
+            self._command("/wake_up?tags=weights")
+
+    def resume(self, version: int, name: str) -> None:
+        """Sample with the weights loaded after ``open``, whose version has this name there."""
+        if self.is_asleep:  # keys take memory only now, in which weights arrive in buffers
+            self._command("/wake_up?tags=kv_cache")
+            self.is_asleep = False
+        # Features of images and keys of prompts are cached by their content alone.
+        self._command("/reset_encoder_cache")
+        found = self._post("/reset_prefix_cache", None)
+        if not (isinstance(found, dict) and found.get("success")):
+            raise ServiceError(f"{self.url}: the prefix cache could not be reset")
+        self._post("/update_weight_version", {"new_version": name})
+        self._command("/resume")
+        self.version = version
+
+    def note(self, problem: str) -> None:
+        """Remember a failure, after which the state of its memory is unknown."""
+        self.problem, self.version, self.is_asleep = problem, None, False
+
+    def _get(self, path: str, name: str) -> Any:
+        found = get_json(self.url + path, timeout=SHORT_TIMEOUT, retries=0)
+        if not isinstance(found, dict) or name not in found:
+            raise ServiceError(f"{self.url}{path}: the response has no {name}: {str(found)[:300]}")
+        return found[name]
+
+    def _command(self, path: str, body: Any = None) -> None:
+        post_command(self.url + path, body, self.timeout, retries=0)
+
+    def _post(self, path: str, body: Any, timeout: float | None = None) -> Any:
+        return post_json(self.url + path, body, timeout=timeout or self.timeout, retries=0)
