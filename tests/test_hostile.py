@@ -119,7 +119,7 @@ def test_the_script_of_a_dataset_is_not_run(tmp_path: Path, marker: Path) -> Non
 
 # A worker process unpickles the task from its parent process, and a process the examples that it
 # wrote to a file without a name, which no other can open. The reader of published pickles finds no
-# class (tests/data_scripts/test_refcoco.py).
+# class (tests/data_scripts/test_converters.py).
 ALLOWED = {
     ("vlm_grpo/task/scorer.py", "pickle.loads"),
     ("vlm_grpo/data/store.py", "pickle.Unpickler"),

@@ -103,11 +103,6 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
     assert "1 bad row (good rows: 1)" in str(caught.value)
 
 
-def test_a_value_that_is_no_source_is_a_user_error():
-    with pytest.raises(UserError, match=r"data source should be a list of rows .*, not int"):
-        load_examples(5, COUNTING)  # type: ignore[arg-type]
-
-
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder: Path):
     source = write_rows(folder, *[make_row(id=i, answer="x") for i in range(60)])
     message = get_load_error(source)

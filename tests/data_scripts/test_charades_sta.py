@@ -39,21 +39,9 @@ def test_rows_are_sentences_with_their_intervals(tmp_path: Path) -> None:
 
 
 PIECES = [
-    "3",
-    "12.5",
-    "7.",
-    ".5",
-    "1.2.3",
-    "to",
-    "and",
-    "-",
-    "TO",
-    "<think>",
-    "</think>",
-    "s",
-    "99",
+    *("3", "12.5", "7.", ".5", "1.2.3", "to", "and", "-", "TO", "<think>", "</think>", "s", "99"),
+    *("<answer>", "</answer>", "from", "4 to 10", "4.0 and 9.5", "12 to 2", "\n", "5 to 5"),
 ]
-PIECES += ["<answer>", "</answer>", "4 to 10", "4.0 and 9.5", "from", "12 to 2", "\n", "5 to 5"]
 
 
 def expect(output: str, start: float, end: float) -> dict[str, float]:

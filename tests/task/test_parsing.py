@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 import unicodedata
@@ -136,14 +135,10 @@ def test_boxes_truncated_at_any_length_are_rejected():
     assert [n for n in range(len(text)) if parse_boxes(text[:n]) is not None] == []
 
 
-def test_labels_must_be_text():
-    assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": "a cat"}') == [((1, 2, 3, 4), "a cat")]
-    assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}') is None
-
-
 @pytest.mark.parametrize(
     "text",
     [
+        '{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}',
         "<box>[[1,2,1,4]]</box>",
         "<box>cat</box>",
         "<box></box>",
@@ -156,7 +151,7 @@ def test_labels_must_be_text():
         "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
     ],
 )
-def test_malformed_tokens_are_rejected(text: str):
+def test_malformed_boxes_are_rejected(text: str):
     assert parse_boxes(text) is None
 
 
@@ -176,11 +171,8 @@ def test_the_number_of_boxes_is_limited_in_every_grammar(one: str, between: str)
 
     assert len(parse_boxes(repeat(MAX_ITEMS)) or []) == MAX_ITEMS
     assert parse_boxes(repeat(MAX_ITEMS + 1)) is None
-
-
-def test_the_number_of_boxes_is_limited_across_tags():
     half = f"<box>[{','.join(['[1,2,3,4]'] * (MAX_ITEMS // 2 + 1))}]</box>"
-    assert len(parse_boxes(half) or []) == MAX_ITEMS // 2 + 1
+    assert parse_boxes(half) is not None
     assert parse_boxes(half * 2) is None
 
 
@@ -295,22 +287,6 @@ PIECES = [
 ]
 
 
-REPEATED_PIECES = [piece * count for piece in PIECES for count in (1, 1, 1, 1, 2, 50)]
-
-
-def random_text(rng: random.Random) -> str:
-    """Return a text, mostly short, of pieces of the grammars and a tenth of random characters."""
-    length = rng.choice([3, 10, 30, 30, 100] * 4 + [1000])
-    parts = rng.choices(REPEATED_PIECES, k=length)
-    for index in rng.choices(range(length), k=round(length / 10 + rng.uniform(-0.5, 0.5))):
-        parts[index] = chr(rng.randrange(0x110000))
-    return "".join(parts)[:N]
-
-
-def parse_all(text: str) -> dict[str, Any]:
-    return {name: parser(text) for name, parser in PARSERS.items()}
-
-
 def check_forms(text: str, values: dict[str, Any]) -> None:
     """Check that every parser has returned None or a value of its documented form."""
     for inner in (values["extract_answer with tags"], values["extract_answer"]):
@@ -328,17 +304,12 @@ def check_forms(text: str, values: dict[str, Any]) -> None:
         assert max(map(abs, point)) <= MAX_COORDINATE
 
 
-@given(
-    st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
-)
-@settings(max_examples=500)
-def test_any_text_yields_a_value_or_none(text: str):
-    check_forms(text, parse_all(text))
+RUNS = st.tuples(st.sampled_from(PIECES), st.sampled_from([1, 1, 1, 1, 2, 50]))
+TEXTS = st.lists(RUNS.map(lambda run: run[0] * run[1]) | st.characters(), max_size=100)
 
 
-@pytest.mark.slow
-def test_random_texts_each_yield_a_value_of_the_documented_form():
-    rng = random.Random(0)
-    for _ in range(20_000):
-        text = random_text(rng)
-        check_forms(text, parse_all(text))
+@given(st.text(max_size=200) | TEXTS.map("".join))
+@settings(max_examples=1500)
+def test_any_text_yields_a_value_of_the_documented_form_or_none(text: str):
+    """Texts of pieces of the grammars, some of them repeated, among any characters."""
+    check_forms(text, {name: parser(text) for name, parser in PARSERS.items()})

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
+from small_runs import make_embedded_trainer
+from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.families import load_family
 from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
 from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
+from vlm_grpo.utils.chat import ThinkingTags
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
 
@@ -88,25 +94,18 @@ def test_a_completion_without_an_answer_earns_zero_and_the_declared_metrics():
     assert score.metrics == {"error": None, "red": 0.0}
 
 
-def test_a_failing_reward_without_weight_does_not_change_the_total():
+def test_a_failing_reward_makes_the_completion_unscorable_only_with_a_weight():
     score = Broken().score("3", EXAMPLE)
     assert score.total == 1.0
-    assert {name: score.rewards[name] for name in ("raises", "infinite", "nothing")} == {
-        "raises": None,
-        "infinite": None,
-        "nothing": None,
-    }
+    assert [score.rewards[name] for name in ("raises", "infinite", "nothing")] == [None] * 3
     assert "no such column" in score.failures["raises"]
     assert "inf" in score.failures["infinite"]
     assert set(score.failures) == {"raises", "infinite", "nothing"}
-
-
-def test_a_failing_reward_with_weight_makes_the_completion_unscorable():
-    score = Broken(weights={"raises": 0.1}).score("3", EXAMPLE)
+    weighted = Broken(weights={"raises": 0.1})
+    score = weighted.score("3", EXAMPLE)
     assert score.total is None
     assert score.rewards["exact"] == 1.0  # values that could be computed are kept
-    # Without an answer no reward is called.
-    assert Broken(weights={"raises": 0.1}).score("none", EXAMPLE).total == 0.0
+    assert weighted.score("none", EXAMPLE).total == 0.0  # without an answer no reward is called
 
 
 def test_a_parser_that_raises_makes_the_completion_unscorable():
@@ -216,50 +215,40 @@ def test_a_prompt_that_is_no_text_is_named(result: Any):
         write_prompt(type("Ends", (Sum,), {"question": ends})(), EXAMPLE)
 
 
-def compute_optional(name: str, text: str, **options: Any) -> float | None:
-    return Sum(weights={name: 0.1}, **options).score(text, EXAMPLE).rewards[name]
+TAGS, THINKING = {"tags": True}, {"thinking": True}
+BOTH = {**TAGS, **THINKING}
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "value"),
+    ("name", "text", "options", "value"),
     [
-        ("<answer>3</answer>", {"tags": True}, 1.0),
-        (" <answer>3</answer>\n", {"tags": True}, 1.0),
-        ("So: <answer>3</answer>", {"tags": True}, 0.0),
-        ("<answer>3</answer> Done.", {"tags": True}, 0.0),
-        ("<think>t</think><answer>3</answer>", {"tags": True}, 0.0),  # thinking was not requested
-        ("<think>t</think>\n<answer>3</answer>", {"tags": True, "thinking": True}, 1.0),
-        ("<answer>3</answer>", {"tags": True, "thinking": True}, 0.0),
-        ("<think>t</think> so <answer>3</answer>", {"tags": True, "thinking": True}, 0.0),
-        (
-            "<answer>none</answer>",
-            {"tags": True},
-            0.0,
-        ),  # without an answer, the format earns nothing
-        ("<answer></answer>", {"tags": True}, 0.0),
-        ("<answer>3</answer><answer>3</answer>", {"tags": True}, 0.0),
-        ("3", {}, 1.0),
-        ("<think>t</think>3", {"thinking": True}, 1.0),
+        ("format", "<answer>3</answer>", TAGS, 1.0),
+        ("format", " <answer>3</answer>\n", TAGS, 1.0),
+        ("format", "So: <answer>3</answer>", TAGS, 0.0),
+        ("format", "<answer>3</answer> Done.", TAGS, 0.0),
+        ("format", "<think>t</think><answer>3</answer>", TAGS, 0.0),  # thinking was not requested
+        ("format", "<think>t</think>\n<answer>3</answer>", BOTH, 1.0),
+        ("format", "<answer>3</answer>", BOTH, 0.0),
+        ("format", "<think>t</think> so <answer>3</answer>", BOTH, 0.0),
+        ("format", "<answer>none</answer>", TAGS, 0.0),  # without an answer, it earns nothing
+        ("format", "<answer></answer>", TAGS, 0.0),
+        ("format", "<answer>3</answer><answer>3</answer>", TAGS, 0.0),
+        ("format", "3", {}, 1.0),
+        ("format", "<think>t</think>3", THINKING, 1.0),
+        ("thought", "<think>one, two, three</think>3", THINKING, 1.0),
+        ("thought", "<think> </think>3", THINKING, 0.0),
+        ("thought", "3", THINKING, 0.0),
+        ("thought", "3", {}, 1.0),
+        ("thought", "<think> </think>3", {}, 1.0),
+        ("thought", "<think>t</think>3", {}, 0.0),
+        ("thought", "<think>t</think>none", THINKING, 0.0),
+        ("length", "3".ljust(1000), {"length_budget": 1000}, 0.0),
+        ("length", "3".ljust(5000), {"length_budget": 1000}, -1.0),
     ],
 )
-def test_the_format_reward(text: str, options: dict[str, bool], value: float):
-    assert compute_optional("format", text, **options) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "thinking", "value"),
-    [
-        ("<think>one, two, three</think>3", True, 1.0),
-        ("<think> </think>3", True, 0.0),
-        ("3", True, 0.0),
-        ("3", False, 1.0),
-        ("<think> </think>3", False, 1.0),
-        ("<think>t</think>3", False, 0.0),
-        ("<think>t</think>none", True, 0.0),
-    ],
-)
-def test_the_reward_for_thinking(text: str, thinking: bool, value: float):
-    assert compute_optional("thought", text, thinking=thinking) == value
+def test_the_optional_rewards(name: str, text: str, options: dict[str, Any], value: float):
+    task = Sum(weights={name: 0.1}, **options)
+    assert task.score(text, EXAMPLE).rewards[name] == value
 
 
 def test_penalties_apply_to_completions_without_an_answer():
@@ -271,11 +260,6 @@ def test_penalties_apply_to_completions_without_an_answer():
     # 200 words have 195 6-grams, two of them different.
     assert score.rewards["repetition"] == pytest.approx(-193 / 195)
     assert score.total == pytest.approx(-0.5 - 193 / 195)
-
-
-def test_the_length_penalty_ends_at_minus_one():
-    assert compute_optional("length", "3".ljust(1000), length_budget=1000) == 0.0
-    assert compute_optional("length", "3".ljust(5000), length_budget=1000) == -1.0
 
 
 class Pixels(Task):
@@ -356,3 +340,105 @@ def test_a_reward_may_begin_without_a_weight():
     for weight in (0, [[0.0, 0.0], [1.0, 0.0]]):
         with pytest.raises(UserError, match="no reward has a weight: set task_options"):
             check_trainable(load_task(Sum, weights={**off, "exact": weight}))
+
+
+# Thinking in each family's own tags.
+
+FAMILIES_TAGS = {
+    family: load_family(SimpleNamespace(model_type=family)).thinking_tags
+    for family in ("qwen3_vl", "glm4v", "gemma4", "mistral3", "kimi_vl")
+}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("tags", FAMILIES_TAGS.values(), ids=FAMILIES_TAGS)
+def test_a_family_s_own_thinking_is_read_and_not_scored(tags: tuple[str, str], is_open: bool):
+    opening, closing = tags
+    native = ThinkingTags(*tags, is_open=is_open, is_native=True)
+    weights = {"format": 0.1, "thought": 0.1}
+    start = "" if is_open else opening
+
+    def read(text: str, **options: Any) -> tuple[int | None, float | None, float | None]:
+        task = load_task("counting", thinking_tags=native, weights=weights, **options)
+        score = task.score(text, EXAMPLE)
+        return score.answer, score.rewards["format"], score.rewards["thought"]
+
+    assert read(f"{start}\n4 or 5?{closing}\n3") == (3, 1.0, 1.0)
+    assert read(f"{start}4{closing}<answer>3</answer>", tags=True) == (3, 1.0, 1.0)
+    assert read(f"{opening}4{closing}3") == (3, 1.0, 1.0)  # also where the prompt has opened it
+    assert read(f"{start}\n3") == (None, 0.0, 0.0)  # cut off
+    assert read(f"{start}4{closing}5{closing}3") == (None, 0.0, 0.0)
+    if not is_open:
+        assert read("3") == (3, 0.0, 0.0)
+    gold = load_task("counting", thinking_tags=native, weights=weights).gold(EXAMPLE)
+    assert gold == f"{start}Look at the image.{closing}3"
+    assert read(gold) == (3, 1.0, 1.0)
+
+
+def test_a_thinking_that_is_requested_in_words_has_the_tags_of_the_request():
+    tags = ThinkingTags("[THINK]", "[/THINK]")
+    task = load_task("counting", thinking=True, thinking_tags=tags, weights={"format": 0.1})
+    assert task.gold(EXAMPLE) == "<think>Look at the image.</think>3"
+    for text in (task.gold(EXAMPLE), "[THINK]4[/THINK]3"):
+        assert task.score(text, EXAMPLE).rewards["format"] == 1.0
+
+
+# The reward overlong.
+
+OVERLONG: dict[str, Any] = {"weights": {"overlong": 1.0}, "overlong_cache": 20}
+
+
+def compute_penalty(tokens: int | None, **options: Any) -> float | None:
+    task = load_task("counting", **{**OVERLONG, "token_limit": 100, **options})
+    return task.score("3", EXAMPLE, tokens).rewards.get("overlong")
+
+
+def compute_paper_penalty(length: int, limit: int, cache: int) -> float:
+    """Compute equation 13 of DAPO (arXiv:2503.14476)."""
+    if length <= limit - cache:
+        return 0.0
+    return ((limit - cache) - length) / cache if length <= limit else -1.0
+
+
+@pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100, 101, 500])
+@pytest.mark.parametrize("cache", [1, 20, 100])
+def test_the_penalty_equals_the_papers_and_trls(tokens: int, cache: int) -> None:
+    found = compute_penalty(tokens, overlong_cache=cache)
+    assert found == pytest.approx(compute_paper_penalty(tokens, 100, cache), abs=1e-12)
+    (trl,) = get_soft_overlong_punishment(100, cache)(completion_ids=[[0] * tokens])
+    assert found == pytest.approx(trl, abs=1e-12)
+
+
+def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_not() -> None:
+    task = load_task("counting", **OVERLONG, token_limit=100)
+    score = task.score("many", EXAMPLE, 90)
+    assert score.answer is None
+    assert score.total == score.rewards["overlong"] == -0.5
+    alone = task.score("3", EXAMPLE)
+    assert (alone.rewards["exact"], alone.total) == (1.0, 1.0)
+    assert "overlong" not in alone.rewards
+
+
+def test_the_penalty_reaches_the_reward_of_a_run(tmp_path: Any) -> None:
+    """The embedded model generates 2 of 4 tokens; with a cache of 3, one of them is penalized."""
+    options = ["task_options.weights.overlong=1", "task_options.overlong_cache=3"]
+    metrics = make_embedded_trainer(tmp_path, *options).step()
+    assert metrics["completions/mean_length"] == 2
+    assert metrics["rewards/overlong/mean"] == pytest.approx(-1 / 3)
+    assert metrics["reward"] == pytest.approx(metrics["rewards/exact/mean"] - 1 / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("task_options.overlong_cache=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
+        ("objective.mask_truncated_completions=true", "leaves out of the loss: use one of the two"),
+    ],
+)
+def test_settings_that_defeat_the_penalty_are_refused(change: str, message: str) -> None:
+    overlong = ["task_options.weights.overlong=1", "task_options.overlong_cache=2"]
+    load_settings("quickstart", overlong)
+    with pytest.raises(UserError, match=message):
+        load_settings("quickstart", [*overlong, change])
+    with pytest.raises(UserError, match="needs overlong_cache"):
+        load_task("counting", weights={"overlong": 1.0})

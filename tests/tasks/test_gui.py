@@ -96,22 +96,3 @@ def test_the_prompt_lists_the_actions_in_the_order_of_the_frame():
 def test_bad_options_are_errors(options, reason):
     with pytest.raises(UserError, match=reason):
         load_task("gui", **options)
-
-
-ACTIONS = ["type", "scroll", "back"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ({"boxes": []}, "no box of an element"),
-        ([1, 2], "no list of boxes"),
-        ({"action": "key", "text": "x"}, "add it to the option actions"),
-        ({"action": ["click"]}, "add it to the option actions"),
-        ({"action": "type"}, "must be a string"),
-        ({"action": "scroll", "direction": "sideways"}, "one of up, down"),
-    ],
-)
-def test_a_malformed_gold_action_is_an_error(answer, reason):
-    with pytest.raises(ValueError, match=reason):
-        load_task("gui", actions=ACTIONS).check(make_example(answer))

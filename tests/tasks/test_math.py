@@ -38,12 +38,6 @@ def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module) -
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("gold", ["=", "%", "1e999", "nan", float("inf"), "{}", r"\%", "°"])
-def test_a_gold_answer_that_nothing_can_equal_is_refused(gold) -> None:
-    with pytest.raises(ValueError, match=r"no answer can equal .*: give a finite number"):
-        load_task("math").check(example(gold))
-
-
 def test_other_threads_compare_too(module) -> None:
     task, totals = load_task("math"), []
     threads = [
@@ -77,9 +71,3 @@ def test_the_missing_library_names_the_extra(module, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"task math: .*pip install 'vlm-grpo\[math\]'"):
         load_task("math")
-
-
-@pytest.mark.parametrize("answer", [None, True, ["4"], "", "$4$ or $5$", "4" * 301, r"\boxed{4"])
-def test_a_malformed_gold_answer_is_refused(answer) -> None:
-    with pytest.raises(ValueError, match="the answer"):
-        load_task("math").check(example(answer))

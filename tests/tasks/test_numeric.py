@@ -14,21 +14,7 @@ from vlm_grpo.tasks.numeric import Quantity, parse_quantity
 from vlm_grpo.types import Example
 
 PIECES = [
-    "12",
-    "1,234",
-    ".5",
-    "-",
-    "$",
-    "€",
-    "%",
-    " ",
-    "million",
-    "k",
-    "or",
-    "e9",
-    "×10^3",
-    "km",
-    ".",
+    *("12", "1,234", ".5", "-", "$", "€", "%", " ", "million", "k", "or", "e9", "×10^3", "km", "."),
 ]
 
 
@@ -84,12 +70,6 @@ def test_the_tolerance_is_relative_to_the_gold_answer(gold: float, tolerance: fl
         assert score(gold, repr(near), tolerance=tolerance, exact_years=False) == 1.0
         if tolerance:
             assert score(gold, repr(far), tolerance=tolerance, exact_years=False) == 0.0
-
-
-@pytest.mark.parametrize("answer", [None, True, {}, [], "", " . ", math.nan, "x" * 300, [None]])
-def test_a_malformed_gold_answer_is_refused(answer) -> None:
-    with pytest.raises(ValueError, match="the answer"):
-        load_task("numeric").check(Example("1", (), "?", answer))
 
 
 def test_a_tolerance_outside_of_its_range_is_refused() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -127,7 +125,7 @@ TEXTS = st.one_of(
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @given(text=TEXTS)
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_rewards_of_any_text_stay_in_their_range(case, text: str):
     for tags in (True, False):
         task, example = load_case(case, tags=tags)
@@ -165,6 +163,7 @@ def test_the_prompt_describes_the_frame(case):
             assert frame.describe_point(IMAGE.size) in task.prompt(example)
 
 
+ACTIONS = {"actions": ["type", "scroll", "back"]}
 BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("counting", {}, "3", "an integer"),
     ("counting", {}, True, "an integer"),
@@ -201,6 +200,36 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("choice", {}, {"options": ["a", "A."], "answer": "a"}, "the same text"),
     ("choice", {}, {"options": ["a", "b"], "answer": "c"}, "one of the options"),
     ("choice", {}, {"options": ["a", "b"]}, "one of the options"),
+    ("gui", ACTIONS, {"boxes": []}, "no box of an element"),
+    ("gui", ACTIONS, [1, 2], "no list of boxes"),
+    ("gui", ACTIONS, {"action": "key", "text": "x"}, "add it to the option actions"),
+    ("gui", ACTIONS, {"action": ["click"]}, "add it to the option actions"),
+    ("gui", ACTIONS, {"action": "type"}, "must be a string"),
+    ("gui", ACTIONS, {"action": "scroll", "direction": "sideways"}, "one of up, down"),
+    ("document", {}, "text", "must be"),
+    ("document", {}, {}, "must be"),
+    ("document", {}, {"tests": "x"}, "tests must be a list"),
+    ("document", {}, {"tests": []}, "must be"),
+    ("document", {}, {"text": " "}, "must have 1 to 50,000"),
+    ("document", {}, {"tests": [{"type": "x"}]}, "must have a type"),
+    (
+        "document",
+        {"weights": {"order": 1}},
+        {"tests": PAGE["tests"]},
+        "order needs the page's text",
+    ),
+    *(
+        ("math", {}, gold, "no answer can equal .*: give a finite number")
+        for gold in ("=", "%", "1e999", "nan", float("inf"), "{}", r"\%", "°")
+    ),
+    *(
+        ("math", {}, gold, "the answer")
+        for gold in (None, True, ["4"], "", "$4$ or $5$", "4" * 301, r"\boxed{4")
+    ),
+    *(
+        ("numeric", {}, gold, "the answer")
+        for gold in (None, True, {}, [], "", " . ", math.nan, "x" * 300, [None])
+    ),
 ]
 
 
@@ -219,23 +248,3 @@ def test_an_example_without_an_image_is_an_error(name: str):
         load_task("temporal").check(Example("1", (IMAGE,), "the cat", [1, 2]))
     with pytest.raises(ValueError, match="no image"):
         load_task("counting", points=True).check(Example("1", (), "the cat", 1))
-
-
-def random_texts(rng: random.Random, count: int) -> Iterator[str]:
-    for _ in range(count):
-        body = "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 12)))
-        yield f"<answer>{body}</answer>" if rng.random() < 0.5 else body
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_rewards_of_1_000_random_texts_stay_in_their_range(case):
-    task, example = load_case(case, tags=True)
-    for text in random_texts(random.Random(0), 1_000):
-        score = task.score(text, example)
-        assert not score.failures
-        assert score.total is not None
-        for name, value in score.rewards.items():
-            low, high = (-1.0, 0.0) if name in PENALTIES else (0.0, 1.0)
-            assert value is not None
-            assert low - 1e-9 <= value <= high + 1e-9, (name, text)

@@ -1,0 +1,441 @@
+"""All converters: what they make of small published files, their arguments, and broken sources."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import importlib
+import io
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from dataset_files import encode_image, png, write_files, write_table
+from PIL import Image
+from scipy.io import savemat
+
+import vlm_grpo.data_scripts
+from vlm_grpo.benchmarks.definition import benchmark_names, load_benchmark
+from vlm_grpo.config.data import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data_scripts.converter import Converter
+from vlm_grpo.data_scripts.olmocr_bench import LONGEST_SIDE
+from vlm_grpo.data_scripts.omnidocbench import build_markdown
+from vlm_grpo.task.registry import load_task
+
+FOLDER = Path(vlm_grpo.data_scripts.__file__).parent
+MODULES = sorted(p.stem for p in FOLDER.glob("*.py") if "@converter(" in p.read_text("utf-8"))
+GUIDE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+CASES = yaml.safe_load(Path(__file__).with_name("converters.yaml").read_text("utf-8"))
+STORED = re.compile(r"[0-9a-f]{20}")
+"""The name of an image that was in a table: the start of its bytes' hash."""
+
+
+def load_converter(name: str) -> Converter:
+    return importlib.import_module(f"vlm_grpo.data_scripts.{name}").convert
+
+
+def build_argv(folder: Path, source: str = "", images: str = "images", **options: Any) -> list[str]:
+    paths = {"source": folder / source, "images": folder / images, "out": folder / "out/x.jsonl"}
+    return [word for k, v in {**paths, **options}.items() for word in (f"--{k}", str(v))]
+
+
+class Output:
+    """What a converter makes of the files of a folder, which are parts of a dataset."""
+
+    def __init__(self, capsys: Any, name: str, folder: Path, **where: Any) -> None:
+        argv, out = build_argv(folder, **where), folder / "out/x.jsonl"
+        out.unlink(missing_ok=True)
+        capsys.readouterr()
+        converter = load_converter(name)
+        assert converter.main([*argv, "--allow-partial"]) == 0, capsys.readouterr().err
+        self.text = capsys.readouterr().out
+        self.rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+        self.answers = {row["id"]: row["answer"] for row in self.rows}
+        found = re.findall(r"(\d+) × (.*?)(?: \(first.*)?\n", self.text)
+        self.refused = {reason: int(count) for count, reason in found}
+        # The toolkit's own loader reads the rows.
+        data = DataSettings(train=str(out), image_root=folder / where.get("images", "images"))
+        task = load_task(where.get("task", converter.tasks[0]))
+        self.examples = load_examples(str(out), task, data)
+
+
+def get_error(capsys: Any, name: str, folder: Path, **where: Any) -> str:
+    """Return the error of a converter that must fail without leaving files behind."""
+    before = sorted(folder.rglob("*"))
+    assert load_converter(name).main(build_argv(folder, **where)) == 2
+    after = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in after if path not in before] == []
+    return capsys.readouterr().err
+
+
+def restore(value: Any) -> Any:
+    """Return a value of the table with its images."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        restored = {key: restore(item) for key, item in pairs}
+        return restored if isinstance(value, dict) else [*restored.values()]
+    if isinstance(value, str) and value.startswith("PNG"):
+        return png(*map(int, value.split()[1:]))
+    return value
+
+
+def write_source(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in restore(files).items():
+        if name.endswith(".parquet"):
+            write_table(folder / name, content)
+        else:  # Python 2 wrote the published pickles, in protocols up to 2
+            content = pickle.dumps(content, protocol=2) if name.endswith(".p") else content
+            write_files(folder, {name: content})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['converter']}: {case['about']}")
+def test_a_published_file_gives_its_rows(case: Any, tmp_path: Path, capsys: Any) -> None:
+    write_source(tmp_path, case["files"])
+    where = {"source": case.get("source", ""), "images": case.get("images", "")}
+    where |= case.get("options", {})
+    if "error" in case:
+        message = get_error(capsys, case["converter"], tmp_path, **where)
+        assert case["error"].replace("~", str(tmp_path)) in message
+        return
+    output = Output(capsys, case["converter"], tmp_path, **where)
+    images = [STORED.sub("*", " ".join(row["images"])).split() for row in output.rows]
+    assert [{**row, "images": i} for row, i in zip(output.rows, images, strict=True)] == [
+        {"meta": {}, **row} for row in case["rows"]
+    ]
+    assert output.refused == case.get("refused", {})
+    assert len(output.examples) == len(output.rows)
+    assert all(image.load() for example in output.examples for image in example.images)
+
+
+def test_a_part_of_coco_is_an_error_but_not_another_dataset_of_the_same_name(tmp_path, capsys):
+    name, where = "instances_val2017.json", {"images": "val2017"}
+    content = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": []}
+    categories = [{"id": i, "name": str(i)} for i in range(80)]
+    write_files(tmp_path, {name: content | {"categories": categories}, "val2017/1.jpg": png()})
+    error = get_error(capsys, "coco_detection", tmp_path, **where)
+    assert f"not the published number of images (first: {name}: 1 instead of 5,000)" in error
+    write_files(tmp_path, {name: content | {"categories": categories[:79]}})
+    assert len(Output(capsys, "coco_detection", tmp_path, **where).rows) == 1
+
+
+def test_reason_seg_reads_files_in_windows_encoding(tmp_path, capsys):
+    shape = {"label": "target", "points": [[1, 2], [3, 4]]}
+    row = {"text": ["the guest’s cup"], "is_sentence": False, "shapes": [shape]}
+    text = json.dumps(row, ensure_ascii=False)
+    write_files(tmp_path, {"1.json": text.encode("cp1252"), "1.jpg": png()})
+    output = Output(capsys, "reason_seg", tmp_path, images="")
+    assert output.rows[0]["question"] == "the guest’s cup"
+
+
+class Attack:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps([Attack()]), "builtins.print; only plain data is allowed"),
+        *(
+            (pickle.dumps([{"ref_id": 1}])[:end], "corrupt, truncated or not a")
+            for end in (0, 9, 20)
+        ),
+    ],
+)
+def test_a_pickle_of_code_or_a_truncated_one_is_an_error(tmp_path, capsys, content, message):
+    write_files(tmp_path, {"refs(unc).p": content, "instances.json": {}})
+    coco = {"images": [], "annotations": [], "categories": []}
+    write_files(tmp_path, {"instances.json": coco})
+    error = get_error(capsys, "refcoco", tmp_path)
+    assert "refs(unc).p is corrupt, truncated or not a pickle of plain data" in error
+    assert message in error
+    assert "code ran" not in error
+    assert error.count("\n") == 1
+
+
+def test_mmbench_reads_rotations_and_shared_images(tmp_path, capsys):
+    first = {
+        **{"index": "7", "question": "Which animal?", "hint": "Look closely."},
+        **{"A": "cat", "B": "dog", "C": "", "answer": "A", "category": "identity"},
+        "image": base64.b64encode(png(200, 200) + bytes(200_000)).decode(),
+    }
+    turned = {**first, "index": "1000007", "A": "dog", "B": "cat", "answer": "B", "image": "7"}
+    hidden = {**first, "index": "8", "answer": "", "image": "7"}
+    lines = [tuple(first), *(row.values() for row in (first, turned, hidden))]
+    write_files(tmp_path, {"a.tsv": "\n".join("\t".join(line) for line in lines)})
+    output = Output(capsys, "mmbench", tmp_path, source="a.tsv")
+    assert output.answers == {
+        "7": {"options": ["cat", "dog"], "answer": "cat"},
+        "1000007": {"options": ["dog", "cat"], "answer": "cat"},
+    }
+    assert [row["meta"] for row in output.rows] == [{"circle": 7, "category": "identity"}] * 2
+    assert output.rows[0]["images"] == output.rows[1]["images"]
+    assert output.examples[0].question == "Look closely.\nWhich animal?"
+    assert output.refused == {"its answer is not published": 1}
+
+
+def test_pixmo_count_checks_the_hash_of_downloaded_images(tmp_path, capsys):
+    good, changed = hashlib.sha256(png()).hexdigest(), hashlib.sha256(png(shade=1)).hexdigest()
+    row = {"image_url": "https://x.y/z.jpg", "count": 3, "label": "cups"}
+    digests = [good, changed, hashlib.sha256(b"").hexdigest()]
+    rows = [row | {"image_sha256": digest} for digest in digests]
+    write_table(tmp_path / "validation-00000-of-00001.parquet", rows)
+    write_files(tmp_path / "images", {f"{good}.jpg": png(), f"{changed}.png": png(shade=2)})
+    output = Output(capsys, "pixmo_count", tmp_path, split="val")
+    assert output.answers == {"val-0": 3}
+    assert output.rows[0]["question"] == "How many cups are there in the image?"
+    assert output.refused == {
+        "its image has changed since publication": 1,
+        "its image is missing in the source": 1,
+    }
+
+
+def test_iiit5k_file(tmp_path, capsys):
+    kinds = [("ImgName", object), ("GroundTruth", object)]
+    words = [("test/1002_1.png", "PRIVATE"), ("test/1009_2.png", "24")]
+    write_files(tmp_path, {name: png() for name, _ in words})
+    savemat(tmp_path / "testdata.mat", {"testdata": np.array([words], dtype=kinds)})
+    output = Output(capsys, "iiit5k", tmp_path, images="")
+    assert output.answers == {f"iiit5k-{name}": [word] for name, word in words}
+
+
+PAGE = {"primary_language": "en", "is_rotation_valid": True, "natural_text": "# Title\n\nText."}
+
+
+@pytest.mark.parametrize("source", ["", "eval-s2pdf.parquet"])
+@pytest.mark.parametrize("is_json", [True, False])  # olmOCR-mix-0225, olmOCR-mix-1025
+def test_olmocr_mix_renders_pages_with_text(tmp_path, capsys, is_json, source):
+    changes = [{}, {"natural_text": None}, {"is_rotation_valid": False}, {}]
+    pages = [PAGE | change for change in changes]
+    rows = [{"response": json.dumps(page)} if is_json else page for page in pages]
+    key = "__index_level_0__" if is_json else "id"
+    rows = [row | {key: f"page{n}", "url": "x"} for n, row in enumerate(rows)]
+    pdf = encode_image(Image.new("RGB", (200, 100), "white"), "PDF")
+    write_files(tmp_path, {"pdf_tarballs/extracted/page0.pdf": pdf})
+    write_table(tmp_path / "eval-s2pdf.parquet", rows)
+    output = Output(capsys, "olmocr_mix", tmp_path, source=source)
+    assert output.answers == {"page0": {"text": "# Title\n\nText."}}
+    assert output.rows[0]["meta"] == {"language": "en"}
+    assert output.refused == {
+        "it has no text": 1,
+        "it is not upright": 1,
+        "its image is missing in the source": 1,  # page3.pdf
+    }
+
+
+def test_olmocr_bench_groups_tests_by_page(tmp_path, capsys):
+    test = {"pdf": "x/a.pdf", "page": 1, "id": "1", "checked": "verified", "url": None}
+    bold = {"type": "format", "text": "EXIT", "format": "bold"}
+    texts = [test | {"type": "present", "text": "EXIT", "max_diffs": 1}, test | bold]
+    blank = test | {"pdf": "y/b.pdf", "page": 2, "type": "baseline", "max_length": 10}
+    pages = [Image.new("RGB", (200, 100), "white")] * 2
+    pdf = encode_image(pages[0], "PDF", save_all=True, append_images=pages[1:])
+    files = {"old_scans.jsonl": [*texts, test | bold | {"page": 2}]}
+    files["blanks.jsonl"] = [blank, blank | {"page": 3}]
+    write_files(tmp_path, {**files, "pdfs/x/a.pdf": pdf, "pdfs/y/b.pdf": pdf})
+    output = Output(capsys, "olmocr_bench", tmp_path)
+    assert output.answers["x/a.pdf-1"]["tests"] == [
+        {"id": "1", "type": "present", "text": "EXIT", "max_diffs": 1, "category": "old_scans"},
+        {"type": "baseline", "category": "baseline"},
+    ]
+    baseline = {"id": "1", "type": "baseline", "max_length": 10, "category": "blanks"}
+    assert output.answers["y/b.pdf-2"]["tests"] == [baseline]
+    assert output.answers.keys() == {"x/a.pdf-1", "y/b.pdf-2"}  # page 1 of b.pdf needs no baseline
+    assert output.refused == {
+        "its image is missing in the source": 1,  # there is no page 3
+        "it has no test of the benchmark's types": 1,
+    }
+    data = (tmp_path / "images" / output.rows[0]["images"][0]).read_bytes()
+    assert max(Image.open(io.BytesIO(data)).size) == LONGEST_SIDE
+
+
+@pytest.mark.parametrize(
+    ("texts", "pairs", "expected"),
+    [
+        (["New", "x", "Mexico"], [(0, 2)], ["New Mexico", "x"]),
+        (["trun-", "cated"], [(1, 0)], ["trun-cated"]),  # whichever end is the source
+        (["陕", "西省"], [(0, 1)], ["陕西省"]),
+        (["GPU", "上"], [(0, 1)], ["GPU上"]),
+        (["a", "b", "c"], [(0, 1), (1, 2)], ["a b c"]),  # the script repeats the second of three
+        (["a", "b", "c", "d"], [(0, 1), (2, 3), (1, 2)], ["a b c d"]),
+        (["a", "", "c"], [(0, 1), (1, 2)], ["a c"]),
+        (["a"], [(0, 7)], ["a"]),  # the other is no text
+    ],
+)
+def test_omnidocbench_joins_a_cut_paragraph(texts, pairs, expected):
+    blocks = [
+        {"category_type": "text_block", "order": n, "anno_id": n, "text": text}
+        for n, text in enumerate(texts)
+    ]
+    relations = [
+        {"source_anno_id": a, "target_anno_id": b, "relation_type": "truncated"} for a, b in pairs
+    ]
+    page = {"layout_dets": blocks[::-1], "extra": {"relation": relations}}
+    assert build_markdown(page) == "\n\n".join(expected)
+
+
+def test_a_table_that_lacks_a_part_is_an_error(tmp_path, capsys):
+    row = {"image": {"bytes": png()}, "question": "How many?", "number": 2}
+    write_table(tmp_path / "data" / "test-00000-of-00003.parquet", [row])
+    error = get_error(capsys, "countbenchqa", tmp_path)
+    assert "has 1 of the 3 parts of test: add the others" in error
+
+
+def get_published_counts(name: str, split: str) -> list[int]:
+    """Return the numbers of rows of a converter's split, by file, dataset or image list."""
+    module = importlib.import_module(f"vlm_grpo.data_scripts.{name}")
+    counts = module.convert.splits.get(split)
+    named = {split: counts} if isinstance(counts, int) else dict(counts or {})
+    images = getattr(module, "_IMAGES", {})
+    by_image = images.items() if isinstance(images, dict) else ()
+    found = [n for key, n in by_image if key == split or f"_{split}20" in key]
+    return [*named.values(), *(n for n in found if isinstance(n, int))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_guide_tells_how_to_run_every_converter(name):
+    sources = GUIDE.partition("### Sources")[2].partition("###")[0]
+    (row,) = [line for line in sources.splitlines() if line.startswith(f"| `{name}` |")]
+    numbers = re.findall(r"\b\d[\d,]*\b", row.split("|")[4])
+    splits = load_converter(name).splits
+    counts = {count for split in splits for count in get_published_counts(name, split)}
+    assert {int(number.replace(",", "")) for number in numbers} == counts
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_lists_the_common_arguments(name, capsys):
+    converter = load_converter(name)
+    assert isinstance(converter, Converter)
+    # Under python -m, the command line starts where the last function is defined.
+    last = ast.parse((FOLDER / f"{name}.py").read_text("utf-8")).body[-1]
+    assert isinstance(last, ast.FunctionDef)
+    assert last.name == "convert"
+    with pytest.raises(SystemExit, match="0"):
+        converter.main(["--help"])
+    output = capsys.readouterr().out
+    for option in ("--source", "--images", "--split", "--out", "--limit", "--seed"):
+        assert option in output
+    assert "--source:" in converter.description, "the docstring must describe --source"
+    assert "--images:" in converter.description
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_missing_source_is_one_message(name, tmp_path, capsys):
+    message = get_error(capsys, name, tmp_path, source="nowhere")
+    assert message.startswith("error: ")
+    assert "nowhere" in message
+
+
+FILES = {
+    "charades_sta": ["charades_sta_test.txt"],
+    "blink": ["Counting/val-0.parquet"],
+    "chartqa": ["test/test_human.json", "test/test_augmented.json"],
+    "clevr": ["CLEVR_val_questions.json"],
+    "coco_detection": ["instances_val2017.json"],
+    "cosyn": ["validation-0.parquet"],
+    "countbenchqa": ["test-0.parquet"],
+    "cv_bench": ["test_2d.parquet"],
+    "docvqa": ["source.json"],
+    "fintabnet": ["test-0.parquet"],
+    "flickr30k": ["val.txt", "Annotations/a.xml", "Sentences/a.txt"],
+    "fsc147": [
+        "annotation_FSC147_384.json",
+        "ImageClasses_FSC147.txt",
+        "Train_Test_Val_FSC_147.json",
+    ],
+    "groundui": ["train-0.parquet"],
+    "icdar2015": ["Challenge4_Test_Task3_GT.txt"],
+    "iiit5k": ["testdata.mat"],
+    "mmbench": ["source.tsv"],
+    "geometry3k": ["test-0.parquet"],
+    "mathverse": ["testmini.json"],
+    "mathvista": ["source.json"],
+    "mmk12": ["train-0.parquet"],
+    "ocrbench": ["source.json"],
+    "ocrbench_v2": ["source.json"],
+    "olmocr_bench": ["tests.jsonl"],
+    "olmocr_mix": ["eval-0.parquet"],
+    "omnidocbench": ["OmniDocBench.json"],
+    "os_atlas": ["source.json"],
+    "ovdeval": ["source.json"],
+    "pixmo_count": ["test-0.parquet"],
+    "pubtabnet": ["PubTabNet_2.0.0.jsonl"],
+    "r1_v": ["source.jsonl"],
+    "reason_seg": ["val/a.json"],
+    "ref_l4": ["ref-l4-val.parquet", "ref-l4-test.parquet"],
+    "refcoco": ["refs(unc).p", "instances.json"],
+    "refcoco_hub": ["val-0.parquet"],
+    "screenspot": ["screenspot_web.json"],
+    "sroie": ["test/entities/a.txt"],
+    "stvqa": ["train_task_3.json"],
+    "super_clevr": ["superCLEVR_questions_30k.json"],
+    "tallyqa": ["test.json"],
+    "textvqa": ["TextVQA_0.5.1_val.json"],
+    "virl39k": ["train-0.parquet"],
+    "visual_genome": ["region_descriptions.json"],
+    "vlm_r1": ["source.json"],
+}
+"""Names of the files that each converter reads; ``source``: the file itself is the source."""
+_KEYS = "data images annotations categories questions scenes test shapes"
+BAD_CONTENTS = {
+    "empty": b"",
+    "null": b"null",
+    "a number": b"7\n",
+    "text": b'"abc"',
+    "an empty list": b"[]",
+    "an empty object": b"{}\n",
+    "a list of null": b"[null]",
+    "a list of lists": b"[[1, 2, 3]]\n",
+    "a list of empty objects": b"[{}]",
+    "numbers for lists": json.dumps(dict.fromkeys(_KEYS.split(), 7)).encode(),
+    "empty rows": json.dumps({key: [{}] for key in _KEYS.split()}).encode(),
+    "truncated": b'{"data": [{"id": 1, "im',
+    "deeply nested": b"[" * 100_000,
+    "bytes": b"\x00\xff\x13 no dataset" * 50,
+    "a pickle's first bytes": b"\x80\x04\x95\x10\x00\x00",
+    "a zip archive": b"PK\x03\x04\x14\x00\x00\x00",
+    "a parquet file's first bytes": b"PAR1\x15\x04\x15",
+}
+
+
+@pytest.mark.parametrize("content", BAD_CONTENTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_broken_source_is_one_message_and_no_output(name, content, tmp_path, capsys):
+    """All files of the source have the same bad content."""
+    source = tmp_path / "source"
+    write_files(source, dict.fromkeys(FILES[name], BAD_CONTENTS[content]))
+    write_files(tmp_path / "images", {"a.png": png()})
+    path = next(source.glob("source.*"), source)
+    message = get_error(capsys, name, tmp_path, source=str(path))
+    assert message.startswith("error: ")
+    assert str(path) in message, "the message names the source"
+    assert "Traceback" not in message
+
+
+WITHOUT_NUMBER = {
+    "clevr": "most questions are left out, and the number of the others is not published",
+    "flickr30k": "its number of images is published, not that of phrases",
+    "ocrbench_v2": "types of questions are left out",
+    "reason_seg": "its number of images is published, not that of questions",
+    "ovdeval": "each of its parts is a benchmark of its own",
+    "sroie": "fields without a value are left out",
+}
+
+
+@pytest.mark.parametrize("name", benchmark_names())
+def test_benchmarks_and_converters_state_the_same_numbers(name):
+    benchmark = load_benchmark(name)
+    assert benchmark.converter is not None
+    for split, count in benchmark.splits.items():
+        published = get_published_counts(benchmark.converter, split)
+        if count is not None:
+            assert count in published, split
+        elif benchmark.converter not in WITHOUT_NUMBER:
+            assert published == [], split
