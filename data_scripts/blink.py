@@ -5,8 +5,6 @@
 --images: a folder to write the images into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import to_choice
 

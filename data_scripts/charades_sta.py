@@ -7,8 +7,6 @@ are left out; ends after the end of the video are kept, as in Time-R1's evaluati
 --images: the folder of Charades' videos (Charades_v1 or Charades_v1_480, VIDEO.mp4).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

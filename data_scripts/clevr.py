@@ -6,8 +6,6 @@ question, how many items there are, for every scene.
 --images: the folder of the split's images, CLEVR_v1.0/images/val. The test split has no answers.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import (
     ConvertedRow,
     RawRecord,

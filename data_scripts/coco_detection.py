@@ -8,8 +8,6 @@ them, and meta.crowds counts them.
 --images: the folder of its images.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import group_regions, label_regions, read_coco, refuse_incomplete
 

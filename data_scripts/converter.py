@@ -103,7 +103,7 @@ class Request:
         for pattern in patterns:
             found = sorted(path.glob(pattern))
             if len(found) > 1:
-                names = ", ".join(str(name) for name in found[:5])
+                names = ", ".join(map(str, found[:5]))
                 raise UserError(
                     f"{self.source} holds several {pattern} ({names}): pass one as --source"
                 )
@@ -126,12 +126,9 @@ class Request:
         with parquet files whose names begin with the split. The rows must have the columns.
         """
         for row in self._read_table():
-            missing = [column for column in columns if column not in row.values]
-            if missing:
+            if missing := ", ".join(name for name in columns if name not in row.values):
                 found = ", ".join(row.values)
-                raise UserError(
-                    f"{row.location} has no column {', '.join(missing)}; it has {found}"
-                )
+                raise UserError(f"{row.location} has no column {missing}; it has {found}")
             yield {name: _get_bytes(value) for name, value in row.values.items()}
 
     def _read_table(self) -> Iterator[Row]:
@@ -158,11 +155,8 @@ def _get_bytes(value: Any) -> Any:
 
 def _check_all_parts(parts: Sequence[Path]) -> None:
     """Raise ``UserError`` if a part of a table is missing, by names like ``a-00001-of-00003``."""
-    found: dict[tuple[Path, str, int], int] = {}
-    for part in parts:
-        if name := re.fullmatch(r"(.*)-\d+-of-(\d+)\.parquet", part.name):
-            table = (part.parent, name[1], int(name[2]))
-            found[table] = found.get(table, 0) + 1
+    names = ((p.parent, re.fullmatch(r"(.*)-\d+-of-(\d+)\.parquet", p.name)) for p in parts)
+    found = Counter((folder, name[1], int(name[2])) for folder, name in names if name)
     for (folder, name, total), count in found.items():
         if count < total:
             raise UserError(f"{folder} has {count} of the {total} parts of {name}: add the others")
@@ -258,20 +252,15 @@ class Converter:
         parser = argparse.ArgumentParser(
             description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        parser.add_argument("--source", required=True, help="the dataset as published")
-        parser.add_argument(
-            "--images", type=Path, required=True, help="image folder; becomes data.image_root"
-        )
-        parser.add_argument("--split", choices=self.splits, default=next(iter(self.splits)))
-        parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
-        parser.add_argument(
-            "--limit", type=_positive, help="number of rows to sample; default: all rows"
-        )
-        parser.add_argument("--seed", type=int, default=0, help="seed of the sampling by --limit")
-        parser.add_argument(
-            "--allow-partial", action="store_true", help="write the output if rows are missing"
-        )
-        parser.add_argument(
+        add = parser.add_argument
+        add("--source", required=True, help="the dataset as published")
+        add("--images", type=Path, required=True, help="image folder; becomes data.image_root")
+        add("--split", choices=self.splits, default=next(iter(self.splits)))
+        add("--out", type=Path, required=True, help="the .jsonl file to write")
+        add("--limit", type=_positive, help="number of rows to sample; default: all rows")
+        add("--seed", type=int, default=0, help="seed of the sampling by --limit")
+        add("--allow-partial", action="store_true", help="write the output if rows are missing")
+        add(
             "--task", choices=self.tasks, default=self.tasks[0], help="task to convert the rows for"
         )
         return parser

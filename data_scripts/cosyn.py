@@ -5,8 +5,6 @@ graphic, math, music, nutrition or table as the kind; or the folder of one kind.
 --images: a folder to write the images into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.tasks.numeric import clean
 

@@ -7,8 +7,6 @@ with --allow-partial, and report n with a score.
 --images: a folder to write the images into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 
 

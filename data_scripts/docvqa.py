@@ -7,8 +7,6 @@ test split has no answers.
 the folder that holds the images; for the table, a folder to write them into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import RawRecord, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import accept_texts, read_data, read_rows
 

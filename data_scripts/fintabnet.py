@@ -7,8 +7,6 @@ PubTabNet_OTSL, PubTables-1M_OTSL, SynthTabNet_OTSL.
 --images: a folder to write the images into.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter

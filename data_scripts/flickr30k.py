@@ -8,8 +8,6 @@ out.
 --images: flickr30k-images.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

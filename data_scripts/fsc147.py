@@ -4,8 +4,6 @@
 ImageClasses_FSC147.txt. --images: images_384_VarV2.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json, read_text
 

@@ -5,8 +5,6 @@
 --images: the folder of the images; for a table, a folder to write them into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_rows
 

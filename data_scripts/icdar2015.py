@@ -4,8 +4,6 @@
 --images: the folder of the word images.
 """
 
-from __future__ import annotations
-
 import re
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter

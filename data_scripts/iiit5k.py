@@ -3,8 +3,6 @@
 --source: the folder with testdata.mat and traindata.mat. --images: the same folder.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

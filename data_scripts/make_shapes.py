@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
@@ -86,7 +87,6 @@ class Scene(World):
     """Share of a shape's side that a gray patch covers at most, for every other shape; 0: none."""
 
     def sample_distractors(self, rng: random.Random) -> int:
-        """Sample the number of shapes that are not asked about."""
         return rng.randint((self.distractors + 1) // 2, self.distractors)
 
 
@@ -188,17 +188,9 @@ class Choices(Scene):
         return _build_example(name, drawn, question, answer, completion=right)
 
 
-def _draw_counting(name: str, rng: random.Random) -> Example:
-    """Draw one to six shapes of one kind, in any colors."""
-    return _build_counting_example(name, rng, distractors=0)
-
-
-def _draw_cluttered(name: str, rng: random.Random) -> Example:
-    """Draw one to six shapes of one kind among up to two of another kind."""
-    return _build_counting_example(name, rng, distractors=rng.randint(0, 2))
-
-
-def _build_counting_example(name: str, rng: random.Random, distractors: int) -> Example:
+def _draw_counting(name: str, rng: random.Random, most_distractors: int = 0) -> Example:
+    """Draw one to six shapes of one kind, in any colors, and perhaps some of another kind."""
+    distractors = rng.randint(0, most_distractors) if most_distractors else 0
     target, other = rng.sample(KINDS, 2)
     answer = rng.randint(1, MAX_COUNT)
     kinds = [target] * answer + [other] * distractors
@@ -363,7 +355,7 @@ draw_examples = Generator(
     "shapes",
     {
         "counting": _draw_counting,
-        "cluttered": _draw_cluttered,
+        "cluttered": partial(_draw_counting, most_distractors=2),
         "grounding": _draw_grounding,
         "crowded": _draw_crowded,
         "scattered": _draw_scattered,

@@ -105,8 +105,7 @@ def train(
 ) -> float:
     """Take the optimizer steps of a schedule and return the mean seconds of one.
 
-    ``compute_loss`` returns the loss on the examples of a split, whose name has the ``name`` of the
-    lesson and the step.
+    ``compute_loss`` returns the loss on a split, which is named by the lesson's name and the step.
     """
     weights = list(parameters)
     optimizer = torch.optim.AdamW(weights, lr=schedule.peak, betas=(0.9, 0.98), weight_decay=0.01)
@@ -143,12 +142,8 @@ class VisionHeads(nn.Module):
         self.letters = nn.Linear(width, COLUMNS * (1 + len(LETTERS)))
 
     def compute_scene_loss(self, tokens: Tensor, scenes: Sequence[Example]) -> Tensor:
-        """Return the loss of scenes: the cross-entropy of the names, the distance of the boxes of
-        shapes in sides of the scene, and the squared error of the number of centers by kind.
-
-        Args:
-            tokens: (scenes, 9, width).
-        """
+        """Return the loss of scenes, with tokens (scenes, 9, width): the cross-entropy of names,
+        the distance of boxes in sides of the scene, and the squared error of counts of centers."""
         labels = [label_scene(scene.meta["shapes"]) for scene in scenes]
         names, boxes, counts = (torch.stack(part) for part in zip(*labels, strict=True))
         scores = self.names(tokens).unflatten(-1, (-1, 1 + len(PAIRS)))
@@ -160,12 +155,8 @@ class VisionHeads(nn.Module):
         )
 
     def compute_word_loss(self, tokens: Tensor, words: Sequence[str]) -> Tensor:
-        """Return the connectionist temporal classification loss of the letters, which needs no
-        places of theirs (Graves et al. 2006, https://doi.org/10.1145/1143844.1143891).
-
-        Args:
-            tokens: (words, 3, width).
-        """
+        """Return the connectionist temporal classification loss of the letters in tokens (words, 3,
+        width), which needs no places (Graves et al. 2006, doi.org/10.1145/1143844.1143891)."""
         scores = self.letters(tokens).unflatten(-1, (COLUMNS, -1)).flatten(1, 2)
         return functional.ctc_loss(
             scores.log_softmax(-1).transpose(0, 1),
@@ -178,13 +169,9 @@ class VisionHeads(nn.Module):
 def label_scene(shapes: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a scene's tokens show.
 
-    Args:
-        shapes: kind, color and box of each shape.
-
-    Returns:
-        Class labels of the parts, (9, 4): 0 for background, otherwise 1 plus the index of the
-        shape's kind and color in ``PAIRS``. Box targets of the parts, (9, 4, 4), as fractions of
-        the scene's side. Number of shape centers per token and kind, (9, 3).
+    They are labels of the parts, (9, 4): 0 for background, otherwise 1 plus the index of the
+    shape's kind and color in ``PAIRS``; box targets of the parts, (9, 4, 4), as fractions of the
+    scene's side; and the number of shape centers per token and kind, (9, 3).
     """
     boxes = torch.tensor([shape["box"] for shape in shapes])
     starts = torch.arange(0, SIDE, SIDE // (CELLS * QUARTERS))
@@ -238,12 +225,9 @@ def compute_vision_loss(
     scenes: Sequence[Example],
     words: Sequence[Example],
 ) -> Tensor:
-    """Return the loss of scenes and of images of words."""
-    return heads.compute_scene_loss(
-        encode_images(model, processor, scenes), scenes
-    ) + heads.compute_word_loss(
-        encode_images(model, processor, words), [str(word.answer) for word in words]
-    )
+    tokens = [encode_images(model, processor, part) for part in (scenes, words)]
+    spelled = [str(word.answer) for word in words]
+    return heads.compute_scene_loss(tokens[0], scenes) + heads.compute_word_loss(tokens[1], spelled)
 
 
 @torch.no_grad()
@@ -304,9 +288,8 @@ def draw_place_questions(
     """Draw questions for the cells, 1 to 9, of shapes: every other one asks for one shape of its
     scene, the others for all, with their names in the answer; return their scenes' numbers, too."""
     numbers = rng.choices(range(len(scenes)), k=count)
-    return numbers, [
-        _ask_for_places(scenes[number], place % 2 == 0, rng) for place, number in enumerate(numbers)
-    ]
+    chosen = enumerate(scenes[number] for number in numbers)
+    return numbers, [_ask_for_places(scene, place % 2 == 0, rng) for place, scene in chosen]
 
 
 def _ask_for_places(scene: Example, one: bool, rng: random.Random) -> Example:
@@ -359,7 +342,6 @@ def load_embedded_task(name: str) -> Task:
 
 
 def draw_examples(task: str, count: int, seed: int, split: str) -> list[Example]:
-    """Draw examples of one task from its generator."""
     draw, kind = MAKERS[task]
     return draw(kind, count, seed, split)
 
@@ -497,8 +479,7 @@ def step_back(
     settings: WarmUpSettings,
 ) -> dict[str, Any]:
     """Move the weights back toward ``before``, to where the accuracies are nearest to the middle of
-    the band; return the share of the way that remains, and the accuracies by share, 1.0 being the
-    weights after the tasks."""
+    the band; return the share of the way that remains, and the accuracies by share."""
     after = {name: weight.clone() for name, weight in model.state_dict().items()}
     examples = {
         name: draw_examples(name, settings.held_out, settings.seed, "warmup-check")
@@ -529,9 +510,7 @@ def step_back(
 def build_tiny_vlm(settings: WarmUpSettings, out: Path) -> dict[str, Any]:
     """Build the model, warm it up, test it on new examples, save it and return ``warmup.json``.
 
-    Raises:
-        UserError: ``out`` is a file, or a folder that is not empty.
-        OutOfBand: an accuracy is outside of the band; ``out`` is not written.
+    If an accuracy is outside of the band, it raises ``OutOfBand`` and writes nothing.
     """
     with create_whole_folder(out) as folder:
         tasks = {name: load_embedded_task(name) for name in MAKERS}
@@ -580,12 +559,10 @@ def evaluate_model(
         "examples_per_task": settings.test_size,
         **{
             mode: {
-                name: round(
-                    measure_accuracy(model, processor, task, examples[name], temperature), 4
-                )
+                name: round(measure_accuracy(model, processor, task, examples[name], heat), 4)
                 for name, task in tasks.items()
             }
-            for mode, temperature in (("greedy", 0.0), ("sampled", 1.0))
+            for mode, heat in (("greedy", 0.0), ("sampled", 1.0))
         },
     }
 

@@ -124,11 +124,7 @@ def _build_example(name: str, text: str, image: Image.Image) -> Example:
 
 @cache
 def load_digits(is_new: bool) -> list[list[Image.Image]]:
-    """Return handwritten digits of 8×8 pixels by value: the last fifth of the data, or the rest.
-
-    Raises:
-        UserError: scikit-learn is missing.
-    """
+    """Return handwritten digits of 8×8 pixels by value: the last fifth of the data, or the rest."""
     try:
         data = import_module("sklearn.datasets").load_digits()
     except ImportError as error:

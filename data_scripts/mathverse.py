@@ -4,8 +4,6 @@
 --images: the folder that holds "images_version_1-4", …; for text only, any folder.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
 from vlm_grpo.data_scripts.readers import pose_problem, read_json_rows
 

@@ -4,8 +4,6 @@
 --images: the folder that holds "images"; for the table, a folder to write them into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, RawRecord, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json
 

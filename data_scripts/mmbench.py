@@ -7,8 +7,6 @@ multiples of 1,000,000 are one question with its options rotated, for circular e
 --source: a file such as MMBench_DEV_EN.tsv. --images: a folder to write the images into.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import sys

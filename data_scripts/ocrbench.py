@@ -4,8 +4,6 @@
 --images: OCRBench_Images; for the table, a folder to write the images into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import list_texts, read_rows
 

@@ -9,8 +9,6 @@ not an OCRBench v2 score, but each category's score is comparable.
 the images into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.benchmarks.metrics import OCRBENCH_V2
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import list_texts, read_rows

@@ -7,8 +7,6 @@ script. Needs the extra ``documents``, which renders the PDF files.
 --images: a folder to write the pages' images into.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ archives must be unpacked into pdf_tarballs/extracted next to it.
 --images: a folder to write the pages' images into.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.olmocr_bench import render_page
 from vlm_grpo.data_scripts.readers import parse_json

@@ -4,8 +4,6 @@
 --images: the folder with the pages' images.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

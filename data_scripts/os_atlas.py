@@ -7,8 +7,6 @@ left out. Instructions are names of elements from accessibility trees and HTML.
 --images: the folder that the file's image names are relative to.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.config.data import PILLOW_WARNS_AT
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter

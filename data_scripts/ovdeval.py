@@ -6,8 +6,6 @@ landmark and logo list none; their questions name all categories of the subset. 
 --source: the file of one subset, such as color.json. --images: the folder of that subset's images.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import group_regions, label_regions, read_coco
 

@@ -9,8 +9,6 @@ too.
 --images: the folder of the downloaded files.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

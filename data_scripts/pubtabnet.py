@@ -4,8 +4,6 @@
 --images: the folder that holds train, val and test.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ integer (R1-V's geometry) are refused.
 --images: the folder that holds the test images by name; for the table, a folder to write them into.
 """
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 
 from vlm_grpo.data.rows import get_answer_candidates

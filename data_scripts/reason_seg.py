@@ -7,8 +7,6 @@ whether they outline one object or several.
 as --source. For VLM-R1's LISA-Grounding file see vlm_r1.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows, converter

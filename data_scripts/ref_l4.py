@@ -4,8 +4,6 @@
 --images: the folder that images.tar.gz was unpacked into.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter

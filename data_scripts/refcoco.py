@@ -5,8 +5,6 @@
 RefCOCO and RefCOCO+ have the splits val, testA and testB; RefCOCOg has val and test (UMD's).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -8,8 +8,6 @@ numbers. jxu124/refcoco (also refcocoplus, refcocog): xyxy boxes, images from CO
 --images: train2014 for jxu124; for lmms-lab, a folder to write the images into.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import PurePosixPath
 

@@ -7,8 +7,6 @@ The boxes of the first two are x, y, width, height, those of ScreenSpot-Pro x1, 
 --images: screenspot_imgs, screenspotv2_image, or ScreenSpot-Pro's images.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json_rows, xywh_to_xyxy
 

@@ -4,8 +4,6 @@
 --images: the folder with the split's img.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json
 

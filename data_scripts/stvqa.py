@@ -4,8 +4,6 @@
 --limit and --seed sample one. --images: the folder that its file_path fields are relative to.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
 from vlm_grpo.data_scripts.readers import accept_texts, read_json
 

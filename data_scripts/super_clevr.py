@@ -6,8 +6,6 @@ the last 5,000.
 --source: superCLEVR_questions_30k.json, or its folder. --images: the folder of the images.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.clevr import convert_question
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json

@@ -71,7 +71,6 @@ class World(Frozen):
         return tuple(round(gray + self.contrast * (value - gray)) for value in color)
 
     def draw_background(self, size: tuple[int, int], rng: random.Random) -> tuple[Image.Image, int]:
-        """Draw a gray image with the strokes, and return it with its gray."""
         gray = rng.randint(*BACKGROUND_GRAYS)
         image = Image.new("RGB", size, (gray,) * 3)
         self.draw_clutter(image, gray, rng)
@@ -118,12 +117,8 @@ class Generator:
         """Draw examples of one of ``kinds``, where a world may be followed by its dials.
 
         The same seed gives the same examples on every machine. Two splits of one seed are
-        independent draws; a world's "eval" asks about held-out compositions, any other split about
-        the rest.
-
-        Raises:
-            ValueError: the task is unknown or the count is below 1.
-            UserError: the dials are wrong.
+        independent draws; a world's "eval" asks about held-out compositions, any other about the
+        rest. ``ValueError``: the task is unknown or the count is below 1.
         """
         kind, colon, text = task.partition(":")
         if kind not in self.kinds:
@@ -192,8 +187,7 @@ def hold_image(image: Image.Image, name: str) -> ImageRef:
 def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Path:
     """Write examples as canonical JSONL with their images, all or nothing; return its path.
 
-    Raises:
-        UserError: ``out``, also the rows' ``image_root``, is a file or a folder that is not empty.
+    ``out`` becomes the rows' ``image_root``; it must be empty or missing.
     """
     with create_whole_folder(out) as temporary:
         (temporary / "images").mkdir()

@@ -4,8 +4,6 @@
 --images: the folder that the rows' image paths (train2014/…, VG_100K/…) are relative to.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json
 

@@ -5,8 +5,6 @@ its parquet files. The test split has no answers.
 --images: train_images, which holds train and val; for the table, a folder to write them into.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter

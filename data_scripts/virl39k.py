@@ -4,8 +4,6 @@
 --images: the folder that holds the unpacked "images".
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
 from vlm_grpo.data_scripts.readers import pose_problem
 

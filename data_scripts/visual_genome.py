@@ -5,8 +5,6 @@ Many of its boxes extend beyond their image: without --allow-partial, nothing is
 --source: region_descriptions.json, or its folder. --images: the folder with VG_100K and VG_100K_2.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
 from vlm_grpo.data_scripts.readers import locate_phrase, read_json, xywh_to_xyxy
 

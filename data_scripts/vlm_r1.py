@@ -6,8 +6,6 @@ A row may have several images. Boxes are xyxy in pixels of the original image.
 --split: a name for the rows' ids; the files do not contain it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vlm_grpo.data.messages import read_chat

@@ -68,12 +68,18 @@ def test_loading_writes_no_progress_bars_into_a_log(
     assert capsys.readouterr().err == ""
 
 
-def test_a_missing_dataset_or_split_is_named(tmp_path: Path):
-    dataset = datasets.Dataset.from_dict({"question": ["?"], "answer": [3]})
-    datasets.DatasetDict({"test": dataset}).save_to_disk(str(tmp_path / "saved"))
-
-    assert "split nothing" in get_load_error(f"hf:{tmp_path / 'saved'}:nothing")
-    assert str(tmp_path / "none") in get_load_error(f"hf:{tmp_path / 'none'}")
+def test_what_is_missing_in_a_dataset_is_named(tmp_path: Path):
+    saved, path = tmp_path / "saved", tmp_path / "rows.parquet"
+    rows = {"image": ["a.png"], "question": ["?"], "answer": [3]}
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows)}).save_to_disk(str(saved))
+    path.write_bytes(b"PAR1 and then nothing")
+    for source, reason in (
+        (f"hf:{saved}:nothing", "split nothing"),
+        (f"hf:{tmp_path / 'none'}", str(tmp_path / "none")),
+        (f"hf:{saved}", f"image a.png is missing in {saved}"),  # relative to the dataset's folder
+        (str(path), f"data file {path} cannot be read"),
+    ):
+        assert reason in get_load_error(source)
 
 
 def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
@@ -85,46 +91,19 @@ def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
         load_examples(dataset, COUNTING)
 
 
-def test_an_image_path_is_relative_to_the_dataset_folder(tmp_path: Path):
-    rows = {"image": ["a.png"], "question": ["?"], "answer": [3]}
-    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
-
-    message = get_load_error(f"hf:{tmp_path / 'saved'}")
-    assert f"image a.png is missing in {tmp_path / 'saved'}" in message
-
-
 def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path: Path):
-    image, problem, solution = "image", "problem", "solution"
-    path = write_table(
-        tmp_path / "rows.parquet",
-        [
-            {
-                image: {"bytes": png(8, 6), "path": "x.png"},
-                problem: "How many?",
-                solution: "<answer> 3 </answer>",
-                "level": 1,
-            },
-            {
-                image: {"bytes": png(4, 5), "path": None},
-                problem: "And here?",
-                solution: "4",
-                "level": 2,
-            },
-        ],
-    )
-
+    images = [{"bytes": png(8, 6), "path": "x.png"}, {"bytes": png(4, 5), "path": None}]
+    texts = [("How many?", "<answer> 3 </answer>"), ("And here?", "4")]
+    rows = [
+        {"image": image, "problem": problem, "solution": solution, "level": 1}
+        for image, (problem, solution) in zip(images, texts, strict=True)
+    ]
+    path = write_table(tmp_path / "rows.parquet", rows)
     first, second = load_examples(str(path), COUNTING)
 
     assert (first.id, first.answer, first.meta) == ("row-1", 3, {"level": 1})
     assert (first.images[0].size, second.images[0].size) == ((8, 6), (4, 5))
     assert second.images[0].load().size == (4, 5)
-
-
-def test_a_broken_file_is_named(tmp_path: Path):
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1 and then nothing")
-
-    assert f"data file {path} cannot be read" in get_load_error(str(path))
 
 
 def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path: Path):

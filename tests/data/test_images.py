@@ -85,19 +85,14 @@ def test_a_rotated_image_has_one_size_in_every_form(tmp_path: Path):
         assert reader.read(value, "row 1").size == (6, 8)
 
 
-def test_a_pil_image_is_read_as_its_file_is():
-    image = Image.new("CMYK", (8, 6), (0, 255, 255, 0))
-
-    assert MediaReader(None, 100).read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
+def test_a_pil_image_is_read_as_its_file_is(monkeypatch: pytest.MonkeyPatch):
+    reader, image = MediaReader(None, 100), Image.new("CMYK", (8, 6), (0, 255, 255, 0))
+    assert reader.read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
     with pytest.raises(ValueError, match="image row 1 cannot be read: it has 32 bits per channel"):
-        MediaReader(None, 100).read(Image.new("F", (8, 6)), "row 1")
-
-
-def test_a_pil_image_over_the_limit_is_refused_before_it_is_encoded(monkeypatch):
+        reader.read(Image.new("F", (8, 6)), "row 1")
     monkeypatch.setattr("vlm_grpo.data.images.encode_png", lambda *_: pytest.fail("it was encoded"))
-
     with pytest.raises(ValueError, match="image row 1 has 20x6 pixels, more than"):
-        MediaReader(None, 100).read(Image.new("RGB", (20, 6)), "row 1")
+        reader.read(Image.new("RGB", (20, 6)), "row 1")
 
 
 def test_a_pil_image_without_pixels_is_a_bad_row():
@@ -236,20 +231,15 @@ def test_frames_of_a_folder_are_sorted_by_their_numbers(clips: Path) -> None:
     assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
 
 
-def test_each_clip_is_opened_once(clips: Path) -> None:
+def test_each_clip_is_opened_once_and_is_no_image(clips: Path) -> None:
     reader = MediaReader(clips, 10_000, VideoSettings())
     first = reader.read(Clip("a.mp4"), "row 1")
-    (clips / "a.mp4").unlink()
-    assert reader.read(Clip("a.mp4"), "row 2") is first
-    with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
-        first.load()
-
-
-def test_a_file_read_as_a_clip_is_no_image(clips: Path) -> None:
-    reader = MediaReader(clips, 10_000, VideoSettings())
-    reader.read(Clip("a.mp4"), "row 1")
     with pytest.raises(ValueError, match=r"image a\.mp4 cannot be read"):
         reader.read("a.mp4", "row 2")
+    (clips / "a.mp4").unlink()
+    assert reader.read(Clip("a.mp4"), "row 3") is first
+    with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
+        first.load()
 
 
 def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
@@ -259,6 +249,9 @@ def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
 def describe(example: Example) -> tuple[str, list[str]]:
     texts = [turn.text for turn in example.history] + [example.question]
     return " | ".join(texts), [image.name.rpartition("/")[2] for image in example.images]
+
+
+VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -283,13 +276,7 @@ def describe(example: Example) -> tuple[str, list[str]]:
         (
             {
                 "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "video", "video": FRAMES, "fps": 1.0},
-                            {"type": "text", "text": "How many?"},
-                        ],
-                    }
+                    {"role": "user", "content": [VIDEO_PART, {"type": "text", "text": "How many?"}]}
                 ]
             },
             "How many?",

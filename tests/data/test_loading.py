@@ -141,14 +141,6 @@ def test_skipping_all_rows_is_an_error(folder: Path):
     assert "on_bad_row=skip" in get_load_error(write_rows(folder, make_row(answer="x"), make_row()))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_an_empty_dataset_is_an_error(folder: Path, content: bytes):
-    path = folder / "empty.jsonl"
-    path.write_bytes(content)
-
-    assert f"{path} has no examples" in get_load_error(str(path))
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

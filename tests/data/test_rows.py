@@ -31,12 +31,6 @@ def test_a_canonical_row_becomes_an_example(folder: Path):
     assert (second.id, second.images) == ("7", ())  # rows without an image are valid
 
 
-def test_a_row_without_an_id_gets_its_number(folder: Path):
-    source = write_rows(folder, make_row(), make_row(id=...), make_row(id=None))
-
-    assert [e.id for e in load_examples(source, COUNTING)] == ["a", "row-2", "row-3"]
-
-
 def test_vlm_r1_grounding_rows_are_converted(folder: Path):
     question = (
         "<image>Please provide the bounding box coordinate of the region this sentence "

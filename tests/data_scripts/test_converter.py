@@ -14,6 +14,10 @@ from dataset_files import png, write_files
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
 
+def build(read: Any, expected: Any = None, task: str = "counting") -> Converter:
+    return Converter("rows", read, tasks=(task,), splits={"test": expected, "train": None})
+
+
 def make_converter(count: int, stop_after: int | None = None) -> Converter:
     """Return a converter of ``count`` rows that is interrupted after ``stop_after`` rows."""
 
@@ -23,7 +27,7 @@ def make_converter(count: int, stop_after: int | None = None) -> Converter:
                 raise KeyboardInterrupt
             yield ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i)
 
-    return Converter("rows", read, tasks=("counting",), splits={"test": None, "train": None})
+    return build(read)
 
 
 @pytest.fixture
@@ -97,35 +101,33 @@ def test_limit_replaces_bad_rows(tmp_path, argv):
             image = None if i % 3 == 0 else png(shade=i)
             yield ConvertedRow(f"row-{i}", (image,), "How many?", i)
 
-    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    converter = build(read)
     assert converter.main([*argv, "--limit", "10"]) == 2, "a row of the sample has no image"
     assert converter.main([*argv, "--limit", "10", "--allow-partial"]) == 0
     assert len(read_rows(tmp_path)) == 10
 
 
 def read_bad_rows(request):
-    yield ConvertedRow("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield ConvertedRow("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield ConvertedRow(
-        "rounded", (png(),), "q", {"boxes": [[-0.5, 0, 64.9, 48.2]], "labels": ["q"]}
-    )
-    yield ConvertedRow("xywh", (png(),), "q", {"boxes": [[30, 20, 70, 40]], "labels": ["q"]})
-    yield ConvertedRow("reversed", (png(),), "q", {"boxes": [[30, 20, 10, 40]], "labels": ["q"]})
+    def box(*edges: float) -> dict[str, Any]:
+        return {"boxes": [list(edges)], "labels": ["q"]}
+
+    good = box(1, 2, 3, 4)
+    yield from (ConvertedRow("good", (png(),), "q", good) for _ in range(2))
+    yield ConvertedRow("rounded", (png(),), "q", box(-0.5, 0, 64.9, 48.2))
+    yield ConvertedRow("xywh", (png(),), "q", box(30, 20, 70, 40))
+    yield ConvertedRow("reversed", (png(),), "q", box(30, 20, 10, 40))
     yield ConvertedRow("two", (png(),), "q", {"boxes": [[1, 2, 3, 4]] * 2, "labels": ["q"] * 2})
-    yield ConvertedRow("lost", (None,), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield ConvertedRow("rotten", (b"no image",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield ConvertedRow(
-        "outside", ("../secret.png",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]}
-    )
-    box = {"boxes": [[1, 2, 3, 4]], "labels": ["q"]}
-    yield ConvertedRow("half a pair", (png(),), "\ud83d", box)
-    yield ConvertedRow("no number", (png(),), "q", box, {"score": float("nan")})
-    yield ConvertedRow("dated", (png(),), "q", box, {"day": date(2024, 1, 1)})
+    yield ConvertedRow("lost", (None,), "q", good)
+    yield ConvertedRow("rotten", (b"no image",), "q", good)
+    yield ConvertedRow("outside", ("../secret.png",), "q", good)
+    yield ConvertedRow("half a pair", (png(),), "\ud83d", good)
+    yield ConvertedRow("no number", (png(),), "q", good, {"score": float("nan")})
+    yield ConvertedRow("dated", (png(),), "q", good, {"day": date(2024, 1, 1)})
     yield RefusedRow("skipped", "it has no use", kind="excluded")
 
 
 def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
-    converter = Converter("rows", read_bad_rows, tasks=("grounding",), splits={"test": None})
+    converter = build(read_bad_rows, task="grounding")
     assert converter.main([*argv, "--allow-partial"]) == 0
     assert [row["id"] for row in read_rows(tmp_path)] == ["good", "rounded"]
     output = capsys.readouterr().out
@@ -151,7 +153,7 @@ def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
     def read(request):
         yield ConvertedRow("lost", (None,), "How many?", 1)
 
-    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    converter = build(read)
     assert converter.main(argv) == 2
     error = capsys.readouterr().err
     assert "no row of" in error
@@ -173,7 +175,7 @@ def test_an_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys, error,
         yield ConvertedRow("first", (png(),), "How many?", 1)
         raise error
 
-    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    converter = build(read)
     assert converter.main(argv) == 2
     assert message in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
@@ -185,7 +187,7 @@ def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
         yield ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)
 
     write_files(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
-    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    converter = build(read)
     assert converter.main(argv) == 0
     assert read_rows(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]
     assert len(list((tmp_path / "images").rglob("*.png"))) == 2
@@ -199,7 +201,7 @@ def make_short_converter(expected: Any, *, lost: int = 0, excluded: int = 0) -> 
         yield from (ConvertedRow("row-0", (png(),), "How many?", 1) for _ in range(lost))
         yield from (RefusedRow(f"no-{i}", "no count", kind="excluded") for i in range(excluded))
 
-    return Converter("rows", read, tasks=("counting",), splits={"test": expected})
+    return build(read, expected)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_a_bad_path_is_one_message(tmp_path, argv, capsys, option, value, messag
         request.path.exists()
         yield ConvertedRow("one", ("a.png",), "How many?", 1)
 
-    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    converter = build(read)
     before = sorted(tmp_path.rglob("*"))
     path = value if option == "--source" else str(tmp_path / value)
     assert converter.main([*argv, option, path]) == 2

@@ -43,23 +43,14 @@ def pixels(image: Image.Image) -> list:
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
 def test_lossless_formats_keep_all_pixels(kind: str) -> None:
     assert read_size(encode(SMALL, kind)) == (3, 2)
-    assert pixels(decode_image(encode(SMALL, kind))) == COLORS.tolist()
-
-
-def test_palette_images_become_rgb() -> None:
-    assert pixels(decode_image(encode(SMALL.quantize(6), "PNG"))) == COLORS.tolist()
+    for image in (SMALL, SMALL.quantize(6).convert("P") if kind == "PNG" else SMALL):
+        assert pixels(decode_image(encode(image, kind))) == COLORS.tolist()
 
 
 def test_16_bit_images_are_scaled_to_8_bits() -> None:
     # 0x0100, 0x8000 and 0xFFFF are 1, 128 and 255 of 255; Pillow's conversion clips all to 255.
     image = Image.fromarray(np.array([[0, 0x0100, 0x8000, 0xFFFF]], np.uint16))
     assert [p[0] for p in pixels(decode_image(encode(image, "PNG")))[0]] == [0, 1, 128, 255]
-
-
-def test_32_bit_images_are_refused() -> None:
-    file = encode(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF")
-    with pytest.raises(ValueError, match="32 bits per channel: save it with 8"):
-        read_size(file)
 
 
 def test_transparent_pixels_become_white() -> None:
@@ -109,27 +100,6 @@ def test_the_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     half_width, half_height = shown.width // 2, shown.height // 2
     colors = np.asarray(shown, int)[half_height // 2 :: half_height, half_width // 2 :: half_width]
     assert np.abs(colors - upright).max() < 40  # of 255; JPEG and WebP are lossy
-
-
-def test_an_image_may_have_one_pixel() -> None:
-    file = encode(Image.new("RGB", (1, 1), "red"), "PNG")
-    assert (read_size(file), decode_image(file).size) == ((1, 1), (1, 1))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x00" * 500,
-        b"hello, I am text\n",
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-    ],
-    ids=["empty", "zeros", "text", "postscript"],
-)
-def test_files_of_other_formats_are_refused(content: bytes) -> None:
-    for function in (read_size, decode_image):
-        with pytest.raises(ValueError, match="corrupt or of a format other than PNG, JPEG"):
-            function(io.BytesIO(content))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage that it ignores

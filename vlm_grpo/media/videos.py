@@ -77,7 +77,7 @@ def decode_frames(
     """
     try:
         return _decode_frames(source, times, size, fit, skips=True)
-    except ValueError:  # the whole file tells whether it is corrupt
+    except ValueError:  # only the whole file shows whether it is corrupt
         if not isinstance(source, Path):
             source.seek(0)
         return _decode_frames(source, times, size, fit, skips=False)

@@ -329,14 +329,9 @@ class Task:
         weights = {name: w for name, w in self.reward_weights().items() if name in values}
         rewards = {name: values[name] for name in weights}
         metrics = {name: value for name, value in values.items() if name not in weights}
-        total: float | None = 0.0
-        for name, weight in weights.items():
-            value = rewards[name]
-            if value is None and weight:
-                total = None
-                break
-            total += weight * (value or 0.0)
-        return Score(answer, rewards, total, metrics, failures)
+        is_scorable = all(rewards[name] is not None for name, weight in weights.items() if weight)
+        total = sum((weight * (rewards[name] or 0.0) for name, weight in weights.items()), 0.0)
+        return Score(answer, rewards, total if is_scorable else None, metrics, failures)
 
     def parse_failure(self, failure: str, tokens: int | None = None) -> Score:
         """Return the score of a completion whose parsing failed with the traceback ``failure``."""
