@@ -65,16 +65,14 @@ def ask_about_images(
 
     An image with a bad object yields a row with a problem for each of those, and no other.
     """
-    number = unused = 0
+    unused = 0
     for image in images:
         bad = ((region, _find_problem(region, image.size)) for region in image.regions)
         rows = [Row(region.location, 0, problem=problem) for region, problem in bad if problem]
         if not rows:
             rows = _make_rows(image, categories, task)
             unused += not rows
-        for row in rows:
-            number += 1
-            yield replace(row, number=number, strict=True)
+        yield from rows  # which have ids, so that their numbers do not matter
     if unused:
         logger.warning(
             "%d images give no row: %s asks about none of their objects "
@@ -101,16 +99,12 @@ def _make_rows(image: AnnotatedImage, categories: Sequence[str], task: Task) -> 
     if ignored:
         boxes, labels = [list(_round_box(r)) for r in ignored], [r.label for r in ignored]
         meta["crowd"] = {"boxes": boxes, "labels": labels}
-    common = {"images": [image.path], "meta": meta}
-    return [
-        Row(
-            image.location,
-            0,
-            {"id": f"{image.id}-{index}", **common, "question": question, "answer": answer},
-            size=image.size,
-        )
-        for index, (question, answer) in enumerate(pairs, start=1)
-    ]
+    rows = []
+    for index, (question, answer) in enumerate(pairs, start=1):
+        values = {"id": f"{image.id}-{index}", "question": question, "answer": answer}
+        values |= {"images": [image.path], "meta": meta}
+        rows.append(Row(image.location, 0, values, strict=True, size=image.size))
+    return rows
 
 
 def _round_box(region: Region) -> tuple[float, float, float, float]:
@@ -154,7 +148,7 @@ def _explain(location: str, problem: str) -> AnnotatedImage:
 class Coco:
     """The content of a COCO annotation file."""
 
-    path: Path  # the file
+    path: Path
     images: Mapping[Any, dict[str, Any]]  # image entries by id, with a ``file_name``
     # annotation entries, unchecked; ``bbox`` is x, y, width, height in pixels
     annotations: Sequence[Any]
@@ -275,7 +269,7 @@ def _read_captions(coco: Coco) -> Iterator[Row]:
             values = {"id": str(key), "images": [image["file_name"]], "answer": texts}
             location = f"{coco.path}: image {number}"
             rows.append(Row(location, 0, values, True, question=CAPTION_QUESTION))
-    return (replace(row, number=number) for number, row in enumerate(rows, start=1))
+    return iter(rows)
 
 
 def _get_image(annotation: Any, coco: Coco) -> int | str:
