@@ -1,4 +1,4 @@
-"""The optimizer's groups, its schedule, and its state by the names of the weights."""
+"""The optimizer's groups, and its state by the names of the weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.optimizer import (
     build_optimizer,
-    build_schedule,
-    build_scheduler,
     describe_state,
     get_kind,
-    get_rates,
     load_optimizer_tensors,
     optimizer_tensors,
-    set_rates,
     state_by_weight,
 )
 from vlm_grpo.errors import UserError
@@ -37,10 +31,6 @@ def make_weights() -> Named:
 
 def make_optimizer(weights: Named, **optim: Any) -> torch.optim.Optimizer:
     return build_optimizer(weights, OptimSettings(**optim))
-
-
-def make_settings(optim: dict[str, Any], **values: Any) -> Settings:
-    return load_settings("quickstart", optim=optim, **values)
 
 
 def make_state(weights: Named) -> dict[str, Tensor]:
@@ -135,90 +125,6 @@ def test_only_the_state_of_one_weight_at_a_time_is_read() -> None:
     assert sorted(read) == [f"{name}/{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
     assert len(list(weights)) == 1
     assert sorted(read) == sorted(state)
-
-
-def test_a_resumed_run_has_the_rates_of_its_settings() -> None:
-    """A resume with another learning rate continues the schedule with it."""
-    old: dict[str, Any] = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 0, "max_steps": 4}
-    new = {**old, "lr": 4e-3, "weight_decay": 0.3, "betas": (0.8, 0.9), "eps": 1e-6}
-    weights = make_weights()
-    optimizer = make_optimizer(weights, **old)
-    scheduler = build_scheduler(optimizer, make_settings(old))
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == pytest.approx([7.5e-3] * 2)  # 3/4 of 1e-2
-    saved, state = scheduler.state_dict(), optimizer_tensors(optimizer, weights)
-    weights = make_weights()
-    optimizer = make_optimizer(weights, **new)
-    scheduler = build_scheduler(optimizer, make_settings(new))
-    load_optimizer_tensors(optimizer, weights, state)
-    scheduler.load_state_dict(saved)
-    set_rates(optimizer, scheduler, make_settings(new))
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-3] * 2)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
-    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {
-        ((0.8, 0.9), 1e-6)
-    }
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == pytest.approx([2e-3] * 2)  # 2/4 of 4e-3
-
-
-def test_a_warmup_may_be_a_share_and_the_rate_may_end_above_0() -> None:
-    optim = {"lr": 1e-2, "max_steps": 11, "warmup_steps": 0.19}
-    rate = build_schedule(make_settings({**optim, "schedule": "linear"}))
-    assert [rate(step) for step in (0, 1, 3, 4, 11)] == pytest.approx(
-        [0, 1e-2 / 3, 1e-2, 7 / 8 * 1e-2, 0]  # three steps of warmup, as in transformers
-    )
-    least = {"schedule": "cosine_with_min_lr", "min_lr": 2e-3}
-    rate = build_schedule(make_settings({**optim, **least}))
-    assert [rate(step) for step in (3, 7, 11)] == pytest.approx([1e-2, 6e-3, 2e-3])
-
-
-# Learning rates by part.
-
-PARTS = {
-    "model.visual.blocks.0.attn.qkv.weight": "vision",
-    "model.visual.merger.mlp.0.weight": "projector",
-    "model.language_model.layers.0.mlp.up_proj.weight": "language",
-    "model.language_model.norm.weight": "language",
-}
-
-
-def make_parts() -> Named:
-    return [
-        (n, nn.Parameter(torch.ones(2, 3) if "norm" not in n else torch.ones(3))) for n in PARTS
-    ]
-
-
-def test_each_part_follows_the_schedule_from_its_own_rate() -> None:
-    optim: dict[str, Any] = {"lr": 1e-2, "lr_vision": 1e-3, "lr_projector": 0.0}
-    optim |= {"schedule": "linear", "max_steps": 4, "name": "adafactor"}
-    weights = make_parts()
-    optimizer = make_optimizer(weights, **optim)
-    optim |= {"betas": (0.9, 0.999), "warmup_steps": 0}  # in place of the recipe's
-    scheduler = build_scheduler(optimizer, make_settings(optim))
-    for _, weight in weights:
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    scheduler.step()
-    assert get_rates(scheduler) == {
-        "learning_rate": pytest.approx(7.5e-3),  # 3/4 of each
-        "learning_rate/vision": pytest.approx(7.5e-4),
-        "learning_rate/projector": 0.0,
-    }
-    moved = {PARTS[name]: float((1 - weight.detach()).max()) for name, weight in weights}
-    # Adafactor's first step is the learning rate times the sign of the gradient; 1e-7: float32.
-    assert moved == pytest.approx({"vision": 1e-3, "projector": 0.0, "language": 1e-2}, abs=1e-7)
-    supervised = make_settings(optim, warm_start={"steps": 2, "lr": 5e-2})
-    for part, rate in (("vision", 1e-3), ("", 1e-2)):
-        schedule = build_schedule(supervised, part)
-        assert (schedule(0), schedule(2)) == pytest.approx((5e-2, rate))
-
-
-def test_a_rate_of_a_part_that_is_not_trained_is_refused() -> None:
-    with pytest.raises(UserError, match=r"optim\.lr_vision has no effect: no weight of the vision"):
-        make_optimizer(make_parts()[1:], lr_vision=1e-3)
 
 
 # Other optimizers.

@@ -11,7 +11,7 @@ import pytest
 from processes import wait_for
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from vlm_grpo.dist.collectives import EXCHANGES
+from vlm_grpo.dist.collectives import COLLECTIVES
 from vlm_grpo.dist.watch import RankWatch
 
 
@@ -22,7 +22,7 @@ def make_watch(monkeypatch: pytest.MonkeyPatch, timeout: float = 0.1) -> RankWat
         raise SystemExit(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(EXCHANGES, "count", 5)
+    monkeypatch.setattr(COLLECTIVES, "count", 5)
     watch = RankWatch(HashStore(), 0, 3, timeout)
     watch.place = lambda: "in phase step"
     return watch

@@ -90,15 +90,14 @@ TARGETS = {
     ),
     "training/checkpoint/store.py": (
         0.08,
-        "training/checkpoint/test_store.py training/checkpoint/test_sharded.py "
-        "training/checkpoint/test_manager.py",
+        "training/checkpoint/test_store.py training/checkpoint/test_manager.py",
     ),
     "training/checkpoint/compatibility.py": (0.12, "training/checkpoint/test_compatibility.py"),
     "dist/optimizer.py": (
         0.4,
-        "dist/test_optimizer.py test_wiring.py training/checkpoint/test_manager.py "
-        "training/test_warm_start.py ",
+        "dist/test_optimizer.py test_wiring.py training/checkpoint/test_manager.py",
     ),
+    "training/schedule.py": (0.4, "training/test_schedule.py training/test_warm_start.py"),
     "dist/strategy.py": (
         0.7,
         "dist/test_strategy.py test_wiring.py training/checkpoint/test_manager.py",
@@ -160,8 +159,8 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/batch.py", "/ max(totals.active_tokens, 1)}", "/ max(len(completions), 1)}"),
     ("training/batch.py", "signal = torch.stack(", "torch.stack("),
     ("training/objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
-    ("dist/optimizer.py", "else rate(step - first)", "else rate(step)"),
-    ("dist/optimizer.py", "supervised(step) if settings.is_supervised(step) else ", ""),
+    ("training/schedule.py", "else rate(step - first)", "else rate(step)"),
+    ("training/schedule.py", "supervised(step) if settings.is_supervised(step) else ", ""),
     ("training/update.py", "self.reference.in_place(), ", ""),
     ("training/methods/kl.py", "objective.beta * estimate(", "estimate("),
     ("training/batch.py", "return objective.mask_truncated_completions and", "return False and"),

@@ -22,8 +22,7 @@ from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import evaluate_policy
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.training import trainer
-from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
-from vlm_grpo.training.checkpoint.store import CheckpointState
+from vlm_grpo.training.checkpoint.store import CheckpointState, write_sharded_checkpoint
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example

@@ -11,7 +11,7 @@ from small_runs import StopAt, assert_same_weights, make_trainer, read_metrics, 
 from vlm_grpo.config.objective import ReplaySettings
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.training import rollout as rollout_module
-from vlm_grpo.training.checkpoint.experience_state import restore_experience, serialize_experience
+from vlm_grpo.training.checkpoint.state import restore_experience, serialize_experience
 from vlm_grpo.training.experience import Experience, KeptGroup, ReplayBuffer
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Score

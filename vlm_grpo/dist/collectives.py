@@ -24,19 +24,19 @@ TOLERANCE = 0.02
 
 
 @dataclass
-class Exchanges:
-    """The number of exchanges with the other ranks that this process has reached."""
+class CollectiveCounter:
+    """The number of collectives that this process has reached."""
 
     count: int = 0
 
 
-EXCHANGES = Exchanges()
-"""The count of this process. All ranks make the same exchanges in the same order."""
+COLLECTIVES = CollectiveCounter()
+"""The count of this process. All ranks make the same collectives in the same order."""
 
 
 def gather_object(items: list[Any]) -> list[Any]:
     """Return the items of all ranks, in rank order. All ranks must call it."""
-    EXCHANGES.count += 1
+    COLLECTIVES.count += 1
     return utils.gather_object(items)
 
 
@@ -94,7 +94,7 @@ def broadcast_weights(
         whole: the first rank's unsharded weights and buffers by name; ignored on other ranks.
         accelerator: the ranks.
     """
-    EXCHANGES.count += 1
+    COLLECTIVES.count += 1
     for name, tensor in get_tensors(model).items():
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=accelerator.device)
         if accelerator.is_main_process:
@@ -107,7 +107,7 @@ def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
     """Return whether the flag is set on any rank."""
     if ranks.num_processes == 1:
         return flag
-    EXCHANGES.count += 1
+    COLLECTIVES.count += 1
     flags = torch.tensor(float(flag), device=ranks.device)
     return bool(utils.reduce(flags, "sum") > 0)  # type: ignore[operator]
 
@@ -198,7 +198,7 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
     """
     if accelerator.num_processes == 1:
         return
-    EXCHANGES.count += 1
+    COLLECTIVES.count += 1
     for bucket in split_into_buckets(tensors, BUCKET_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         torch.distributed.all_reduce(flat)

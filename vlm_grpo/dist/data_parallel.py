@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.dist.collectives import EXCHANGES, split_into_buckets
+from vlm_grpo.dist.collectives import COLLECTIVES, split_into_buckets
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import Policy
@@ -76,7 +76,7 @@ class DataParallel(Strategy):
         if self.accelerator.num_processes == 1:
             super().reduce_gradients()
             return
-        EXCHANGES.count += 1
+        COLLECTIVES.count += 1
         while len(self._sums) < len(self._buckets):
             self._send()
         for bucket, (flat, exchange) in zip(self._buckets, self._sums, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import PartialState
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from vlm_grpo.dist.collectives import EXCHANGES, explain_lost_rank
+from vlm_grpo.dist.collectives import COLLECTIVES, explain_lost_rank
 from vlm_grpo.dist.launch import connect_store
 
 LONGEST_BEAT = 5.0
@@ -60,8 +60,8 @@ class RankWatch:
         try:
             while not self._stopped.wait(self.beat):
                 beats += 1
-                if EXCHANGES.count != reached:
-                    reached, since = EXCHANGES.count, time.monotonic()
+                if COLLECTIVES.count != reached:
+                    reached, since = COLLECTIVES.count, time.monotonic()
                 sign = {"beats": beats, "reached": reached, "place": self.place()}
                 self.store.set(str(self.rank), json.dumps({**sign, "host": platform.node()}))
                 if self.store.check(["end"]):

@@ -28,7 +28,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.training.advantages import Estimator, compute_advantages
 from vlm_grpo.training.batch import Rollout, StepBatch, pack_step
 from vlm_grpo.training.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
-from vlm_grpo.training.checkpoint.rng_state import get_rng_states, set_rng_states
+from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
 from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.nonfinite import NonfiniteGuard
 from vlm_grpo.training.rollout import build_rollout_sampler

@@ -16,7 +16,7 @@ from torch import Tensor
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.build import build_strategy
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.dist.optimizer import build_optimizer, build_scheduler, get_rates
+from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.activations import offload_activations
@@ -42,6 +42,7 @@ from vlm_grpo.training.objective import (
     load_surrogate,
 )
 from vlm_grpo.training.reference import Reference
+from vlm_grpo.training.schedule import build_scheduler, get_rates
 
 
 @dataclass

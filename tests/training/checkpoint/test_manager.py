@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
+import random
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_copies import record_copies
@@ -29,7 +33,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.checkpoint import manager
-from vlm_grpo.training.checkpoint.manager import CheckpointManager, check_resumable, get_versions
+from vlm_grpo.training.checkpoint.manager import (
+    AsyncWriter,
+    CheckpointManager,
+    check_resumable,
+    get_versions,
+)
+from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
 from vlm_grpo.training.checkpoint.store import read_metadata
 from vlm_grpo.training.trainer import train
 
@@ -263,3 +273,91 @@ def test_live_weights_on_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.M
     weight.zero_()
     assert copies["head"].tolist() == [0, 1, 2, 3]
     assert copies["half"].tolist() == [0, 1]
+
+
+# Random numbers.
+
+
+def draw() -> list[float]:
+    normal = random.gauss(0, 1)  # Python and NumPy keep the second value of a pair in their state
+    return [normal, random.random(), np.random.randn(), np.random.rand(), float(torch.rand(()))]
+
+
+def test_restored_generators_repeat_their_numbers() -> None:
+    draw()
+    states = json.loads(json.dumps(get_rng_states()))
+    first = draw()
+    assert draw() != first
+    set_rng_states(states)
+    assert draw() == first
+
+
+# The background thread.
+
+
+def fill_disk() -> None:
+    raise OSError("No space left on device")
+
+
+def check_until_error(writer: AsyncWriter) -> None:
+    while True:
+        writer.check()
+
+
+def raise_within(writer: AsyncWriter, job: Callable[[], object], error: BaseException) -> None:
+    with writer:
+        writer.start(job)
+        raise error
+
+
+def test_jobs_run_one_at_a_time_and_in_order() -> None:
+    finished, lock = [], threading.Lock()
+
+    def job(number: int) -> None:
+        assert lock.acquire(blocking=False)  # no other job is running
+        finished.append(number)
+        lock.release()
+
+    with AsyncWriter() as writer:
+        for number in range(20):
+            writer.start(lambda number=number: job(number))
+    assert finished == list(range(20))
+
+
+def test_exit_waits_for_the_job() -> None:
+    free, done = threading.Event(), []
+    with AsyncWriter() as writer:
+        writer.start(lambda: (free.wait(10), done.append(True)))
+        threading.Timer(0.05, free.set).start()
+    assert done
+
+
+def test_an_error_is_raised_once_by_the_next_call() -> None:
+    writer = AsyncWriter()
+    writer.start(fill_disk)
+    with pytest.raises(OSError, match="No space left"):
+        writer.start(lambda: None)
+    writer.wait()
+    writer.start(fill_disk)
+    with pytest.raises(OSError, match="No space left"):
+        check_until_error(writer)
+
+
+def test_exit_raises_the_error_of_the_last_job() -> None:
+    with pytest.raises(OSError, match="No space left"), AsyncWriter() as writer:
+        writer.start(fill_disk)
+
+
+def test_an_error_of_the_caller_is_raised_and_that_of_the_job_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="first"):
+        raise_within(AsyncWriter(), fill_disk, ValueError("first"))
+    assert "a background job failed too" in caplog.text
+
+
+def test_an_interrupt_does_not_wait() -> None:
+    forever = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        raise_within(AsyncWriter(), forever.wait, KeyboardInterrupt())
+    forever.set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import platform
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,13 +18,11 @@ from accelerate.utils import broadcast_object_list
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import fail_together, gather_object, get_local_names
-from vlm_grpo.dist.optimizer import set_rates
 from vlm_grpo.dist.sharding import Deferred, gather_full, local_shard
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import snapshot_on_host
 from vlm_grpo.task import Task
-from vlm_grpo.training.checkpoint.async_writer import AsyncWriter
 from vlm_grpo.training.checkpoint.compatibility import (
     check_same_data,
     check_same_settings,
@@ -29,9 +30,12 @@ from vlm_grpo.training.checkpoint.compatibility import (
     flatten_settings,
     warn_about_versions,
 )
-from vlm_grpo.training.checkpoint.experience_state import restore_experience, serialize_experience
-from vlm_grpo.training.checkpoint.rng_state import get_rng_states, set_rng_states
-from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
+from vlm_grpo.training.checkpoint.state import (
+    get_rng_states,
+    restore_experience,
+    serialize_experience,
+    set_rng_states,
+)
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
     find_newest_checkpoint,
@@ -41,10 +45,14 @@ from vlm_grpo.training.checkpoint.store import (
     read_metadata,
     read_tensors,
     write_checkpoint,
+    write_sharded_checkpoint,
 )
 from vlm_grpo.training.rollout import RolloutSampler
+from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
+
+logger = logging.getLogger(__name__)
 
 LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
 
@@ -67,17 +75,11 @@ class RunState:
 
 
 class CheckpointManager:
-    """A manager that saves and restores the state of a run.
+    """Saves and restores the state of a run.
 
     All ranks call ``save`` together: state is gathered, and the main process writes it, or with
     ``checkpoint.sharded`` every rank writes a shard. In ``restore`` every rank reads the files.
     Only the random states, one per rank, depend on the number of ranks.
-
-    Args:
-        settings: the run's settings.
-        updater: the policy, its optimizer, schedule and reference.
-        sampler: holds the position in the data.
-        examples: the training examples; a checkpoint keeps their digests.
 
     Attributes:
         last_saved: step of the last checkpoint written or started; None before the first.
@@ -247,8 +249,11 @@ def find_checkpoint(
         try:
             if settings.resume:
                 result = [find_newest_checkpoint(folder)]
-            else:
-                _check_no_run(folder)
+            elif found := list_checkpoints(folder):
+                raise UserError(
+                    f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0]}: "
+                    "continue it with resume=true, or start a new run with another name=…"
+                )
         except UserError as error:
             result = [error]
     checkpoint = broadcast_object_list(result)[0]
@@ -257,19 +262,6 @@ def find_checkpoint(
     if checkpoint is not None:
         check_resumable(checkpoint, settings, examples, task)
     return checkpoint
-
-
-def _check_no_run(folder: Path) -> None:
-    """Check that a new run does not write among the checkpoints of another.
-
-    Raises:
-        UserError: there are checkpoints.
-    """
-    if found := list_checkpoints(folder):
-        raise UserError(
-            f"{folder.parent} holds a run with checkpoints up to step {found[-1][0]}: "
-            "continue it with resume=true, or start a new run with another name=…"
-        )
 
 
 def check_resumable(
@@ -318,3 +310,59 @@ def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         distinct[keys[name]] = tensor
     copies = dict(zip(distinct, snapshot_on_host([*distinct.values()]), strict=True))
     return {name: copies[key] for name, key in keys.items()}
+
+
+class AsyncWriter:
+    """A thread that runs jobs one after the other and raises their errors in the caller.
+
+    As a context manager it waits for the last job on exit, except after an interrupt. The thread
+    does not keep the process alive, as those of ``concurrent.futures`` do.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> AsyncWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:
+                raise
+            logger.exception("a background job failed too")  # the caller's error must be raised
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Wait for the previous job, raise its error, or start this one."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a finished job, without waiting."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the job, and raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:  # raised again in the main thread
+            self._error = error

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.jsonl import read_object
@@ -63,16 +65,13 @@ def write_checkpoint(
     state: CheckpointState,
     write_weights: Callable[[Path], None],
 ) -> Path:
-    """Write a checkpoint to a temporary folder, flush it, read it back, and rename it.
+    """Write a checkpoint to a temporary folder, flush it, read it back, rename it and return it.
 
     Args:
         folder: the run's ``checkpoints``.
         step: number of finished steps.
         state: the contents other than the weights.
         write_weights: writes weights, processor and settings into the given folder.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         CorruptCheckpoint: the files read back differently.
@@ -129,13 +128,7 @@ def write_files(
 
 
 def commit(folder: Path, step: int, checksums: Checksums) -> Path:
-    """Turn the temporary folder into a checkpoint: write the manifest, flush and rename.
-
-    Args:
-        folder: the run's ``checkpoints``.
-        step: number of finished steps.
-        checksums: checksums of all files of the checkpoint.
-    """
+    """Turn the temporary folder into a checkpoint: write the manifest, flush and rename."""
     target, tmp_dir = folder / get_name(step), get_tmp_dir(folder, step)
     (tmp_dir / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
     for path in [tmp_dir / MANIFEST, *(p for p in tmp_dir.rglob("*") if p.is_dir()), tmp_dir]:
@@ -150,19 +143,53 @@ def commit(folder: Path, step: int, checksums: Checksums) -> Path:
     return target
 
 
+def write_sharded_checkpoint(
+    accelerator: Accelerator,
+    folder: Path,
+    step: int,
+    state: CheckpointState,
+    write_weights: Callable[[Path], None],
+) -> None:
+    """Write a checkpoint with one shard per rank, which share the folder. All ranks must call it.
+
+    Each rank writes, flushes and reads back its shard of the weights and of ``state``, whose
+    metadata is taken from the first rank. Then the first rank merges them into a checkpoint. If
+    one rank fails, all of them raise and nothing remains on the disk.
+
+    Raises:
+        CorruptCheckpoint: the files read back differently.
+        UserError: another rank failed.
+    """
+    tmp_dir, is_first = get_tmp_dir(folder, step), accelerator.is_main_process
+    world = accelerator.num_processes
+    shards = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
+    try:
+        with fail_together(accelerator):
+            if is_first:
+                create_tmp_dir(folder, step)
+        with fail_together(accelerator):
+            shard_dir = tmp_dir / shards[accelerator.process_index]
+            shard_dir.mkdir()
+            checksums = write_files(shard_dir, state, write_weights)
+        gathered = dict(zip(shards, gather_object([checksums]), strict=True))
+        with fail_together(accelerator):
+            if is_first:
+                commit(folder, step, merge_shards(tmp_dir, gathered))
+    except BaseException:
+        if is_first:
+            shutil.rmtree(tmp_dir, ignore_errors=True)
+        raise
+
+
 def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
-    """Merge the folders that the ranks wrote into one checkpoint.
+    """Merge the folders that the ranks wrote, and return the checksums of the merged files.
 
     The files get the names that transformers gives to a sharded model, and its index, so that
-    other programs can load the model.
+    other programs can load the model. Files other than safetensors are taken from the first.
 
     Args:
         tmp_dir: holds a folder per shard, which is removed.
         shards: checksums of each folder's files, by the folder's name such as ``00001-of-00002``.
-            Files other than safetensors are taken from the first.
-
-    Returns:
-        The checksums of the files now in ``tmp_dir``.
     """
     checksums: Checksums = {}
     for rank, (shard, files) in enumerate(shards.items()):
@@ -218,7 +245,7 @@ def _read_back(folder: Path, state: CheckpointState) -> None:
 
 
 def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are equal in dtype, shape and every bit, NaN included."""
+    """NaN included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
