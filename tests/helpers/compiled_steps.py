@@ -26,7 +26,7 @@ from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5")
+FAMILIES = ("qwen3_vl", "gemma3", "qwen3_5")
 GPU = "qwen2_5_vl on a GPU, with LoRA"
 NAMES = (*FAMILIES, GPU)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,24 +13,16 @@ import torch
 
 
 class RecordedCuda:
-    """A stand-in for ``torch.cuda`` that records calls.
-
-    Args:
-        monkeypatch: replaces its functions.
-
-    Attributes:
-        current: name of the current stream.
-        events: what was done, in order.
-    """
+    """A stand-in for ``torch.cuda``: the current stream, and what was done, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = "main"
         self.events: list[str] = []
         pools = itertools.count(1)
         functions = {
-            "CUDAGraph": lambda: RecordedGraph(self),
-            "Stream": lambda: RecordedStream(self, "side"),
-            "current_stream": lambda: RecordedStream(self, self.current),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.events.append("replay")),
+            "Stream": lambda: self._get_stream("side"),
+            "current_stream": lambda: self._get_stream(self.current),
             "stream": self._use,
             "graph": self._capture,
             "graph_pool_handle": lambda: next(pools),
@@ -37,8 +30,14 @@ class RecordedCuda:
         for name, function in functions.items():
             monkeypatch.setattr(torch.cuda, name, function)
 
+    def _get_stream(self, name: str) -> Any:
+        def wait_stream(other: Any) -> None:
+            self.events.append(f"{name} waits for {other.name}")
+
+        return SimpleNamespace(name=name, wait_stream=wait_stream)
+
     @contextlib.contextmanager
-    def _use(self, stream: RecordedStream) -> Iterator[None]:
+    def _use(self, stream: Any) -> Iterator[None]:
         before, self.current = self.current, stream.name
         try:
             yield
@@ -55,23 +54,3 @@ class RecordedCuda:
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
         self.current = before
         self.events.append("end")
-
-
-class RecordedStream:
-    """A stream with a name."""
-
-    def __init__(self, cuda: RecordedCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def wait_stream(self, other: RecordedStream) -> None:
-        self.cuda.events.append(f"{self.name} waits for {other.name}")
-
-
-class RecordedGraph:
-    """A graph whose replay runs nothing."""
-
-    def __init__(self, cuda: RecordedCuda) -> None:
-        self.cuda = cuda
-
-    def replay(self) -> None:
-        self.cuda.events.append("replay")

@@ -22,7 +22,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import activations
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing, offload_activations
 from vlm_grpo.model.engine.forwards import has_forward
-from vlm_grpo.training.update import _check_offloading
 
 CPU = torch.device("cpu")
 
@@ -121,17 +120,6 @@ def test_views_of_one_tensor_and_its_later_values_are_kept_apart() -> None:
     expected = [i + 10 * (4 + i) + 100 * (100 + i) for i in range(4)]
     assert weight.grad is not None
     assert weight.grad.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("device", "may_retry", "message"),
-    [("cpu", True, "computes on cpu: remove it"), ("cuda", False, "sharded weights")],
-)
-def test_offloading_without_effect_is_refused(device: str, may_retry: bool, message: str) -> None:
-    accelerator = SimpleNamespace(device=torch.device(device))
-    strategy: Any = SimpleNamespace(accelerator=accelerator, may_retry=may_retry)
-    with pytest.raises(UserError, match=message):
-        _check_offloading(strategy)
 
 
 def test_the_boolean_values_of_checkpointing_still_work() -> None:

@@ -222,13 +222,6 @@ def test_scores_do_not_depend_on_the_rest_of_the_batch(family: str, is_shared: b
     policy = tiny_policy(family, is_shared)
     batch = make_micro_batch(policy)
     together = policy.score(batch).logprobs
-    alone = torch.cat([policy.score(MicroBatch((piece,))).logprobs for piece in batch.slices])
+    pieces = [*batch.slices[:-1], *batch.slices[-1].split_in_half()]
+    alone = torch.cat([policy.score(MicroBatch((piece,))).logprobs for piece in pieces])
     assert (together - alone).abs().max() < 1e-5
-
-
-def test_splitting_a_group_changes_no_score() -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
-    (_, _, piece) = make_micro_batch(policy).slices
-    together = policy.score(MicroBatch((piece,))).logprobs
-    halves = [policy.score(MicroBatch((half,))).logprobs for half in piece.split_in_half()]
-    assert (together - torch.cat(halves)).abs().max() < 1e-9

@@ -24,7 +24,6 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.families.shared_form import SharedForm
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import PlainQuestion
@@ -104,16 +103,6 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family: str) 
             scored = policy.score(pack_groups(prompts, groups)).logprobs
         assert (scored - sampled_logprobs(groups)).abs().max() < 1e-6
     assert tokens[0] == tokens[1]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_positions_are_those_of_transformers(family: str) -> None:
-    policy = tiny_policy(family)
-    for prompt in build_prompts(policy, LONG):
-        found = policy.family.lay_out(policy.model, prompt).positions
-        # What reaches the language model in transformers' own forward.
-        expected = SharedForm().lay_out(policy.model, prompt).positions
-        assert (found == expected).all()
 
 
 def test_a_clip_is_encoded_once_per_group() -> None:

@@ -135,20 +135,7 @@ def sample_repeated(
 ) -> None:
     """Sample all completions of the prompts into ``state``, with at most ``max_tokens`` prompt and
     completion tokens processed at once."""
-    # The model's generation config may add a repetition penalty or suppress tokens, which are not
-    # part of the scored distribution.
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        _sample(model, prompts, state, max_tokens, padding)
-    finally:
-        model.generation_config = own
-
-
-def _sample(
-    model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, padding: Padding
-) -> None:
     longest = state.tokens.shape[1]
-    device = state.tokens.device
     config = GenerationConfig(
         max_new_tokens=longest,
         do_sample=False,
@@ -157,15 +144,25 @@ def _sample(
     )
     pairs = zip(prompts, state.sizes, strict=True)
     repeated = [prompt for prompt, size in pairs for _ in range(size)]
-    for order in _group_alike(repeated):
-        order.sort(key=lambda row: -len(repeated[row].token_ids))
-        while order:
-            count = max(1, max_tokens // (len(repeated[order[0]].token_ids) + longest))
-            rows, order = order[:count], order[count:]
-            chunk = torch.tensor(rows, device=device)
-            model.generate(
-                **_build_inputs(model, [repeated[r] for r in rows], [()] * len(rows), padding),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([_SampleToken(state, chunk, padding.token)]),
-                stopping_criteria=StoppingCriteriaList([_IsFinished(state, chunk)]),
-            )
+    # The model's generation config may add a repetition penalty or suppress tokens, which are not
+    # part of the scored distribution.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        for order in _group_alike(repeated):
+            order.sort(key=lambda row: -len(repeated[row].token_ids))
+            while order:
+                count = max(1, max_tokens // (len(repeated[order[0]].token_ids) + longest))
+                rows, order = order[:count], order[count:]
+                inputs = _build_inputs(
+                    model, [repeated[r] for r in rows], [()] * len(rows), padding
+                )
+                chunk = torch.tensor(rows, device=state.tokens.device)
+                sampler = _SampleToken(state, chunk, padding.token)
+                model.generate(
+                    **inputs,
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList([sampler]),
+                    stopping_criteria=StoppingCriteriaList([_IsFinished(state, chunk)]),
+                )
+    finally:
+        model.generation_config = own
