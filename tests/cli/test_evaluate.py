@@ -30,7 +30,7 @@ def test_the_newest_checkpoint_of_a_run_is_evaluated(capsys, tmp_path, monkeypat
         load_settings("counting").save(folder / "config.yaml")
     calls = []
     monkeypatch.setattr(
-        "vlm_grpo.eval.evaluate.evaluate_benchmark", lambda *given: calls.append(given)
+        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
     )
     _, out, _ = run(capsys, "evaluate", "tallyqa", *ROWS, "--checkpoint", given)
     assert f"checkpoint {newest}, the newest of its run" in out
@@ -95,7 +95,7 @@ def test_a_benchmark_takes_model_and_prompt_settings_from_the_checkpoint(
     load_settings("counting", trained).save(checkpoint / "config.yaml")
     calls = []
     monkeypatch.setattr(
-        "vlm_grpo.eval.evaluate.evaluate_benchmark", lambda *given: calls.append(given)
+        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
     )
     run(
         capsys, "evaluate", "tallyqa", *ROWS, "--checkpoint", checkpoint, "policy.dtype=float32"
@@ -145,7 +145,7 @@ def test_options_of_a_server_that_cannot_be_used_are_one_message(
 def test_a_benchmark_behind_an_address_needs_no_model(capsys, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "vlm_grpo.eval.evaluate.evaluate_benchmark", lambda *given: calls.append(given)
+        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
     )
     options = ["--served-model", "gpt", "--concurrency", "4", "--price", "2.5,10"]
     options += ["--timeout", "9"]

@@ -17,7 +17,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import served
-from vlm_grpo.eval.evaluate import evaluate, evaluate_benchmark
+from vlm_grpo.eval.benchmark import evaluate_benchmark
+from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.predictions import PredictionLog
 from vlm_grpo.eval.served import load_evaluated_model
 from vlm_grpo.model.prompts import load_prompt_builder

@@ -68,7 +68,7 @@ def evaluation(
 ) -> Scored:
     """Return a table of values, whose mean is theirs unless it is given."""
     rows = tuple(
-        Row(id=str(n), output="", answer=None, rewards={"exact": value}, metrics={})
+        Row(id=str(n), output="", answer=None, reward=1.0, rewards={"exact": value}, metrics={})
         for n, value in enumerate(values)
     )
     known = [value for value in values if value is not None]

@@ -171,9 +171,9 @@ def evaluate(
         values = values if endpoint is None else [_NO_MODEL, *values]
         settings = _benchmark_settings(recipe, data, folder, values)
         with exit_when_stopped("the same command continues it"):
-            from vlm_grpo.eval import evaluate
+            from vlm_grpo.eval import benchmark
 
-            evaluate.evaluate_benchmark(recipe, settings, folder, split, endpoint)
+            benchmark.evaluate_benchmark(recipe, settings, folder, split, endpoint)
         return
     if checkpoint is not None:
         raise UserError("--predictions are scored without a model: leave out --checkpoint")
@@ -186,16 +186,14 @@ def evaluate(
             from vlm_grpo.config.data import DataSettings
 
             rows = DataSettings(train=data, image_root=image_root)
-            report = scoring.score_predictions(
-                recipe, values, rows, (layout, predictions), written_frame, tags
+            scoring.print_scores(
+                recipe, values, rows, (predictions, layout), written_frame, tags, as_json
             )
-            (scoring.print_json if as_json else scoring.print_table)(report)
             return
-        from vlm_grpo.eval.evaluate import score_benchmark
+        from vlm_grpo.eval.benchmark import score_benchmark
 
         settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
-        outputs = predictions if layout is None else (layout, predictions)
-        score_benchmark(recipe, settings, outputs, written_frame, split)
+        score_benchmark(recipe, settings, predictions, layout, written_frame, split)
 
 
 def _is_task(name: str) -> bool:

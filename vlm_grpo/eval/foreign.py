@@ -49,32 +49,17 @@ class ForeignRow:
 
 
 def read_outputs(
-    layout: str, path: Path, examples: Sequence[Example], needs_resized_size: bool = False
+    path: Path,
+    layout: str | None,
+    examples: Sequence[Example],
+    needs_resized_size: bool = False,
 ) -> tuple[list[Example], list[str]]:
-    """Read outputs in vlm-grpo's format or another project's; see ``read_foreign``.
-
-    Raises:
-        UserError: there is no such layout, or the file does not fit it or the examples.
-    """
-    if layout == PREDICTIONS:
-        return read_predictions(path, examples, needs_resized_size)
-    if layout not in LAYOUTS:
-        known = [PREDICTIONS, *LAYOUTS]
-        raise UserError(
-            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
-        )
-    return read_foreign(layout, path, examples, needs_resized_size)
-
-
-def read_foreign(
-    layout: str, path: Path, examples: Sequence[Example], needs_resized_size: bool = False
-) -> tuple[list[Example], list[str]]:
-    """Read the outputs in a file of another project, and match them with examples.
+    """Read outputs in vlm-grpo's format, and match them with examples, or in another project's.
 
     Args:
-        layout: a key of ``LAYOUTS``.
         path: the file.
-        examples: the dataset; the file may have outputs for some of the examples only.
+        layout: None or ``predictions``: that of ``read_predictions``; or a key of ``LAYOUTS``.
+        examples: the dataset; the file of another project may have outputs for some of them only.
         needs_resized_size: boxes in the outputs are in pixels of the resized image, so each row
             must have its size.
 
@@ -83,8 +68,16 @@ def read_foreign(
         if the file has them, and one output per example.
 
     Raises:
-        UserError: the file has another layout, or rows match no example; every such row is named.
+        UserError: there is no such layout, the file does not fit it, or rows match no example;
+            every such row is named.
     """
+    if layout in (None, PREDICTIONS):
+        return read_predictions(path, examples, needs_resized_size)
+    if layout not in LAYOUTS:
+        known = [PREDICTIONS, *LAYOUTS]
+        raise UserError(
+            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
+        )
     rows = LAYOUTS[layout](path)
     matcher = _Matcher(examples)
     found: dict[int, ForeignRow] = {}

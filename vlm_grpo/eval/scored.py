@@ -30,10 +30,14 @@ _COUNTS = ("answered", "unscorable")
 
 
 class Output(TypedDict):
-    """An output of a model, its parsed answer (None: it has none) and its values by name."""
+    """An output of a model, its parsed answer (None: it has none) and its values by name.
+
+    ``reward`` is the weighted sum of the rewards; None if one of them failed.
+    """
 
     output: str
     answer: Any
+    reward: float | None
     rewards: Mapping[str, float | None]
     metrics: Mapping[str, float | None]
 
@@ -108,6 +112,10 @@ class Scored:
             for name, column in columns.items()
             if math.isclose(self.metrics.get(name, _mean(column)), _mean(column), abs_tol=1e-9)
         }
+
+    def get_column(self, name: str) -> list[float | None]:
+        """Return a metric's value of each example; None where it is undefined or not known."""
+        return [row["rewards"].get(name, row["metrics"].get(name)) for row in self.rows]
 
     @property
     def corpus(self) -> dict[str, float]:
@@ -220,6 +228,7 @@ def _read_row(row: Mapping[str, Any]) -> Row:
         "id": str(row.get("id")),
         "output": str(row.get("output", "")),
         "answer": row.get("answer"),
+        "reward": row.get("reward"),
         "rewards": rewards,
         "metrics": metrics,
     }
@@ -235,7 +244,7 @@ def _mean(column: Mapping[str, float]) -> float:
     return float(np.mean([*column.values()]))
 
 
-def format_row(row: Row) -> str:
+def format_row(row: Mapping[str, Any]) -> str:
     """Return a row as a line of JSON; answers may be of any type."""
     return json.dumps(row, ensure_ascii=False, default=_to_json)
 
@@ -309,8 +318,13 @@ def summarize(
 
 
 def _build_output(text: str, score: Score) -> Output:
-    rewards, metrics = dict(score.rewards), dict(score.metrics)
-    return {"output": text, "answer": score.answer, "rewards": rewards, "metrics": metrics}
+    return {
+        "output": text,
+        "answer": score.answer,
+        "reward": score.total,
+        "rewards": dict(score.rewards),
+        "metrics": dict(score.metrics),
+    }
 
 
 def get_answered(scores: Sequence[Score]) -> float:

@@ -1,0 +1,395 @@
+"""Benchmarks: reports by hand and by scipy, evaluations resumed after a stop, files of outputs."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vlm_grpo.benchmarks.definition import load_benchmark
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval import generate
+from vlm_grpo.eval.benchmark import (
+    build_group_table,
+    build_report,
+    compare,
+    evaluate_benchmark,
+    format_comparison,
+    format_report,
+    score_benchmark,
+)
+from vlm_grpo.eval.predictions import PredictionLog
+from vlm_grpo.eval.statistics import bootstrap_interval
+from vlm_grpo.model.loading import get_model_source
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.types import Example
+
+
+def make_examples(golds: list, **meta: list) -> list[Example]:
+    columns = [dict(zip(meta, values, strict=True)) for values in zip(*meta.values(), strict=True)]
+    metas = columns or [{}] * len(golds)
+    return [Example(f"r{i}", (), "?", g, m) for i, (g, m) in enumerate(zip(golds, metas))]  # noqa: B905
+
+
+def make_report(name: str, examples: list[Example], texts: list[str], **options: Any):
+    benchmark = load_benchmark(name)
+    task = benchmark.load_task(**options)
+    scores = [task.score(text, row) for text, row in zip(texts, examples, strict=True)]
+    return build_report(benchmark, task, examples, texts, scores)
+
+
+def test_counting_report_by_hand():
+    examples = make_examples([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
+    report = make_report("tallyqa", examples, ["2", "2", "4", "many"])
+    assert report.value == 50.0  # two of four
+    assert report.scored.metrics["answered"] == 0.75
+    assert report.metrics["absolute_error"] == pytest.approx(2 / 3)  # |4 − 2| over three answers
+    assert report.metrics["rmse"] == pytest.approx((4 / 3) ** 0.5)
+    assert report.baseline == ("always '2'", 75.0)
+    assert [(r["group"], r["n"], r["mean"]) for r in report.tables["kind"]] == [
+        ("complex", 2, 0.0),
+        ("simple", 2, 1.0),
+    ]
+    assert [(r["group"], r["n"]) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
+
+
+def test_ocrbench_is_in_points_of_a_thousand():
+    examples = make_examples([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
+    report = make_report("ocrbench", examples, ["it is A", "x"])
+    assert report.value == 500.0
+    lines = list(format_report(report, "test"))
+    assert lines[0].startswith("OCRBench: ocrbench 500.0 [")
+    assert "n = 2, 100.0% answered" in lines[0]
+    assert lines[1].startswith("  read: the full output")
+    assert "its test has 1000 examples" in lines[2]
+    assert any("Qwen2.5-VL-3B-Instruct" in line and "not verified" in line for line in lines)
+
+
+def test_errors_are_printed_with_three_places():
+    examples = make_examples([2, 2, 3], kind=["val"] * 3)
+    report = make_report("fsc147", examples, ["2", "3", "3"])
+    lines = list(format_report(report))
+    assert lines[0].startswith("FSC-147: mae 0.333 [0.000, 1.000] (n = 3")
+    assert "  baseline, always '2': 0.333" in lines
+    assert f"  {'val':<32}   0.333 [0.000, 1.000]  n = 3" in lines
+    comparison = compare([0.0, 1.0, 0.0], [0.0, 0.0, 0.0])
+    line = format_comparison(comparison, report.benchmark)
+    assert line.startswith("difference +0.333 [+0.000, +1.000], p = ")
+    assert line.endswith("n = 3; 0 better, 1 worse)")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "warning"),
+    [
+        ("super_clevr_200", None, "its test has 200 examples; this is a part"),
+        ("fsc147", "val", "its val has 1286 examples; this is a part"),
+        ("fsc147", None, "its test has 1190, val has 1286 examples; this is a part"),
+        ("clevr", None, None),  # its number of examples is not published
+    ],
+)
+def test_a_report_warns_of_missing_rows_with_and_without_a_split(name, split, warning):
+    report = make_report(name, make_examples([1, 2]), ["1", "2"])
+    text = "\n".join(format_report(report, split))
+    assert warning in text if warning else "this is a part" not in text
+
+
+def test_a_report_of_all_rows_has_no_warning():
+    report = make_report("super_clevr_200", make_examples([1] * 200), ["1"] * 200)
+    assert "this is a part" not in "\n".join(format_report(report))
+
+
+def test_ocrbench_v2_is_a_mean_of_category_means():
+    kinds = ["science QA en"] * 3 + ["text recognition en"]
+    categories = ["knowledge reasoning"] * 3 + ["text recognition"]
+    examples = make_examples([["a"]] * 4, type=kinds, category=categories, eval=[None] * 4)
+    report = make_report("ocrbench_v2", examples, ["a", "a", "x", "x"])
+    # (2/3 + 0) / 2; the mean over examples would be 1/2.
+    assert report.value == pytest.approx(100 / 3)
+
+
+def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
+    examples = make_shapes.draw_examples("grounding", 20, seed=3)
+    texts = [str(row.answer["boxes"][0]) for row in examples]
+    report = make_report("refcoco", examples, [*texts[:10], *["no"] * 10])
+    assert report.value == 50.0
+    assert report.baseline == ("the whole image", 0.0)  # no shape fills half of its image
+    assert report.metrics["accuracy_above_50"] == 0.5
+    assert sum(row["n"] for row in report.tables["size"]) == 20
+
+
+def test_a_corpus_metric_has_no_interval_and_no_values_of_examples():
+    shapes = make_shapes.draw_examples("grounding", 4, seed=3)
+    task = load_benchmark("coco").load_task()
+    report = make_report("coco", shapes, [task.gold(row) for row in shapes])
+    assert report.value == pytest.approx(100.0)
+    assert (report.interval, report.values, report.tables) == (None, None, {})
+
+
+def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("title: Errors\ntask: counting\nmetric: absolute_error\n")
+    with pytest.raises(UserError, match="absolute_error of Errors is undefined"):
+        make_report(str(path), make_examples([1, 2]), ["x", "y"])
+
+
+def test_interval_agrees_with_scipy():
+    values = np.random.default_rng(0).binomial(1, 0.7, 200).astype(float)
+    ours = bootstrap_interval(values, seed=0)
+    theirs = stats.bootstrap((values,), np.mean, n_resamples=9999, method="percentile",
+                             rng=np.random.default_rng(1)).confidence_interval  # fmt: skip
+    # Both are Monte Carlo: a mean of 200 draws moves in steps of 1/200.
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.015)
+
+
+def test_interval_of_group_means_is_wide_if_a_group_is_small():
+    rng = np.random.default_rng(0)
+    large, small = rng.binomial(1, 0.5, 2000).astype(float), np.array([0.0, 1.0, 0.0, 1.0])
+    low, high = bootstrap_interval(large, small, seed=0)
+    # The small group's standard error is 0.25, halved by the mean of two: about ±1.96 × 0.125.
+    assert 0.35 < high - low < 0.55
+
+
+def test_groups_with_numbers_are_sorted_by_size():
+    table = build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
+    assert [row["group"] for row in table] == ["9", "10", "unknown"]
+
+
+def test_comparison_is_paired():
+    values = [0.0, 1.0] * 50
+    equal = compare(values, values)
+    assert (equal.interval, equal.p_value, equal.higher, equal.lower) == ((0.0, 0.0), 1.0, 0, 0)
+    # Each example gains 0.01, which an unpaired test could not detect in this spread.
+    base = np.random.default_rng(0).normal(0, 10, 100)
+    comparison = compare((base + 0.01).tolist(), base.tolist())
+    assert comparison.b - comparison.a == pytest.approx(0.01)
+    assert comparison.p_value < 0.001
+    assert comparison.higher == 100
+    with pytest.raises(UserError, match="no example has an answer in both outputs"):
+        compare([None, 1.0], [1.0, None])
+
+
+@pytest.mark.parametrize("wins", [35, 30, 26])
+def test_comparison_of_binary_scores_agrees_with_the_sign_test(wins):
+    # 50 of 500 examples differ; the exact sign test applies to them.
+    first = [1.0] * wins + [0.0] * (50 - wins) + [1.0] * 450
+    second = [0.0] * wins + [1.0] * (50 - wins) + [1.0] * 450
+    comparison = compare(first, second)
+    assert comparison.p_value == pytest.approx(stats.binomtest(wins, 50).pvalue, rel=1e-9)
+    line = format_comparison(comparison, load_benchmark("tallyqa"))
+    assert f"(McNemar, n = 500; {wins} better, {50 - wins} worse)" in line
+
+
+def test_the_same_seed_gives_the_same_report():
+    rng = random.Random(0)
+    examples = make_examples([rng.randint(1, 5) for _ in range(50)], kind=["a"] * 50)
+    texts = [str(rng.randint(1, 5)) for _ in range(50)]
+    assert make_report("tallyqa", examples, texts) == make_report("tallyqa", examples, texts)
+
+
+BENCHMARK = """
+title: Shapes
+task: counting
+metric: exact
+splits: {test: 40}
+published:
+  - {model: somebody's, split: test, value: 55.0, source: nowhere}
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """40 counting examples on disk."""
+    folder = tmp_path / "shapes"
+    assert (
+        make_shapes.draw_examples.main(["--count", "40", "--seed", "5", "--out", str(folder)]) == 0
+    )
+    return folder / "counting.jsonl"
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path) -> str:
+    """The definition of a benchmark of these examples."""
+    path = tmp_path / "shapes.yaml"
+    path.write_text(BENCHMARK)
+    return str(path)
+
+
+def make_settings(rows: Path, tmp_path: Path, name: str = "run") -> Settings:
+    overrides = [f"data.eval={rows}", f"output_dir={tmp_path / 'runs'}", f"name={name}"]
+    return load_settings("counting", [*overrides, "data.eval_limit=null"])
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_stopped_evaluation_resumes_with_the_same_result(
+    rows: Path, benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
+    uninterrupted = make_settings(rows, tmp_path, "uninterrupted")
+    (expected,) = evaluate_benchmark(benchmark, uninterrupted)
+
+    stopped = make_settings(rows, tmp_path, "stopped")
+    append = PredictionLog.append
+
+    def append_and_stop(log: PredictionLog, *arguments: Any) -> None:
+        append(log, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PredictionLog, "append", append_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_benchmark(benchmark, stopped)
+    folder = stopped.run_dir / "model"
+    assert len((folder / "predictions-0.jsonl").read_text().splitlines()) == 16
+    monkeypatch.setattr(PredictionLog, "append", append)
+    (resumed,) = evaluate_benchmark(benchmark, stopped)
+    assert resumed.values == expected.values
+    files = [run.run_dir / "model" / "predictions.jsonl" for run in (stopped, uninterrupted)]
+    assert read_jsonl(files[0]) == read_jsonl(files[1])
+    results = [(s.run_dir / "results.json").read_text() for s in (stopped, uninterrupted)]
+    assert results[0] == results[1]
+    content = json.loads(results[0])
+    assert content["model"]["value"] == pytest.approx(expected.value)
+    assert content["comparison"] is None
+
+
+def test_an_evaluation_of_other_questions_is_not_resumed(
+    rows: Path, benchmark: str, tmp_path: Path
+) -> None:
+    settings = make_settings(rows, tmp_path)
+    evaluate_benchmark(benchmark, settings)
+    often = settings.evaluation.model_copy(update={"every": 5})  # does not change the outputs
+    evaluate_benchmark(benchmark, settings.model_copy(update={"evaluation": often}))
+    rows.write_text(rows.read_text().replace("How many", "Say how many"))
+    with pytest.raises(UserError, match=r"questions was .* and is now"):
+        evaluate_benchmark(benchmark, settings)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_predictions_are_scored_without_a_model(
+    rows: Path, benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture, shift: int
+) -> None:
+    golds = read_jsonl(rows)
+    path = tmp_path / "outputs.jsonl"
+    # With shift=1 every second answer is too high by one.
+    lines = [
+        {"id": g["id"], "output": str(g["answer"] + shift * (i % 2))} for i, g in enumerate(golds)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
+    report = score_benchmark(benchmark, settings, path)
+    assert report.value == 100.0 - 50.0 * shift
+    out = capsys.readouterr().out
+    assert f"Shapes: exact {report.value:.1f}" in out
+    assert "somebody's" in out
+
+
+def test_the_written_predictions_score_the_same_again(tmp_path: Path) -> None:
+    definition = tmp_path / "boxes.yaml"
+    definition.write_text("title: Boxes\ntask: grounding\nmetric: accuracy_50\n")
+    overrides = ["data.eval_limit=40", f"output_dir={tmp_path / 'runs'}"]
+    settings = load_settings("grounding", overrides)
+    (report,) = evaluate_benchmark(str(definition), settings)
+    assert 0 < report.value < 100
+    path = settings.run_dir / "model" / "predictions.jsonl"
+    # The embedded model writes boxes in pixels of the resized image.
+    again = score_benchmark(str(definition), settings, path, frame=FRAMES["resized"])
+    assert again.values == report.values
+    saved = [
+        json.loads((settings.run_dir / f"results{part}.json").read_text())
+        for part in ("", "-predictions")
+    ]
+    assert saved[0]["model"]["value"] == saved[1]["predictions"]["value"] == report.value
+
+
+PAGES = """
+title: Pages
+task: ocr
+metric: word_recognition
+reader: text
+script_outputs: markdown
+"""
+
+
+def make_pages(rows: Path, tmp_path: Path) -> str:
+    """Turn the rows into pages named after images, and return the definition of a benchmark."""
+    pages = [
+        row | {"id": f"images/{n}.png", "answer": "a"} for n, row in enumerate(read_jsonl(rows))
+    ]
+    rows.write_text("".join(json.dumps(page) + "\n" for page in pages))
+    path = tmp_path / "pages.yaml"
+    path.write_text(PAGES)
+    return str(path)
+
+
+def read_pages(folder: Path) -> dict[str, str]:
+    return {f"images/{path.stem}.png": path.read_text() for path in folder.iterdir()}
+
+
+def test_a_stopped_evaluation_resumes_and_writes_the_same_pages(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)
+    definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictionLog, "finish", lambda *_: 1 / 0)  # all outputs are in the log
+        with pytest.raises(ZeroDivisionError):
+            evaluate_benchmark(definition, settings)
+    folder = settings.run_dir / "run-model-markdown"
+    assert not folder.exists()
+    for _ in range(2):  # a finished evaluation writes the same again
+        evaluate_benchmark(definition, settings)
+        outputs = read_jsonl(settings.run_dir / "model" / "predictions.jsonl")
+        assert read_pages(folder) == {row["id"]: row["output"] for row in outputs}
+        assert len(outputs) == 40
+
+
+def test_the_pages_of_predictions_have_no_thinking_and_no_tags(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
+    forms = ["# {}\n", "<think>b</think># {}", "<think>b</think><answer># {}</answer>", ""]
+    lines = [
+        {"id": row["id"], "output": forms[n % 4].format(n)}
+        for n, row in enumerate(read_jsonl(rows))
+    ]
+    path = tmp_path / "outputs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    score_benchmark(definition, settings, path)
+    folder = settings.run_dir / "run-predictions-markdown"
+    assert f"outputs for the official script in {folder}" in capsys.readouterr().out
+    texts = ["# 0\n", "# 1", "# 2", ""]
+    assert [read_pages(folder)[f"images/{n}.png"] for n in range(4)] == texts
+
+
+def test_pages_of_one_name_are_refused_before_the_model_is_loaded(
+    rows: Path, tmp_path: Path
+) -> None:
+    definition = make_pages(rows, tmp_path)
+    rows.write_text(rows.read_text().replace("images/7.png", "scans/8.jpg"))
+    settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
+    with pytest.raises(UserError, match=r"images/8.png' would both be '8.md'"):
+        evaluate_benchmark(definition, settings)
+
+
+def test_a_checkpoint_is_compared_with_its_model(
+    rows: Path, benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(get_model_source("embedded"), copy)
+    base, equal = evaluate_benchmark(benchmark, make_settings(rows, tmp_path), copy)
+    assert base.values == equal.values
+    assert "difference +0.0" in capsys.readouterr().out
+    results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())
+    assert results["comparison"]["n"] == 40
+    assert results["checkpoint"] == results["model"]

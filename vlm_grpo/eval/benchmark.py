@@ -1,0 +1,451 @@
+"""Evaluation on a benchmark by its official metric: tables, baseline, comparison, files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.utils.logging import disable_progress_bar
+
+from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
+from vlm_grpo.benchmarks.official import READERS, unwrap
+from vlm_grpo.benchmarks.rules import get_group
+from vlm_grpo.benchmarks.script_outputs import name_files, write_files
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data import load_split
+from vlm_grpo.data.run_data import build_scorer
+from vlm_grpo.dist.launch import initialize_distributed
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval.evaluate import check_weights
+from vlm_grpo.eval.foreign import read_outputs
+from vlm_grpo.eval.generate import generate_all
+from vlm_grpo.eval.predictions import PredictionLog, build_request
+from vlm_grpo.eval.scored import Scored, has_answer, summarize
+from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.eval.statistics import PairedTest, bootstrap_interval, compare_pairs
+from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame
+from vlm_grpo.types import Example, Score
+from vlm_grpo.utils.atomic_io import create_folder, write_atomic
+
+_MAX_GROUPS = 40
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results on a benchmark.
+
+    Attributes:
+        benchmark: the benchmark.
+        scored: the scored outputs.
+        value: the official metric, on the benchmark's scale.
+        interval: its 95 % bootstrap interval; None for a corpus metric.
+        metrics: the benchmark's metrics by name, unscaled.
+        tables: of each grouping of the benchmark, the rows: ``group``, ``n``, and the unscaled
+            ``mean`` with its interval ``low`` to ``high``.
+        baseline: name of the naive answer, and its official metric.
+        strict: the official metric, and the share of outputs with an answer, by the answers that
+            the reward's parser reads; None if both are the same, or the benchmark has no parser of
+            its own.
+    """
+
+    benchmark: Benchmark
+    scored: Scored
+    value: float
+    interval: tuple[float, float] | None
+    metrics: Mapping[str, float]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+    baseline: tuple[str, float] | None
+    strict: tuple[float, float] | None = None
+
+    @property
+    def values(self) -> list[float | None] | None:
+        """The official metric of each example, None where it is undefined without an answer; None
+        for a corpus metric."""
+        column = self.scored.get_column(self.benchmark.metric)
+        return column if any(value is not None for value in column) else None
+
+
+def build_report(
+    benchmark: Benchmark,
+    task: Task,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    scores: Sequence[Score],
+    seed: int = 0,
+) -> Report:
+    """Build the report of scored outputs, without a strict reading.
+
+    A metric that is undefined without an answer (the error of a count) is a mean over the examples
+    with an answer.
+
+    Args:
+        benchmark: the benchmark.
+        task: the task that scored the outputs, with their coordinate frame.
+        examples: the examples, with the resized sizes of their images.
+        texts: the outputs.
+        scores: result of ``task.score`` for each output.
+        seed: seed of the bootstrap.
+
+    Raises:
+        UserError: a metric failed, or the official one is undefined on all examples.
+    """
+    names = (benchmark.metric, *benchmark.variants)
+    for example, score in zip(examples, scores, strict=True):
+        if failed := [name for name in names if name in score.failures]:
+            reason = score.failures[failed[0]].strip().splitlines()[-1]
+            raise UserError(f"{failed[0]} of example {example.id} cannot be computed: {reason}")
+    scored = summarize(task, examples, texts, scores, seed)
+    metrics = {name: scored.metrics[name] for name in names if name in scored.metrics}
+    report = Report(benchmark, scored, 0.0, None, metrics, {}, None)
+    if (values := report.values) is None:
+        value = scored.value
+        if np.isnan(value):
+            raise UserError(
+                f"{benchmark.metric} of {benchmark.title} is undefined here: no output holds an "
+                "answer, or the data have no gold objects"
+            )
+        report = replace(report, value=value * benchmark.scale)
+    else:
+        is_mean = benchmark.average == "examples"
+        value = _mean(values) if is_mean else scored.value
+        strata = None if is_mean else [get_group(benchmark.groups[0], e) for e in examples]
+        low, high = bootstrap_interval(*_split(values, strata).values(), seed=seed)
+        report = replace(
+            report,
+            value=value * benchmark.scale,
+            interval=(low * benchmark.scale, high * benchmark.scale),
+            tables={
+                name: build_group_table(values, [get_group(name, e) for e in examples], seed)
+                for name in benchmark.groups
+            },
+        )
+    return replace(report, baseline=_score_baseline(benchmark, task, examples))
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    return float(np.mean([value for value in values if value is not None]))
+
+
+def _split(values: Sequence[float | None], groups: Sequence[str] | None) -> dict[str, list[float]]:
+    """Return the values that are not None of each group; without groups, all of them."""
+    split: dict[str, list[float]] = defaultdict(list)
+    for value, group in zip(values, groups or [""] * len(values), strict=True):
+        if value is not None:
+            split[group].append(value)
+    return split
+
+
+def build_group_table(
+    values: Sequence[float | None], groups: Sequence[str], seed: int = 0
+) -> list[dict[str, Any]]:
+    """Return n, mean and interval of every group, in natural order (numbers by size)."""
+
+    def get_place(item: tuple[str, Any]) -> tuple[int, float, str]:
+        group = item[0]
+        return (0, float(group), "") if group.isdecimal() else (1, 0.0, group)
+
+    rows = []
+    for group, part in sorted(_split(values, groups).items(), key=get_place):
+        low, high = bootstrap_interval(part, seed=seed)
+        row = {"group": group, "n": len(part), "mean": _mean(part), "low": low, "high": high}
+        rows.append(row)
+    return rows
+
+
+def _score_baseline(
+    benchmark: Benchmark, task: Task, examples: Sequence[Example]
+) -> tuple[str, float] | None:
+    """Return the name of the naive answer, equal for every example, and its official metric."""
+    if benchmark.task in ("counting", "ocr"):
+        common, _ = Counter(map(task.gold, examples)).most_common(1)[0]
+        name, outputs = f"always {unwrap(common)[:40]!r}", [common] * len(examples)
+    elif benchmark.task == "grounding":
+        full_images = [replace(e, answer={"boxes": [[0, 0, *e.images[0].size]]}) for e in examples]
+        name, outputs = "the whole image", [task.gold(example) for example in full_images]
+    else:
+        return None
+    scores = [task.score(text, e) for text, e in zip(outputs, examples, strict=True)]
+    return name, summarize(task, examples, outputs, scores, 0).value * benchmark.scale
+
+
+def compare(
+    first: Sequence[float | None], second: Sequence[float | None], seed: int = 0
+) -> PairedTest:
+    """Test the first of two sets of values against the second, on examples that both have.
+
+    Args:
+        first, second: metric of each example, in the same order; None: undefined.
+        seed: seed of the bootstrap.
+
+    Raises:
+        UserError: no example has both values.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if not pairs:
+        raise UserError("there is nothing to compare: no example has an answer in both outputs")
+    return compare_pairs([b for _, b in pairs], [a for a, _ in pairs], seed)
+
+
+def _describe_test(test: PairedTest, benchmark: Benchmark) -> dict[str, Any]:
+    """Return the comparison of ``results.json``, in the unit of the metric."""
+    better, worse = test.higher, test.lower
+    if benchmark.lower_is_better:
+        better, worse = worse, better
+    low, high = test.interval
+    found = {"test": test.test, "n": test.n, "difference": test.b - test.a, "low": low}
+    return {**found, "high": high, "p_value": test.p_value, "better": better, "worse": worse}
+
+
+def format_comparison(test: PairedTest, benchmark: Benchmark) -> str:
+    """Format a comparison as one line, in the unit of a benchmark."""
+    found = _describe_test(test, benchmark)
+    difference, low, high = (
+        f"{found[name] * benchmark.scale:+.{benchmark.places}f}"
+        for name in ("difference", "low", "high")
+    )
+    return (
+        f"difference {difference} [{low}, {high}], p = {test.p_value:.3g} "
+        f"({test.test}, n = {test.n}; {found['better']} better, {found['worse']} worse)"
+    )
+
+
+def format_report(report: Report, split: str | None = None) -> Iterator[str]:
+    """Yield the lines of a printed report.
+
+    Args:
+        report: the report.
+        split: split whose published results to show; None: all.
+    """
+    benchmark, scored = report.benchmark, report.scored
+    places, answered = benchmark.places, scored.metrics["answered"]
+    interval = ""
+    if report.interval is not None:
+        interval = " [{:.{p}f}, {:.{p}f}]".format(*report.interval, p=places)
+    yield (
+        f"{benchmark.title}: {benchmark.metric} {report.value:.{places}f}{interval} "
+        f"(n = {scored.n}, {answered:.1%} answered)"
+    )
+    if benchmark.reader is not None:
+        yield f"  read: {READERS[benchmark.reader].description}"
+    if report.strict is not None:
+        value, answered = report.strict
+        yield f"  as the reward reads answers: {value:.{places}f} ({answered:.1%} answered)"
+    if (unread := format_unread(scored)) is not None:
+        yield f"  {unread}; models were asked for: {benchmark.asked or '?'}"
+    if benchmark.differences:
+        yield f"  differs from the official script: {benchmark.differences}"
+    official = {
+        name: count
+        for name, count in benchmark.splits.items()
+        if count is not None and split in (None, name)
+    }
+    if official and scored.n not in official.values():
+        counts = ", ".join(f"{name} has {count}" for name, count in official.items())
+        yield f"  its {counts} examples; this is a part or another version of it"
+    if report.baseline is not None:
+        yield f"  baseline, {report.baseline[0]}: {report.baseline[1]:.{places}f}"
+    for name, value in report.metrics.items():
+        if name != benchmark.metric:
+            yield f"  {name:<24} {value:.4f}"
+    for name, rows in report.tables.items():
+        yield f"by {name}"
+        for row in rows[:_MAX_GROUPS]:
+            mean, low, high = (row[key] * benchmark.scale for key in ("mean", "low", "high"))
+            value, interval = f"{mean:7.{places}f}", f"[{low:.{places}f}, {high:.{places}f}]"
+            yield f"  {row['group']:<32} {value} {interval}  n = {row['n']}"
+        if len(rows) > _MAX_GROUPS:
+            yield f"  … and {len(rows) - _MAX_GROUPS} more groups"
+    published = [p for p in benchmark.published if split is None or p.split == split]
+    if published:
+        yield "published"
+    for p in published:
+        checked = "verified" if p.verified else "not verified"
+        yield f"  {p.model:<32} {p.value:7.{places}f}  {p.split}, {checked}: {p.source}"
+    if benchmark.note:
+        yield f"note: {benchmark.note}"
+
+
+def format_unread(scored: Scored) -> str | None:
+    """Format an output without an answer, if fewer than half of the outputs have one."""
+    if scored.metrics["answered"] >= 0.5:
+        return None
+    text = next(row["output"] for row in scored.rows if not has_answer(row["answer"]))
+    text = " ".join(text.split())
+    return f"most outputs hold no answer that can be read, for example {text[:80]!r}"
+
+
+def evaluate_benchmark(
+    name: str,
+    settings: Settings,
+    checkpoint: Path | None = None,
+    split: str | None = None,
+    server: Endpoint | str | None = None,
+) -> list[Report]:
+    """Evaluate a model on a benchmark, and print its report.
+
+    Outputs are written as they are generated, and a stopped evaluation resumes from them. The ranks
+    share the examples; rank 0 scores, prints, and writes ``results.json`` and what the benchmark's
+    official script reads to the run's folder.
+
+    Args:
+        name: name of a benchmark, or a ``.yaml`` file that defines one.
+        settings: model, policy, task options, and the rows of the benchmark as ``data.eval``.
+        checkpoint: a checkpoint of the model, to compare with it example by example.
+        split: split whose published results to print; None: all.
+        server: address of the model; None: its weights are loaded here.
+
+    Returns:
+        The reports of the model and of the checkpoint; on ranks other than 0 an empty list.
+
+    Raises:
+        UserError: the model or the data cannot be loaded, the folder has another evaluation, or the
+            server cannot be used or gave no output for some examples.
+    """
+    if settings.evaluation.samples > 1:
+        raise UserError(
+            "evaluation.samples has no effect on a benchmark, whose official metric is of one "
+            "output per example: leave it out, or evaluate a recipe with evaluation.benchmark"
+        )
+    disable_progress_bar()
+    check_weights(checkpoint, server)
+    state = initialize_distributed()
+    benchmark = load_benchmark(name)
+    benchmark.check_split(split)
+    reports: dict[str, Report] = {}
+    for title, weights in {"model": None, "checkpoint": checkpoint}.items():
+        if title == "checkpoint" and weights is None:
+            continue
+        task = benchmark.load_task(**settings.task_options)
+        examples = _load_examples(benchmark, settings, task)
+        model = load_evaluated_model(settings, weights, server)
+        options = {**settings.task_options, "thinking_tags": model.prompts.thinking_tags}
+        task = benchmark.load_task(model.prompts.frame, **options)
+        folder = settings.run_dir / (weights.name if weights else "model")
+        request = build_request(settings, weights, task, examples) | model.identity
+        with state.main_process_first():
+            log = PredictionLog(folder, request, state.process_index)
+        resized, texts = generate_all(model, task, examples, log)
+        if state.is_main_process:
+            settings.save(folder / "config.yaml")
+            reports[title] = _score(benchmark, task, resized, texts, settings)
+            print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
+            _write_script_outputs(benchmark, task, resized, texts, folder)
+    if state.is_main_process:
+        _finish(settings.run_dir / "results.json", name, reports, split)
+    return [*reports.values()]
+
+
+def score_benchmark(
+    name: str,
+    settings: Settings,
+    path: Path,
+    layout: str | None = None,
+    frame: CoordinateFrame | None = None,
+    split: str | None = None,
+) -> Report:
+    """Score the outputs of any model on a benchmark, and print the report.
+
+    ``results-predictions.json`` and what the benchmark's official script reads are written to the
+    run's folder.
+
+    Args:
+        name: as for ``evaluate_benchmark``.
+        settings: the rows of the benchmark as ``data.eval``, task options, seed.
+        path: the file of the outputs.
+        layout: its format, as for ``read_outputs``.
+        frame: coordinate frame of the outputs' boxes; None: pixels of the original image.
+        split: split whose published results to print; None: all.
+
+    Raises:
+        UserError: the data cannot be loaded, or predictions and rows do not match.
+    """
+    benchmark = load_benchmark(name)
+    benchmark.check_split(split)
+    task = benchmark.load_task(frame, **settings.task_options)
+    examples = _load_examples(benchmark, settings, task)
+    resized, texts = read_outputs(path, layout, examples, task.frame == RESIZED)
+    report = _score(benchmark, task, resized, texts, settings)
+    _write_script_outputs(benchmark, task, resized, texts, settings.run_dir / "predictions")
+    if len(resized) < len(examples):
+        print(f"{len(examples) - len(resized)} more examples have no output in the file")
+    results = settings.run_dir / "results-predictions.json"
+    _finish(results, name, {"predictions": report}, split)
+    return report
+
+
+def _load_examples(benchmark: Benchmark, settings: Settings, task: Task) -> Sequence[Example]:
+    examples = load_split(settings, task, "train" if settings.data.eval is None else "eval")
+    if benchmark.script_outputs is not None:
+        name_files(benchmark.script_outputs, examples)  # refuse bad names before hours of work
+    return examples
+
+
+def _score(
+    benchmark: Benchmark,
+    task: Task,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    settings: Settings,
+) -> Report:
+    """Score outputs by the benchmark's reader, and by the reward's parser for comparison."""
+    with build_scorer(settings, rank=0) as scorer:  # only the first rank scores
+        scores = scorer(task, texts, examples)
+        report = build_report(benchmark, task, examples, texts, scores, settings.seed)
+        if benchmark.reader is None:
+            return report
+        plain = benchmark.model_copy(update={"reader": None})
+        options = {**settings.task_options, "thinking_tags": task.thinking_tags}
+        task = plain.load_task(task.frame, **options)
+        scores = scorer(task, texts, examples)
+        strict = build_report(benchmark, task, examples, texts, scores, settings.seed)
+    pair, own = ((r.value, r.scored.metrics["answered"]) for r in (strict, report))
+    return report if pair == own else replace(report, strict=pair)
+
+
+def _write_script_outputs(
+    benchmark: Benchmark, task: Task, examples: Sequence[Example], texts: Sequence[str], name: Path
+) -> None:
+    """Write the answers in ``texts`` for the official script, if the benchmark has a form for it.
+
+    The script names its results after the folder, so the folder's name has the run's in it.
+    """
+    form = benchmark.script_outputs
+    if form is not None:
+        folder = name.parent / f"{name.parent.name}-{name.name}-{form}"
+        answers = [task.read(text, e) or "" for text, e in zip(texts, examples, strict=True)]
+        write_files(form, folder, examples, answers)
+        print(f"outputs for the official script in {folder}")
+
+
+def _finish(path: Path, name: str, reports: Mapping[str, Report], split: str | None) -> None:
+    """Print the reports, compare the second with the first, and write the results as JSON."""
+    results: dict[str, Any] = {"benchmark": name}
+    for title, report in reports.items():
+        if len(reports) > 1:
+            print(f"\nthe {title}")
+        print(*format_report(report, split), sep="\n")
+        results[title] = {
+            "n": report.scored.n,
+            "value": report.value,
+            "interval": report.interval,
+            "answered": report.scored.metrics["answered"],
+            "strict": report.strict,
+            "baseline": report.baseline,
+            "metrics": report.metrics,
+            "tables": report.tables,
+        }
+    values = [report.values for report in reports.values()]
+    results["comparison"] = None
+    if len(values) > 1 and values[0] is not None and values[1] is not None:
+        test, benchmark = compare(values[1], values[0]), reports["model"].benchmark
+        print(f"\n{format_comparison(test, benchmark)}")
+        results["comparison"] = _describe_test(test, benchmark)
+    with create_folder(path.parent):
+        write_atomic(path, json.dumps(results, indent=1, ensure_ascii=False).encode())
