@@ -43,6 +43,21 @@ install_import_hook(
 )
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps of the embedded model, evaluated after each, with another budget."""
+    root = tmp_path_factory.mktemp("runs")
+    overrides = [
+        f"output_dir={root}", "name=run", "optim.max_steps=3", "optim.prompts_per_step=4",
+        "optim.warmup_steps=0", "optim.lr=1e-3", "evaluation.every=1", "checkpoint.every=1",
+        "data.train_limit=40", "data.eval_limit=40", "policy.lora.r=8", "checkpoint.keep_last=0",
+        "policy.max_pixels=3136",
+    ]  # fmt: skip
+    load_settings = import_module("vlm_grpo.config.recipes").load_settings
+    import_module("vlm_grpo.training.trainer").train(load_settings("counting", overrides))
+    return root / "run"
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """Every test starts from the same random states, whatever ran before it."""

@@ -30,8 +30,9 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.checkpoint.store import list_checkpoints, verify_checkpoint
+from vlm_grpo.training.checkpoint.store import verify_checkpoint
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS
 from vlm_grpo.training.trainer import train
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.config.run import Settings
-    from vlm_grpo.deploy.evaluate import evaluate
-    from vlm_grpo.deploy.export import export
-    from vlm_grpo.deploy.predict import predict
     from vlm_grpo.errors import Stopped, UserError
+    from vlm_grpo.eval.evaluate import evaluate
+    from vlm_grpo.eval.predict import predict
     from vlm_grpo.model.policy import load_policy
     from vlm_grpo.planning.planner import plan
     from vlm_grpo.task import Task, metric, reward
     from vlm_grpo.task.registry import load_task
+    from vlm_grpo.training.export import export
     from vlm_grpo.training.summary import TrainResult
     from vlm_grpo.training.trainer import Trainer, train
     from vlm_grpo.types import Batch, Candidate, Example
@@ -59,14 +59,14 @@ _MODULES = {
     "TrainResult": "training.summary",
     "Trainer": "training.trainer",
     "UserError": "errors",
-    "evaluate": "deploy.evaluate",
-    "export": "deploy.export",
+    "evaluate": "eval.evaluate",
+    "export": "training.export",
     "load_policy": "model.policy",
     "load_settings": "config.recipes",
     "load_task": "task.registry",
     "metric": "task",
     "plan": "planning.planner",
-    "predict": "deploy.predict",
+    "predict": "eval.predict",
     "reward": "task",
     "train": "training.trainer",
 }

@@ -30,7 +30,7 @@ from small_runs import assert_same_run, read_metrics
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.trainer import train
 
 STEPS_PER_KILL = 3

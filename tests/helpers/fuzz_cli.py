@@ -40,7 +40,7 @@ TIME_LIMIT = 60.0
 """Seconds after which an invocation counts as hanging; the longest valid ones take ten."""
 
 SLOW_IMPORTS = (
-    *("model.doctor", "deploy.export", "deploy.predict", "planning.planner", "training.trainer"),
+    *("model.doctor", "training.export", "eval.predict", "planning.planner", "training.trainer"),
 )
 KEYS = [key for key in known_keys(Settings) if key not in ("checkpoint.max_hours", "output_dir")]
 VALUES = [

@@ -23,7 +23,6 @@ from tiny_models import (
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.deploy.export import export
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.adapters import (
     apply_lora_or_freeze,
@@ -36,6 +35,7 @@ from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.serve.launch import describe_model
 from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.export import export
 from vlm_grpo.training.trainer import train
 
 VARIANTS: dict[str, dict[str, Any]] = {

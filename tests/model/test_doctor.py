@@ -10,7 +10,7 @@ from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
 from vlm_grpo.config.data import PILLOW_WARNS_AT
-from vlm_grpo.deploy.predict import read_image
+from vlm_grpo.eval.predict import read_image
 from vlm_grpo.model import loading
 from vlm_grpo.model.doctor import diagnose
 from vlm_grpo.model.engine.shared import PrefixInputs

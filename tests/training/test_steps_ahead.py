@@ -22,10 +22,11 @@ from vlm_grpo.config.rollout import RolloutSettings, VllmSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import started
 from vlm_grpo.training import trainer as trainer_module
-from vlm_grpo.training.checkpoint.store import list_checkpoints, read_metadata
+from vlm_grpo.training.checkpoint.store import read_metadata
 from vlm_grpo.training.nonfinite import NonfiniteGuard
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest

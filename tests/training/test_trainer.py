@@ -30,9 +30,9 @@ from transformers import Qwen2Config
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import run_dir as run_dir_module
 from vlm_grpo.training import trainer as trainer_module
-from vlm_grpo.training.checkpoint.store import list_checkpoints
 from vlm_grpo.training.trainer import train
 
 

@@ -10,7 +10,7 @@ from dataset_files import png, write_files
 from small_runs import make_trainer, save_tiny_model, small_run
 from tiny_models import tiny_model
 
-from vlm_grpo.deploy.predict import Predictor
+from vlm_grpo.eval.predict import Predictor
 from vlm_grpo.training.trainer import train
 
 

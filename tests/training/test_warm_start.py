@@ -25,9 +25,9 @@ from small_runs import (
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import trainer as trainer_module
-from vlm_grpo.training.checkpoint.store import list_checkpoints
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 

@@ -23,7 +23,7 @@ from small_runs import assert_same_run, save_tiny_model, small_run
 from vlm_grpo.cli import main
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
-from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.timing import (
     CallTimeout,

@@ -13,9 +13,9 @@ from PIL import Image
 from vllm_runs import run_servers
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.deploy.predict import Predictor
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate
+from vlm_grpo.eval.predict import Predictor
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.model.prompts import load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages

@@ -29,8 +29,8 @@ def doctor(
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
     from vlm_grpo.config.data import PILLOW_WARNS_AT
-    from vlm_grpo.deploy.predict import read_image
     from vlm_grpo.dist.launch import initialize_distributed
+    from vlm_grpo.eval.predict import read_image
     from vlm_grpo.model.doctor import diagnose
 
     reference = None if image is None else read_image(image, PILLOW_WARNS_AT)

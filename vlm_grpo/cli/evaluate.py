@@ -230,7 +230,7 @@ def _find_checkpoint(given: str | None) -> Path | None:
     """Return the folder of a checkpoint; of a run, its newest checkpoint, which is printed."""
     if given is None:
         return None
-    from vlm_grpo.deploy.resolve import find_checkpoint
+    from vlm_grpo.model.resolve import find_checkpoint
 
     found = find_checkpoint(given)
     if found != Path(given):

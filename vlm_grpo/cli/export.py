@@ -57,9 +57,9 @@ def export(
     vlm-grpo export runs/mine/checkpoints/step-300 adapter --adapter
     vlm-grpo export counting exported --push OWNER/NAME --dry-run
     """
-    from vlm_grpo.deploy import export
     from vlm_grpo.errors import UserError
     from vlm_grpo.model import hub
+    from vlm_grpo.training import export
 
     if adapter and dequantized:
         raise UserError("--adapter writes no base weights: leave out --dequantized")

@@ -70,7 +70,7 @@ def predict(
         raise UserError("--out needs an image to draw on: add --image")
     picture = _choose_file(out, images[0]) if images else None
     endpoint = build_endpoint(server, model=served_model, api_key_env=api_key_env, frame=frame)
-    from vlm_grpo.deploy.predict import Predictor
+    from vlm_grpo.eval.predict import Predictor
 
     predictor = Predictor(model, task, overrides or (), endpoint)
     prediction = predictor(images, question)

@@ -148,7 +148,7 @@ def _sample(
                 "use --samples and rollout.temperature"
             )
     from vlm_grpo.config.recipes import load_settings
-    from vlm_grpo.deploy.resolve import find_checkpoint
+    from vlm_grpo.model.resolve import find_checkpoint
 
     settings, (count, files) = load_settings(recipe, overrides), output
     for name, neutral in {"top_p": 1.0, "top_k": 0, "min_p": None}.items():

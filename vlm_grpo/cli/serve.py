@@ -61,7 +61,7 @@ def serve(
         --argument=--tensor-parallel-size=2
     """
     from vlm_grpo.config.recipes import load_settings, recipe_names
-    from vlm_grpo.deploy.resolve import resolve_model
+    from vlm_grpo.model.resolve import resolve_model
     from vlm_grpo.serve import launch
     from vlm_grpo.serve.server import SERVED_NAME
 

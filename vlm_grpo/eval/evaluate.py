@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_examples, load_run_task, load_split
-from vlm_grpo.data.objects import NO_OBJECTS, Objects
+from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.data.run_data import build_scorer, get_held_out_task, load_data
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
@@ -23,6 +23,7 @@ from vlm_grpo.eval.predictions import PredictionLog, build_request
 from vlm_grpo.eval.scored import Scored, summarize
 from vlm_grpo.eval.served import load_evaluated_model
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.resolve import find_checkpoint
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED
@@ -86,39 +87,51 @@ def evaluate(
     settings: Settings,
     checkpoint: str | Path | None = None,
     server: Endpoint | str | None = None,
-    objects: Objects = NO_OBJECTS,
+    *,
+    task: TaskObject | Mapping[str, TaskObject] | None = None,
+    data: Rows | Mapping[str, Rows] | None = None,
+    held_out: Rows | Mapping[str, Rows] | None = None,
 ) -> Scored:
     """Evaluate the recipe's model, a checkpoint or a server on the recipe's held-out examples.
 
     The predictions are written to the folder ``evaluation`` of the run. Outputs of a server are
     written as they come, and a stopped evaluation of it resumes from them.
 
+    Args:
+        settings: settings with ``data.eval``.
+        checkpoint: a run, whose newest checkpoint is evaluated, ``RUN@step``, ``RUN@best``, or the
+            folder of a checkpoint; None: the model before training.
+        server: address of a model, such as ``"http://localhost:8000/v1"`` or an ``Endpoint``, which
+            is asked instead of loading weights.
+        task, data, held_out: Python objects in place of those of the settings, as for ``train``.
+
     Raises:
         UserError: the recipe has no ``data.eval``, the model or the data cannot be loaded, or the
             server cannot be used or gave no output for some examples.
     """
+    objects = Objects(task, data, held_out)
     settings = objects.name_in(check_settings(settings))
     if not settings.data.has_held_out:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
-    checkpoint = None if checkpoint is None else Path(checkpoint)
-    check_weights(checkpoint, server)
+    weights = find_checkpoint(checkpoint)
+    check_weights(weights, server)
     disable_progress_bar()
     run_task = load_run_task(settings, objects)
-    task = get_held_out_task(settings, run_task)
+    scoring_task = get_held_out_task(settings, run_task)
     if settings.data.eval is None:
         _, examples = load_data(settings, run_task, objects)
     else:
-        examples = load_split(settings, task, "eval", objects)
-    model = load_evaluated_model(settings, checkpoint, server)
+        examples = load_split(settings, scoring_task, "eval", objects)
+    model = load_evaluated_model(settings, weights, server)
     state = initialize_distributed()
-    task = get_held_out_task(settings, model.prompts.adapt(run_task))
-    name, log = checkpoint.name if checkpoint else "model", None
+    scoring_task = get_held_out_task(settings, model.prompts.adapt(run_task))
+    name, log = weights.name if weights else "model", None
     if server is not None:
         name = name_served(model)
-        request = build_request(settings, checkpoint, task, examples) | model.identity
+        request = build_request(settings, weights, scoring_task, examples) | model.identity
         log = PredictionLog(settings.run_dir / "evaluation" / name, request)
     with build_scorer(settings, state.process_index) as scorer:
-        evaluation = _evaluate(model, task, examples, scorer, log)
+        evaluation = _evaluate(model, scoring_task, examples, scorer, log)
     path = settings.run_dir / "evaluation" / f"{name}.jsonl"
     if state.is_main_process:
         evaluation.write(path)

@@ -21,6 +21,7 @@ from vlm_grpo.eval.generate import EvaluatedModel, LocalModel, Seed
 from vlm_grpo.model.families import PixelBudget
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter, load_prompt_builder
+from vlm_grpo.model.resolve import UNKNOWN
 from vlm_grpo.serve.chat import Answer, ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
@@ -30,8 +31,6 @@ from vlm_grpo.utils.remote_calls import call_each
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = "none"
-"""``Settings.model`` of a model whose processor is not known here."""
 FAILURES_IN_A_ROW = 8
 """Number of failed examples, without an answer between them, after which no more are asked; at
 least as many as are asked at once."""

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.jsonl import read_object
 
@@ -263,18 +264,6 @@ def _rename_for_deletion(checkpoint: Path) -> Path:
     old = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     return checkpoint.rename(old)
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return all checkpoints of a run with their numbers of steps, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    ]
-    return sorted(found)
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:

@@ -19,7 +19,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task, load_split
-from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
@@ -27,6 +26,7 @@ from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel, load_config, load_model
 from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.coordinates import FRAMES

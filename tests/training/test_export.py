@@ -25,7 +25,16 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts.make_shapes import draw_examples
-from vlm_grpo.deploy.export import (
+from vlm_grpo.eval.predict import predict
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import SamplingDistribution
+from vlm_grpo.model.loading import load_model
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.resolve import resolve_model
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.export import (
     PREPROCESSOR,
     ExportedWeights,
     Merge,
@@ -33,15 +42,6 @@ from vlm_grpo.deploy.export import (
     export,
     measure_merge,
 )
-from vlm_grpo.deploy.predict import predict
-from vlm_grpo.deploy.resolve import resolve_model
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.sampling import SamplingDistribution
-from vlm_grpo.model.loading import load_model
-from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.task import PlainQuestion
-from vlm_grpo.task.coordinates import FRAMES
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 COMPLETIONS = ((70, 71, 72, 73), (80, 81))
@@ -366,7 +366,7 @@ def test_a_failed_export_leaves_no_files(
     def failing(*arguments: Any) -> str:
         raise OSError("no space left")
 
-    monkeypatch.setattr("vlm_grpo.deploy.export.build_model_card", failing)
+    monkeypatch.setattr("vlm_grpo.training.export.build_model_card", failing)
     checkpoint = exported["qwen2_vl", "full"].out.with_name("c-full")
     with pytest.raises(OSError, match="no space"):
         export(str(checkpoint), tmp_path / "new" / "out")

@@ -18,10 +18,10 @@ from video_files import level, make_video
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.images import Clip
-from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate_policy
 from vlm_grpo.eval.generate import LocalModel
+from vlm_grpo.eval.predict import Prediction, Predictor, predict
 from vlm_grpo.media.videos import decode_frames
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task

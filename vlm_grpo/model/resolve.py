@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,15 @@ from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.run_data import get_held_out_task
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.eval.served import UNKNOWN
 from vlm_grpo.model.loading import get_model_source
-from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import IN_SESSION
-from vlm_grpo.training.checkpoint.store import list_checkpoints
 from vlm_grpo.utils.jsonl import read_object, read_rows
 
 NO_TASK = "none"
 """``Settings.task`` of a model that was not trained by a run."""
+UNKNOWN = "none"
+"""``Settings.model`` of a server's model whose processor is not known here."""
+_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,16 @@ def find_checkpoint(folder: str | Path | None) -> Path | None:
     return resolve_model(str(found)).checkpoint
 
 
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints in a run's ``checkpoints`` with their numbers of steps, oldest first.
+
+    Incomplete ones have other names.
+    """
+    paths = folder.iterdir() if folder.is_dir() else ()
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths if path.is_dir()]
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
 def _find_folder(name: str | Path) -> Path | None:
     """Return the folder at a path or of the run with this name; None if there is none."""
     return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
@@ -140,9 +151,7 @@ def _build_default_settings(model: str, overrides: Overrides) -> Settings:
 
 
 def _resolve_run(run: Path, overrides: Overrides, step: int | str | None) -> ResolvedModel:
-    # Of two checkpoints with the same number of steps, the one within a step is ignored.
-    kept = reversed(list_checkpoints(run / "checkpoints"))
-    found = dict(sorted(dict(kept).items()))
+    found = dict(list_checkpoints(run / "checkpoints"))
     if not found:
         raise UserError(f"{run} has no complete checkpoint: continue the run with resume=true")
     if step in (None, "last"):
@@ -189,7 +198,8 @@ def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool] | Non
     if not settings.task.startswith(IN_SESSION):
         task = get_held_out_task(settings, load_run_task(settings))
         return task.primary_metric, task.lower_is_better
-    for evaluation in reversed(read_run(run).evaluations):  # which the class itself has written
-        if evaluation.primary_metric is not None:
-            return evaluation.primary_metric, evaluation.lower_is_better
+    # The summaries of the evaluations, which the class itself has written.
+    for path in sorted((run / "evaluation").glob("step-??????*.json"), reverse=True):
+        summary = read_object(path)
+        return summary["headline"], summary["lower_is_better"]
     return None

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.deploy.resolve import (
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.resolve import (
     NO_TASK,
     find_checkpoint,
     read_held_out_values,
     resolve_model,
 )
-from vlm_grpo.errors import UserError
 
 SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'

@@ -18,10 +18,10 @@ from vlm_grpo.data import load_run_task
 from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.data.messages import read_question
-from vlm_grpo.deploy.resolve import NO_TASK, resolve_model, resolve_unknown
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel
-from vlm_grpo.eval.served import UNKNOWN, load_evaluated_model
+from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.model.resolve import NO_TASK, UNKNOWN, resolve_model, resolve_unknown
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
 from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
