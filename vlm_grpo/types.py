@@ -30,20 +30,14 @@ class ImageRef:
 
     Pixels are decoded by each call of ``load`` and not kept, so that large datasets fit in memory.
     Sizes are (width, height) in pixels.
-
-    Attributes:
-        name: name of the image in messages (a path, or a row of a table).
-        size: size of the original image.
-        resized_size: size after the family's resize; equal to ``size`` until a policy sets it.
-        path, data: the file of the encoded image, or its bytes (PNG, JPEG, …) or where they are.
-        noise: noise or mask on the resized image, which ``load`` leaves out; None: there is none.
     """
 
-    name: str
-    size: tuple[int, int]
-    resized_size: tuple[int, int]
-    path: Path | None = None
-    data: bytes | FileSlice | TableCell | None = None
+    name: str  #: in messages: a path, or a row of a table
+    size: tuple[int, int]  #: of the original image
+    resized_size: tuple[int, int]  #: after the family's resize; ``size`` until a policy sets it
+    path: Path | None = None  #: file of the encoded image
+    data: bytes | FileSlice | TableCell | None = None  #: encoded bytes, or where they are
+    #: noise or mask on the resized image, which ``load`` leaves out; None: there is none
     noise: DiffusionNoise | PatchMask | None = None
     kind: ClassVar[Literal["image", "video"]] = "image"
 
@@ -88,16 +82,12 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class VideoRef(ImageRef):
-    """A reference to one clip of an example; its sizes are those of each frame.
+    """A reference to one clip of an example; its sizes are those of each frame."""
 
-    Attributes:
-        times: time of each frame that the model sees, in seconds from the clip's start.
-        seconds: length of the clip.
-        frames: the frames as encoded images; empty: they are decoded from ``path`` or ``data``.
-    """
-
+    #: time of each frame that the model sees, in seconds from the clip's start
     times: tuple[float, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  #: length of the clip
+    #: the frames as encoded images; empty: they are decoded from ``path`` or ``data``
     frames: tuple[ImageRef, ...] = ()
     kind: ClassVar[Literal["image", "video"]] = "video"
 
@@ -132,28 +122,22 @@ class VideoRef(ImageRef):
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a dataset.
+    """One row of a dataset."""
 
-    Attributes:
-        id: unique name within the dataset; it identifies the example's group.
-        images: zero or more images and clips, in the order of their ``<image>`` in the history and
-            question; without any ``<image>`` there, they stand before the first question.
-        question: the question, or for grounding the expression to locate.
-        answer: the gold answer in the task's form; boxes are xyxy in original pixels.
-        meta: the row's other columns, for use by tasks and rewards.
-        location: where it was read ("train.jsonl:3"), for messages; empty: unknown.
-        history: the turns of the chat before the question, perhaps with a system prompt first.
-        source: name of its source in a mixture, which is also the start of its id; in rows that
-            name their task, followed by "/" and that name. Empty: the run has one source.
-    """
-
-    id: str
+    id: str  #: unique name within the dataset; it identifies the example's group
+    #: zero or more images and clips, in the order of their ``<image>`` in the history and question;
+    #: without any ``<image>`` there, they stand before the first question
     images: tuple[ImageRef, ...]
-    question: str
-    answer: Any
+    question: str  #: the question, or for grounding the expression to locate
+    answer: Any  #: the gold answer in the task's form; boxes are xyxy in original pixels
+    #: the row's other columns, for use by tasks and rewards
     meta: Mapping[str, Any] = field(default_factory=dict)
+    #: where it was read ("train.jsonl:3"), for messages; empty: unknown
     location: str = field(default="", compare=False)
+    #: the turns of the chat before the question, perhaps with a system prompt first
     history: tuple[Turn, ...] = ()
+    #: name of its source in a mixture, which is also the start of its id; in rows that name their
+    #: task, followed by "/" and that name. Empty: the run has one source
     source: str = ""
 
     @property
@@ -175,19 +159,13 @@ class Example:
 
 @dataclass(frozen=True)
 class LabeledBoxes:
-    """The labeled boxes of one image in a detection dataset, about which a task can ask.
+    """The labeled boxes of one image in a detection dataset, about which a task can ask."""
 
-    Attributes:
-        boxes: xyxy in pixels of the original image.
-        labels: each box's category.
-        categories: all categories of the dataset.
-        ignored: categories of which the image also shows a crowd or an object that is hard to
-            recognize: neither their number nor their boxes are known.
-    """
-
-    boxes: tuple[tuple[float, float, float, float], ...]
-    labels: tuple[str, ...]
-    categories: tuple[str, ...]
+    boxes: tuple[tuple[float, float, float, float], ...]  #: xyxy in pixels of the original image
+    labels: tuple[str, ...]  #: each box's category
+    categories: tuple[str, ...]  #: all categories of the dataset
+    #: categories of which the image also shows a crowd or an object that is hard to recognize:
+    #: neither their number nor their boxes are known
     ignored: tuple[str, ...] = ()
 
     def group_by_label(self) -> dict[str, list[list[float]]]:
@@ -201,67 +179,49 @@ class LabeledBoxes:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An example prepared as input of one model.
+    """An example prepared as input of one model."""
 
-    Attributes:
-        example: the example, with the ``resized_size`` of its images set.
-        text: the prompt after the chat template, before tokenization.
-        token_ids: (T_prompt,) the prompt's tokens, with image placeholders expanded.
-        vision: inputs of the family's vision tower, empty without images
-            (for Qwen: ``pixel_values`` (patches, values) and ``image_grid_thw`` (images, 3), and
-            of clips ``pixel_values_videos`` and ``video_grid_thw``).
-        image_decodes: number of images that were decoded for it; others came from a cache.
-        noisy: the prompt with noise on its images, for a part of the group; None: there is none.
-    """
-
-    example: Example
-    text: str
-    token_ids: tuple[int, ...]
+    example: Example  #: the example, with the ``resized_size`` of its images set
+    text: str  #: the prompt after the chat template, before tokenization
+    token_ids: tuple[int, ...]  #: (T_prompt,) the prompt's tokens, with image placeholders expanded
+    #: inputs of the family's vision tower, empty without images (for Qwen: ``pixel_values``
+    #: (patches, values) and ``image_grid_thw`` (images, 3), and of clips ``pixel_values_videos``
+    #: and ``video_grid_thw``)
     vision: Mapping[str, Any]
-    image_decodes: int = 0
+    image_decodes: int = 0  #: number of images that were decoded for it; others came from a cache
+    #: the prompt with noise on its images, for a part of the group; None: there is none
     noisy: Prompt | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion of a prompt; that of a server that returns only texts has no tokens.
+    """One sampled completion of a prompt; a server that returns only texts gives no tokens."""
 
-    Attributes:
-        token_ids: (T,) the sampled tokens, including the end-of-sequence token.
-        logprobs: (T,) log-probability of each token under the sampling distribution, in nats.
-        text: the decoded tokens, without special tokens except those that belong to an answer.
-        stop: reason for the end: end-of-sequence token, stop string, or length limit.
-        entropies: (T,) entropy of the sampling distribution at each token, in nats.
-        version: number of steps after which the weights that sampled it were published; None: they
-            were the policy's own.
-        noise: steps of the noise on the images that it was sampled for; 0: there was none.
-    """
-
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  #: (T,) the sampled tokens, including the end-of-sequence token
+    #: (T,) log-probability of each token under the sampling distribution, in nats
     logprobs: tuple[float, ...]
-    text: str
-    stop: StopReason
+    text: str  #: the decoded tokens, without special tokens except those that belong to an answer
+    stop: StopReason  #: reason for the end: end-of-sequence token, stop string, or length limit
+    #: (T,) entropy of the sampling distribution at each token, in nats
     entropies: tuple[float, ...] = ()
+    #: number of steps after which the weights that sampled it were published; None: they were the
+    #: policy's own
     version: int | None = None
-    noise: int = 0
+    noise: int = 0  #: steps of the noise on the images that it was sampled for; 0: there was none
 
 
 @dataclass(frozen=True)
 class Score:
-    """The rewards and metrics of one completion.
+    """The rewards and metrics of one completion."""
 
-    Attributes:
-        answer: the parsed answer; None if the text contains none.
-        rewards: value of each reward by name, before weighting; None if its method failed.
-        total: weighted sum of the rewards; None if a reward with a weight is None (unscorable).
-        metrics: value of each metric by name; None if it failed or is undefined without an answer.
-        failures: traceback by the name of the reward or metric that failed, or by "parse".
-    """
-
-    answer: Any
+    answer: Any  #: the parsed answer; None if the text contains none
+    #: value of each reward by name, before weighting; None if its method failed
     rewards: Mapping[str, float | None]
+    #: weighted sum of the rewards; None if a reward with a weight is None (unscorable)
     total: float | None
+    #: value of each metric by name; None if it failed or is undefined without an answer
     metrics: Mapping[str, float | None]
+    #: traceback by the name of the reward or metric that failed, or by "parse"
     failures: Mapping[str, str] = field(default_factory=dict)
 
     def with_prefix(self, source: str) -> Score:
@@ -277,19 +237,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completion as a batch reward or batch metric sees it.
+    """A completion as a batch reward or batch metric sees it."""
 
-    Attributes:
-        answer: the parsed answer; None (only with ``needs_answer=False``): the text has none.
-        tokens: number of its tokens; None: unknown, as in evaluation.
-        group: number of its group within the batch; completions of one prompt have the same.
-    """
-
-    answer: Any
+    answer: Any  #: the parsed answer; None (only with ``needs_answer=False``): the text has none
     example: Example
     text: str
-    tokens: int | None
-    group: int
+    tokens: int | None  #: number of its tokens; None: unknown, as in evaluation
+    group: int  #: number of its group within the batch; completions of one prompt have the same
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,9 @@ class Clip:
 class MediaReader:
     """A reader of the images and clips in a dataset's rows, which opens each file once.
 
-    Attributes:
-        roots: folders that contain all images and that paths are relative to; the first that has
-            an image is used. Without any, paths are refused.
-        max_pixels: largest number of pixels in an image or a frame.
-        video: which frames of clips are taken, and the limit on their length.
+    ``roots`` are folders that contain all images and that paths are relative to; the first that
+    has an image is used, and without any, paths are refused. ``max_pixels`` limits an image or a
+    frame, and ``video`` says which frames of clips are taken.
     """
 
     def __init__(

@@ -39,12 +39,9 @@ TaskObject = Task | type[Task]
 
 @dataclass(frozen=True)
 class Objects:
-    """A task and data that are Python objects.
+    """A task or its class, and training and held-out rows, that are Python objects.
 
-    Attributes:
-        task: the task or its class; of a mixture, a mapping by the names of training sources.
-        train, eval: the training and the held-out rows; of a mixture, a mapping by the names of
-            sources.
+    Of a mixture, each is a mapping by the names of sources.
     """
 
     task: TaskObject | Mapping[str, TaskObject] | None = None

@@ -37,11 +37,8 @@ class ExampleStream:
     the fractional part of i times the golden ratio falls, so that every stretch of the stream has
     close to the right shares.
 
-    Args:
-        examples: the training examples, at least one.
-        seed: seed of the shuffling.
-        sources: the rows of each source; None: all examples are of one.
-        shares: share of each source; they sum to 1.
+    ``sources`` has the rows of each source (None: all examples are of one), and ``shares`` their
+    shares, which sum to 1.
     """
 
     def __init__(
@@ -117,12 +114,8 @@ def compute_shares(counts: Mapping[str, int], data: DataSettings) -> dict[str, f
 
 
 class StreamCursor:
-    """The place of a run in its stream.
-
-    Attributes:
-        position: number of indices that were taken.
-        returned: indices among them that were not used; they are taken again first.
-    """
+    """The place of a run in its stream: the number of indices that were taken, and those among
+    them that were ``returned`` unused, which are taken again first."""
 
     def __init__(self, position: int = 0, returned: Sequence[int] = ()) -> None:
         self.position, self.returned = position, list(returned)

@@ -93,27 +93,20 @@ class CoordinateFrame:
 
     Sizes are (width, height): ``size`` of the original image, in pixels; ``resized_size`` after
     the family's resize.
-
-    Attributes:
-        name: the key in ``FRAMES``.
-        units: description of the units in the prompt; ``{width}`` and ``{height}`` are replaced
-            by the size of the original image in pixels.
-        form: the example of a box in the prompt.
-        span: units along each side of the image: the pixels of the original image, the pixels of
-            the resized image, or a fixed number.
-        max_coordinate: largest number that the grammar can write; None: no limit.
-        decimals: number of decimals of written coordinates.
-        y_first: whether JSON has y before x, under the keys ``box_2d`` and ``point``.
-        grammar: a function that writes rounded boxes, with or without labels.
     """
 
-    name: str
+    name: str  #: the key in ``FRAMES``
+    #: description of the units in the prompt; ``{width}`` and ``{height}`` are replaced by the size
+    #: of the original image in pixels
     units: str = "in pixels"
-    form: str = '{"bbox_2d": [x1, y1, x2, y2]}'
+    form: str = '{"bbox_2d": [x1, y1, x2, y2]}'  #: the example of a box in the prompt
+    #: units along each side of the image: the pixels of the original image, the pixels of the
+    #: resized image, or a fixed number
     span: Literal["original", "resized"] | int = "original"
-    max_coordinate: int | None = None
-    decimals: int = 0
-    y_first: bool = False
+    max_coordinate: int | None = None  #: largest number that the grammar can write; None: no limit
+    decimals: int = 0  #: number of decimals of written coordinates
+    y_first: bool = False  #: whether JSON has y before x, under the keys ``box_2d`` and ``point``
+    #: a function that writes rounded boxes, with or without labels
     grammar: Callable[[Sequence[RoundedBox], Sequence[str] | None], str] = _write_json
 
     def describe(self, size: Size, form: str | None = None) -> str:

@@ -31,26 +31,16 @@ _ARGUMENTS = ("answer", "example", "text", "tokens")
 
 @dataclass(frozen=True)
 class Rule:
-    """A reward or a metric: a method of a task.
+    """A reward or a metric: a method of a task."""
 
-    Attributes:
-        kind: "reward" or "metric".
-        weight: weight of a reward in the total.
-        without_answer: value for a completion without an answer.
-        arguments: how many of answer, example, text and number of tokens the method takes.
-        needs_answer: whether the method is called only for completions with an answer.
-        optional: whether a reward is used only if the task's ``weights`` name it.
-        batch: whether the method takes a ``Batch`` and returns a value per completion.
-        seconds: time limit of a batch; None: that of one completion times their number.
-    """
-
-    kind: str
-    weight: float
-    without_answer: float | None
-    arguments: int
-    needs_answer: bool = True
-    optional: bool = False
-    batch: bool = False
+    kind: str  #: "reward" or "metric"
+    weight: float  #: weight of a reward in the total
+    without_answer: float | None  #: value for a completion without an answer
+    arguments: int  #: how many of answer, example, text and number of tokens the method takes
+    needs_answer: bool = True  #: whether the method is called only for completions with an answer
+    optional: bool = False  #: whether a reward is used only if the task's ``weights`` name it
+    batch: bool = False  #: whether the method takes a ``Batch`` and returns a value per completion
+    #: time limit of a batch; None: that of one completion times their number
     seconds: float | None = None
 
 

@@ -59,19 +59,6 @@ class Task:
 
     A subclass defines ``parse``, ``write`` and at least one ``@reward``; everything else has a
     default. Rewards, metrics and options must not have the names of attributes of this class.
-
-    Attributes:
-        tags: request ``<answer>…</answer>`` and parse only the text inside it.
-        thinking: request ``<think>…</think>`` before the answer; thinking is not scored.
-        instruction: sentence after the question that says how to answer; None: none.
-        frame, thinking_tags: coordinate frame of boxes and tags of thinking; set from the model.
-        weights: reward weights by name, which override those in the code; 0 disables a reward. A
-            weight may be a schedule: pairs of a progress and a weight.
-        progress: progress of the training, 0 to 1; set by ``with_progress``.
-        length_budget: number of characters without a penalty of the ``length`` reward, at least 1.
-        overlong_cache: number of tokens before the limit over which the ``overlong`` reward
-            falls; required if ``weights`` name that reward.
-        token_limit: maximum number of tokens of a completion; set by the trainer.
     """
 
     primary_metric: ClassVar[str]
@@ -81,16 +68,20 @@ class Task:
     may_change: ClassVar[tuple[str, ...]] = ()
     """Options that do not affect the results, which a resumed run may change."""
 
-    tags: bool = False
-    thinking: bool = False
-    instruction: str | None = None
-    frame: CoordinateFrame = ORIGINAL
-    thinking_tags: ThinkingTags = THINK_TAGS
+    tags: bool = False  #: request ``<answer>…</answer>`` and parse only the text inside it
+    thinking: bool = False  #: request ``<think>…</think>`` before the answer; it is not scored
+    instruction: str | None = None  #: sentence after the question that says how to answer
+    frame: CoordinateFrame = ORIGINAL  #: coordinate frame of boxes; set from the model
+    thinking_tags: ThinkingTags = THINK_TAGS  #: set from the model
+    #: reward weights by name, which override those in the code; 0 disables a reward. A weight may
+    #: be a schedule: pairs of a progress and a weight
     weights: Mapping[str, Schedule] = field(default_factory=dict)
-    progress: float = 0.0
-    length_budget: int = 1000
+    progress: float = 0.0  #: progress of the training, 0 to 1; set by ``with_progress``
+    length_budget: int = 1000  #: characters without a penalty of the ``length`` reward, at least 1
+    #: number of tokens before the limit over which the ``overlong`` reward falls; required if
+    #: ``weights`` name that reward
     overlong_cache: int = 0
-    token_limit: int = 0
+    token_limit: int = 0  #: maximum number of tokens of a completion; set by the trainer
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
