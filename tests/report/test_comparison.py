@@ -138,8 +138,12 @@ def get_runs(swept_runs: list[tuple[str, Run]]) -> list[Run]:
 
 
 def test_settings_in_which_three_runs_differ_are_chosen(swept_runs: list[tuple[str, Run]]) -> None:
-    keys = [difference.key for difference in list_differences(get_runs(swept_runs))]
-    assert keys == ["name", "objective.loss_type", "optim.lr", "seed"]
+    assert list(list_differences(get_runs(swept_runs))) == [
+        "name",
+        "objective.loss_type",
+        "optim.lr",
+        "seed",
+    ]
     assert choose_swept(get_runs(swept_runs)) == ["objective.loss_type", "optim.lr"]
     assert choose_swept(get_runs(swept_runs)[:2]) == []  # two swept_runs are a comparison
     assert choose_swept(get_runs(swept_runs)[:2], ["optim.lr"]) == ["optim.lr"]

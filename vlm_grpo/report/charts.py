@@ -104,14 +104,12 @@ def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
                     "high": _round(short.high),
                 }
             )
-        packed.append({**vars(chart), "lines": lines, "heat": _pack_heat_map(chart.heat)})
+        heat = None
+        if chart.heat is not None:
+            shares = [[round(share, 3) for share in column] for column in chart.heat.shares]
+            heat = {**vars(chart.heat), "shares": shares}
+        packed.append({**vars(chart), "lines": lines, "heat": heat})
     return {"charts": packed, "xs": list(positions)}
-
-
-def _pack_heat_map(heat: HeatMap | None) -> dict[str, Any] | None:
-    if heat is None:
-        return None
-    return {**vars(heat), "shares": [[round(s, 3) for s in column] for column in heat.shares]}
 
 
 def _downsample(line: Line) -> Line:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from vlm_grpo.config.section import flatten
@@ -128,38 +128,23 @@ LOGARITHMIC_RATIO = 8.0
 """Smallest ratio of the largest to the smallest value on a logarithmic axis."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting that is not the same in all runs.
-
-    Attributes:
-        values: its text in each run; "–" where it is missing.
-    """
-
-    key: str
-    values: tuple[str, ...]
-
-
-def list_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return the settings that differ between the runs, in alphabetical order."""
+def list_differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
+    """Return the settings that differ, by key, with their text in each run; "–": it is missing."""
     settings = [_flatten(run) for run in runs]
-    keys = sorted({key for values in settings for key in values})
-    found = [
-        Difference(display_text(key, 200), tuple(values.get(key, "–") for values in settings))
-        for key in keys
-    ]
-    return [difference for difference in found if len(set(difference.values)) > 1]
+    found = {
+        display_text(key, 200): tuple(values.get(key, "–") for values in settings)
+        for key in sorted({key for values in settings for key in values})
+    }
+    return {key: texts for key, texts in found.items() if len(set(texts)) > 1}
 
 
 def choose_swept(runs: Sequence[Run], requested: Sequence[str] = ()) -> list[str]:
     """Return the settings to plot: the requested ones, or those in which three or more runs differ.
 
-    None are chosen if the runs differ in many settings: there is no telling which one matters.
-
-    Raises:
-        UserError: a requested setting is the same in all runs.
+    None are chosen if the runs differ in many settings: there is no telling which one matters. A
+    requested setting that is the same in all runs is refused.
     """
-    differing = [difference.key for difference in list_differences(runs)]
+    differing = list_differences(runs)
     for key in requested:
         if key not in differing:
             known = [name for name in differing if name not in IDENTITY]
@@ -176,14 +161,12 @@ def choose_swept(runs: Sequence[Run], requested: Sequence[str] = ()) -> list[str
 def build_sweep_charts(
     runs: Sequence[tuple[str, Run]], swept: Sequence[str], together: bool
 ) -> Iterator[Chart]:
-    """Yield the primary metric at each run's last evaluation against the swept settings.
+    """Yield the primary metric at each run's last evaluation against each of the swept settings.
 
     Args:
-        swept: dotted keys of the settings.
-        together: draw one chart, of the first setting with a line per value of the second;
-            otherwise one chart per setting.
+        together: draw one chart, of the first setting with a line per value of the second.
     """
-    known = [(label, run) for label, run in runs if not math.isnan(get_result(run))]
+    known = [(label, run) for label, run in runs if not math.isnan(_get_result(run))]
     primary_metrics = {run.primary_metric for _, run in known}
     if len(known) < 2 or len(primary_metrics) > 1:
         return
@@ -191,7 +174,7 @@ def build_sweep_charts(
         yield _build_chart(known, key, swept[1] if together and len(swept) > 1 else None)
 
 
-def get_result(run: Run) -> float:
+def _get_result(run: Run) -> float:
     """Return the primary metric at the run's last evaluation; NaN if there is none."""
     if not run.evaluations or run.primary_metric is None:
         return math.nan
@@ -209,7 +192,7 @@ def _build_chart(runs: Sequence[tuple[str, Run]], key: str, split: str | None) -
         lines.setdefault(name, []).append((places[texts[label]], label, run))
     values, metric = list(places.values()), str(runs[0][1].primary_metric)
     last = runs[0][1].evaluations[-1]
-    is_share = not last.lower_is_better and all(0 <= get_result(run) <= 1 for _, run in runs)
+    is_share = not last.lower_is_better and all(0 <= _get_result(run) <= 1 for _, run in runs)
     return Chart(
         f"{display_text(metric, 60).replace('_', ' ')} by {display_text(key, 60)}",
         f"{'Lower is better. ' if last.lower_is_better else ''}One dot per run, at its last "
@@ -233,7 +216,7 @@ def _build_line(
     return Line(
         display_text(name, 90),
         [x for x, _, _ in points],
-        [get_result(run) for _, _, run in points],
+        [_get_result(run) for _, _, run in points],
         [low for low, _ in intervals],
         [high for _, high in intervals],
         series,

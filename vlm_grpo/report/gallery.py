@@ -31,8 +31,8 @@ two are None if undefined.
 
 An answer has ``label``, ``step``, ``kind`` (one of ``KINDS``), ``parts`` (pairs of a part's name,
 thinking, text or answer, and its text), ``parsed`` (the parsed answer), ``marks`` (a picture's file
-name), ``reward``, ``rewards``, ``metrics``, ``score``, ``advantage``, ``stop``, ``tokens``,
-``failures`` and ``file``.
+name), ``reward``, ``rewards``, ``metrics``, ``score``, ``advantage``, ``stop``, ``tokens`` and
+``failures``.
 """
 
 KINDS = ("correct", "incorrect", "no answer", "truncated", "unscorable", "target")
@@ -47,7 +47,10 @@ _INVISIBLE = re.compile(
 
 
 def build_training_entries(run: Run) -> tuple[list[Entry], int]:
-    """Return one entry per sampled group, and the number of malformed rows."""
+    """Return one entry per sampled group, and the number of malformed rows.
+
+    Its ``change`` is that of the mean reward since the example was first sampled.
+    """
     entries, skipped = [], 0
     for row in run.samples:
         if not row["source"].startswith("step-"):
@@ -57,14 +60,17 @@ def build_training_entries(run: Run) -> tuple[list[Entry], int]:
                 _build_answer(completion, row, f"completion {number}")
                 for number, completion in enumerate(row["completions"], start=1)
             ]
-            entry = _build_entry(row, "training") | {"answers": answers}
+            entries.append(_build_entry(row, "training") | {"answers": answers})
         except _MALFORMED:  # not written by vlm-grpo
             skipped += 1
-            continue
-        rewards = [a["reward"] for a in answers if a["reward"] is not None]
+    first: dict[str, float | None] = {}
+    for entry in sorted(entries, key=lambda entry: entry["step"]):
+        rewards = [a["reward"] for a in entry["answers"] if a["reward"] is not None]
+        mean = sum(rewards) / len(rewards) if rewards else None
         entry["spread"] = max(rewards) - min(rewards) if rewards else None
-        entries.append(entry)
-    _set_changes(entries)
+        if entry["id"] in first:
+            entry["change"] = _difference(first[entry["id"]], mean)
+        first.setdefault(entry["id"], mean)
     return entries, skipped
 
 
@@ -184,17 +190,24 @@ def _format_chat(row: Row) -> str:
 
 
 def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[str, Any]:
-    rewards = _numbers_or_none(completion["rewards"])
-    metrics = _numbers_or_none(completion.get("metrics") or {})
-    reward = _number_or_none(completion["reward"])
-    values = rewards | metrics
-    primary_metric = row.get("headline")
-    score = values.get(primary_metric) if isinstance(primary_metric, str) else reward
+    rewards, metrics = (
+        {display_text(str(name), 60): _number_or_none(value) for name, value in values.items()}
+        for values in (completion["rewards"], completion.get("metrics") or {})
+    )
+    reward, primary_metric = _number_or_none(completion["reward"]), row.get("headline")
+    is_named = isinstance(primary_metric, str)
+    score = (rewards | metrics).get(primary_metric) if is_named else reward
     answer, stop = completion["answer"], completion.get("stop")
+    if reward is None:
+        kind = "unscorable" if rewards else "target"
+    elif answer is None:
+        kind = "truncated" if stop == "length" else "no answer"
+    else:
+        kind = "correct" if score is not None and score >= 1.0 else "incorrect"
     return {
         "label": label,
         "step": row["step"],
-        "kind": _get_kind(answer is not None, stop, reward, score, bool(rewards)),
+        "kind": kind,
         "parts": split_text(str(completion["text"]), row.get("thinking_tags")),
         "parsed": None if answer is None else _format_value(answer),
         "marks": _check_picture_name(completion.get("marks")),
@@ -209,32 +222,7 @@ def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[s
             display_text(str(name), 60): display_text(str(message)[-TEXT_CHARACTERS:])
             for name, message in (completion.get("failures") or {}).items()
         },
-        "file": row["source"],
     }
-
-
-def _get_kind(
-    answered: bool, stop: Any, reward: float | None, score: float | None, is_scored: bool
-) -> str:
-    if reward is None:
-        return "unscorable" if is_scored else "target"
-    if not answered:
-        return "truncated" if stop == "length" else "no answer"
-    return "correct" if score is not None and score >= 1.0 else "incorrect"
-
-
-def _set_changes(entries: Sequence[Entry]) -> None:
-    """Set the change in mean reward since the example was first sampled."""
-    first: dict[str, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: entry["step"]):
-        earlier = first.setdefault(entry["id"], entry)
-        if earlier is not entry:
-            entry["change"] = _difference(_mean_reward(earlier), _mean_reward(entry))
-
-
-def _mean_reward(entry: Entry) -> float | None:
-    rewards = [a["reward"] for a in entry["answers"] if a["reward"] is not None]
-    return sum(rewards) / len(rewards) if rewards else None
 
 
 def _difference(before: float | None, after: float | None) -> float | None:
@@ -254,10 +242,6 @@ def _round_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _round_numbers(part) for name, part in value.items()}
     return [_round_numbers(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _numbers_or_none(values: Mapping[str, Any]) -> dict[str, float | None]:
-    return {display_text(str(name), 60): _number_or_none(value) for name, value in values.items()}
 
 
 def _number_or_none(value: Any) -> float | None:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -21,7 +21,6 @@ from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.report.charts import Chart, pack_charts
 from vlm_grpo.report.comparison import (
     IDENTITY,
-    Difference,
     Pair,
     build_pairs,
     build_sweep_charts,
@@ -63,7 +62,7 @@ class Content:
 
     Attributes:
         sweeps: charts of the primary metric against settings.
-        differences: settings that differ between the runs.
+        differences: text in each run of the settings that differ, by key.
         pairs: comparisons of two runs each.
         settings: text of the settings of a single run.
     """
@@ -71,7 +70,7 @@ class Content:
     title: str
     charts: Sequence[Chart]
     sweeps: Sequence[Chart] = ()
-    differences: Sequence[Difference] = ()
+    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
     pairs: Sequence[Pair] = ()
     settings: str = ""
 
@@ -79,9 +78,7 @@ class Content:
 def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
     """Write ``report.html`` into a run's folder, atomically.
 
-    Args:
-        run_dir: the run's folder; the run may be unfinished.
-        limit: most bytes of the gallery.
+    The run may be unfinished. ``limit`` is in bytes, of the gallery.
 
     Raises:
         UserError: the folder is not that of a run.
@@ -157,7 +154,7 @@ def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], galler
         summaries=summaries,
         few=len(runs) <= MAX_CARDS,
         tile_labels=list(dict.fromkeys(t["label"] for s in summaries for t in s["tiles"])),
-        columns=[d for d in content.differences if d.key not in IDENTITY][:MAX_COLUMNS],
+        columns=[key for key in content.differences if key not in IDENTITY][:MAX_COLUMNS],
         alarms=[_escape_alarm(row, run) for _, run in runs for row in run.alarms],
         comparing=len(runs) > 1,
         unreadable=sum(run.unreadable for _, run in runs) + gallery.skipped,

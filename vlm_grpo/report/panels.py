@@ -101,7 +101,8 @@ def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
         for name in names:
             if (label := panel.label(name)) is not None:
                 suffix = "" if label == name else f": {display_text(label, 60)}"
-                charts.append(panel.draw([_build_line(run, name, r) for run, r in runs], suffix))
+                lines = [_build_line(text, name, run) for text, run in runs]
+                charts.append(panel.draw(lines, suffix))
     lines = [_build_line(label, "time/step", run) for label, run in runs]
     charts.append(Chart("Time per step", "In seconds, without evaluation.", lines))
     # A line has the color of its run, whichever runs have values.
