@@ -127,8 +127,7 @@ def display_text(text: str, limit: int = TEXT_CHARACTERS) -> str:
 def split_text(text: str, tags: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
     """Split a completion into pairs of a part's name, "thinking", "text" or "answer", and its text.
 
-    Args:
-        tags: the fields of ``ThinkingTags`` of its model; None: ``<think>`` and ``</think>``.
+    ``tags`` are the fields of its model's ``ThinkingTags``; None: ``<think>`` and ``</think>``.
 
     >>> split_text("<think>two rows</think>So <answer>4</answer>")
     [('thinking', 'two rows'), ('text', 'So '), ('answer', '4')]
@@ -276,12 +275,8 @@ class Gallery:
 def build_gallery(runs: Sequence[tuple[str, Run]], limit: int = GALLERY_BYTES) -> Gallery:
     """Build the gallery: held-out answers of all runs, and the training groups of a single run.
 
-    Over the limit, training groups are first thinned out evenly over the steps; then the last
-    held-out examples are omitted.
-
-    Args:
-        runs: pairs of a label, "" for a single run, and the run.
-        limit: most bytes that entries and pictures may take.
+    Over the limit in bytes, training groups are first thinned out evenly over the steps; then the
+    last held-out examples are omitted.
     """
     held_out, skipped = build_held_out_entries(runs)
     training: list[Entry] = []

@@ -28,9 +28,7 @@ from vlm_grpo.report.comparison import (
     list_differences,
 )
 from vlm_grpo.report.gallery import (
-    GALLERY_BYTES,
     KINDS,
-    Gallery,
     build_gallery,
     display_text,
     to_script_json,
@@ -60,11 +58,8 @@ TILES = {
 class Content:
     """The content of a page, besides the summaries and the gallery.
 
-    Attributes:
-        sweeps: charts of the primary metric against settings.
-        differences: text in each run of the settings that differ, by key.
-        pairs: comparisons of two runs each.
-        settings: text of the settings of a single run.
+    ``settings`` are those of a single run; ``differences`` has, by key, the text in each run of
+    those that differ.
     """
 
     title: str
@@ -75,10 +70,8 @@ class Content:
     settings: str = ""
 
 
-def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
-    """Write ``report.html`` into a run's folder, atomically.
-
-    The run may be unfinished. ``limit`` is in bytes, of the gallery.
+def build_report(run_dir: Path) -> Path:
+    """Write ``report.html`` into a run's folder, atomically; the run may be unfinished.
 
     Raises:
         UserError: the folder is not that of a run.
@@ -89,19 +82,16 @@ def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
         charts=build_charts(run),
         settings=display_text(run.config_text, 50_000),
     )
-    return _write(run_dir / "report.html", content, [("", run)], build_gallery([("", run)], limit))
+    return _write(run_dir / "report.html", content, [("", run)])
 
 
-def compare_runs(
-    folders: Sequence[Path], sweep: Sequence[str] = (), limit: int = GALLERY_BYTES
-) -> Path:
+def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
     """Write a page that compares runs, next to the first run's folder.
 
     Args:
         folders: the runs' folders, at least two.
         sweep: settings to plot the primary metric against: one, or two for a line per value of the
             second; none: chosen automatically if the runs differ in few settings.
-        limit: most bytes of the gallery.
 
     Raises:
         UserError: a folder is not that of a run or is given twice, or a setting of the sweep is the
@@ -126,7 +116,7 @@ def compare_runs(
         digest = hashlib.sha256("\n".join(names).encode("utf-8", "replace")).hexdigest()[:8]
         joined = f"{len(runs)}-runs-{digest}"
     path = folders[0].resolve().parent / f"compare-{joined}.html"
-    return _write(path, content, runs, build_gallery(runs, limit))
+    return _write(path, content, runs)
 
 
 def _name_runs(folders: Sequence[Path]) -> list[str]:
@@ -137,7 +127,8 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
     return [display_text(name, 200) for name in names]
 
 
-def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], gallery: Gallery) -> Path:
+def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]]) -> Path:
+    gallery = build_gallery(runs)
     files = resources.files("vlm_grpo.report")
     script = "\n".join(files.joinpath(name).read_text("utf-8") for name in SCRIPTS)
     summaries = [_summarize_run(label, run) for label, run in runs]

@@ -218,12 +218,7 @@ def _get_metric_names(run: Run) -> list[str]:
 
 
 def build_distribution_charts(run: Run, series: int = 0, label: str = "") -> Iterator[Chart]:
-    """Yield the heat map of each distribution that the run has recorded.
-
-    Args:
-        series: number of the run's color.
-        label: the run's name; "" for a single run.
-    """
+    """Yield the heat map of each distribution that the run has recorded, in the run's color."""
     for name, (title, help_) in DISTRIBUTIONS.items():
         by_step = {}
         for row in run.distributions:

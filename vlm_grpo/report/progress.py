@@ -27,13 +27,7 @@ PLAIN_SECONDS = 15.0
 
 
 class Progress:
-    """A display of a run's progress on stderr.
-
-    Args:
-        primary_metric: the metric whose held-out value is shown.
-        done: number of finished steps.
-        enabled: False on all ranks but the first.
-    """
+    """A display of a run's progress on stderr; ``enabled`` on the first rank only."""
 
     def __init__(
         self,

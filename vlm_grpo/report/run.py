@@ -130,11 +130,10 @@ class Run:
     def change(self, until: int | None = None) -> Change | None:
         """Return the change of the primary metric from the first evaluation to the last.
 
+        It is None if there are fewer than two evaluations, or if one of them lacks the metric.
+
         Args:
             until: step of the evaluation to use instead of the last one.
-
-        Returns:
-            None if there are fewer than two evaluations, or if one of them lacks the metric.
         """
         last = next((e for e in reversed(self.evaluations) if until in (None, e.step)), None)
         if last is None or last is self.evaluations[0] or (name := self.primary_metric) is None:

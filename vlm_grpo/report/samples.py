@@ -55,10 +55,7 @@ class ThumbnailStore:
         return name
 
     def add_drawing(self, task: Task, example: Example, answer: Any, color: str) -> str | None:
-        """Write a transparent overlay of the thumbnail with an answer, and return its name.
-
-        The result is None if the task draws nothing.
-        """
+        """Write a transparent overlay with an answer; return its name, None if nothing is drawn."""
         if answer is None or not example.images:
             return None
         canvas = Image.new("RGBA", task.target_image(example).picture_size)
@@ -105,10 +102,7 @@ def _file_name(key: bytes) -> str:
 
 
 def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
-    """Draw the gold answer and a predicted one on the image that they refer to, made small.
-
-    The result is None if there is no image, or if it cannot be decoded or drawn on.
-    """
+    """Draw the gold answer and a predicted one on a small copy of their image; None: it fails."""
     if not example.images:
         return None
     try:
@@ -126,11 +120,7 @@ def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Imag
 def build_completion_rows(
     task: Task, step: int, groups: Sequence[Group], advantages: Iterable[Sequence[float]]
 ) -> list[dict[str, Any]]:
-    """Return a row per completion for a tracker's table, with both answers drawn on the image.
-
-    Args:
-        advantages: advantage of each completion, by group.
-    """
+    """Return a row per completion for a tracker's table, with both answers drawn on the image."""
     return [
         {
             "step": step,
@@ -159,12 +149,7 @@ def write_samples(
     advantages: Iterable[Sequence[float]],
     task: Task,
 ) -> Path:
-    """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages.
-
-    Args:
-        folder: its ``images`` holds the thumbnails.
-        advantages: advantage of each completion, by group.
-    """
+    """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages."""
     thumbnails = ThumbnailStore(folder)
     rows = []
     for group, values in zip(groups, advantages, strict=True):
@@ -191,7 +176,7 @@ def write_held_out(
     """Write ``held-out-N.jsonl``: the first held-out examples with their answers.
 
     Args:
-        examples: the held-out examples, with ``resized_size`` set.
+        examples: the first held-out examples, with ``resized_size`` set.
         rows: ``Scored.rows``, one per example.
     """
     thumbnails = ThumbnailStore(folder)

@@ -52,11 +52,7 @@ class Trackers:
         self._active: list[Any] = []  # GeneralTracker declares no name
 
     def start(self, config: Mapping[str, Any], resume_at: int = 0) -> None:
-        """Start the trackers.
-
-        Args:
-            resume_at: number of finished steps; TensorBoard hides later entries.
-        """
+        """Start the trackers; TensorBoard hides entries after ``resume_at`` steps."""
         for name in self.names:
             arguments = _get_arguments(name, self.run_dir, resume_at)
             self._active.append(LOGGER_TYPE_TO_CLASS[name](**arguments))
@@ -82,11 +78,7 @@ class Trackers:
         self._call_all(lambda tracker: _log_images(tracker, shown, step))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log rows as a table after ``step`` steps, where there are tables.
-
-        Args:
-            rows: values by column, with the same columns in each row; images are PIL images.
-        """
+        """Log rows, which all have the same columns, as a table where there are tables."""
         if rows:
             self._call_all(lambda tracker: _log_table(tracker, name, rows, step))
 

@@ -253,9 +253,8 @@ class Merge:
 
     Attributes:
         dequantized: whether these are the quantized weights, dequantized; or the original ones.
-        tokens: number of tokens of gold answers that the trained policy and the merged model
-            scored; 0: the examples are gone, or have no gold answers that can be written.
-        mean, largest: absolute difference of their log-probs, in nats.
+        tokens: number of tokens of gold answers that were scored; 0: no example has any.
+        mean, largest: absolute difference from the trained policy's log-probs, in nats.
     """
 
     dequantized: bool

@@ -24,21 +24,13 @@ DISTRIBUTION_VALUES = 64
 
 
 class StepLog:
-    """A JSON Lines file with one object per step, such as ``metrics.jsonl``.
-
-    Args:
-        path: the file; the first row creates it and its folder.
-    """
+    """A JSON Lines file with one object per step; the first row creates it and its folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def truncate(self, step: int) -> None:
-        """Drop the rows of this step and later ones, which will be run again.
-
-        Raises:
-            UserError: a line before the last one cannot be read.
-        """
+        """Drop the rows of this step and later ones, which will be run again."""
         kept = [row for row in self.read() if row["step"] < step]
         write_atomic(self.path, b"".join(_line(row) for row in kept))
 

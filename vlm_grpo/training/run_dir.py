@@ -42,9 +42,6 @@ def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
     """Lock the run's folder inside, whose files a second run at the same time would mix up.
 
     The main process holds the lock. All ranks enter together. A full disk is explained.
-
-    Raises:
-        UserError: another process holds it, or the folder cannot be written to.
     """
     with ExitStack() as stack:
         with fail_together(accelerator), explain_disk_full(settings.run_dir):
@@ -117,11 +114,7 @@ class RunDir:
         self.trackers.start({key: str(value) for key, value in config.items()}, resume_at=step)
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics to the log and the trackers, and the alarms that they raise.
-
-        Raises:
-            UserError: another process has taken over the run's folder.
-        """
+        """Write a step's metrics to the log and the trackers, and the alarms that they raise."""
         if not self.is_main:
             return
         check_lock(self.path)
@@ -142,9 +135,7 @@ class RunDir:
     ) -> None:
         """Write a step's distributions, and its first groups if they are due. All ranks call it.
 
-        Args:
-            advantages: (n,) of all groups' completions.
-            is_skipped: whether an update was skipped, which makes the groups due.
+        A skipped update makes the groups due. ``advantages`` (n,) are those of all completions.
         """
         if not self.settings.is_supervised(step):
             distributions = rollout_distributions(groups)
@@ -176,12 +167,7 @@ class RunDir:
     def write_evaluation(
         self, step: int, task: Task, evaluation: Scored, shown: Sequence[Example]
     ) -> None:
-        """Write all predictions and their metrics, and the first predictions with drawings.
-
-        Args:
-            task: the task that scored the predictions, which also draws them.
-            shown: the first examples, with ``resized_size`` set.
-        """
+        """Write all predictions and their metrics, and the first ones with the task's drawings."""
         if not self.is_main:
             return
         path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
@@ -189,11 +175,7 @@ class RunDir:
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
 
     def read_evaluation(self, step: int) -> Scored | None:
-        """Load the evaluation after ``step`` steps, which an earlier process has written.
-
-        Returns:
-            None if it is missing or damaged; a resumed run goes on without it.
-        """
+        """Load an evaluation by an earlier process; None if it is missing or damaged."""
         path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
         found = read_scored(path, self.settings.seed, step=step)
         return found if found.is_complete else None

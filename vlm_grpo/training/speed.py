@@ -25,8 +25,8 @@ from vlm_grpo.utils.timing import Stopwatch
 class StepMeter:
     """A meter of the steps of a run.
 
-    Attributes:
-        rate: FLOP/s of matrix products on each device in the policy's precision; None if unknown.
+    ``rate`` is in FLOP/s of matrix products on each device in the policy's precision; None if
+    unknown.
     """
 
     def __init__(self, policy: Policy, settings: Settings, accelerator: Accelerator) -> None:
@@ -100,9 +100,6 @@ def profile_step(path: Path, stopwatch: Stopwatch, device: torch.device) -> Iter
 
     They are ``PATH.json.gz``, a trace of all operations in which the stopwatch's phases are named,
     and on CUDA ``PATH.memory.pickle``, all allocations with their stacks.
-
-    Args:
-        path: name of the files without the endings; its folder is created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     on_cuda = device.type == "cuda"
