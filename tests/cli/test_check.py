@@ -118,7 +118,8 @@ def test_arguments_that_fit_nothing_are_refused(capsys, write_letters, tmp_path:
     assert "there is no task file nope.py" in fails(capsys, "check", "nope.py")
     for option in ("--token-side", "--max-pixels", "--limit"):
         assert option in fails(capsys, "check", "counting", option, "0")
-    assert "--split test: give train or eval" in fails(capsys, "check", "ocr", "--split", "test")
+    message = fails(capsys, "check", "ocr", "--split", "test")
+    assert "'test' is not one of 'train', 'eval'" in message
     message = fails(capsys, "check", "counting", "--preview", "a.pdf")
     assert "--preview a.pdf: give a file with the suffix .html or .png" in message
     path = tmp_path / "no" / "rows.png"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -33,15 +32,7 @@ FLAGS = (
 
 
 class Browser:
-    """A browser window, used as a context manager.
-
-    Args:
-        size: width and height of the window in pixels.
-        dark: whether ``prefers-color-scheme`` is dark.
-    """
-
-    def __init__(self, size: tuple[int, int] = (1300, 1000), dark: bool = False) -> None:
-        self.size, self.dark = size, dark
+    """A browser window, used as a context manager."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -53,14 +44,12 @@ class Browser:
             env={**os.environ, "HOME": self._folder.name},
         )
         self._base = f"http://127.0.0.1:{self._read_port()}"
-        width, height = self.size
         options = {
             "binary": CHROMIUM,
             "args": [
                 *FLAGS,
                 f"--user-data-dir={self._folder.name}/profile",
-                f"--window-size={width},{height}",
-                *(["--force-dark-mode"] if self.dark else []),
+                "--window-size=1300,1000",
             ],
         }
         capabilities = {
@@ -116,11 +105,6 @@ class Browser:
         """Return the console messages since the last call, such as errors."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
-    def screenshot(self, path: Path) -> Path:
-        """Write a screenshot of the viewport as PNG."""
-        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
-        return path
-
     def _read_port(self) -> int:
         """Return the port that the driver announces in its first lines."""
         assert self._process.stdout is not None
@@ -147,11 +131,7 @@ _CODES = {"ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "+": 187, "0": 48}
 
 
 def wait_until(browser: Browser, condition: str, seconds: float = 5.0) -> None:
-    """Wait until a JavaScript expression is true.
-
-    Raises:
-        TimeoutError: the expression is still false.
-    """
+    """Wait until a JavaScript expression is true."""
     deadline = time.monotonic() + seconds
     while not browser.run(f"return Boolean({condition})"):
         if time.monotonic() > deadline:

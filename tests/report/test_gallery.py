@@ -13,6 +13,7 @@ from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
 from vlm_grpo.report import build_report
 from vlm_grpo.report.gallery import (
+    Entry,
     build_gallery,
     build_held_out_entries,
     build_training_entries,
@@ -73,11 +74,25 @@ def test_page_of_a_thousand_samples_is_small(tmp_path: Path) -> None:
     assert len(build_gallery([("", read_run(tmp_path))]).entries) == 1000
 
 
+def write_group(
+    folder: Path, task: Task, example: Example, texts: list[str] | Group, step: int = 0
+) -> Path:
+    """Write the samples of one group, and return their file."""
+    group = make_group(task, example, texts) if isinstance(texts, list) else texts
+    advantages = [[0.0] * len(group.completions)]
+    return write_samples(folder / "samples", step, [group], advantages, task)
+
+
+def read_entries(folder: Path) -> list[Entry]:
+    entries, skipped = build_training_entries(read_run(folder))
+    assert skipped == 0
+    return entries
+
+
 def test_rows_cannot_read_other_files(tmp_path: Path) -> None:
     (tmp_path / "secret.webp").write_bytes(b"secret")
     task = load_task("counting")
-    example = load_few_examples("counting", task)[0]
-    path = write_samples(tmp_path / "samples", 0, [make_group(task, example, ["1"])], [[0]], task)
+    path = write_group(tmp_path, task, load_few_examples("counting", task)[0], ["1"])
     row = json.loads(path.read_text())
     row["pictures"] = ["../../secret.webp"]
     row["gold_marks"] = str(tmp_path / "secret.webp")
@@ -88,9 +103,7 @@ def test_rows_cannot_read_other_files(tmp_path: Path) -> None:
 
 
 def test_training_entry_has_the_answers_of_its_group(counting_run: Path) -> None:
-    run = read_run(counting_run)
-    entries, skipped = build_training_entries(run)
-    assert skipped == 0
+    entries = read_entries(counting_run)
     assert len(entries) == 8  # four groups at each of the steps 0 and 10
     for entry in entries:
         assert len(entry["answers"]) == GROUP_SIZE
@@ -114,16 +127,11 @@ def test_kind_of_an_answer(tmp_path: Path) -> None:
     completions = (*sampled.completions[:2], stopped, sampled.completions[3])
     broken = replace(sampled.scores[0], total=None, rewards={"exact": None})
     sampled = replace(sampled, completions=completions)
-    assert _get_kinds(sampled, task, tmp_path) == list(texts)
-    sampled = replace(sampled, scores=(broken, *sampled.scores[1:]))
-    assert _get_kinds(sampled, task, tmp_path)[0] == "unscorable"
-
-
-def _get_kinds(sampled: Group, task: Task, folder: Path) -> list[str]:
-    advantages = [[0.0] * len(sampled.completions)]
-    write_samples(folder / "samples", 0, [sampled], advantages, task)
-    (entry,), _ = build_training_entries(read_run(folder))
-    return [answer["kind"] for answer in entry["answers"]]
+    unscorable = replace(sampled, scores=(broken, *sampled.scores[1:]))
+    for kinds, group in ((list(texts), sampled), (["unscorable", *texts][:1], unscorable)):
+        write_group(tmp_path, task, example, group)
+        (entry,) = read_entries(tmp_path)
+        assert [answer["kind"] for answer in entry["answers"]][: len(kinds)] == kinds
 
 
 def test_change_from_the_first_evaluation_to_the_last(counting_run: Path) -> None:
@@ -151,18 +159,16 @@ def test_change_of_an_example_sampled_twice(tmp_path: Path) -> None:
     example = load_few_examples("counting", task)[0]
     right, wrong = task.gold(example), "99"
     for step, texts in ((0, [right, wrong]), (5, [right, right])):
-        sampled = make_group(task, example, texts)
-        write_samples(tmp_path / "samples", step, [sampled], [[0, 0]], task)
-    entries, _ = build_training_entries(read_run(tmp_path))
-    assert [entry["change"] for entry in entries] == [None, 0.5]  # from half right to all
+        write_group(tmp_path, task, example, texts, step)
+    changes = [entry["change"] for entry in read_entries(tmp_path)]
+    assert changes == [None, 0.5]  # from half right to all
 
 
 def test_example_without_images_is_shown(tmp_path: Path) -> None:
     task = load_task("ocr")
     example = Example("plain", (), "What is written?", "A")
-    write_samples(tmp_path / "samples", 0, [make_group(task, example, ["A"])], [[0]], task)
-    (entry,), skipped = build_training_entries(read_run(tmp_path))
-    assert skipped == 0
+    write_group(tmp_path, task, example, ["A"])
+    (entry,) = read_entries(tmp_path)
     assert entry["pictures"] == []
     assert build_report(tmp_path).is_file()
 
@@ -173,8 +179,8 @@ def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path: P
     chat = Turn("system", "Be brief."), Turn("user", "Hello?"), Turn("assistant", "Hi.")
     example = Example("plain", (), "What is written?", "A", history=chat)
     texts = ["An A?[/THINK]A", "An A?"]
-    write_samples(tmp_path / "samples", 0, [make_group(task, example, texts)], [[0, 0]], task)
-    (entry,), _ = build_training_entries(read_run(tmp_path))
+    write_group(tmp_path, task, example, texts)
+    (entry,) = read_entries(tmp_path)
     turns = ["system: Be brief.", "user: Hello?", "assistant: Hi.", "user: What is written?"]
     assert entry["question"] == "\n\n".join(turns)
     parts = [answer["parts"] for answer in entry["answers"]]
@@ -206,10 +212,9 @@ def test_unicode_line_separators_do_not_end_a_row(tmp_path: Path) -> None:
     task = load_task("ocr")
     example = load_few_examples("ocr", task)[0]
     texts = ["a\u2028b", "a\x85b", "a\ud800b"]
-    write_samples(tmp_path / "samples", 0, [make_group(task, example, texts)], [[0, 0, 0]], task)
-    run = read_run(tmp_path)
-    assert run.unreadable == 0
-    (entry,), _ = build_training_entries(run)
+    write_group(tmp_path, task, example, texts)
+    assert read_run(tmp_path).unreadable == 0
+    (entry,) = read_entries(tmp_path)
     shown = [answer["parts"][0][1] for answer in entry["answers"]]
     assert shown == ["a⟨U+2028⟩b", "a⟨U+0085⟩b", "a?b"]
 

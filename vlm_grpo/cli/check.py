@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -45,7 +45,7 @@ def check(
         ),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Part of a source that has several: train or eval.")
+        Literal["train", "eval"], typer.Option(help="Part of a source that has several.")
     ] = "eval",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of rows to check; default: all.")
@@ -102,8 +102,6 @@ def check(
     from vlm_grpo.task.registry import load_task
     from vlm_grpo.task.soundness import check_task
 
-    if split not in ("train", "eval"):
-        raise UserError(f"--split {split}: give train or eval")
     if preview is not None and preview.suffix not in (".html", ".png"):
         raise UserError(f"--preview {preview}: give a file with the suffix .html or .png")
     source = data or f"embedded:{task}"

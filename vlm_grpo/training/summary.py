@@ -66,16 +66,6 @@ def describe_run(
     yield f"reference  {_reference(settings.objective)}"
     for note in list_notes(settings):
         yield f"note       {note}"
-    if settings.exceeds_embedded_model:
-        yield (
-            "note       the embedded model has learned only to count, locate and read in small "
-            "synthetic images: it earns rewards only for answers like those"
-        )
-    if settings.checkpoint.asynchronous:
-        yield (
-            "note       checkpoint.asynchronous: after a crash while a checkpoint is written, the "
-            "run resumes from the previous one"
-        )
     yield f"run folder {settings.run_dir}"
 
 
