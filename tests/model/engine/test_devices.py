@@ -12,11 +12,10 @@ from meta_device import DEVICE, build_policy, no_host_tensors, sample, use_gpu_k
 from recorded_copies import record_copies
 from tiny_models import FAMILIES, make_prompt, noise_example, pack_groups
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from vlm_grpo.model import transfer
-from vlm_grpo.model.engine import varlen
-from vlm_grpo.model.engine.decode import CHECK_EVERY, SharedDecoder
-from vlm_grpo.model.engine.sampling import SamplerState
+from vlm_grpo.model import engine, transfer
+from vlm_grpo.model.engine.decode import CHECK_EVERY
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion
@@ -29,10 +28,11 @@ WRONG = (
     lambda x: x[[0]],
     lambda x: torch.zeros(1).to(x.device),
     lambda x: torch.tensor([0], device=x.device),
+    lambda x: x[x > 0],
 )
 
 
-def compute_gradient(policy: Policy) -> None:
+def compute_gradient(policy: Policy, *_: Any) -> None:
     """Compute the gradient of the log-probs of completions of one to three tokens of prompts with
     two images, one and none."""
     sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
@@ -102,37 +102,31 @@ def test_truncated_sampling_reads_nothing_from_the_device(monkeypatch: pytest.Mo
     assert sample(policy, monkeypatch, top_k=5, top_p=0.9, min_p=0.1)
 
 
-@pytest.mark.parametrize("place", ["SharedDecoder.step", "SamplerState.sample"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_reads_and_other_devices_are_found_in_decoding(
-    wrong: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = {"SharedDecoder": SharedDecoder, "SamplerState": SamplerState}[place.split(".")[0]]
-    name = place.split(".")[1]
-    original = getattr(owner, name)
-
-    def err(*arguments: Any) -> Tensor:
-        result = original(*arguments)
-        wrong(result)
-        return result
-
-    monkeypatch.setattr(owner, name, err)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        sample(build_policy("qwen2_5_vl", lora=False), monkeypatch)
+def test_reads_and_other_devices_are_found(wrong: Any) -> None:
+    with no_host_tensors(), pytest.raises((RuntimeError, NotImplementedError)):
+        wrong(torch.ones(3, device=DEVICE))
 
 
-@pytest.mark.parametrize("attend", ["VarlenPlan.attend", "attend_in_segments"])
-@pytest.mark.parametrize("wrong", [*WRONG, lambda x: x[x > 0]])
-def test_reads_and_other_devices_are_found(
-    wrong: Any, attend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "run"),
+    [
+        ("decode.SharedDecoder.step", sample),
+        ("sampling.SamplerState.sample", sample),
+        ("varlen.VarlenPlan.attend", compute_gradient),
+        ("varlen.attend_in_segments", compute_gradient),
+    ],
+)
+def test_reads_are_found_in_every_part(
+    place: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = build_policy("qwen2_5_vl", lora=False)
-    original = operator.attrgetter(attend)(varlen)
+    original = operator.attrgetter(place)(engine)
 
-    def attend_and_err(*arguments: Any) -> Tensor:
-        wrong(next(tensor for tensor in arguments if isinstance(tensor, Tensor)))
+    def read(*arguments: Any) -> Tensor:
+        next(x for x in tree_leaves(arguments) if isinstance(x, Tensor)).sum().item()
         return original(*arguments)
 
-    monkeypatch.setattr(f"{varlen.__name__}.{attend}", attend_and_err)
+    monkeypatch.setattr(f"{engine.__name__}.{place}", read)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        compute_gradient(policy)
+        run(policy, monkeypatch)

@@ -150,15 +150,6 @@ def test_dynamic_rope_is_decoded_eagerly(
     assert graphs.has_dynamic_rope(config)
 
 
-def test_a_step_that_reads_from_the_device_is_not_captured() -> None:
-    def step(tokens: Tensor, positions: Tensor, fed: Tensor) -> Tensor:
-        return tokens.float()[:, None] if bool(fed.any()) else positions.float()[:, None]
-
-    ones = torch.ones(3, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="reads values from the device"):
-        TracedStep(step, (ones, ones, ones))
-
-
 # In a process of its own, because the checks of shapes in the tests cannot be compiled.
 def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens(tmp_path: Path) -> None:
     output = tmp_path / "output"
