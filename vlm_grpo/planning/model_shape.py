@@ -17,7 +17,7 @@ from vlm_grpo.dist.optimizer import describe_state, get_kind
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.linear import INITIAL_FACTORS
-from vlm_grpo.model.engine.norms import use_fused_norms
+from vlm_grpo.model.engine.norms import is_fused, use_fused_norms
 from vlm_grpo.model.families import Family, find_part, load_family
 from vlm_grpo.model.quantization import find_quantized
 from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape
@@ -49,9 +49,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
         apply_lora_or_freeze(model, policy)
     use_fused_norms(model)
-    fused = [
-        n for n, m in model.named_modules() if type(m).__module__ == use_fused_norms.__module__
-    ]
+    fused = [n for n, m in model.named_modules() if is_fused(m)]
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     adapted = [layer for _, layer in find_adapted(model)]
     initial = [w for n, w in model.named_buffers() if n.endswith(INITIAL_FACTORS)]

@@ -18,12 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from vlm_grpo.model.engine import norms
-from vlm_grpo.model.engine.forwards import has_forward
-from vlm_grpo.model.engine.norms import use_fused_norms
-
-
-def is_fused(norm: nn.Module) -> bool:
-    return has_forward(norm, norms._normalize)  # noqa: SLF001
+from vlm_grpo.model.engine.norms import is_fused, use_fused_norms
 
 
 @pytest.fixture

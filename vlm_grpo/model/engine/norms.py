@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from vlm_grpo.model.engine.forwards import replace_forward
+from vlm_grpo.model.engine.forwards import has_forward, replace_forward
 
 
 def use_fused_norms(model: nn.Module) -> None:
@@ -24,6 +24,11 @@ def use_fused_norms(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "weight", None) is not None and _can_fuse(type(module)):
             replace_forward(module, _normalize)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Return whether it is a norm that uses the kernel where there is one."""
+    return has_forward(module, _normalize)
 
 
 def has_kernel(hidden: Tensor, weight: Tensor) -> bool:
