@@ -48,10 +48,7 @@ def test_costs_are_balanced_over_ranks(costs: list[int], world_size: int) -> Non
     assert max(totals) <= 4 / 3 * bound + 1e-9
     if len(costs) >= world_size:
         assert all(shares)
-
-
-def test_free_items_are_balanced_by_number() -> None:
-    assert [len(share) for share in balance_by_cost([0] * 6, 3)] == [2, 2, 2]
+    assert [len(share) for share in balance_by_cost([0] * 6, 3)] == [2, 2, 2]  # free: by number
 
 
 shares_of_ranks = st.lists(st.integers(0, 5000), max_size=40).flatmap(
@@ -153,8 +150,7 @@ def test_the_error_of_a_lost_rank_is_explained(error: RuntimeError) -> None:
     message = "another process of this run has died"
     with pytest.raises(UserError, match=message), explain_lost_rank():
         raise error
-
-
-def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank():
         raise RuntimeError("shapes do not match")
+
+

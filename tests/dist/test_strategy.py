@@ -33,14 +33,6 @@ def copy_weights(strategy: Strategy) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in strategy.trainable}
 
 
-def test_plain_launches_use_data_parallelism() -> None:
-    strategy = make_strategy()
-    assert isinstance(strategy, DataParallel)
-    assert strategy.may_retry
-    with pytest.raises(RuntimeError, match="no dummy passes"):
-        strategy.dummy_loss()
-
-
 def test_the_model_is_moved_to_the_device_of_its_rank() -> None:
     """Torch's device without memory stands for an accelerator."""
     ranks: Any = SimpleNamespace(device=torch.device("meta"), num_processes=1)
@@ -51,6 +43,9 @@ def test_the_model_is_moved_to_the_device_of_its_rank() -> None:
 def test_weights_without_a_gradient_get_a_zero_gradient() -> None:
     """The optimizer must move them as it does if their gradient is zero: weights decay."""
     strategy = make_strategy()
+    assert isinstance(strategy, DataParallel)  # of a plain launch
+    with pytest.raises(RuntimeError, match="no dummy passes"):
+        strategy.dummy_loss()
     (_, first), *others = strategy.trainable
     with strategy.accumulate():
         first.sum().backward()
@@ -68,13 +63,13 @@ def test_weights_without_a_gradient_get_a_zero_gradient() -> None:
         assert torch.allclose(after[name], before[name] * (1 - 0.1 * 0.1), rtol=1e-6), name
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_changes_no_weight(bad: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
     strategy = make_strategy(max_norm=1.0)
-    before = copy_weights(strategy)
-    with strategy.accumulate():
-        strategy.trainable[0][1].grad = torch.full_like(strategy.trainable[0][1], bad)
-    assert not math.isfinite(strategy.step())
+    before, weight = copy_weights(strategy), strategy.trainable[0][1]
+    for bad in (math.inf, math.nan):
+        with strategy.accumulate():
+            weight.grad = torch.full_like(weight, bad)
+        assert not math.isfinite(strategy.step())
     after = copy_weights(strategy)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert all(weight.grad is None for _, weight in strategy.trainable)
@@ -143,14 +138,20 @@ def run_passes(strategy: Strategy, count: int = 2) -> None:
         strategy.policy.score(batch).logprobs.sum().backward()
 
 
-def make_overlapping() -> tuple[DataParallel, dict[str, Tensor]]:
-    """Build the strategy of one of two ranks; also return the sums of two passes' gradients."""
+@pytest.fixture(scope="module")
+def sums() -> dict[str, Tensor]:
+    """The sums over two ranks of the gradients of two passes."""
+    alone = DataParallel(tiny_policy("qwen2_5_vl"), Accelerator(cpu=True))
+    run_passes(alone)
+    alone.reduce_gradients()
+    return {name: 2 * w.grad for name, w in alone.trainable if w.grad is not None}
+
+
+@pytest.fixture
+def strategy(link: Link) -> DataParallel:
+    """The strategy of one of two ranks."""
     ranks: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
-    expected = DataParallel(tiny_policy("qwen2_5_vl"), Accelerator(cpu=True))
-    run_passes(expected)
-    expected.reduce_gradients()
-    sums = {name: 2 * w.grad for name, w in expected.trainable if w.grad is not None}
-    return DataParallel(tiny_policy("qwen2_5_vl"), ranks), sums
+    return DataParallel(tiny_policy("qwen2_5_vl"), ranks)
 
 
 def check_sums(strategy: Strategy, sums: dict[str, Tensor]) -> None:
@@ -158,8 +159,9 @@ def check_sums(strategy: Strategy, sums: dict[str, Tensor]) -> None:
     assert {name for name, weight in strategy.trainable if weight.grad is not None} == set(sums)
 
 
-def test_gradients_are_sent_while_the_last_pass_computes_others(link: Link) -> None:
-    strategy, sums = make_overlapping()
+def test_gradients_are_sent_while_the_last_pass_computes_others(
+    link: Link, strategy: DataParallel, sums: dict[str, Tensor]
+) -> None:
     sent_at: list[int] = []
     strategy.trainable[-1][1].register_post_accumulate_grad_hook(
         lambda _: sent_at.append(len(link.sent))
@@ -172,12 +174,7 @@ def test_gradients_are_sent_while_the_last_pass_computes_others(link: Link) -> N
     assert len(link.sent) > early  # the vision tower's, at the end
     assert not torch.cat(link.sent[-3:]).any()  # without an image its gradient is 0
     check_sums(strategy, sums)
-
-
-def test_a_rank_without_passes_sends_the_same_buckets(link: Link) -> None:
-    strategy, _ = make_overlapping()
-    run_passes(strategy)
-    strategy.reduce_gradients()
+    # A rank without passes sends the same buckets.
     sizes = [len(flat) for flat in link.sent]
     strategy.drop_gradients()
     link.sent.clear()
@@ -187,8 +184,9 @@ def test_a_rank_without_passes_sends_the_same_buckets(link: Link) -> None:
     assert not torch.cat(link.sent).any()
 
 
-def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(link: Link) -> None:
-    strategy, sums = make_overlapping()
+def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(
+    link: Link, strategy: DataParallel, sums: dict[str, Tensor]
+) -> None:
     language = [w for n, w in strategy.trainable if "layers.0" in n and "visual" not in n]
 
     def fail(_: Tensor) -> None:
@@ -199,8 +197,7 @@ def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(lin
     handle = language[0].register_post_accumulate_grad_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
         run_passes(strategy)
-    early = len(link.sent)
-    assert early > 2
+    assert len(link.sent) > 2
     strategy.drop_gradients()
     run_passes(strategy)
     strategy.reduce_gradients()
@@ -208,8 +205,7 @@ def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(lin
     check_sums(strategy, sums)
 
 
-def test_a_gradient_that_changes_after_it_is_finished_is_an_error(link: Link) -> None:
-    strategy, _ = make_overlapping()
+def test_a_gradient_that_changes_after_it_is_finished_is_an_error(strategy: DataParallel) -> None:
     run_passes(strategy)
     with pytest.raises(KeyError):
         strategy.policy.score(strategy.policy.dummy_batch()).logprobs.sum().backward()

@@ -79,9 +79,8 @@ LOSSES = {
     "bnpo": {},
     "dr_grpo": {},
     "dapo": {},
-    "cispo": {"epsilon_high": 5.0},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
+"""The types of loss with normalizers of their own, over all ranks."""
 UNEVEN: dict[str, dict[str, Any]] = {
     "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},
     "a reference and two updates": {
@@ -121,7 +120,6 @@ UNEVEN_CASES = {
 """The cases of ``UNEVEN`` by launch. Each strategy has those that differ in the update; on four
 ranks it has those in which some ranks have none, and DDP those that are dealt out differently."""
 BEGUN_BY = {
-    "ddp-2-resumed": "fsdp_held-2",
     "fsdp-2-resumed": "fsdp-2",
     "fsdp_held-2-resumed": "ddp-1",
     "ddp-1-resumed": "fsdp_held-2",
