@@ -248,10 +248,11 @@ def test_attention_without_varlen_needs_no_kernel_of_a_cpu(
     perf("step_time_vlm_grpo").use_dense_attention()
     policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=2)
     prompt = build_prompt(policy)
-    prefix = policy._build_prefixes([prompt])[0]  # noqa: SLF001
+    engine: Any = policy.engine
+    prefix = engine.build_prefixes([prompt], policy.counters)[0]
     features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
     prefixes = [replace(prefix, features=features)]
-    monkeypatch.setattr(policy, "_build_prefixes", lambda prompts: prefixes)
+    monkeypatch.setattr(engine, "build_prefixes", lambda *_: prefixes)
     policy.model.to("meta")
     with torch.profiler.profile() as profiler:
         policy.score(build_batch(prompt)).logprobs.sum().backward()

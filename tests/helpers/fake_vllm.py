@@ -4,7 +4,7 @@
 
 ``FOLDER/plan.json`` says how it fails. ``FOLDER/calls.jsonl`` receives every request, and
 ``FOLDER/loaded`` a copy of the weights that were loaded last under each version. The file imports
-nothing but the standard library.
+nothing but the standard library and ``judge_server``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler
+from contextlib import contextmanager
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
+
+from judge_server import Reply, build_server
 
 PLAN: dict[str, Any] = {
     "version": "0.32.0",
@@ -43,13 +44,7 @@ PLAN: dict[str, Any] = {
 
 
 class FakeVllm:
-    """A server.
-
-    Args:
-        folder: folder with the plan and the calls.
-        model: folder of the model that it serves.
-        end: ends the server at once.
-    """
+    """A server of the model in a folder; ``end`` ends it at once."""
 
     def __init__(self, folder: Path, model: Path, end: Callable[[], None]) -> None:
         self.folder, self.end = folder, end
@@ -179,51 +174,29 @@ ANSWERS: dict[str, Callable[[FakeVllm, Any], tuple[int, Any]]] = {
 def listen(fake: FakeVllm, address: tuple[str, int]) -> ThreadingTCPServer:
     """Return a server that answers at an address once it serves."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(length) or "null")
-            path = self.path.partition("?")[0]
-            kept = body
-            if isinstance(body, dict):
-                kept = {key: value for key, value in body.items() if key != "content_parts"}
-            fault = fake.note(path, kept)
-            with suppress(OSError):  # the client has stopped waiting
-                if fault == "abort":
-                    status, value = fake.answer(path, body)
-                    value["choices"][0]["finish_reason"] = "abort"
-                    self._reply(status, value)
-                else:
-                    self._fail(fault) if fault else self._reply(*fake.answer(path, body))
-
-        do_POST = do_GET
-
-        def _fail(self, fault: str) -> None:
-            if fault == "die":
+    def respond(path: str, headers: Any, body: Any) -> Reply:
+        path, kept = path.partition("?")[0], body
+        if isinstance(body, dict):
+            kept = {key: value for key, value in body.items() if key != "content_parts"}
+        match fake.note(path, kept):
+            case "die":
                 fake.end()
-            elif fault == "hang":
-                time.sleep(1000)
-            elif fault.isdecimal():
-                self._reply(int(fault), {"error": f"a fault of status {fault}"})
-            else:
-                self._reply(200, json.loads(fault))
+                return Reply(is_cut=True)
+            case "hang":
+                return Reply(seconds=1000, is_cut=True)
+            case None | "abort" as fault:
+                status, value = fake.answer(path, body)
+                if fault is not None:
+                    value["choices"][0]["finish_reason"] = "abort"
+                return Reply(status=status, body=json.dumps(value).encode())
+            case fault if fault.isdecimal():
+                return Reply(
+                    status=int(fault), body=b'{"error": "a fault of status %s"}' % fault.encode()
+                )
+            case fault:
+                return Reply(body=fault.encode())
 
-        def _reply(self, status: int, value: Any) -> None:
-            data = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    class Server(ThreadingTCPServer):
-        allow_reuse_address = daemon_threads = True
-        block_on_close = False
-        request_queue_size = 128
-
-    return Server(address, Handler)
+    return build_server(respond, address)
 
 
 def read_calls(folder: Path, path: str = "") -> list[dict[str, Any]]:
@@ -258,7 +231,7 @@ def write_python(folder: Path, **plan: Any) -> Path:
     (folder / "plan.json").write_text(json.dumps(plan))
     program = folder / "python"
     # Without site-packages, whose search takes longer than all else.
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} {folder} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -ESs {__file__} {folder} "$@"\n')
     program.chmod(0o755)
     return program
 

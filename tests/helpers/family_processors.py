@@ -5,55 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import transformers as hf
 from tiny_models import NORMALIZATION, tiny_tokenizer
-from transformers import (
-    AyaVisionProcessor,
-    CLIPImageProcessor,
-    Cohere2VisionImageProcessor,
-    Cohere2VisionProcessor,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    Gemma4AudioFeatureExtractor,
-    Gemma4ImageProcessor,
-    Gemma4Processor,
-    Gemma4VideoProcessor,
-    Glm4vImageProcessor,
-    Glm4vProcessor,
-    Glm4vVideoProcessor,
-    Glm46VImageProcessor,
-    Glm46VProcessor,
-    Glm46VVideoProcessor,
-    GotOcr2ImageProcessor,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    Lfm2VlImageProcessor,
-    Lfm2VlProcessor,
-    LlavaImageProcessor,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
-    MllamaImageProcessor,
-    MllamaProcessor,
-    Ovis2ImageProcessor,
-    Ovis2Processor,
-    PaddleOCRVLImageProcessor,
-    PaddleOCRVLProcessor,
-    PaliGemmaProcessor,
-    PixtralImageProcessor,
-    PixtralProcessor,
-    Qwen2VLImageProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-    SiglipImageProcessor,
-    SmolVLMImageProcessor,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
-)
 from transformers.models.smolvlm import processing_smolvlm
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
@@ -73,10 +26,10 @@ def chat_template(image: str) -> str:
 
 
 def qwen3() -> Any:
-    return Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=pixels(32), patch_size=16),
+    return hf.Qwen3VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(size=pixels(32), patch_size=16),
         tokenizer=tiny_tokenizer(),
-        video_processor=Qwen3VLVideoProcessor(**NORMALIZATION),
+        video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -96,13 +49,13 @@ def _glm(processor: Any, images: Any, videos: Any) -> Callable[[], Any]:
     return build
 
 
-glm4v = _glm(Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor)
-glm46v = _glm(Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor)
+glm4v = _glm(hf.Glm4vProcessor, hf.Glm4vImageProcessor, hf.Glm4vVideoProcessor)
+glm46v = _glm(hf.Glm46VProcessor, hf.Glm46VImageProcessor, hf.Glm46VVideoProcessor)
 
 
 def paddleocr_vl() -> Any:
-    return PaddleOCRVLProcessor(
-        PaddleOCRVLImageProcessor(size=pixels(28)),
+    return hf.PaddleOCRVLProcessor(
+        hf.PaddleOCRVLImageProcessor(size=pixels(28)),
         tiny_tokenizer(image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|video_pad|>"),
         chat_template=chat_template("<|vision_start|><|IMAGE_PLACEHOLDER|><|vision_end|>"),
     )
@@ -115,18 +68,18 @@ def internvl() -> Any:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    return InternVLProcessor(
-        GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+    return hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
         tiny_tokenizer("<ref>", "</ref>", "<box>", "</box>", **tokens),
-        InternVLVideoProcessor(),
+        hf.InternVLVideoProcessor(),
         image_seq_length=1,
         chat_template=chat_template("<IMG_CONTEXT>"),
     )
 
 
 def idefics3() -> Any:
-    return Idefics3Processor(
-        Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+    return hf.Idefics3Processor(
+        hf.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
         _idefics_tokenizer(),
         image_seq_len=1,
         chat_template=chat_template("<image>"),
@@ -137,10 +90,10 @@ def smolvlm() -> Any:
     # The processor is not built without this package, which writes out numbers in video prompts.
     module: Any = processing_smolvlm
     module.num2words = str
-    return SmolVLMProcessor(
-        SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+    return hf.SmolVLMProcessor(
+        hf.SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
         _idefics_tokenizer("<video>"),
-        SmolVLMVideoProcessor(),
+        hf.SmolVLMVideoProcessor(),
         image_seq_len=1,
         chat_template=chat_template("<image>"),
     )
@@ -153,8 +106,8 @@ def _idefics_tokenizer(*more: str) -> Any:
 
 
 def llava() -> Any:
-    return LlavaProcessor(
-        LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE),
+    return hf.LlavaProcessor(
+        hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE),
         tiny_tokenizer("<image>"),
         patch_size=14,
         vision_feature_select_strategy="default",
@@ -165,8 +118,8 @@ def llava() -> Any:
 
 def fast_vlm() -> Any:
     edges = {"height": 32, "width": 32}
-    return LlavaProcessor(
-        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=edges),
+    return hf.LlavaProcessor(
+        hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=edges),
         tiny_tokenizer("<image>"),
         patch_size=16,
         vision_feature_select_strategy="full",
@@ -175,10 +128,10 @@ def fast_vlm() -> Any:
 
 
 def llava_next() -> Any:
-    images = LlavaNextImageProcessor(
+    images = hf.LlavaNextImageProcessor(
         size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
     )
-    return LlavaNextProcessor(
+    return hf.LlavaNextProcessor(
         images,
         tiny_tokenizer("<image>"),
         patch_size=14,
@@ -189,10 +142,10 @@ def llava_next() -> Any:
 
 
 def llava_onevision() -> Any:
-    return LlavaOnevisionProcessor(
-        LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES),
+    return hf.LlavaOnevisionProcessor(
+        hf.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES),
         tiny_tokenizer("<image>", "<video>"),
-        LlavaOnevisionVideoProcessor(),
+        hf.LlavaOnevisionVideoProcessor(),
         num_image_tokens=4,
         vision_feature_select_strategy="full",
         chat_template=chat_template("<image>"),
@@ -200,8 +153,8 @@ def llava_onevision() -> Any:
 
 
 def pixtral(merge: int = 1) -> Any:
-    return PixtralProcessor(
-        PixtralImageProcessor(
+    return hf.PixtralProcessor(
+        hf.PixtralImageProcessor(
             size={"longest_edge": 84}, patch_size={"height": 14 * merge, "width": 14 * merge}
         ),
         tiny_tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
@@ -216,8 +169,8 @@ def mistral3() -> Any:
 
 
 def gemma3() -> Any:
-    return Gemma3Processor(
-        Gemma3ImageProcessor(size=SQUARE),
+    return hf.Gemma3Processor(
+        hf.Gemma3ImageProcessor(size=SQUARE),
         _gemma_tokenizer(),
         image_seq_length=4,
         chat_template=chat_template("<start_of_image>"),
@@ -235,32 +188,32 @@ def gemma4() -> Any:
         **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
         **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
     }
-    return Gemma4Processor(
-        Gemma4AudioFeatureExtractor(),
-        Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
+    return hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(),
+        hf.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
         tiny_tokenizer(**tokens),
-        Gemma4VideoProcessor(),
+        hf.Gemma4VideoProcessor(),
         chat_template=chat_template("<|image|>"),
     )
 
 
 def paligemma() -> Any:
-    images: Any = SiglipImageProcessor(size=SQUARE)
+    images: Any = hf.SiglipImageProcessor(size=SQUARE)
     images.image_seq_length = 4
     tokenizer = tiny_tokenizer("<bos>")
     tokenizer.bos_token = "<bos>"
-    return PaliGemmaProcessor(images, tokenizer, chat_template=chat_template("<image>"))
+    return hf.PaliGemmaProcessor(images, tokenizer, chat_template=chat_template("<image>"))
 
 
 def mllama() -> Any:
     tokenizer = tiny_tokenizer("<bos>", "<|image|>", "<|python_tag|>")
     tokenizer.bos_token = "<bos>"
-    images = MllamaImageProcessor(size=SQUARE, max_image_tiles=4)
-    return MllamaProcessor(images, tokenizer, chat_template=chat_template("<|image|>"))
+    images = hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4)
+    return hf.MllamaProcessor(images, tokenizer, chat_template=chat_template("<|image|>"))
 
 
 def lfm2_vl() -> Any:
-    images = Lfm2VlImageProcessor(
+    images = hf.Lfm2VlImageProcessor(
         size=SQUARE,
         tile_size=28,
         encoder_patch_size=14,
@@ -270,15 +223,15 @@ def lfm2_vl() -> Any:
     )
     tiles = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
     marks = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
-    return Lfm2VlProcessor(
+    return hf.Lfm2VlProcessor(
         images, tiny_tokenizer(*marks, *tiles), chat_template=chat_template("<image>")
     )
 
 
 def ovis2() -> Any:
     marks = [f"<IMG_{name}>" for name in ("ATOM", "START", "GRID", "COL", "ROW", "END")]
-    return Ovis2Processor(
-        Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
+    return hf.Ovis2Processor(
+        hf.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
         tiny_tokenizer("<image>", *marks),
         image_seq_length=4,
         chat_template=chat_template("<image>"),
@@ -292,9 +245,9 @@ def cohere2_vision() -> Any:
         "image_token": "<|IMG_PATCH|>",
         "img_line_break_token": "<|IMG_LINE_BREAK|>",
     }
-    images: Any = Cohere2VisionImageProcessor(size=SQUARE, max_patches=4)
+    images: Any = hf.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4)
     images.patch_size = 1  # the side of a tile in image tokens
-    return Cohere2VisionProcessor(
+    return hf.Cohere2VisionProcessor(
         images, tiny_tokenizer(**tokens), chat_template=chat_template("<|IMG_PATCH|>")
     )
 
@@ -302,8 +255,8 @@ def cohere2_vision() -> Any:
 def aya_vision() -> Any:
     marks = ("START_OF_IMG", "END_OF_IMG", "IMG_PATCH", "IMG_LINE_BREAK")
     names = (*(f"<|{mark}|>" for mark in marks), "TILE", "TILE_GLOBAL")
-    return AyaVisionProcessor(
-        GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+    return hf.AyaVisionProcessor(
+        hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
         tiny_tokenizer("<image>", *names),
         patch_size=14,
         img_size=28,

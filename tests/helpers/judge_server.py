@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
@@ -46,18 +46,15 @@ class JudgeServer:
         return [body["messages"][-1]["content"][-1]["text"] for _, _, body in self.requests]
 
 
-@contextmanager
-def run_judge(respond: Callable[[Any], Reply]) -> Iterator[JudgeServer]:
-    """Run a server; ``respond`` returns the reply to the body of a request."""
+def build_server(
+    respond: Callable[[str, Mapping[str, str], Any], Reply], address: tuple[str, int]
+) -> ThreadingTCPServer:
+    """Build a server; ``respond`` returns the reply to a request's path, headers and body."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-            judge.requests.append((self.path, dict(self.headers), body))
-            reply = respond(body)
+            reply = respond(self.path, dict(self.headers), body)
             time.sleep(reply.seconds)
             if reply.is_cut:
                 self.close_connection = True
@@ -65,23 +62,36 @@ def run_judge(respond: Callable[[Any], Reply]) -> Iterator[JudgeServer]:
             message = {"role": "assistant", "content": reply.text}
             data = json.dumps({"choices": [{"message": message}]}).encode()
             data = data if reply.body is None else reply.body
-            try:
+            with suppress(OSError):  # the client has stopped waiting
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
-            except OSError:  # the client has stopped waiting
-                pass
+
+        do_POST = do_GET
 
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    # Not HTTPServer, which looks up the name of its address: seconds without a network.
-    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.block_on_close = False
+    class Server(ThreadingTCPServer):  # not HTTPServer, which looks up the name of its address
+        allow_reuse_address = daemon_threads = True
+        block_on_close = False
+        request_queue_size = 128
+
+    return Server(address, Handler)
+
+
+@contextmanager
+def run_judge(respond: Callable[[Any], Reply]) -> Iterator[JudgeServer]:
+    """Run a server; ``respond`` returns the reply to the body of a request."""
+
+    def note(path: str, headers: Mapping[str, str], body: Any) -> Reply:
+        judge.requests.append((path, headers, body))
+        return respond(body)
+
+    server = build_server(note, ("127.0.0.1", 0))
     judge = JudgeServer(f"http://127.0.0.1:{server.server_address[1]}/v1")
     thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()

@@ -7,26 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
@@ -45,7 +30,7 @@ NORMALIZATION: dict[str, Any] = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OP
 """That of the images, which is a clip's, too, as in Qwen3-VL's own files."""
 
 
-def tiny_tokenizer(*special: str, **named: str) -> Qwen2Tokenizer:
+def tiny_tokenizer(*special: str, **named: str) -> hf.Qwen2Tokenizer:
     """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones.
 
     Those in ``named`` are attributes of the tokenizer, as some processors expect.
@@ -54,7 +39,7 @@ def tiny_tokenizer(*special: str, **named: str) -> Qwen2Tokenizer:
     plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     plain.decoder = decoders.ByteLevel()
-    return Qwen2Tokenizer(
+    return hf.Qwen2Tokenizer(
         vocab={c: i for i, c in enumerate(alphabet)},
         merges=[],
         eos_token="<|im_end|>",
@@ -106,8 +91,8 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     model: Any
     if family == "qwen3_vl":
         pixels = {"shortest_edge": 32 * 32, "longest_edge": 64 * 32 * 32}
-        model = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(
+        model = hf.Qwen3VLForConditionalGeneration(
+            hf.Qwen3VLConfig(
                 text_config=text_config(tokenizer, head_dim=16),
                 vision_config={
                     "depth": 3,
@@ -121,23 +106,23 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
                 **common,
             )
         )
-        processor = Qwen3VLProcessor(
-            image_processor=Qwen2VLImageProcessor(size=pixels, patch_size=16),
+        processor = hf.Qwen3VLProcessor(
+            image_processor=hf.Qwen2VLImageProcessor(size=pixels, patch_size=16),
             tokenizer=tokenizer,
-            video_processor=Qwen3VLVideoProcessor(**NORMALIZATION),
+            video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
             chat_template=CHAT_TEMPLATE,
         )
     else:
         vision = {"depth": 2, "num_heads": 2}
         if family == "qwen2_vl":
-            config = Qwen2VLConfig(
+            config = hf.Qwen2VLConfig(
                 text_config=text_config(tokenizer),
                 vision_config={**vision, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
                 **common,
             )
-            model, kind = Qwen2VLForConditionalGeneration(config), Qwen2VLProcessor
+            model, kind = hf.Qwen2VLForConditionalGeneration(config), hf.Qwen2VLProcessor
         else:
-            config = Qwen2_5_VLConfig(
+            config = hf.Qwen2_5_VLConfig(
                 text_config=text_config(tokenizer),
                 vision_config={
                     **vision,
@@ -148,11 +133,11 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
                 },
                 **common,
             )
-            model, kind = Qwen2_5_VLForConditionalGeneration(config), Qwen2_5_VLProcessor
+            model, kind = hf.Qwen2_5_VLForConditionalGeneration(config), hf.Qwen2_5_VLProcessor
         processor = kind(
-            image_processor=Qwen2VLImageProcessor(size=pixels),
+            image_processor=hf.Qwen2VLImageProcessor(size=pixels),
             tokenizer=tokenizer,
-            video_processor=Qwen2VLVideoProcessor(size=pixels),
+            video_processor=hf.Qwen2VLVideoProcessor(size=pixels),
             chat_template=CHAT_TEMPLATE,
         )
     initialize(model, tokenizer)
@@ -168,7 +153,7 @@ def initialize(model: Any, tokenizer: Any) -> None:
                 inputs = parameter[0].numel() if is_convolution else parameter.shape[-1]
                 # Large enough to keep attention and logits far from uniform.
                 nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
-    model.generation_config = GenerationConfig(
+    model.generation_config = hf.GenerationConfig(
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
     )

@@ -61,17 +61,12 @@ def test_a_control_token_in_a_question_is_refused_by_all_steps(
 ) -> None:
     bad, good = ask(f"How many{token}?"), ask("How many?")
     reason = f"rows.jsonl:3: example a: its prompt has the text {token}, a control token of the"
-
     with pytest.raises(UserError) as selected:
         prompts.select_usable([good, bad], TASK)
     with pytest.raises(UserError) as built:
         prompts.build(prompts.with_resized_sizes(bad), TASK)
-    lengths, problems = prompts.measure([good, bad], TASK)
-
     assert reason in str(selected.value)
     assert str(built.value).startswith(reason)
-    assert [problem.startswith(reason) for problem in problems] == [True]
-    assert len(lengths) == 1
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -194,52 +189,43 @@ class Silent(PlainQuestion):
         raise KeyError("hint")
 
 
+def cut(example: Example) -> Example:
+    """Cut an example's image."""
+    (image,) = example.images
+    return replace(example, images=(replace(image, data=image.read_bytes()[:60]),))
+
+
 @pytest.mark.parametrize(
     ("example", "task", "reason"),
     [
         (ask("?"), Silent(), "rows.jsonl:3: example a: the task cannot write its prompt: KeyError"),
         (ask("many words " * 30), TASK, "tokens, but the model's context holds 200"),
-        (noise_example("thin", [THIN]), TASK, "example thin: absolute aspect ratio"),
+        (cut(ask("?")), TASK, "rows.jsonl:3: example a: image a-0 cannot be read"),
     ],
 )
-def test_every_prompt_that_cannot_be_built_is_a_problem(
+def test_what_keeps_a_prompt_from_being_built_is_named(
     prompts: PromptBuilder, example: Example, task: Task, reason: str
 ) -> None:
-    lengths, problems = prompts.measure([example], task)
-
-    assert lengths == []
-    assert [reason in problem for problem in problems] == [True]
+    with pytest.raises(UserError, match=re.escape(reason)):
+        prompts.build(prompts.with_resized_sizes(example), task)
 
 
-def test_a_corrupt_image_is_named_with_its_row(prompts: PromptBuilder) -> None:
-    example = ask("?")
-    image = example.images[0]
-    example = replace(example, images=(replace(image, data=image.read_bytes()[:60]),))
-
-    _, (problem,) = prompts.measure([example], TASK)
-
-    assert problem.startswith("rows.jsonl:3: example a: image a-0 cannot be read")
-
-
-def test_a_chat_template_that_refuses_a_prompt_is_named(embedded: PromptBuilder) -> None:
-    processor = embedded.processor
-    template = processor.chat_template
-    processor.chat_template = "{{ raise_exception('only text') }}"
-    try:
-        _, (problem,) = embedded.measure([ask("?")], TASK)
-    finally:
-        processor.chat_template = template
-    assert problem == "rows.jsonl:3: example a: only text"
-
-
-def test_a_builder_needs_no_weights(
-    embedded: PromptBuilder,
+def test_a_chat_template_that_refuses_a_prompt_is_named(
+    embedded: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, problems = embedded.measure([ask("How many?"), noise_example("t", [], "What?")], TASK)
+    template = "{{ raise_exception('only text') }}"
+    monkeypatch.setattr(embedded.processor, "chat_template", template)
+    with pytest.raises(UserError, match=r"^rows\.jsonl:3: example a: only text$"):
+        embedded.build(embedded.with_resized_sizes(ask("?")), TASK)
 
-    assert problems == []
+
+def test_a_builder_needs_no_weights(embedded: PromptBuilder) -> None:
     # 56 x 28 pixels are two image tokens; the other prompt has none, and no markers around them.
-    assert lengths[0] > lengths[1] > 5
+    with_image, text = (
+        embedded.build(embedded.with_resized_sizes(example), TASK)
+        for example in (ask("How many?"), noise_example("t", [], "What?"))
+    )
+    assert len(with_image.token_ids) > len(text.token_ids) > 5
     assert embedded.max_tokens is not None
 
 

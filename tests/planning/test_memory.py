@@ -146,7 +146,8 @@ def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(
     for layers in (2, 3):
         policy, policy_settings = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)
         prompt = build_prompt(policy)
-        prefixes = policy._build_prefixes([prompt])  # noqa: SLF001
+        engine: Any = policy.engine
+        prefixes = engine.build_prefixes([prompt], policy.counters)
         policy.model.to("meta")  # has the shapes of a GPU's kernels, but no values
         features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefixes[0].features)
         prefixes = [replace(prefixes[0], features=features)]

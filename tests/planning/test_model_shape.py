@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from family_models import BUILDERS
 from tiny_models import FAMILIES
@@ -21,7 +23,8 @@ def test_weights_are_counted_exactly(family: str, name: str) -> None:
     assert shape.num_trained == sum(weight.numel() for _, weight in policy.trainable_parameters())
     everything = sum(weight.numel() for weight in policy.model.parameters())
     assert shape.num_weights + (shape.num_trained if shape.lora_rank else 0) == everything
-    assert shape.trains_vision == policy.trains_vision
+    engine: Any = policy.engine
+    assert shape.trains_vision == engine.encoder.is_trained
 
 
 def test_tied_weights_are_counted_once() -> None:

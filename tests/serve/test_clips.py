@@ -102,12 +102,6 @@ def test_another_normalization_of_clips_than_of_images_is_an_error(policy: Polic
         build(policy, MIXED)
 
 
-def test_prompts_without_clips_are_sent_as_before(policy: Policy) -> None:
-    _, request = build(policy, Example("a", (IMAGE,), "<image>?", 0))
-    assert "features" not in request
-    assert len(request["content_parts"]) == 1
-
-
 def test_rounding_of_the_processor_is_reverted(policy: Policy) -> None:
     processor = policy.processor.image_processor
     pixels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 256)

@@ -97,6 +97,7 @@ def test_images_are_sent_after_our_resize_without_loss(policy: Policy) -> None:
     request = build_request(policy, prompt, sampling, range(2), (0, 0))
     image_token = policy.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert request["token_ids"].count(image_token) == 2  # the server repeats them
+    assert "features" not in request
     sent = [
         Image.open(io.BytesIO(base64.b64decode(part["url"].partition(",")[2])))
         for part in request["content_parts"]

@@ -146,14 +146,14 @@ class SharedEngine(Engine):
     def generate(
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
     ) -> None:
-        prefixes = self._build_prefixes(prompts, counters)
+        prefixes = self.build_prefixes(prompts, counters)
         counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
         self.decoder(prefixes, state, max_tokens)
 
     def score(
         self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
-        prefixes = self._build_prefixes([piece.prompt for piece in batch.slices], counters)
+        prefixes = self.build_prefixes([piece.prompt for piece in batch.slices], counters)
         counters.update_tokens += batch.num_tokens
         return score_shared(self.family, self.model, batch, prefixes, settings)
 
@@ -182,7 +182,7 @@ class SharedEngine(Engine):
         counters.encoder_passes += encoded
         return features
 
-    def _build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
+    def build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
         features = self._encode(prompts, counters)
         per_prompt = [[features[u] for u in self.family.units(p.example.images)] for p in prompts]
         return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self._layouts)
