@@ -17,12 +17,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.run import EMBEDDED_TASKS
 from vlm_grpo.data_scripts import make_tiny_vlm
-from vlm_grpo.data_scripts.make_shapes import KINDS, PAIRS
+from vlm_grpo.data_scripts.make_shapes import PAIRS
 from vlm_grpo.data_scripts.make_shapes import draw_examples as draw_shapes
 from vlm_grpo.data_scripts.make_tiny_vlm import (
     BAND,
-    COLUMNS,
-    LEAST_AREA,
     MAKERS,
     OutOfBand,
     Schedule,
@@ -95,31 +93,21 @@ def test_the_prompt_has_qwens_chat_format(processor):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_tokenizer_round_trips_prompts_and_answers(processor, name):
+def test_gold_answers_score_one_and_fit_and_texts_survive_the_tokenizer(processor, name):
     tokenizer = processor.tokenizer
-    for task, example in make_batch(name, 20):
-        for text in (task.prompt(example), task.gold(example), "Zoë ≤ 3"):
-            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    digits = tokenizer.tokenize("84")
-    assert digits == ["8", "4"]
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_gold_answers_score_one_and_fit(processor, name):
     for task, example in make_batch(name, 20):
         task.check(example)
         gold = task.gold(example)
         score = task.score(gold, example)
         assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0
-        ids = processor.tokenizer(gold + "<|im_end|>")["input_ids"]
-        assert len(ids) <= make_tiny_vlm.MAX_ANSWER_TOKENS
-
-
-def test_the_tasks_are_those_for_which_the_model_is_the_default():
-    assert sorted(MAKERS) == list(EMBEDDED_TASKS)
+        assert len(tokenizer(gold + "<|im_end|>")["input_ids"]) <= make_tiny_vlm.MAX_ANSWER_TOKENS
+        for text in (task.prompt(example), gold, "Zoë ≤ 3"):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.tokenize("84") == ["8", "4"]
 
 
 def test_recorded_accuracies_are_in_the_band(report):
+    assert sorted(MAKERS) == list(EMBEDDED_TASKS)
     assert len(report["tests"]) == 2
     for test in report["tests"]:
         assert test["examples_per_task"] == 500  # ± 4.4 points at 95 %
@@ -273,65 +261,11 @@ def test_a_folder_in_use_is_an_error_before_any_training(tmp_path, capsys):
     assert "not an empty folder" in capsys.readouterr().err
 
 
-SCENES = [
-    scene.meta["shapes"]
-    for kind in ("cluttered", "crowded")
-    for scene in draw_shapes(kind, 20, 0, "lessons")
-]
-
-
-def label_pixel_by_pixel(shapes):
-    """Label a scene by counting the pixels of its boxes: an independent form."""
-    names, boxes = torch.zeros(9, 4, dtype=torch.long), torch.zeros(9, 4, 4)
-    counts = torch.zeros(9, 3)
-    for row in range(6):
-        for column in range(6):
-            pixels = [(14 * column + x, 14 * row + y) for x in range(14) for y in range(14)]
-            areas = [
-                sum(x1 <= x < x2 and y1 <= y < y2 for x, y in pixels)
-                for x1, y1, x2, y2 in (shape["box"] for shape in shapes)
-            ]
-            shape = shapes[areas.index(max(areas))]
-            if max(areas) >= LEAST_AREA:
-                place = row // 2 * 3 + column // 2, row % 2 * 2 + column % 2
-                names[place] = 1 + PAIRS.index((shape["kind"], shape["color"]))
-                boxes[place] = torch.tensor(shape["box"]) / 84
-    for shape in shapes:
-        x1, y1, x2, y2 = shape["box"]
-        counts[(y1 + y2) // 2 // 28 * 3 + (x1 + x2) // 2 // 28, KINDS.index(shape["kind"])] += 1
-    return names, boxes, counts
-
-
-def test_a_token_names_the_shapes_that_cover_its_parts_and_counts_their_centers():
-    for shapes in SCENES:
-        names, boxes, counts = label_scene(shapes)
-        expected = label_pixel_by_pixel(shapes)
-        assert torch.equal(names, expected[0])
-        assert torch.equal(boxes[names > 0], expected[1][names > 0])
-        assert torch.equal(counts, expected[2])
-        assert counts.sum() == len(shapes)
-
-
-def test_heads_that_are_right_have_no_loss_of_words_and_wrong_ones_have():
-    heads = VisionHeads(3 * COLUMNS * 27)
-    nn.init.zeros_(heads.letters.weight)
-    nn.init.zeros_(heads.letters.bias)
-    with torch.no_grad():  # each token passes the scores of its own parts through
-        heads.letters.weight[:, : COLUMNS * 27] = 50 * torch.eye(COLUMNS * 27)
-    scores = torch.zeros(1, 3 * COLUMNS, 27)
-    read = "-AA--AB" + "-" * 20  # a blank separates two equal letters; a repeated part is one
-    for part, letter in enumerate(read):
-        scores[0, part, "-AB".index(letter)] = 1
-    tokens = torch.zeros(1, 3, 3 * COLUMNS * 27)
-    tokens[..., : COLUMNS * 27] = scores.view(1, 3, -1)
-    assert heads.compute_word_loss(tokens, ["AAB"]).item() == pytest.approx(0, abs=1e-3)
-    assert heads.compute_word_loss(tokens, ["AB"]).item() > 1
-
-
-def test_heads_that_are_right_have_no_loss_of_scenes_and_each_wrong_one_has():
+def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
     scenes = draw_shapes("crowded", 2, 0, "lessons")
     labels = [label_scene(scene.meta["shapes"]) for scene in scenes]
     names, boxes, counts = (torch.cat(part) for part in zip(*labels, strict=True))
+    assert counts.sum() == sum(len(scene.meta["shapes"]) for scene in scenes)
     heads = VisionHeads(18)  # a token's features are the one-hot number of its place
     tokens = torch.eye(18).view(2, 9, 18)
     right = {
@@ -339,16 +273,14 @@ def test_heads_that_are_right_have_no_loss_of_scenes_and_each_wrong_one_has():
         "boxes": boxes,
         "counts": counts,
     }
-    biases = {}
     for name, values in right.items():
         head = getattr(heads, name)
         head.weight.data, head.bias.data = values.flatten(1).T, torch.zeros_like(head.bias)
-        biases[name] = head.bias.data
     assert heads.compute_scene_loss(tokens, scenes).item() == pytest.approx(0, abs=1e-6)
-    for bias in biases.values():
-        bias[-1] += 100  # a wrong name, box or count
+    for name in right:
+        getattr(heads, name).bias.data[-1] += 100  # a wrong name, box or count
         assert heads.compute_scene_loss(tokens, scenes).item() > 0.1
-        bias[-1] -= 100
+        getattr(heads, name).bias.data[-1] -= 100
 
 
 def test_questions_ask_for_the_cells_of_one_shape_or_of_all():

@@ -97,23 +97,22 @@ def without_tracebacks(found: Score) -> tuple:
 
 
 def test_a_failing_reward_affects_its_own_completion_only(failing: Task):
-    scores = score(RewardScorer(LIMIT), failing, SOFT + SLOW)
+    texts = SOFT + SLOW
+    scores = dict(zip(texts, score(RewardScorer(LIMIT), failing, texts), strict=True))
     # 1 for the right text and 0.5 for no trouble; the others cannot be scored.
-    assert [each.total for each in scores] == [1.5, 0.5] + [None] * (len(SOFT + SLOW) - 2)
-    for text, found in zip((SOFT + SLOW)[2:], scores[2:], strict=True):
+    assert [each.total for each in scores.values()] == [1.5, 0.5] + [None] * (len(texts) - 2)
+    for text in texts[2:]:
+        found = scores[text]
         if text != "the parser raises":
             assert (found.rewards["right"], found.rewards["trouble"]) == (0.0, None)
             assert "trouble" in found.failures
-
-
-def test_failures_hold_the_traceback(failing: Task):
-    texts = ["raises", "loops", "text", "the parser raises"]
-    raises, loops, text, parser = score(RewardScorer(LIMIT), failing, texts)
-    assert "KeyError: 'no such column'" in raises.failures["trouble"]
-    assert "a metric fails too" in raises.failures["letters"]
-    assert "longer than its limit of 0.2 s" in loops.failures["trouble"]
-    assert "while answer ==" in loops.failures["trouble"]  # the line where it hung
-    assert "could not convert string to float" in text.failures["trouble"]
+    failures = {text: found.failures for text, found in scores.items()}
+    assert "KeyError: 'no such column'" in failures["raises"]["trouble"]
+    assert "a metric fails too" in failures["raises"]["letters"]
+    assert "longer than its limit of 0.2 s" in failures["loops"]["trouble"]
+    assert "while answer ==" in failures["loops"]["trouble"]  # the line where it hung
+    assert "could not convert string to float" in failures["text"]["trouble"]
+    parser = scores["the parser raises"]
     assert (parser.answer, set(parser.rewards.values())) == (None, {None})
     assert "unreadable" in parser.failures["parse"]
 
@@ -203,15 +202,6 @@ def test_workers_that_do_not_start_are_an_error_and_none_is_left(
     for process in started:
         process.join(10)  # it has been killed, and may not be gone yet
     assert not any(process.is_alive() for process in started)
-
-
-def test_the_end_of_a_scorers_block_closes_it(monkeypatch: pytest.MonkeyPatch):
-    closed: list[bool] = []
-    scorer = RewardScorer(LIMIT)
-    monkeypatch.setattr(scorer, "close", lambda: closed.append(True))
-    with scorer:
-        assert not closed
-    assert closed
 
 
 class Both(Task):
