@@ -18,7 +18,7 @@ from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.advantages import Estimator, compute_advantages
-from vlm_grpo.training.batch import Rollout, StepScores
+from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.checkpoint.compatibility import check_same_settings, flatten_settings
 from vlm_grpo.training.trainer import train
 
@@ -43,8 +43,9 @@ def test_advantages_of_a_source_do_not_depend_on_the_others(estimator: str, each
             f"objective.normalize_each_reward={str(each).lower()}",
         ]
         settings = load_settings("counting", overrides)
-        given = task, Estimator.load(settings.objective), accelerator
-        return compute_advantages(Rollout(groups), StepScores(), *given).own
+        rollout = Rollout(groups, task.reward_weights())
+        given = Estimator.load(settings.objective), accelerator
+        return compute_advantages(rollout, {}, *given).own
 
     alone = [compute(MEMBERS["count"], counts), compute(MEMBERS["read"], words)]
     mixed = compute(
@@ -66,8 +67,8 @@ def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() ->
     settings = load_settings("counting", ["objective.scale_rewards=batch"])
     members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
     task, accelerator = Mixed(members=members), SimpleNamespace(process_index=0)
-    given: Any = task, Estimator.load(settings.objective), accelerator
-    found = compute_advantages(Rollout(tuple(groups)), StepScores(), *given).own
+    given: Any = Estimator.load(settings.objective), accelerator
+    found = compute_advantages(Rollout(tuple(groups), task.reward_weights()), {}, *given).own
     weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
     totals = torch.tensor([weights[0], 0.0, 0.0, weights[1], 0.0, 0.0])
     centered = totals - totals.view(3, 2).mean(1).repeat_interleave(2)

@@ -113,7 +113,7 @@ def make_trainer(settings: Settings, **weights: float) -> Trainer:
     policy = load_policy(settings)
     policy.model.double()
     trainer = Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
-    for method in trainer.updater.methods:
+    for method in trainer.methods.values():
         if isinstance(method, Distillation):
             method.teacher.model.double()
     return trainer
@@ -194,13 +194,15 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
     recorder.attach(monkeypatch)
     recorder.trainer.step()
     sampler, rollouts = recorder.trainer.sampler, []
-    monkeypatch.setattr(sampler, "_split_by_spread", lambda groups: ([*groups][:1], [*groups][1:]))
+    monkeypatch.setattr(
+        sampler, "_split_by_spread", lambda groups, _: ([*groups][:1], [*groups][1:])
+    )
     sample = sampler.sample
     monkeypatch.setattr(sampler, "sample", lambda *a: rollouts.append(sample(*a)) or rollouts[-1])
     metrics = recorder.trainer.step()
     assert metrics["replay/groups"] == 1
     assert metrics["clip_ratio/region_mean"] > 0
-    again = rollouts[0].replayed
+    again = rollouts[0].recalled
     assert [group.id for group in again] == [recorder.groups[0][1].id]
     plain, weights = PlainModel(model_folder, settings), {"letters": 1.0, "codes": -0.5}
     first, before = recorder.weights[0], recorder.weights[iterations]
@@ -244,12 +246,9 @@ def test_a_completion_that_left_the_reference_loses_advantage(
     monkeypatch.setattr(trainer.updater, "update", lambda b, *a: batches.append(b) or update(b, *a))
     trainer.step()
     (batch,) = batches
-    penalties = torch.stack(
-        [
-            (sampled - batch.values["reference_logprobs"][row]).sum() / 2
-            for row, sampled in enumerate(batch.sampler_logprobs)
-        ]
-    ).view(2, 4)
+    difference = batch.values["sampler_logprobs"] - batch.values["reference_logprobs"]
+    parts = batch.layout.split(difference)
+    penalties = torch.stack([part.sum() / 2 for part in parts]).view(2, 4)
     expected = (penalties.mean(1, keepdim=True) - penalties).flatten()
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(batch.advantages.double(), expected, rtol=0, atol=1e-5)

@@ -189,8 +189,10 @@ class Prompt:
     #: and ``video_grid_thw``)
     vision: Mapping[str, Any]
     image_decodes: int = 0  #: number of images that were decoded for it; others came from a cache
-    #: the prompt with noise on its images, for a part of the group; None: there is none
-    noisy: Prompt | None = None
+    #: another form of the prompt, for a part of the group; None: there is none
+    variant: Prompt | None = None
+    #: of another form of a prompt, the name and strength of the change
+    label: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,8 @@ class Completion:
     #: number of steps after which the weights that sampled it were published; None: they were the
     #: policy's own
     version: int | None = None
-    noise: int = 0  #: steps of the noise on the images that it was sampled for; 0: there was none
+    #: label of the form of the prompt that it was sampled for; None: its group's own
+    variant: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)

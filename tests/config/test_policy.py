@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.rollout import NoiseSettings, RolloutSettings
+from vlm_grpo.config.rollout import RolloutSettings
 
 
 def test_valid_settings_survive_a_round_trip() -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from vlm_grpo.training.advantages import StepAdvantages
+from vlm_grpo.training.objective import Advantages
 from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 
@@ -24,6 +29,12 @@ def make_group(
         for row, length in enumerate(lengths or [1] * len(rewards))
     )
     return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
+
+
+def make_advantages(own: Tensor, tokens: Tensor | None = None) -> StepAdvantages:
+    """Return these advantages of the completions of one rank."""
+    none = torch.zeros(0)
+    return StepAdvantages(own, Advantages(own, none, none.bool(), own == own), tokens)
 
 
 def truncate(group: Group, row: int) -> Group:

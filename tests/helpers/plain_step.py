@@ -286,7 +286,7 @@ def _compute_token_losses(logprobs: Tensor, row: _Row, objective: ObjectiveSetti
     if objective.sampler_correction == "token":
         weight = (row.old - torch.tensor(row.completion.logprobs)).exp()
         cap = objective.sampler_correction_cap
-        losses = losses * (1 if row.completion.noise else weight.clamp(max=cap))
+        losses = losses * (1 if row.completion.variant else weight.clamp(max=cap))
     if objective.beta and objective.kl_in == "loss":
         kl = _kl(logprobs, row.reference, objective.kl_estimator)
         losses = losses + objective.beta * kl * (ratio if objective.use_bias_correction_kl else 1)

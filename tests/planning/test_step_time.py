@@ -89,7 +89,7 @@ def test_other_passes_over_the_images_are_counted() -> None:
     work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
     plain = count_flops(shape, work)
     teacher = replace(work, teacher_weights=2 * shape.num_weights)
-    taught, masked = (count_flops(shape, w) for w in (teacher, replace(work, masks_images=True)))
+    taught, masked = (count_flops(shape, w) for w in (teacher, replace(work, extra_passes=1)))
     encoding = work.num_prompts * count_vision_flops(shape, work.patches)
     assert masked.vision == pytest.approx(plain.vision + encoding)
     assert taught.vision == pytest.approx(plain.vision + 2 * encoding)

@@ -12,10 +12,9 @@ from groups import make_group
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.training import advantages as advantages_module
 from vlm_grpo.training.advantages import Estimator, StepAdvantages, compute_advantages, has_spread
-from vlm_grpo.training.batch import Rollout, StepScores
+from vlm_grpo.training.batch import Rollout
 from vlm_grpo.types import Group
 
 UNSCALED = "objective.scale_rewards=none"
@@ -30,9 +29,9 @@ def compute(
 ) -> StepAdvantages:
     accelerator: Any = SimpleNamespace(process_index=rank)
     settings = load_settings("quickstart", [override])
-    task = load_task("counting", weights={"exact": 2.0, "closeness": 1.0})
-    given = task, Estimator.load(settings.objective), accelerator
-    return compute_advantages(Rollout(tuple(groups)), StepScores(penalties=penalties), *given)
+    rollout = Rollout(tuple(groups), {"exact": 2.0, "closeness": 1.0})
+    scores = {} if penalties is None else {"penalties": torch.cat(penalties)}
+    return compute_advantages(rollout, scores, Estimator.load(settings.objective), accelerator)
 
 
 def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
@@ -59,7 +58,7 @@ def test_groups_with_equal_ids_of_examples_are_separate() -> None:
 def test_penalties_are_subtracted_from_the_rewards() -> None:
     result = compute(
         [make_counting_group((1.0, 0.0), (1.0, 0.0))],
-        [torch.tensor([0.1, 0.1]), torch.tensor([0.6])],
+        [torch.tensor([0.2]), torch.tensor([0.6])],
     )
     assert result.own.tolist() == pytest.approx([0.2, -0.2])
 
@@ -102,8 +101,8 @@ def test_a_rank_gets_the_advantages_of_its_tokens(monkeypatch: pytest.MonkeyPatc
     result = compute([make_counting_group((1.0, 0.0), (0.0, 0.0))], own, 1, override)
     returns = torch.tensor([9.5, 5.9, 2.0, -2.0], dtype=torch.float64)  # 2 · exact − KL
     expected = (returns - returns.mean()) / returns.std()
-    found = result.values["token_advantages"]
-    assert [found[row].item() for row in (0, 1)] == pytest.approx(expected[2:].tolist())
+    assert result.tokens is not None
+    assert result.tokens.tolist() == pytest.approx(expected[2:].tolist())
     assert result.own.tolist() == pytest.approx(expected[2:].tolist())
 
 

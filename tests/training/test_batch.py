@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from groups import make_group, truncate
+from groups import make_advantages, make_group, truncate
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import MicroBatch
@@ -14,11 +14,9 @@ from vlm_grpo.training import batch as batch_module
 from vlm_grpo.training.batch import (
     Rollout,
     StepBatch,
+    TokenLayout,
     build_slices,
-    build_token_batch,
-    copy_to_host,
     pack_step,
-    send_inputs,
 )
 from vlm_grpo.types import Group
 
@@ -31,7 +29,8 @@ GROUPS = [
 def pack_groups(groups: list[Group], advantages: list[float], *overrides: str) -> StepBatch:
     settings = load_settings("quickstart", ["rollout.max_completion_length=4", *overrides])
     rollout, accelerator = Rollout(tuple(groups)), Accelerator(cpu=True)
-    return pack_step(rollout, torch.tensor(advantages), {}, settings, accelerator)
+    own = make_advantages(torch.tensor(advantages))
+    return pack_step(rollout, {}, own, {}, settings, accelerator)
 
 
 def read_totals(groups: list[Group], advantages: list[float], *overrides: str) -> tuple[int, ...]:
@@ -62,7 +61,8 @@ def test_completions_without_a_gradient_count_in_the_normalizers() -> None:
     batch = pack_groups(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0])
     assert [piece.rows for piece in batch.slices] == [(2, 3)]
     assert read_totals(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0]) == (5, 2 + 3 + 1 + 4 + 2, 4)
-    assert [len(logprobs) for logprobs in batch.sampler_logprobs] == [2, 3, 1, 4, 2]
+    assert batch.layout.lengths.tolist() == [2, 3, 1, 4, 2]
+    assert batch.values["sampler_logprobs"].shape == (12,)
     assert batch.active.all()
 
 
@@ -98,8 +98,8 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> 
     rollout = Rollout(tuple(GROUPS), mini_batches=(2, 0))
     overrides = ["rollout.max_completion_length=4", "optim.mini_batches=4"]
     settings = load_settings("quickstart", overrides)
-    advantages = torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0])
-    batch = pack_step(rollout, advantages, {}, settings, Accelerator(cpu=True))
+    advantages = make_advantages(torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0]))
+    batch = pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
     rows = [[piece.rows for piece in part] for part in batch.mini_batches]
     assert rows == [[(2, 3)], [], [(1,)], []]  # a rank may have no group of a mini-batch
     assert batch.num_updates == 4
@@ -107,41 +107,22 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> 
 
 
 def test_a_completion_whose_tokens_cancel_out_has_a_gradient() -> None:
-    values = {
-        "token_advantages": {row: torch.zeros(size) for row, size in enumerate([2, 3, 1, 4, 2])}
-    }
-    values["token_advantages"][0] = torch.tensor([1.0, -1.0])
+    advantages = make_advantages(torch.zeros(5), torch.tensor([1.0, -1.0, *[0.0] * 10]))
     settings = load_settings("quickstart", ["rollout.max_completion_length=4"])
     rollout = Rollout(tuple(GROUPS))
-    batch = pack_step(rollout, torch.zeros(5), values, settings, Accelerator(cpu=True))
+    batch = pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
     assert [piece.rows for piece in batch.slices] == [(0,)]
 
 
-def test_values_by_completion_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, cpu = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(len(x))][0])
-    found = copy_to_host({4: torch.ones(2), 1: torch.zeros(0), 3: torch.zeros(3)})
-    assert {row: values.tolist() for row, values in found.items()} == {4: [1, 1], 1: [], 3: [0] * 3}
-    assert copy_to_host({}) == {}
-    assert reads == [5]
-
-
 def test_every_input_of_the_loss_is_that_of_its_completion() -> None:
-    numbers = torch.arange(5.0)
-    by_row = {row: torch.full((n,), float(row)) for row, n in enumerate((2, 3, 1, 4, 2))}
+    numbers, layout = torch.arange(5.0), TokenLayout.of([2, 3, 1, 4, 2])
+    by_token = numbers.repeat_interleave(torch.tensor(layout.lengths))
     slices = build_slices(GROUPS, [False, True, False, True, True])
-    batch = StepBatch(
-        (slices,),
-        numbers,
-        numbers > 3,
-        tuple(by_row.values()),
-        {"policy": numbers},
-        {"reference_logprobs": by_row},
-        noisy=frozenset({1}),
-    )
-    inputs = send_inputs(MicroBatch(slices), batch, torch.device("cpu"))
+    values = {"sampler_logprobs": by_token, "reference_logprobs": by_token, "own": by_token}
+    behind, weights = numbers == 1, {"policy": numbers}
+    batch = StepBatch((slices,), layout, numbers, numbers > 3, weights, values, 1, None, behind)
     scores = TokenScores(torch.zeros(9, dtype=torch.float64), None, None)
-    tokens = build_token_batch(MicroBatch(slices), scores, inputs, by_row)
+    tokens = batch.select(MicroBatch(slices), torch.device("cpu")).join(scores, by_token)
     expected = torch.tensor([1.0] * 3 + [3.0] * 4 + [4.0] * 2, dtype=torch.float64)
     assert tokens.old_logprobs is not None
     for found in (
@@ -149,9 +130,13 @@ def test_every_input_of_the_loss_is_that_of_its_completion() -> None:
         tokens.old_logprobs,
         tokens.sampler_logprobs,
         tokens.reference_logprobs,
+        tokens.scores["own"],
         tokens.advantages[tokens.completion],
     ):
-        assert found.equal(expected)  # type: ignore[union-attr]
+        assert found is not None
+        assert found.equal(expected)
     assert tokens.lengths.tolist() == [3, 4, 2]
-    assert tokens.active.tolist() == [False, False, True]  # type: ignore[union-attr]
-    assert tokens.noisy.tolist() == [True, False, False]  # type: ignore[union-attr]
+    assert tokens.active is not None
+    assert tokens.active.tolist() == [False, False, True]
+    assert tokens.behind_variant is not None
+    assert tokens.behind_variant.tolist() == [True, False, False]

@@ -37,7 +37,9 @@ def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy
     gold = task.gold(example)
     clean = make_group(task, example, [gold, "<answer>", gold])
     right, wrong, last = clean.completions
-    noisy = replace(clean, completions=(right, wrong, replace(last, noise=7, entropies=(9.0,))))
+    noisy = replace(
+        clean, completions=(right, wrong, replace(last, variant=("noise", 7), entropies=(9.0,)))
+    )
     before, values = (group_metrics([clean, group]).values() for group in (clean, noisy))
     assert not {"noise/reward", "noise/clean_reward"} & before.keys()
     assert (values["noise/reward"], values["noise/clean_reward"]) == (1.0, 0.5)

@@ -22,6 +22,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
+from vlm_grpo.training.methods.noise import NoisyImages
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS, PromptLoader
 from vlm_grpo.types import Example, ImageRef
 
@@ -188,26 +189,27 @@ def test_noisy_prompts_are_those_of_the_example_that_is_used(
     policy: Policy, with_workers: PromptLoader
 ) -> None:
     """Also from a worker, and in place of an example that cannot be read; texts have none."""
-    noise = DiffusionNoise(300, (5,))
-    text, _, _, replaced = prompts = with_workers.load([5, 0, 3, 1], noise)
-    assert text.noisy is None
+    variant = NoisyImages(DiffusionNoise(300, (5,)))
+    text, _, _, replaced = prompts = with_workers.load([5, 0, 3, 1], variant)
+    assert text.variant is None
     for index, prompt in zip([0, 3, 1], prompts[1:], strict=True):
         own = prompt.example.with_noise(DiffusionNoise(300, (5, index)))
-        assert prompt.noisy is not None
-        assert_same_prompt(prompt.noisy, policy.prompts.build(own, PlainQuestion()))
-        assert not torch.equal(prompt.noisy.vision["pixel_values"], prompt.vision["pixel_values"])
+        noisy = prompt.variant
+        assert noisy is not None
+        assert_same_prompt(noisy, policy.prompts.build(own, PlainQuestion()))
+        assert not torch.equal(noisy.vision["pixel_values"], prompt.vision["pixel_values"])
     assert replaced.example.id == "3"
 
 
 def test_prompts_are_prefetched_for_the_noise_of_their_step(policy: Policy) -> None:
-    weak, strong = DiffusionNoise(5, (0,)), DiffusionNoise(900, (0,))
+    weak, strong = (NoisyImages(DiffusionNoise(steps, (0,))) for steps in (5, 900))
     with open_loader(policy, RecordingStream(make_examples(3))) as loader:
         loader.prefetch([1], strong)
         (prompt,) = loader.load([1], weak)
         (again,) = loader.load([1], strong)
         assert loader.stream.indices == [1, 1]  # the second was prefetched
-    assert prompt.noisy.example.images[0].noise == DiffusionNoise(5, (0, 1, 0))
-    assert again.noisy.example.images[0].noise == DiffusionNoise(900, (0, 1, 0))
+    assert prompt.variant.example.images[0].noise == DiffusionNoise(5, (0, 1, 0))
+    assert again.variant.example.images[0].noise == DiffusionNoise(900, (0, 1, 0))
 
 
 def test_errors_in_workers_are_raised_or_replaced(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import make_advantages
 from small_runs import make_trainer
 
 from vlm_grpo.errors import UserError
@@ -16,7 +17,7 @@ from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import StepBatch, pack_step
 from vlm_grpo.training.objective import MetricAccumulator
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.training.update import Updater, Updates, build_updater
+from vlm_grpo.training.update import Updater, build_updater, sum_metrics
 
 
 def make_batch(trainer: Trainer) -> StepBatch:
@@ -24,24 +25,29 @@ def make_batch(trainer: Trainer) -> StepBatch:
     rollout = trainer.sampler.sample(0)
     count = sum(len(group.completions) for group in rollout.groups)
     advantages = torch.tensor([1.0, -1.0]).repeat(count // 2)
-    return pack_step(rollout, advantages, {}, trainer.settings, trainer.accelerator)
+    settings, ranks = trainer.settings, trainer.accelerator
+    return pack_step(rollout, {}, make_advantages(advantages), {}, settings, ranks)
 
 
-def test_metrics_are_summed_over_updates() -> None:
-    updates = Updates({}, [0.5, 0.25], [3.0, 2.0], MetricAccumulator(means={"kl": (6.0, 3)}))
-    metrics = updates.summarize()
-    assert metrics == {"loss": 0.375, "grad_norm": 2.0, "skipped_updates": 0, "kl": 2.0}
-
-
-def test_updates_with_an_infinite_gradient_count_as_skipped() -> None:
-    assert Updates(norms=[1.0, math.inf, math.nan]).skipped == 2
-
-
-def test_the_schedule_advances_once_per_step(settings: Any) -> None:
+def test_the_schedule_advances_once_per_step(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
     trainer = make_trainer(run)
-    updates = trainer.updater.update(make_batch(trainer))
-    assert len(updates.losses) == len(updates.norms) == updates.count == 3
+    losses, accumulate, step = [], trainer.updater._accumulate, trainer.strategy.step  # noqa: SLF001
+    norms = iter([3.0, math.nan, 2.0])
+    monkeypatch.setattr(trainer.strategy, "step", lambda: [step(), next(norms)][1])
+
+    def record(*arguments: Any) -> Any:
+        found = accumulate(*arguments)
+        losses.append(sum(loss.item() for loss in found[0]))
+        return found
+
+    monkeypatch.setattr(trainer.updater, "_accumulate", record)
+    metrics = trainer.updater.update(make_batch(trainer))
+    assert len(losses) == 3
+    assert metrics["loss"] == pytest.approx(sum(losses) / 3)
+    assert (metrics["grad_norm"], metrics["skipped_updates"]) == (2.0, 1)
     assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
 
 
@@ -51,7 +57,7 @@ def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(
     trainer = make_trainer(settings(optim={"schedule": "linear", "lr": 4e-3}))
     batch = make_batch(trainer)
     spoiled = replace(batch, advantages=batch.advantages * math.nan)
-    assert trainer.updater.update(spoiled).skipped == 1
+    assert trainer.updater.update(spoiled)["skipped_updates"] == 1
     assert trainer.updater.scheduler.get_last_lr()[0] == 4e-3
 
 
@@ -64,11 +70,11 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
         trainer.policy.form_check = None  # also calls ``score``
         score, calls = trainer.policy.score, []
 
-        def score_within_limit(batch: Any, with_entropy: bool = False) -> Any:
+        def score_within_limit(batch: Any, *rest: Any) -> Any:
             calls.append(batch.num_tokens)
             if is_limited and batch.num_tokens > 130:
                 raise torch.OutOfMemoryError("out of memory")
-            return score(batch, with_entropy)
+            return score(batch, *rest)
 
         monkeypatch.setattr(trainer.policy, "score", score_within_limit)
         freed: list[int] = []
@@ -108,7 +114,7 @@ def test_micro_batches_share_the_passes_of_their_images(settings: Any) -> None:
     assert trainer.step()["work/encoder_passes"] == 3 + 3
 
 
-@pytest.mark.parametrize(("kl_in", "counts"), [("reward", [12, 12, 0]), ("loss", [12, 8])])
+@pytest.mark.parametrize(("kl_in", "counts"), [("reward", [12, 12]), ("loss", [12, 8])])
 def test_later_mini_batches_are_scored_once(
     settings: Any, kl_in: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,9 +123,9 @@ def test_later_mini_batches_are_scored_once(
     trainer, scored = make_trainer(settings(objective=kl, optim={"mini_batches": 3})), []
     logprobs = trainer.updater.logprobs
 
-    def count(slices: Any) -> Any:
+    def count(layout: Any, slices: Any, *rest: Any) -> Any:
         scored.append(sum(len(piece.rows) for piece in slices))
-        return logprobs(slices)
+        return logprobs(layout, slices, *rest)
 
     monkeypatch.setattr(trainer.updater, "logprobs", count)
     trainer.step()
@@ -196,7 +202,7 @@ def test_the_effective_sample_size_is_the_share_of_equal_weights() -> None:
         MetricAccumulator({f"{name}/mean": (w, 1), f"{name}/mean_square": (w * w, 1)})
         for w in (3.0, 1.0)
     ]
-    metrics = Updates({}, [0.0], [1.0], parts[0] + parts[1]).summarize()
+    _, metrics = sum_metrics(0.0, parts[0] + parts[1])
     assert metrics["sampling/effective_sample_size"] == pytest.approx(0.8)
     assert metrics[f"{name}/mean"] == 2.0
     assert f"{name}/mean_square" not in metrics

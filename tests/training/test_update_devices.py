@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,15 @@ from small_runs import make_trainer
 from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
 from work_counts import count_work
 
+from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.training import update
-from vlm_grpo.training.batch import StepBatch
+from vlm_grpo.training.batch import StepBatch, TokenLayout
 from vlm_grpo.training.memory import TokenBudget
-from vlm_grpo.training.methods import find_methods
+from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective import StepTotals, completion_weights
-from vlm_grpo.training.update import Updater, Updates
+from vlm_grpo.training.update import Updater
 
 LENGTHS = (3, 2, 1)
 KL: dict[str, Any] = {"beta": 0.1, "reference_refresh_every": 5}
@@ -58,54 +60,40 @@ def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) ->
     lengths = torch.tensor(LENGTHS * 3)
     active = torch.ones(9, dtype=torch.bool)
     totals = StepTotals(9, 18, 3)
-    weights = completion_weights(lengths, active, totals, objective, find_methods())
-    values: dict[str, dict[int, torch.Tensor]] = {}
-    device = policy.device
+    methods = build_methods({"objective": objective})
+    weights = completion_weights(lengths, active, totals, objective, methods)
+    on_device, on_host = torch.zeros(18, device=policy.device), torch.zeros(18)
+    values = {"sampler_logprobs": on_host}
     if objective.needs_reference:
-        values["reference_logprobs"] = _by_row(device)
+        values["reference_logprobs"] = on_device
     if objective.distillation is not None:
-        values["teacher_logprobs"] = _by_row(device)
-    if objective.perception is not None:  # prompts without an image have no masked pass
-        on_host = {row: values for row, values in _by_row("cpu").items() if row > 5}
-        values["masked_logprobs"] = _by_row(device) | on_host
-        values["token_factors"] = _by_row("cpu")
+        values["teacher_logprobs"] = on_device
+    if objective.perception is not None:
+        values |= {"masked_logprobs": on_device, "token_factors": on_host}
     if objective.loss_type == "dapo":
-        values["token_advantages"] = _by_row("cpu")
-    sampled = tuple(_by_row("cpu").values())
-    return StepBatch(
-        (tuple(slices),),
-        torch.ones(9),
-        active,
-        sampled,
-        weights,
-        values,
-        num_iterations,
-        range(6, 9),
-        frozenset({0}),
-    )
-
-
-def _by_row(device: Any) -> dict[int, torch.Tensor]:
-    return {row: torch.zeros(length, device=device) for row, length in enumerate(LENGTHS * 3)}
+        values["token_advantages"] = on_host
+    layout, recalled = TokenLayout.of(LENGTHS * 3), 12
+    behind = torch.arange(9) == 0
+    rest = num_iterations, recalled, behind
+    return StepBatch((tuple(slices),), layout, torch.ones(9), active, weights, values, *rest)
 
 
 def make_updater(policy: Any, objective: ObjectiveSettings) -> Updater:
-    strategy: Any = SimpleNamespace(passes=iter, gathered=contextlib.nullcontext)
+    strategy: Any = SimpleNamespace(policy=policy, passes=iter, gathered=contextlib.nullcontext)
     settings: Any = SimpleNamespace(objective=objective)
-    return Updater(policy, strategy, None, None, settings, TokenBudget(100, ""))  # type: ignore[arg-type]
+    methods = build_methods({"objective": objective, "warm_start": WarmStartSettings(steps=1)})
+    return Updater(strategy, None, settings, TokenBudget(100, ""), methods=methods)
 
 
 def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors) -> None:
     """Do what ``Updater.update`` does in a step, up to the gradients."""
-    device = updater.policy.device
-    updates = Updates({row: _by_row(device)[row] for row in batch.replayed})
     with guard():
-        for _ in range(batch.num_updates):
-            losses, metrics = updater._accumulate(batch, updates)  # noqa: SLF001
+        old = updater._start_old(batch)  # noqa: SLF001
+        for number in range(batch.num_updates):
+            losses, metrics = updater._accumulate(batch, number, old)  # noqa: SLF001
             assert len(losses) > 1
-            assert losses[0].device == device
+            assert losses[0].device == updater.policy.device
             assert metrics.means
-            updates.norms.append(1.0)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +138,8 @@ def test_supervised_gradients_are_accumulated_without_waiting(
     use_gpu_kernels(monkeypatch)
     objective, policy = ObjectiveSettings(), get_policy(True)
     batch = make_step(policy, objective, 1)
-    weights = {"cross_entropy": torch.ones(9)}
-    batch = StepBatch(batch.mini_batches, batch.advantages, batch.active, (), weights, {})
+    weights = {"warm_start": torch.ones(9)}
+    batch = replace(batch, weights=weights, recalled=None, is_written=True)
     accumulate(make_updater(policy, objective), batch)
 
 
@@ -187,14 +175,7 @@ def test_an_update_reads_its_loss_and_its_norm_once(settings: Any) -> None:
         trainer = make_trainer(settings())
         objective = trainer.settings.objective
         batch = make_step(trainer.policy, objective, 1)
-        batch = StepBatch(
-            ((batch.mini_batches[0][-1],),),
-            batch.advantages,
-            batch.active,
-            batch.sampler_logprobs,
-            batch.weights,
-            {},
-        )
+        batch = replace(batch, mini_batches=((batch.mini_batches[0][-1],),), recalled=None)
         trainer.updater.budget.tokens = limit
         with count_work() as counts:
             trainer.updater.update(batch)

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from groups import make_advantages
 from tiny_models import make_prompt, noise_example, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.model.engine.batch import pack
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.training.batch import Rollout, StepBatch, build_slices, pack_step
+from vlm_grpo.training.batch import Rollout, StepBatch, build_slices, pack_step, score_slices
 from vlm_grpo.training.memory import TokenBudget
-from vlm_grpo.training.methods import load_methods
-from vlm_grpo.training.reference import Reference
+from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Completion, Group, Score
 
@@ -87,14 +88,14 @@ def make_groups(policy: Policy) -> list[Group]:
     return groups
 
 
-def add_sampler_logprobs(groups: list[Group], logprobs: dict[int, Tensor]) -> list[Group]:
+def add_sampler_logprobs(groups: list[Group], logprobs: Sequence[Tensor]) -> list[Group]:
     """Return the groups with sampler log-probs that differ from the policy's by 0.3 nats (std)."""
     generator = torch.Generator().manual_seed(1)
-    result, rows = [], iter(sorted(logprobs))
+    result, rows = [], iter(logprobs)
     for group in groups:
         members = []
         for completion in group.completions:
-            exact = logprobs[next(rows)]
+            exact = next(rows)
             noise = 0.3 * torch.randn(len(exact), generator=generator)
             members.append(replace(completion, logprobs=tuple((exact + noise).tolist())))
         result.append(replace(group, completions=tuple(members)))
@@ -128,24 +129,26 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     with torch.no_grad():
         for weight in weights:
             weight.mul_(WEIGHT_SCALE if weight.dim() >= 2 else 1.0)
-    reference = Reference(policy.trainable_parameters(), settings.objective)
-    take_random_step(weights, seed=3)  # the policy is no longer the reference
     optimizer = GradientRecorder(weights)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     strategy = DataParallel(policy, accelerator)
     strategy.attach_optimizer(optimizer, max_norm=math.inf)
-    methods, budget = load_methods(settings, policy), TokenBudget(10_000, "optim")
-    updater = Updater(policy, strategy, reference, constant, settings, budget, methods=methods)
+    methods, budget = build_methods(settings), TokenBudget(10_000, "optim")
+    for method in methods.values():
+        method.start(Run(settings, strategy, ExampleStream([], 0)))
+    take_random_step(weights, seed=3)  # the policy is no longer the reference
+    updater = Updater(strategy, constant, settings, budget, methods=methods)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)
-    slices = build_slices(groups, [True] * len(advantages))
-    groups = add_sampler_logprobs(groups, updater.logprobs(slices))
+    slices, layout = build_slices(groups, [True] * len(advantages)), Rollout(tuple(groups)).layout
+    exact = score_slices(policy, slices, layout, 10_000)
+    groups = add_sampler_logprobs(groups, layout.split(exact))
     if order is not None:
         groups, advantages = shuffle(groups, advantages, order)
     rollout = Rollout(tuple(groups), step=1)
-    values = updater.score_step(rollout).values
-    batch = pack_step(rollout, advantages, values, settings, accelerator)
+    scores, own = updater.score(rollout), make_advantages(advantages)
+    batch = pack_step(rollout, scores, own, methods, settings, accelerator)
     updater.budget.tokens = find_token_budget(batch, count)
     updater.update(batch)
     return optimizer.gradients

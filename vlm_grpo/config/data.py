@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vlm_grpo.config.filter import Filter
+from vlm_grpo.config.methods import CurriculumSettings
 from vlm_grpo.config.section import FREE, SAME_ROWS, Frozen
 from vlm_grpo.task.registry import get_short_name
 
@@ -128,22 +129,6 @@ Sources = Annotated[
     Discriminator(tag_sources),
 ]
 """A source, or several with settings of their own."""
-
-
-class CurriculumSettings(Frozen):
-    """The choice of each step's prompts by the pass rates that earlier steps have shown."""
-
-    target: float = Field(default=0.5, gt=0, lt=1)
-    """Pass rate to be close to."""
-    pool: int = Field(default=8, ge=2)
-    """Candidates per prompt: the next ones in the shuffled order. Those that are not chosen have
-    their turn again in the next pass over the data."""
-    decay: float = Field(default=0.5, ge=0, le=1)
-    """Share of what was known of an example that is kept when it is sampled again, since the policy
-    has changed; 1: all, 0: nothing."""
-    unseen: float = Field(default=0.25, ge=0, le=1)
-    """Least share of the prompts whose examples have not been sampled yet, while there are any; 0
-    reserves none."""
 
 
 class DataSettings(Frozen):

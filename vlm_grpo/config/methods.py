@@ -1,13 +1,121 @@
-"""Settings of methods beside the policy gradient: replay, distillation and masked images."""
+"""Settings of the optional methods: what each needs of other settings, and what a step costs.
+
+``vlm_grpo/training/methods`` has one file with the hooks of each. Their settings are here because
+commands read settings without loading torch.
+"""
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
 
-from vlm_grpo.config.section import Frozen
+from pydantic import BeforeValidator, Field
+
+from vlm_grpo.config.optim import Schedule, WarmupSteps
+from vlm_grpo.config.requirements import Requirement, require
+from vlm_grpo.config.section import FREE, Frozen
+from vlm_grpo.media.images import MAX_NOISE_STEPS
+from vlm_grpo.task.registry import load_file
 
 
-class ReplaySettings(Frozen):
+class MethodSettings(Frozen):
+    """Settings of an optional method. The properties say what a step with it costs."""
+
+    @property
+    def extra_passes(self) -> int:
+        """Passes without gradient behind other images than the prompts' own."""
+        return 0
+
+    @property
+    def extra_views(self) -> int:
+        """Further forms of each prompt from behind which a group is sampled."""
+        return 0
+
+    @property
+    def extra_model(self) -> str | None:
+        """A further model that scores the completions."""
+        return None
+
+    @property
+    def term(self) -> str | None:
+        """Name of the method's term in the loss; None: it has none."""
+        return None
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether completions with advantage 0 have a gradient too."""
+        return self.term is not None
+
+
+class NoiseSettings(MethodSettings):
+    """NoisyRollout (Liu et al., arXiv:2504.13055): a part of each group is sampled for images
+    with Gaussian noise, and the update scores it for the clean ones. Defaults are those of the
+    authors' run on Geometry3K."""
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of a group's completions sampled for noisy images, rounded; at least one noisy and one
+    clean completion."""
+    strength: int = Field(default=500, ge=1, le=MAX_NOISE_STEPS)
+    """Diffusion steps of the noise at first, α₀; 500 leave 74 % of an image's variance."""
+    midpoint: float = Field(default=2 / 3, gt=0)
+    """Share of the run after which the strength is half, γ; well above 1: it does not fall."""
+    steepness: float = Field(default=30.0, gt=0)
+    """How fast the strength falls about the midpoint, λ."""
+
+    def anneal(self, progress: float) -> int:
+        """Return the strength after a share of the run: ⌊α₀ · (1 − σ(λ · (progress − γ)))⌋."""
+        gate = math.tanh(self.steepness * (progress - self.midpoint) / 2)  # 2 σ − 1
+        return int(self.strength * (1 - gate) / 2)
+
+    def count(self, num_generations: int) -> int:
+        """Return how many of a group's completions are sampled for noisy images."""
+        return min(max(1, math.floor(self.share * num_generations + 0.5)), num_generations - 1)
+
+    @property
+    def extra_views(self) -> int:
+        return 1
+
+
+require(
+    "Settings",
+    Requirement(
+        "rollout.noise needs objective.beta=0, and no replay, distillation or perception: each "
+        "takes a completion for one conditioned on the clean images",
+        (
+            "rollout.noise and objective.beta > 0",
+            "rollout.noise and "
+            "changed objective.replay|objective.distillation|objective.perception",
+        ),
+    ),
+    Requirement(
+        "objective.top_entropy_quantile ranks the entropies of all tokens, and rollout.noise "
+        "raises them for some completions only: remove one of them",
+        "rollout.noise and objective.top_entropy_quantile < 1",
+    ),
+)
+
+
+class CurriculumSettings(MethodSettings):
+    """The choice of each step's prompts by the pass rates that earlier steps have shown."""
+
+    target: float = Field(default=0.5, gt=0, lt=1)
+    """Pass rate to be close to."""
+    pool: int = Field(default=8, ge=2)
+    """Candidates per prompt: the next ones in the shuffled order. Those that are not chosen have
+    their turn again in the next pass over the data."""
+    decay: float = Field(default=0.5, ge=0, le=1)
+    """Share of what was known of an example that is kept when it is sampled again, since the policy
+    has changed; 1: all, 0: nothing."""
+    unseen: float = Field(default=0.25, ge=0, le=1)
+    """Least share of the prompts whose examples have not been sampled yet, while there are any; 0
+    reserves none."""
+
+
+class ReplaySettings(MethodSettings):
     """The replay of earlier groups in steps in which some groups have equal rewards."""
 
     size: int = Field(default=64, ge=1)
@@ -16,7 +124,27 @@ class ReplaySettings(Frozen):
     """Number of steps after which a group is not replayed any more."""
 
 
-class DistillationSettings(Frozen):
+require(
+    "ObjectiveSettings",
+    Requirement(
+        "advantage_estimator={advantage_estimator} compares the completions of a step, and "
+        "replayed groups are of other steps: remove replay",
+        "replay and advantage_estimator != grpo|rloo",
+    ),
+    Requirement(
+        "replay needs beta=0: the KL is estimated on completions of the current policy, which "
+        "replayed ones are not",
+        "replay and beta > 0",
+    ),
+    Requirement(
+        "distillation, perception and top_entropy_quantile are for the policy's own completions, "
+        "which replayed ones are not: remove replay",
+        "replay and changed distillation|perception|top_entropy_quantile",
+    ),
+)
+
+
+class DistillationSettings(MethodSettings):
     """On-policy distillation: a teacher scores the policy's own completions, token by token."""
 
     teacher: str
@@ -28,8 +156,27 @@ class DistillationSettings(Frozen):
     """True: train on the teacher alone; rewards are measured, but not trained on. False: on both.
     """
 
+    @property
+    def extra_model(self) -> str:
+        return self.teacher
 
-class PerceptionSettings(Frozen):
+    @property
+    def term(self) -> str:
+        return "distillation"
+
+
+require(
+    "ObjectiveSettings",
+    Requirement(
+        "distillation.only leaves out the training on rewards, which {item} would change: remove "
+        "them, or only",
+        "distillation.only",
+        each="perception top_entropy_quantile advantage_clip",
+    ),
+)
+
+
+class PerceptionSettings(MethodSettings):
     """Methods that score each completion once more, behind images with masked patches: PAPO
     (arXiv:2507.06448) with ``kl_coef``, and VPPO (arXiv:2510.09285) with ``top_share`` and
     ``min_scale``. The mask is PAPO's; VPPO masks half of the patches."""
@@ -40,7 +187,7 @@ class PerceptionSettings(Frozen):
     """Side of a patch, in pixels of the resized image."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL of the policy to itself behind the masked images, which is raised; PAPO has
-    0.01 to 0.02. 0: it is not."""
+    0.01 to 0.02. 0 disables it."""
     top_share: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Share of the tokens of each completion, rounded up, that the policy gradient keeps: those
     that depend most on the image. VPPO has 0.4; None: it keeps all."""
@@ -53,11 +200,147 @@ class PerceptionSettings(Frozen):
         """Whether the policy gradient has weights by dependency on the image."""
         return self.top_share is not None or self.min_scale is not None
 
-    @model_validator(mode="after")
-    def _check_effect(self) -> PerceptionSettings:
-        if self.kl_coef == 0 and not self.weighs_tokens:
-            raise ValueError(
-                "perception has no effect alone: set its kl_coef (PAPO), or its top_share or "
-                "min_scale (VPPO)"
-            )
-        return self
+    @property
+    def extra_passes(self) -> int:
+        return 1
+
+    @property
+    def term(self) -> str | None:
+        return "perception" if self.kl_coef else None
+
+    @property
+    def trains_all(self) -> bool:
+        return True
+
+
+require(
+    "PerceptionSettings",
+    Requirement(
+        "perception has no effect alone: set its kl_coef (PAPO), or its top_share or min_scale "
+        "(VPPO)",
+        "not kl_coef and not weighs_tokens",
+    ),
+)
+require(
+    "Settings",
+    Requirement(
+        "objective.perception.top_share and min_scale compare the sampler's log-probs with those "
+        "conditioned on masked images, and rollout.top_p, top_k and min_p change the former: "
+        "remove them",
+        "objective.perception.weighs_tokens and rollout.is_truncated",
+    ),
+    Requirement(
+        "objective.top_entropy_quantile needs the entropy at each token, which vLLM does not "
+        "report: set it to 1, or rollout.sampler=policy",
+        "rollout.sampler == vllm and objective.top_entropy_quantile < 1",
+    ),
+)
+
+
+class WarmStartSettings(MethodSettings):
+    """Supervised steps before the first rollout: cross-entropy on gold answers; by default none.
+
+    A row with a text ``completion`` among its columns is trained on that text; for any other row
+    the task writes its gold answer.
+    """
+
+    steps: int | Literal["all"] = Field(union_mode="left_to_right")
+    """Number of supervised steps, which ``optim.max_steps`` includes; ``all``: every step, as with
+    ``vlm-grpo sft``."""
+    lr: Annotated[float, FREE] = Field(default=2e-5, ge=0)
+    """Peak learning rate of the supervised steps; ``optim.lr`` is that of the steps after them."""
+    schedule: Annotated[Schedule, FREE] = "linear"
+    """Learning rate schedule over the supervised steps. ``optim.schedule`` and its warmup begin
+    after them."""
+    warmup_steps: Annotated[WarmupSteps, FREE] = 0
+    """Number of supervised steps in which the learning rate rises to its peak; below 1: as a share
+    of them; 0: no warmup."""
+
+    def count(self, max_steps: int) -> int:
+        """Return the number of supervised steps of a run of ``max_steps`` steps."""
+        return max_steps if self.steps == "all" else self.steps
+
+
+require(
+    "WarmStartSettings",
+    Requirement(
+        "warm_start.warmup_steps has no effect with warm_start.schedule=constant: use "
+        "constant_with_warmup",
+        "schedule == constant and warmup_steps",
+    ),
+    Requirement("warm_start.steps must be at least 1, or all: remove warm_start", "steps < 1"),
+)
+require(
+    "Settings",
+    Requirement(
+        "warm_start.steps={warm_start.steps} leaves no step after it of "
+        "optim.max_steps={optim.max_steps}, which counts both: raise optim.max_steps, or use "
+        "vlm-grpo sft for a run of supervised steps alone",
+        "not optim.num_train_epochs and warm_start.steps >= optim.max_steps",
+    ),
+    Requirement(
+        "warm_start.warmup_steps={warm_start.warmup_steps} exceeds the {supervised_steps} "
+        "supervised steps: lower it",
+        "not optim.num_train_epochs and warm_start.warmup_steps > supervised_steps",
+    ),
+    Requirement(
+        "optim.warmup_steps={optim.warmup_steps} exceeds the {steps_after_warm_start} steps of "
+        "optim.max_steps={optim.max_steps} after those of warm_start: lower it too",
+        "warm_start and not optim.num_train_epochs and steps_after_warm_start > 0 and "
+        "optim.warmup_steps > steps_after_warm_start",
+    ),
+    Requirement(
+        "{item} has no effect in a run of supervised steps alone: set {item}=null",
+        "warm_start.steps == all",
+        each="data.curriculum rollout.noise objective.replay objective.distillation "
+        "objective.perception",
+    ),
+)
+
+
+class OwnMethod(Frozen):
+    """A method of the user's own: a Python file with one subclass of ``Method``, and perhaps one of
+    ``MethodSettings``."""
+
+    file: Path
+    """The file, which this setting runs."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Values of the settings that the method declares."""
+
+
+def _read_method(value: Any) -> Any:
+    return {"file": value} if isinstance(value, str | Path) else value
+
+
+OwnMethods = tuple[Annotated[OwnMethod, BeforeValidator(_read_method)], ...]
+"""Methods as paths, or as mappings with ``file`` and ``options``."""
+
+
+def load_method_file(entry: OwnMethod) -> ModuleType:
+    """Load a method's file; raise a ``UserError`` if it fails."""
+    file = entry.file.expanduser()
+    return _load_version(file, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load_version(file: Path, changed: int) -> ModuleType:
+    return load_file(file, "method")
+
+
+def read_own_settings(entry: OwnMethod) -> MethodSettings:
+    """Return the settings of a file's method; raise a ``UserError`` if they are wrong."""
+    module = load_method_file(entry)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, MethodSettings)
+        and value.__module__ == module.__name__
+    ]
+    return (found[0] if found else MethodSettings)(**entry.options)
+
+
+def find_method_settings(*blocks: Frozen | Mapping[str, Any]) -> list[MethodSettings]:
+    """Return the settings of the methods that blocks of settings use."""
+    fields = (value for block in blocks for _, value in dict(block).items())
+    return [value for value in fields if isinstance(value, MethodSettings)]

@@ -10,7 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vlm_grpo.config.methods import DistillationSettings, PerceptionSettings, ReplaySettings
+from vlm_grpo.config.methods import (
+    DistillationSettings,
+    PerceptionSettings,
+    ReplaySettings,
+    find_method_settings,
+)
 from vlm_grpo.config.section import LOCKED, Frozen
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -197,17 +202,15 @@ class ObjectiveSettings(Frozen):
 
     @property
     def method_terms(self) -> frozenset[str]:
-        """The blocks whose methods add terms to the loss, by the names of these terms."""
-        masked = self.perception is not None and self.perception.kl_coef > 0
-        used = {"distillation": self.distillation is not None, "perception": masked}
-        return frozenset(name for name, is_used in used.items() if is_used)
+        """The terms that methods add to the loss, named as their blocks."""
+        return frozenset(own.term for own in find_method_settings(self) if own.term is not None)
 
     @property
     def can_skip_zero_advantages(self) -> bool:
         """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
         in_loss = self.beta > 0 and self.kl_in == "loss"
-        others = self.entropy_coef or in_loss or self.distillation or self.perception
-        return not (others or self.loss)
+        by_methods = any(own.trains_all for own in find_method_settings(self))
+        return not (self.entropy_coef or in_loss or by_methods or self.loss)
 
     def check_dropout(self, dropout: float, updates_per_step: int = 1) -> None:
         """Raise ``ValueError`` if log-probs under different dropout masks would be compared."""

@@ -1,4 +1,4 @@
-"""Settings of the optimizer and of the supervised steps: learning rates, steps, size of a step."""
+"""Settings of the optimizer: learning rates, steps, and the size of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vlm_grpo.config.section import FREE, LOCKED, Frozen
+from vlm_grpo.config.section import LOCKED, Frozen
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 Schedule = Literal[
@@ -97,30 +97,6 @@ class OptimSettings(Frozen):
             given["max_steps"] = max(1, math.ceil(prompts / self.prompts_per_step))
             given["num_train_epochs"] = None
         return OptimSettings(**given)
-
-
-class WarmStartSettings(Frozen):
-    """Supervised steps before the first rollout: cross-entropy on gold answers; by default none.
-
-    A row with a text ``completion`` among its columns is trained on that text; for any other row
-    the task writes its gold answer.
-    """
-
-    steps: int | Literal["all"] = Field(union_mode="left_to_right")
-    """Number of supervised steps, which ``optim.max_steps`` includes; ``all``: every step, as with
-    ``vlm-grpo sft``."""
-    lr: Annotated[float, FREE] = Field(default=2e-5, ge=0)
-    """Peak learning rate of the supervised steps; ``optim.lr`` is that of the steps after them."""
-    schedule: Annotated[Schedule, FREE] = "linear"
-    """Learning rate schedule over the supervised steps. ``optim.schedule`` and its warmup begin
-    after them."""
-    warmup_steps: Annotated[WarmupSteps, FREE] = 0
-    """Number of supervised steps in which the learning rate rises to its peak; below 1: as a share
-    of them; 0: no warmup."""
-
-    def count(self, max_steps: int) -> int:
-        """Return the number of supervised steps of a run of ``max_steps`` steps."""
-        return max_steps if self.steps == "all" else self.steps
 
 
 def count_warmup(warmup_steps: float, steps: int) -> int:

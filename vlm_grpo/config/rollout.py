@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
+from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.section import Frozen
-from vlm_grpo.media.images import MAX_NOISE_STEPS
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
 RESIDENT_SHARE = 0.25
 """Share of a GPU's memory up to which base weights stay there while their adapter is updated."""
 DEFAULT_ROLLOUT_TOKENS = 65_536
 """Number of tokens cached at once where free memory is not known."""
-
-
-class NoiseSettings(Frozen):
-    """NoisyRollout (Liu et al., arXiv:2504.13055): a part of each group is sampled for images
-    with Gaussian noise, and the update scores it for the clean ones. Defaults are those of the
-    authors' run on Geometry3K."""
-
-    share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of a group's completions sampled for noisy images, rounded; at least one noisy and one
-    clean completion."""
-    strength: int = Field(default=500, ge=1, le=MAX_NOISE_STEPS)
-    """Diffusion steps of the noise at first, α₀; 500 leave 74 % of an image's variance."""
-    midpoint: float = Field(default=2 / 3, gt=0)
-    """Share of the run after which the strength is half, γ; well above 1: it does not fall."""
-    steepness: float = Field(default=30.0, gt=0)
-    """How fast the strength falls about the midpoint, λ."""
-
-    def anneal(self, progress: float) -> int:
-        """Return the strength after a share of the run: ⌊α₀ · (1 − σ(λ · (progress − γ)))⌋."""
-        gate = math.tanh(self.steepness * (progress - self.midpoint) / 2)  # 2 σ − 1
-        return int(self.strength * (1 - gate) / 2)
-
-    def count(self, num_generations: int) -> int:
-        """Return how many of a group's completions are sampled for noisy images."""
-        return min(max(1, math.floor(self.share * num_generations + 0.5)), num_generations - 1)
 
 
 class VllmSettings(Frozen):

@@ -13,14 +13,20 @@ import yaml
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
 from vlm_grpo.config.data import DataSettings, TaskOptions, TaskSetting, is_mixture
+from vlm_grpo.config.methods import (
+    MethodSettings,
+    OwnMethods,
+    WarmStartSettings,
+    find_method_settings,
+    read_own_settings,
+)
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.optim import OptimSettings, WarmStartSettings
+from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.section import FREE, Frozen
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
@@ -132,6 +138,9 @@ class Settings(Frozen):
     optim: Annotated[OptimSettings, FREE] = OptimSettings()
     warm_start: WarmStartSettings | None = None
     """Supervised steps before the first rollout; None: there are none."""
+    methods: Annotated[OwnMethods, FREE] = ()
+    """Methods of your own: a list of Python files, or of mappings with ``file`` and ``options``,
+    the values of the settings that the method declares. Empty: there are none."""
     evaluation: Annotated[EvaluationSettings, FREE] = EvaluationSettings()
     checkpoint: Annotated[CheckpointSettings, FREE] = CheckpointSettings()
     logging: Annotated[LoggingSettings, FREE] = LoggingSettings()
@@ -171,13 +180,20 @@ class Settings(Frozen):
         every = self.warm_start is not None and self.warm_start.steps == "all"
         return every or step < self.supervised_steps
 
-    def noise_at(self, step: int) -> DiffusionNoise | None:
-        """Return the noise on images in a step, numbered from 0; None: there is none."""
-        noise, first = self.rollout.noise, self.supervised_steps
-        if noise is None or self.is_supervised(step):
-            return None
-        steps = noise.anneal((step + 1 - first) / (self.optim.max_steps - first))
-        return DiffusionNoise(steps, (self.seed,)) if steps else None
+    def progress_at(self, step: int) -> float:
+        """Return the share of the sampled steps that is done before a step, numbered from 0."""
+        return (step - self.supervised_steps) / self.steps_after_warm_start
+
+    @property
+    def phase_ends(self) -> tuple[int, int]:
+        """The numbers of steps after which the supervised and the sampled steps are done."""
+        return self.supervised_steps, self.optim.max_steps
+
+    @property
+    def used_methods(self) -> list[MethodSettings]:
+        """The settings of the optional methods that the run uses, those of files last."""
+        known = find_method_settings(self, self.data, self.rollout, self.objective)
+        return [*known, *map(read_own_settings, self.methods)]
 
     @property
     def updates_per_step(self) -> int:

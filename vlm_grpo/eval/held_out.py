@@ -56,7 +56,7 @@ class HeldOutEvaluator:
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after ``step`` steps."""
         every, settings = self.settings.evaluation.every, self.settings
-        is_last = step in (settings.supervised_steps, settings.optim.max_steps)
+        is_last = step in settings.phase_ends
         return bool(self.examples) and (is_last or (bool(every) and step % every == 0))
 
     def evaluate(self, step: int) -> Scored | None:

@@ -67,7 +67,7 @@ class KnownPlanner(StepPlanner):
     ) -> None:
         super().__init__(settings, replace(find_device(gpu), reserved=reserved), devices, weights)
         self.facts = load_known_models()[settings.model]
-        if settings.objective.distillation is not None:
+        if any(own.extra_model is not None for own in settings.used_methods):
             raise UserError(
                 "objective.distillation needs the shape of the teacher: plan a recipe with "
                 "model=FOLDER, a folder that has its config.json, tokenizer and processor"

@@ -94,10 +94,11 @@ class Planner(StepPlanner):
                 "files of its tokenizer and processor suffices" + describe_known(settings.model)
             ) from error
         self.family = load_family(self.config)
-        if (distillation := settings.objective.distillation) is not None:
-            name = {"model": distillation.teacher, "model_revision": None}
-            teacher = load_config(settings.model_copy(update=name))
-            self.teacher_weights = read_model_shape(teacher, PolicySettings())[0].num_weights
+        for name in (own.extra_model for own in settings.used_methods):
+            if name is not None:
+                changes = {"model": name, "model_revision": None}
+                teacher = load_config(settings.model_copy(update=changes))
+                self.teacher_weights += read_model_shape(teacher, PolicySettings())[0].num_weights
         prompts = PromptBuilder(ChatTemplate(processor, settings.prompt), self.family, None, None)
         self.task = prompts.adapt(task)
         budget = self.family.pixel_budget(processor)

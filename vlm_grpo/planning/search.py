@@ -106,7 +106,7 @@ class StepPlanner(ABC):
         num_rows: number of rows of the training data; 0: prompts are assumed.
         images_per_prompt: largest number of images in a prompt, at least 1.
         min_pixels: pixels to which the processor enlarges images; None: it has no pixel budget.
-        teacher_weights: number of weights of the teacher of distillation; 0: there is none.
+        teacher_weights: number of weights of the models of methods; 0: there is none.
     """
 
     num_rows: int

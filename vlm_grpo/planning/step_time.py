@@ -49,14 +49,14 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
     scoring = completions * work.completion_tokens * head * (2 if model.head_frozen else 4)
     update = forward * backward + scoring
     taught = work.teacher_weights / model.num_weights
-    vision = encoding * (work.views + taught + work.masks_images)
+    vision = encoding * (work.views + taught + work.extra_passes)
     if model.trains_vision:
         recomputed = model.recomputed_share(model.vision)
         vision += work.iterations * repeats * encoding * (3 + recomputed)
     elif not model.shares_prompts:  # features are not kept
         vision += (work.iterations + work.uses_reference) * encoding
-    # The reference, the old log-probs of all mini-batches but the first, the teacher, the mask.
-    passes = work.uses_reference + 1 - 1 / work.mini_batches + taught + work.masks_images
+    # The reference, the old log-probs of all mini-batches but the first, and those of methods.
+    passes = work.uses_reference + 1 - 1 / work.mini_batches + taught + work.extra_passes
     passed = passes * (forward + completions * work.completion_tokens * head)
     prefill = work.views * work.num_prompts * prompt
     return PhaseCosts(vision, prefill, rollout, work.iterations * update + passed)

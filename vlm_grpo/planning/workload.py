@@ -49,9 +49,9 @@ class Workload:
         image_pixels: pixels of a prompt's resized images.
         copies: copies of each prompt: 1, and G in the repeated form.
         mini_batches: parts of the step with updates of their own.
-        teacher_weights: number of weights of the teacher of distillation; 0: there is none.
-        masks_images: whether completions are also scored behind masked images.
-        views: prompts that a group is sampled behind: 2 with ``rollout.noise``, otherwise 1.
+        teacher_weights: number of weights of the models of methods; 0: there is none.
+        extra_passes: passes of all completions behind other images, as methods make.
+        views: prompts that a group is sampled behind: 1, and more with some methods.
     """
 
     num_prompts: int
@@ -69,7 +69,7 @@ class Workload:
     optimizer: OptimizerName = "adamw"
     mini_batches: int = 1
     teacher_weights: int = 0
-    masks_images: bool = False
+    extra_passes: int = 0
     views: int = 1
 
     @property
@@ -159,6 +159,6 @@ def estimate_workload(
         copies=copies,
         optimizer=optim.name,
         mini_batches=optim.mini_batches,
-        masks_images=settings.objective.perception is not None,
-        views=1 if rollout.noise is None else 2,
+        extra_passes=sum(own.extra_passes for own in settings.used_methods),
+        views=1 + sum(own.extra_views for own in settings.used_methods),
     )

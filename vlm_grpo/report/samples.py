@@ -159,7 +159,8 @@ def write_samples(
             row = _score_fields(thumbnails, task, example, score)
             row |= {"text": completion.text, "stop": completion.stop}
             row |= {"tokens": len(completion.token_ids), "advantage": advantage}
-            completions.append(row | ({"noise": completion.noise} if completion.noise else {}))
+            row |= {} if completion.variant is None else dict([completion.variant])
+            completions.append(row)
         fields = _example_fields(thumbnails, task, example)
         prompt = {"prompt": group.prompt.text}
         rows.append({"step": step, **fields, **prompt, "completions": completions})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.task import Task
-from vlm_grpo.training.batch import Rollout, StepScores
+from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.objective import (
     ADVANTAGE_ESTIMATORS,
     Advantages,
@@ -32,15 +31,15 @@ class StepAdvantages:
     """The advantages of a step's completions.
 
     Attributes:
-        own: (n,) advantages of this rank's completions, those of replayed groups last.
+        own: (n,) advantages of this rank's completions, those of recalled groups last.
         step: advantages of all ranks' sampled completions, with the statistics of the groups.
-        values: ``token_advantages``, if they differ within a completion: (T,) by completion of
-            this rank.
+        tokens: (T,) advantages of the tokens of this rank's completions, if they differ within a
+            completion.
     """
 
     own: Tensor
     step: Advantages
-    values: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,43 +62,62 @@ class Estimator:
 
 
 def compute_advantages(
-    rollout: Rollout,
-    scores: StepScores,
-    task: Task,
-    estimator: Estimator,
-    accelerator: Accelerator,
+    rollout: Rollout, scores: Values, estimator: Estimator, accelerator: Accelerator
 ) -> StepAdvantages:
     """Compute the advantages of a step's completions.
 
     Args:
-        rollout: this rank's groups, n completions in all with those of replayed groups, whose
-            advantages are computed separately.
-        scores: of other passes; KL penalties are subtracted from the total rewards.
-        task: sets the reward weights; a reward of weight 0 is ignored.
+        rollout: this rank's groups; the advantages of recalled ones are computed separately.
+        scores: of other passes; ``penalties`` are subtracted from the total rewards.
         estimator: the run's estimator.
         accelerator: the ranks.
     """
-    groups = rollout.groups
-    if rollout.is_supervised:
-        ones = torch.ones(sum(len(group.completions) for group in groups))
-        return StepAdvantages(
-            ones, Advantages(ones, torch.zeros(0), torch.zeros(0).bool(), ones > 0)
-        )
-    found = _gather_inputs(groups, task, scores.penalties)
-    step, rows = _advantages(found, estimator), found.rows_of(accelerator.process_index)
-    own, values = step.values[rows], {}
-    if step.tokens is not None:
-        values["token_advantages"] = dict(enumerate(step.tokens[rows]))
-    if estimator.objective.replay is not None:
-        found = _gather_inputs(rollout.replayed, task)
-        again = _advantages(found, estimator).values[found.rows_of(accelerator.process_index)]
-        own = torch.cat([own, again])
-    return StepAdvantages(own, step, values)
+    if rollout.author is not None:
+        ones = torch.ones(rollout.num_sampled)
+        none = torch.zeros(0)
+        return StepAdvantages(ones, Advantages(ones, none, none.bool(), ones > 0))
+    weights, rank = rollout.reward_weights, accelerator.process_index
+    sampled = _Part.of(rollout.groups, weights, scores.get("penalties"))
+    parts = gather_object([(sampled, _Part.of(rollout.recalled, weights))])
+    found, again = (_Inputs.join(list(each), weights) for each in zip(*parts, strict=True))
+    step = _advantages(found, estimator)
+    pairs = [(step, found.rows_of(rank))]
+    if len(again.rewards):
+        pairs.append((_advantages(again, estimator), again.rows_of(rank)))
+    own = torch.cat([each.values[rows] for each, rows in pairs])
+    if step.tokens is None:
+        return StepAdvantages(own, step)
+    tokens = [part for each, rows in pairs for part in (each.tokens or ())[rows]]
+    return StepAdvantages(own, step, torch.cat([*tokens, torch.zeros(0)]))
+
+
+class _Part(NamedTuple):
+    """What advantages of one rank's completions depend on.
+
+    Attributes:
+        rewards: (n, k) rewards.
+        lengths: number of tokens of each completion, by group.
+        penalties: KL penalties of all their tokens; None: there are none.
+    """
+
+    rewards: Tensor
+    lengths: list[list[int]]
+    penalties: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        reward_weights: Mapping[str, float],
+        penalties: Tensor | None = None,
+    ) -> Self:
+        lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
+        return cls(_rewards(groups, reward_weights)[0], lengths, penalties)
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The rewards, (n, k), of n completions, and what else advantages depend on.
+    """The rewards, (n, k), of n completions of all ranks, and what else advantages depend on.
 
     Attributes:
         weights: (k,) weight of each reward.
@@ -113,31 +131,28 @@ class _Inputs:
     weights: Tensor
     ids: Sequence[int]
     lengths: Tensor
-    penalties: Sequence[Tensor] | None = None
-    sizes: Sequence[int] = ()
+    penalties: Sequence[Tensor] | None
+    sizes: Sequence[int]
+
+    @classmethod
+    def join(cls, parts: Sequence[_Part], reward_weights: Mapping[str, float]) -> Self:
+        """Join the parts of all ranks, in rank order."""
+        every = [sizes for part in parts for sizes in part.lengths]
+        lengths = [length for sizes in every for length in sizes]
+        known = [part.penalties for part in parts if part.penalties is not None]
+        return cls(
+            torch.cat([part.rewards for part in parts]),
+            _rewards((), reward_weights)[1],
+            [number for number, sizes in enumerate(every) for _ in sizes],
+            torch.tensor(lengths, dtype=torch.int64),
+            torch.cat(known).split(lengths) if known else None,
+            [len(part.rewards) for part in parts],
+        )
 
     def rows_of(self, rank: int) -> slice:
         """Return the rows of a rank's completions."""
         start = sum(self.sizes[:rank])
         return slice(start, start + self.sizes[rank])
-
-
-def _gather_inputs(
-    groups: Sequence[Group], task: Task, penalties: Sequence[Tensor] | None = None
-) -> _Inputs:
-    """Gather the groups of all ranks, in rank order."""
-    rewards, weights = _rewards(groups, task.reward_weights())
-    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
-    parts = gather_object([(rewards, lengths, penalties)])
-    every = [sizes for _, lengths, _ in parts for sizes in lengths]
-    return _Inputs(
-        torch.cat([rewards for rewards, _, _ in parts]),
-        weights,
-        [number for number, sizes in enumerate(every) for _ in sizes],
-        torch.tensor([length for sizes in every for length in sizes], dtype=torch.int64),
-        None if penalties is None else [value for _, _, part in parts for value in part or ()],
-        [len(rewards) for rewards, _, _ in parts],
-    )
 
 
 def has_spread(

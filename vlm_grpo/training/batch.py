@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -21,11 +22,71 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.methods import find_methods
 from vlm_grpo.training.objective import StepTotals, TokenBatch, completion_weights, needs_update
-from vlm_grpo.types import Completion, Group, Prompt
+from vlm_grpo.types import Completion, Group, Prompt, Score
+
+if TYPE_CHECKING:
+    from vlm_grpo.training.advantages import StepAdvantages
+    from vlm_grpo.training.methods import Method
+
+Values = Mapping[str, Tensor]
+"""(T,) values of the tokens of a step's completions by name, on the host or the device."""
 
 _TOKEN_FIELDS = {field.name for field in fields(TokenBatch)}
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the T tokens of n completions are in flat tensors: one completion after the other.
+
+    Attributes:
+        lengths: (n,) number of tokens of each completion.
+    """
+
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Self:
+        """Build the layout of completions with these numbers of tokens."""
+        return cls(np.array(lengths, dtype=np.int64))
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(n + 1,) index of each completion's first token, then T."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @property
+    def total(self) -> int:
+        """T."""
+        return int(self.starts[-1])
+
+    def index(self, rows: Sequence[int]) -> Tensor:
+        """Return the indices, (M,), of the tokens of some completions."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        lengths = self.lengths[chosen]
+        offsets = self.starts[chosen] - (np.cumsum(lengths) - lengths)
+        return torch.from_numpy(offsets.repeat(lengths) + np.arange(lengths.sum()))
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Split (T,) values into those of each completion."""
+        return values.split(self.lengths.tolist())
+
+
+@dataclass(frozen=True)
+class KeptGroup:
+    """A group of an earlier step without its prompt, which is loaded from the data again.
+
+    Attributes:
+        index: its index in the stream.
+        step: number of steps done before it was sampled.
+        completions: its completions, whose log-probs are those of the policy of that step.
+        scores: their scores.
+    """
+
+    index: int
+    step: int
+    completions: tuple[Completion, ...]
+    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
@@ -34,48 +95,53 @@ class Rollout:
 
     Attributes:
         groups: the scored groups.
+        reward_weights: weight of each reward in the step, by name.
         resampled: number of groups, over all ranks, that were sampled to replace groups whose
             rewards were all equal.
         rounds: for each round of sampling, the stream's indices that this rank sampled, including
             indices of replaced groups; then those of the groups that it got from other ranks, and
-            of replayed ones.
+            of recalled ones.
         num_tokens: number of tokens that this rank sampled.
         step: number of steps done before it.
-        mini_batches: the number, from 0, of the mini-batch of each group, then of each replayed
+        mini_batches: the number, from 0, of the mini-batch of each group, then of each recalled
             one; empty: all are in one.
-        is_supervised: whether the completions are targets, written instead of sampled, which have
-            no rewards.
-        replayed: groups of earlier steps, on which the update trains once more.
-        metrics: metrics of the choice of its prompts and of the replay, over all ranks.
+        author: the method that wrote the completions, which have no rewards then; None: they were
+            sampled.
+        recalled: groups of earlier steps, on which the update trains once more.
+        metrics: metrics of the methods, over all ranks.
     """
 
     groups: tuple[Group, ...]
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
     resampled: int = 0
     rounds: tuple[tuple[int, ...], ...] = ()
     num_tokens: int = 0
     step: int = 0
     mini_batches: tuple[int, ...] = ()
-    is_supervised: bool = False
-    replayed: tuple[Group, ...] = ()
+    author: Method | None = None
+    recalled: tuple[Group, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def completions(self) -> tuple[Completion, ...]:
+        """The n completions, those of recalled groups last."""
+        groups = (*self.groups, *self.recalled)
+        return tuple(completion for group in groups for completion in group.completions)
 
-@dataclass(frozen=True)
-class StepScores:
-    """Scores of a step's n completions from extra passes.
+    @property
+    def num_sampled(self) -> int:
+        """Number of completions of the step's own groups."""
+        return sum(len(group.completions) for group in self.groups)
 
-    Attributes:
-        values: (T,) values of the tokens of each completion, by the name of their field in
-            ``TokenBatch``, or the name in its ``scores``.
-        penalties: (T,) KL penalties of the tokens of each completion, to subtract from the
-            rewards; None if there are none.
-        old: (T,) log-probs under the policy by completion, if they were computed for the penalties
-            and later mini-batches need them.
-    """
+    @cached_property
+    def layout(self) -> TokenLayout:
+        """The places of the completions' tokens in flat tensors."""
+        return TokenLayout.of([len(c.token_ids) for c in self.completions])
 
-    values: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
-    penalties: Sequence[Tensor] | None = None
-    old: dict[int, Tensor] = field(default_factory=dict)
+    @cached_property
+    def sampler_logprobs(self) -> Tensor:
+        """(T,) log-probs of the tokens when they were sampled."""
+        return torch.tensor([value for c in self.completions for value in c.logprobs])
 
 
 @dataclass(frozen=True)
@@ -85,28 +151,33 @@ class StepBatch:
     Attributes:
         mini_batches: the parts of the step, each with an update of its own: the completions that
             have a gradient, by group.
+        layout: the places of the T tokens in ``values``.
         advantages: (n,) advantage of each completion.
         active: (n,) False for a truncated completion that is masked out.
-        sampler_logprobs: for each completion, (T,) log-probs of its tokens when sampled.
         weights: (n,) weight of each completion's tokens in each term of the loss, by the term's
             name, with the normalizer over all ranks included. With m mini-batches, the weights are
             m times those of the step, so that the mean of the mini-batches' gradients is the
             step's, as in TRL.
-        values: as in ``StepScores``.
+        values: values of the tokens, by the name of their field in ``TokenBatch`` or in its
+            ``scores``.
         num_iterations: number of updates on each mini-batch.
-        replayed: the completions of replayed groups; their old log-probs are the sampler's.
-        noisy: the completions that were sampled behind images with noise.
+        recalled: index of the first token of recalled groups, whose old log-probs are the
+            sampler's; None: there are none.
+        behind_variant: (n,) True for a completion that was sampled behind another form of its
+            prompt; None: there is none.
+        is_written: whether the completions are targets that a method wrote.
     """
 
     mini_batches: tuple[tuple[GroupSlice, ...], ...]
+    layout: TokenLayout
     advantages: Tensor
     active: Tensor
-    sampler_logprobs: tuple[Tensor, ...]
     weights: Mapping[str, Tensor]
-    values: Mapping[str, Mapping[int, Tensor]]
+    values: Values
     num_iterations: int = 1
-    replayed: range = range(0)
-    noisy: frozenset[int] = frozenset()
+    recalled: int | None = None
+    behind_variant: Tensor | None = None
+    is_written: bool = False
 
     @property
     def num_updates(self) -> int:
@@ -114,14 +185,74 @@ class StepBatch:
         return len(self.mini_batches) * self.num_iterations
 
     @property
-    def is_supervised(self) -> bool:
-        """Whether the completions are targets."""
-        return "cross_entropy" in self.weights
-
-    @property
     def slices(self) -> tuple[GroupSlice, ...]:
         """The completions of all mini-batches that have a gradient, by group."""
         return tuple(piece for part in self.mini_batches for piece in part)
+
+    def select(self, micro: MicroBatch, device: torch.device) -> SelectedTokens:
+        """Send the inputs of the loss of a micro-batch's tokens that are known before its pass.
+
+        Copies of pageable memory, and shapes that are read from the device, would wait for the
+        forward pass if they came after it.
+        """
+        rows = list(micro.rows)
+        lengths, index = self.layout.lengths[rows], self.layout.index(rows)
+        completion = torch.from_numpy(np.arange(len(rows)).repeat(lengths))
+        sent = copy_to(device, index)
+        of_tokens = {
+            name: copy_to(device, values[index]) if values.device.type == "cpu" else values[sent]
+            for name, values in self.values.items()
+        }
+        weights = {name: values[rows][completion] for name, values in self.weights.items()}
+        of_completions = {
+            "completion": completion,
+            "lengths": lengths,
+            "advantages": self.advantages[rows],
+            "active": self.active[rows],
+        }
+        if self.behind_variant is not None:
+            of_completions["behind_variant"] = self.behind_variant[rows]
+        return SelectedTokens(
+            sent,
+            of_tokens | {name: copy_to(device, part) for name, part in of_completions.items()},
+            {name: copy_to(device, values) for name, values in weights.items()},
+        )
+
+
+@dataclass(frozen=True)
+class SelectedTokens:
+    """The inputs of the loss of the M tokens of a micro-batch, on the policy's device.
+
+    Attributes:
+        index: (M,) indices in the flat tensors of the step.
+        inputs: fields of ``TokenBatch``, and values for its ``scores``, by name.
+        weights: (M,) weights by term.
+    """
+
+    index: Tensor
+    inputs: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+    def join(self, scores: TokenScores, old: Tensor | None) -> TokenBatch:
+        """Return the inputs of the loss, without waiting for the device.
+
+        Args:
+            scores: the policy's log-probs of the tokens.
+            old: (T,) log-probs of the step's tokens before its first update; None: they are the
+                policy's.
+        """
+        dtype = scores.logprobs.dtype
+        found = self.inputs if old is None else {**self.inputs, "old_logprobs": old[self.index]}
+        found = {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
+        given: dict[str, Any] = {n: x for n, x in found.items() if n in _TOKEN_FIELDS}
+        return TokenBatch(
+            logprobs=scores.logprobs,
+            entropies=scores.entropies,
+            is_top=scores.is_top,
+            weights={name: values.to(dtype) for name, values in self.weights.items()},
+            scores={name: x for name, x in found.items() if name not in _TOKEN_FIELDS},
+            **given,
+        )
 
 
 def score_groups(
@@ -148,108 +279,31 @@ def is_masked(completion: Completion, objective: ObjectiveSettings) -> bool:
     return objective.mask_truncated_completions and completion.stop == "length"
 
 
-def by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
-    """Split values of the micro-batch's tokens, (M,), into one (T,) tensor per completion."""
-    parts = values.split([len(completion) for completion in micro.completions])
-    return dict(zip(micro.rows, parts, strict=True))
-
-
-def copy_to_host(by_row: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Copy (T,) values by completion to host memory, with one read from the device."""
-    if not by_row:
-        return {}
-    joined = torch.cat([*by_row.values()]).cpu()
-    parts = joined.split([len(values) for values in by_row.values()])
-    return dict(zip(by_row, parts, strict=True))
-
-
-def send_inputs(micro: MicroBatch, batch: StepBatch, device: torch.device) -> dict[str, Any]:
-    """Send the inputs of the loss of a micro-batch's tokens that are known before its pass.
-
-    Copies of pageable memory, and shapes that are read from the device, would wait for the forward
-    pass if they came after it.
-
-    Args:
-        micro: the micro-batch.
-        batch: the step's batch.
-        device: the policy's device.
-
-    Returns:
-        Fields of ``TokenBatch`` by name.
-    """
-    rows, lengths = list(micro.rows), np.array([len(tokens) for tokens in micro.completions])
-    completion = np.arange(len(rows)).repeat(lengths)
-    by_token = {"sampler_logprobs": batch.sampler_logprobs, **batch.values}
-    inputs = {
-        "completion": completion,
-        "lengths": lengths,
-        "advantages": batch.advantages[rows],
-        "active": batch.active[rows],
-        **{name: _flatten(by_row, rows, device) for name, by_row in by_token.items() if by_row},
-    }
-    if batch.noisy:
-        inputs["noisy"] = np.array([row in batch.noisy for row in rows])
-    weights = {name: values[rows][completion] for name, values in batch.weights.items()}
-    return {
-        **{name: copy_to(device, values) for name, values in inputs.items()},
-        "weights": {name: copy_to(device, values) for name, values in weights.items()},
-    }
-
-
-def _flatten(by_row: Any, rows: Sequence[int], device: torch.device) -> Tensor:
-    """Return the values of the rows' tokens, (M,), on the host only if all are there."""
-    parts = [by_row[row] for row in rows]
-    if len({part.device for part in parts}) > 1:
-        parts = [copy_to(device, part) for part in parts]
-    return torch.cat(parts)
-
-
-def build_token_batch(
-    micro: MicroBatch,
-    scores: TokenScores,
-    inputs: Mapping[str, Any],
-    old: Mapping[int, Tensor] | None,
-) -> TokenBatch:
-    """Build the inputs of the loss for a micro-batch's tokens, without waiting for the device.
-
-    Args:
-        micro: the micro-batch.
-        scores: the policy's log-probs of its tokens.
-        inputs: as from ``send_inputs``.
-        old: (T,) log-probs before the first update by completion; None if they are the policy's.
-    """
-    device, dtype = scores.logprobs.device, scores.logprobs.dtype
-    found = {} if old is None else {"old_logprobs": _flatten(old, micro.rows, device)}
-    found |= {name: values for name, values in inputs.items() if name != "weights"}
-    extra = {name: found.pop(name).to(dtype) for name in found.keys() - _TOKEN_FIELDS}
-    return TokenBatch(
-        scores=extra,
-        logprobs=scores.logprobs,
-        entropies=scores.entropies,
-        is_top=scores.is_top,
-        weights={name: values.to(dtype) for name, values in inputs["weights"].items()},
-        **{
-            name: values.to(dtype) if values.is_floating_point() else values
-            for name, values in found.items()
-        },
-    )
-
-
 @torch.no_grad()
 def score_slices(
-    policy: Policy, slices: Sequence[GroupSlice], max_tokens: int
-) -> dict[int, Tensor]:
-    """Return the (T,) log-probs under a model by completion, with one pass over each prompt.
+    policy: Policy,
+    slices: Sequence[GroupSlice],
+    layout: TokenLayout,
+    max_tokens: int,
+    others: Tensor | None = None,
+) -> Tensor:
+    """Return log-probs of a step's tokens, (T,), with one pass over each prompt.
 
     Args:
         policy: the model.
-        slices: the completions, by group.
+        slices: the completions to score, by group.
+        layout: the places of the step's tokens.
         max_tokens: maximum number of tokens per pass.
+        others: (T,) the values of the other completions; None: 0.
     """
-    logprobs: dict[int, Tensor] = {}
-    for micro in pack(slices, max_tokens):
-        logprobs |= by_completion(micro, policy.score(micro).logprobs)
-    return logprobs
+    batches = pack(slices, max_tokens)
+    parts = [policy.score(micro).logprobs for micro in batches]
+    start = torch.zeros(layout.total) if others is None else others
+    dtype = parts[0].dtype if parts else start.dtype
+    found = copy_to(policy.device, start).to(dtype, copy=True)
+    for micro, part in zip(batches, parts, strict=True):
+        found[copy_to(policy.device, layout.index(micro.rows))] = part
+    return found
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
@@ -271,48 +325,52 @@ def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSl
 
 def pack_step(
     rollout: Rollout,
-    advantages: Tensor,
-    values: Mapping[str, Mapping[int, Tensor]],
+    scores: Values,
+    advantages: StepAdvantages,
+    methods: Mapping[str, Method],
     settings: Settings,
     accelerator: Accelerator,
 ) -> StepBatch:
     """Pack a step's completions into the batch of its update.
 
     Args:
-        rollout: this rank's groups, n completions in all; those of replayed groups come last.
-        advantages: (n,) advantage of each completion.
-        values: as in ``StepScores``.
+        rollout: this rank's groups, n completions in all.
+        scores: values of the tokens from passes of the methods.
+        advantages: those of the completions.
+        methods: the methods of the run by name.
         settings: the run's settings.
         accelerator: the ranks.
     """
-    groups = (*rollout.groups, *rollout.replayed)
-    completions = [completion for group in groups for completion in group.completions]
-    sampled = sum(len(group.completions) for group in rollout.groups)
-    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
-    masked = [is_masked(completion, settings.objective) for completion in completions]
+    objective, author, layout = settings.objective, rollout.author, rollout.layout
+    groups, own = (*rollout.groups, *rollout.recalled), advantages.own
+    lengths = torch.from_numpy(layout.lengths)
+    masked = [is_masked(completion, objective) for completion in rollout.completions]
     active = ~torch.tensor(masked, dtype=torch.bool)
-    own = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
+    totals = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
     # One process alone does not wait for the passes that it queued on its device.
     device = accelerator.device if accelerator.num_processes > 1 else None
-    sums = torch.tensor([own.completions, own.active_tokens], device=device)
+    sums = torch.tensor([totals.completions, totals.active_tokens], device=device)
     sum_over_ranks(accelerator, [sums])
-    totals = StepTotals(int(sums[0]), int(sums[1]), own.max_completion_length)
-    count = 1 if rollout.is_supervised else settings.optim.mini_batches
-    if rollout.is_supervised:
-        weights = {"cross_entropy": torch.ones(len(completions)) / max(totals.active_tokens, 1)}
+    totals = StepTotals(int(sums[0]), int(sums[1]), totals.max_completion_length)
+    if author is not None:  # a mean over the tokens
+        weights = {author.name: torch.ones(len(lengths)) / max(totals.active_tokens, 1)}
     else:
-        weights = completion_weights(lengths, active, totals, settings.objective, find_methods())
-    for name in weights.keys() & find_methods().keys():
-        covers = find_methods()[name].covers
-        covered = [covers(group) for group in groups for _ in group.scores]
-        weights[name] = weights[name] * torch.tensor(covered, dtype=torch.float64)
-    signal = advantages
-    if by_token := values.get("token_advantages"):
-        signal = torch.stack([by_token[row].abs().max() for row in range(len(completions))])
-    keep = needs_update(signal, active, settings.objective)
+        weights = completion_weights(lengths, active, totals, objective, methods)
+    for name in weights.keys() & methods.keys():
+        covered = [methods[name].covers(group) for group in groups for _ in group.completions]
+        weights[name] = weights[name] * torch.tensor(covered, dtype=weights[name].dtype)
+    values = {name: part for name, part in scores.items() if name != "penalties"}
+    values["sampler_logprobs"] = rollout.sampler_logprobs
+    signal = own
+    if advantages.tokens is not None:
+        values["token_advantages"] = advantages.tokens
+        signal = torch.stack([part.abs().max() for part in layout.split(advantages.tokens)])
+    keep = needs_update(signal, active, objective)
+    count = 1 if author is not None else settings.optim.mini_batches
     numbers = rollout.mini_batches or (0,) * len(groups)
     sizes = [len(group.completions) for group in groups]
     parts = [part for part, size in zip(numbers, sizes, strict=True) for _ in range(size)]
+    behind = [completion.variant is not None for completion in rollout.completions]
     return StepBatch(
         tuple(
             build_slices(
@@ -320,12 +378,13 @@ def pack_step(
             )
             for part in range(count)
         ),
-        advantages,
+        layout,
+        own,
         active,
-        tuple(torch.tensor(c.logprobs) for c in completions),
         {name: weight * count for name, weight in weights.items()},
         values,
-        1 if rollout.is_supervised else settings.objective.num_iterations,
-        range(sampled, len(completions)),
-        frozenset(row for row, c in enumerate(completions) if c.noise),
+        1 if author is not None else objective.num_iterations,
+        int(layout.starts[rollout.num_sampled]) if rollout.recalled else None,
+        torch.tensor(behind) if any(behind) else None,
+        author is not None,
     )

@@ -31,7 +31,7 @@ from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import get_short_name
-from vlm_grpo.training.targets import TargetWriter, write_groups
+from vlm_grpo.training.methods.warm_start import TargetWriter, write_groups
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_whole_folder, share_weights
 from vlm_grpo.utils.chat import IMAGE

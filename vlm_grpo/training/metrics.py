@@ -50,7 +50,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, float]:
     """Return the metrics of a rollout over all ranks; none of targets. All ranks must call it."""
-    if rollout.is_supervised:
+    if rollout.author is not None:
         return {}
     step, parts = advantages.step, gather_object([group_metrics(rollout.groups, rollout.step)])
     sources = gather_object([group.prompt.example.source for group in rollout.groups])
@@ -71,7 +71,8 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
     They are the total reward and each reward, the task's metrics, lengths in tokens, the shares of
     completions that were truncated and that have an answer, the entropy in nats per token, and the
     staleness, in steps, of completions by an outside sampler. That does not tell entropies; the
-    mean of −log p over sampled tokens estimates theirs without bias. Noisy ones do not count.
+    mean of −log p over sampled tokens estimates theirs without bias.
+    Those sampled behind another form of their prompt do not count.
 
     Args:
         step: number of steps done before they were sampled.
@@ -83,7 +84,7 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
         **_common_means(groups),
         "entropy": _sum_and_count(
             value
-            for c in (c for c in completions if not c.noise)
+            for c in (c for c in completions if c.variant is None)
             for value in c.entropies or map(operator.neg, c.logprobs)
         ),
     }
@@ -97,10 +98,11 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
         sums[f"rewards/{name}/failed"] = sum(value is None for value in values)
     for name in _get_names(score.metrics for score in scores):
         means[f"metrics/{name}"] = _sum_and_count([s.metrics.get(name) for s in scores])
-    if noisy := [group for group in groups if group.completions[-1].noise]:
-        pairs = [p for g in noisy for p in zip(g.completions, g.scores, strict=True)]
-        means["noise/reward"] = _sum_and_count(s.total for c, s in pairs if c.noise)
-        means["noise/clean_reward"] = _sum_and_count(s.total for c, s in pairs if not c.noise)
+    for name in {variant[0] for c in completions if (variant := c.variant) is not None}:
+        varied = [group for group in groups if group.completions[-1].variant is not None]
+        pairs = [p for g in varied for p in zip(g.completions, g.scores, strict=True)]
+        means[f"{name}/reward"] = _sum_and_count(s.total for c, s in pairs if c.variant)
+        means[f"{name}/clean_reward"] = _sum_and_count(s.total for c, s in pairs if not c.variant)
     minima = {"completions/min_length": min(lengths)} if lengths else {}
     maxima = {"completions/max_length": max(lengths)} if lengths else {}
     if staleness := [step - c.version for c in completions if c.version is not None]:

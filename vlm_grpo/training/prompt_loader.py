@@ -17,10 +17,10 @@ from torch import Tensor
 
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import Task
+from vlm_grpo.training.methods import Variant
 from vlm_grpo.types import Example, Prompt
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.worker_pool import WorkerPool
@@ -66,7 +66,7 @@ class PromptLoader:
     ) -> None:
         self.policy, self.task, self.stream = policy, task, stream
         self.skip_unreadable = skip_unreadable
-        self._pending: dict[tuple[int, DiffusionNoise | None], Future[_Loaded]] = {}
+        self._pending: dict[tuple[int, Variant | None], Future[_Loaded]] = {}
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="prompts")
         self._pool: WorkerPool | None = None
         if workers:
@@ -75,25 +75,27 @@ class PromptLoader:
             names = "prompt", "data.dataloader_num_workers"
             self._pool = WorkerPool(workers, context, names, _Worker.start, [policy.prompts])
 
-    def load(self, indices: Sequence[int], noise: DiffusionNoise | None = None) -> list[Prompt]:
-        """Return the prompts at these indices of the stream, and their ``noisy`` ones with noise.
+    def load(self, indices: Sequence[int], variant: Variant | None = None) -> list[Prompt]:
+        """Return the prompts at these indices of the stream, with their other forms.
 
         Raises:
             UserError: an example cannot be read, or the worker processes end.
         """
-        self._submit(indices, noise)
-        loaded = [self._pending.pop((index, noise)).result() for index in indices]
-        prompts = [p for item in loaded for p in (item.prompt, item.prompt.noisy) if p is not None]
+        self._submit(indices, variant)
+        loaded = [self._pending.pop((index, variant)).result() for index in indices]
+        prompts = [
+            p for item in loaded for p in (item.prompt, item.prompt.variant) if p is not None
+        ]
         counters = self.policy.counters
         counters.image_decodes += sum(prompt.image_decodes for prompt in prompts)
         counters.replaced_prompts += sum(item.is_replacement for item in loaded)
         return [item.prompt for item in loaded]
 
-    def prefetch(self, indices: Sequence[int], noise: DiffusionNoise | None = None) -> None:
+    def prefetch(self, indices: Sequence[int], variant: Variant | None = None) -> None:
         """Start loading the prompts of the next ``load``, and drop all others."""
-        for key in self._pending.keys() - {(index, noise) for index in indices}:
+        for key in self._pending.keys() - {(index, variant) for index in indices}:
             self._pending.pop(key).cancel()
-        self._submit(indices, noise)
+        self._submit(indices, variant)
 
     def close(self) -> None:
         """Stop the threads and the workers."""
@@ -101,21 +103,22 @@ class PromptLoader:
         if self._pool is not None:
             self._pool.close()
 
-    def _submit(self, indices: Sequence[int], noise: DiffusionNoise | None) -> None:
-        for key in ((index, noise) for index in indices):
+    def _submit(self, indices: Sequence[int], variant: Variant | None) -> None:
+        for key in ((index, variant) for index in indices):
             if key not in self._pending:
                 self._pending[key] = self._threads.submit(self._load, *key)
 
-    def _load(self, index: int, noise: DiffusionNoise | None) -> _Loaded:
+    def _load(self, index: int, variant: Variant | None) -> _Loaded:
         """Load the prompt at an index, or the first readable one after it."""
         position = index
         while True:
             try:
                 example = self.policy.prompts.with_resized_sizes(self.stream[position])
                 prompt = self._build(example)
-                if noise is not None and example.images:
-                    own = replace(noise, seed=(*noise.seed, index))
-                    prompt = replace(prompt, noisy=self._build(example.with_noise(own)))
+                other = None if variant is None else variant.change(example, index)
+                if variant is not None and other is not None:
+                    changed = replace(self._build(other), label=variant.label)
+                    prompt = replace(prompt, variant=changed)
             except UserError as error:
                 is_last = position == index + MAX_REPLACEMENTS
                 if not self.skip_unreadable or is_last or isinstance(error, _WorkersEnded):
@@ -157,7 +160,7 @@ class PromptLoader:
 
 
 class _WorkersEnded(UserError):
-    """Workers ended, for which another example is no remedy."""
+    """Workers ended, which another example would not change."""
 
 
 class _Worker:

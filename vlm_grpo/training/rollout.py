@@ -7,28 +7,39 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.run_data import build_scorer
-from vlm_grpo.data.stream import StreamCursor, build_stream
-from vlm_grpo.dist.collectives import any_rank, balance_by_cost, gather_object, sum_over_ranks
+from vlm_grpo.data.stream import ExampleStream, StreamCursor
+from vlm_grpo.dist.collectives import (
+    any_rank,
+    balance_by_cost,
+    fail_together,
+    gather_object,
+    sum_over_ranks,
+)
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.sampling import (
+    SamplingDistribution,
+    SamplingSettings,
+    build_sampling_settings,
+)
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import FailureGuard
 from vlm_grpo.training.advantages import has_spread
 from vlm_grpo.training.balance import balance_groups, estimate_cost
 from vlm_grpo.training.batch import Rollout, score_groups
-from vlm_grpo.training.experience import Experience
-from vlm_grpo.training.groups import SamplingArguments, join_groups
 from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
+from vlm_grpo.training.methods import Method, overrides
 from vlm_grpo.training.prompt_loader import PromptLoader
 from vlm_grpo.training.started import StartedRound, wait_for
-from vlm_grpo.training.targets import TargetWriter, write_groups
 from vlm_grpo.types import Completion, Example, Group, Prompt
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
@@ -45,15 +56,14 @@ class RolloutSampler:
     Args:
         strategy: the policy, which samples the completions, and the ranks.
         task: writes the questions and scores the answers.
-        examples: the training examples, at least one.
+        stream: the training examples in their order, at least one.
         settings: the run's settings.
+        methods: the optional methods of the run, by name.
         build_outside: builds the sampler that samples in place of the policy, before the first
             step that samples; None: the policy does.
 
     Attributes:
-        task: the task, with the progress of the last step.
         cursor: the place in the stream.
-        experience: chooses prompts and groups to replay.
         budget: maximum number of tokens sampled at once.
         num_tokens: number of tokens sampled in the current step.
         outside: the outside sampler, once it is built.
@@ -63,13 +73,17 @@ class RolloutSampler:
         self,
         strategy: Strategy,
         task: Task,
-        examples: Sequence[Example],
+        stream: ExampleStream,
         settings: Settings,
+        methods: Mapping[str, Method] = MappingProxyType({}),
         build_outside: Callable[[], VllmSampler] | None = None,
     ) -> None:
         self.strategy, self.policy = strategy, strategy.policy
         self._build_outside, self.outside = build_outside, None
-        self.task, self.settings = task, settings
+        self.task, self.stream, self.settings = task, stream, settings
+        self.methods = tuple(methods.values())
+        self._choice = self._find("choose")
+        self._author, self._varying = self._find("write"), self._find("variant")
         self.accelerator = strategy.accelerator
         self.world_size = self.accelerator.num_processes
         self.cursor, self.num_tokens = StreamCursor(), 0
@@ -77,14 +91,14 @@ class RolloutSampler:
         self._last_end, self._stop_request, self._is_ready = 0.0, StopRequest(), False
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
-        self.stream = build_stream(examples, settings)
         skip, workers = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
-        self.loader = PromptLoader(self.policy, task, self.stream, skip, workers)
-        self.experience = Experience(
-            self.stream, len(examples), settings, self.load_prompts, self.accelerator
-        )
+        self.loader = PromptLoader(self.policy, task, stream, skip, workers)
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
+
+    def _find(self, hook: str) -> Method | None:
+        """Return the method that has a hook."""
+        return next((method for method in self.methods if overrides(method, hook)), None)
 
     def close(self) -> None:
         """Stop the outside sampler, and the threads and processes of the loader and the scorer."""
@@ -120,8 +134,8 @@ class RolloutSampler:
         place, self.num_tokens = (self.cursor.position, self.unused), 0
         self._stop_request = stop_request or StopRequest()
         try:
-            if self.settings.is_supervised(step):
-                return self._write_step(step)
+            if (author := self._author_of(step)) is not None:
+                return self._write_step(step, author)
             outside = self.start_outside()
             if outside is not None:
                 self._publish(outside, step)
@@ -129,10 +143,6 @@ class RolloutSampler:
                 rollout = replace(self._sample_step(step), step=step, num_tokens=self.num_tokens)
             if outside is not None and not self._started:
                 outside.rest()
-            if self.settings.rollout.noise is not None:
-                noise = self.settings.noise_at(step)
-                strength = {"noise/strength": 0 if noise is None else noise.steps}
-                rollout = replace(rollout, metrics={**rollout.metrics, **strength})
             return rollout
         except (UserError, StepInterrupted):
             self.restore(*place)
@@ -144,53 +154,95 @@ class RolloutSampler:
             self.outside = self._build_outside()
         return self.outside
 
-    @cached_property
-    def _targets(self) -> TargetWriter:
-        return TargetWriter(self.policy, self.settings)
+    def _author_of(self, step: int) -> Method | None:
+        """Return the method that writes the completions of a step; None: they are sampled."""
+        return self._author if self._author is not None and self._author.writes(step) else None
 
-    def _write_step(self, step: int) -> Rollout:
-        """Return the groups of a supervised step: the targets of the stream's next examples."""
+    def _write_step(self, step: int, author: Method) -> Rollout:
+        """Return the groups that a method writes for the stream's next examples."""
         groups, own = [], []
         with self.strategy.gathered():
             with self._fail_together():
                 begun = self._begin_round(self.settings.optim.prompts_per_step, step)
                 own = begun.own
-                groups = write_groups(begun.prompts, self._targets, self.task)
+                groups = author.write(begun.prompts, self.task)
                 self.policy.check_form(begun.prompts)
                 self._encode_images(begun.prompts)
             self._check_form(groups)
-        return Rollout(tuple(groups), rounds=(tuple(own),), step=step, is_supervised=True)
+        return Rollout(tuple(groups), rounds=(tuple(own),), step=step, author=author)
 
     def _sample_step(self, step: int) -> Rollout:
         rollout, optim = self.settings.rollout, self.settings.optim
-        wanted, first = optim.prompts_per_step, self.settings.supervised_steps
-        self.task = self.task.with_progress((step - first) / (optim.max_steps - first))
+        wanted, task = (
+            optim.prompts_per_step,
+            self.task.with_progress(self.settings.progress_at(step)),
+        )
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
-        groups = self._sample_round(lambda: self._begin_step(ahead, step))
+        groups = self._sample_round(lambda: self._begin_step(ahead, step), task)
         rounds = [tuple(groups)]
-        if not (rollout.dynamic_sampling or self.experience.replay):
-            return self.experience.finish(step, self.task, groups, self._balance(groups, 0, rounds))
-        kept, uniform = self._split_by_spread(groups)
+        if not (rollout.dynamic_sampling or self._find("recall")):
+            return self._learn(task, groups, self._balance(step, task, groups, 0, rounds))
+        kept, uniform = self._split_by_spread(groups, task)
         resampled = 0
         for _ in range((rollout.max_resample or 3) if rollout.dynamic_sampling else 0):
             missing = wanted - len(kept)
             if not missing:
                 break
-            fresh = self._sample_round(lambda count=missing: self._begin_round(count, step))
+            fresh = self._sample_round(lambda count=missing: self._begin_round(count, step), task)
             resampled += missing
-            kept += self._split_by_spread(fresh)[0]
+            kept += self._split_by_spread(fresh, task)[0]
             groups |= fresh
             rounds.append(tuple(fresh))
         chosen = [*kept, *uniform[: wanted - len(kept)]]
         own = {index: groups[index] for index in chosen if index in groups}
-        begun = self._balance(own, resampled, rounds)
-        return self.experience.finish(step, self.task, groups, begun, wanted - len(kept))
+        balanced = self._balance(step, task, own, resampled, rounds)
+        return self._learn(task, groups, balanced, wanted - len(kept))
+
+    def _learn(
+        self, task: Task, groups: Mapping[int, Group], rollout: Rollout, missing: int = 0
+    ) -> Rollout:
+        """Let the methods learn from a step, and return it with the groups that they recall.
+
+        Args:
+            groups: all groups that this rank sampled, by the stream's index.
+            missing: maximum number of groups to recall, over all ranks.
+
+        Raises:
+            UserError: on all ranks; no method has learned then.
+        """
+        step, ranks, count = rollout.step, self.accelerator, self.settings.optim.mini_batches
+        recalled = {method.name: method.recall(missing, step) for method in self.methods}
+        every = [group for kept in recalled.values() for group in kept]
+        own = every[ranks.process_index :: ranks.num_processes]
+        learners = [method for method in self.methods if overrides(method, "observe")]
+        prompts, observed = list[Prompt](), dict[str, list[Any]]()
+        if learners or every:
+            with fail_together(ranks):
+                prompts = self.load_prompts([group.index for group in own])
+                observed = {m.name: m.observe(step, task, groups) for m in learners}
+        metrics: dict[str, float] = {}
+        for method in self.methods:
+            found = gather_object(observed[method.name]) if method.name in observed else []
+            metrics |= method.learn(step, found, recalled[method.name])
+        pairs = zip(prompts, own, strict=True)
+        places = range(ranks.process_index, len(every), ranks.num_processes)
+        numbers = (*rollout.mini_batches, *(place % count for place in places))
+        rounds = (*rollout.rounds, tuple(group.index for group in own)) if own else rollout.rounds
+        again = tuple(Group(p, kept.completions, kept.scores) for p, kept in pairs)
+        return replace(
+            rollout, recalled=again, rounds=rounds, mini_batches=numbers, metrics=metrics
+        )
 
     def _balance(
-        self, groups: Mapping[int, Group], resampled: int, rounds: Sequence[tuple[int, ...]]
+        self,
+        step: int,
+        task: Task,
+        groups: Mapping[int, Group],
+        resampled: int,
+        rounds: Sequence[tuple[int, ...]],
     ) -> Rollout:
         """Return the rollout with its groups moved between the ranks."""
-        weights, shared = self.task.reward_weights(), self.policy.shared
+        weights, shared = task.reward_weights(), self.policy.shared
         costs = {
             index: estimate_cost(group, weights, self.settings, shared)
             for index, group in groups.items()
@@ -199,7 +251,8 @@ class RolloutSampler:
         own, received, parts = balance_groups(groups, costs, self.load_prompts, ranks, count)
         every = (*rounds, received) if received else tuple(rounds)
         numbers = tuple(parts[index] for index in own)
-        return Rollout(tuple(own.values()), resampled, every, mini_batches=numbers)
+        groups_now = tuple(own.values())
+        return Rollout(groups_now, weights, resampled, every, step=step, mini_batches=numbers)
 
     def load_prompts(self, indices: Sequence[int]) -> list[Prompt]:
         """Load prompts, and encode their images as the policy does when it samples them."""
@@ -211,14 +264,16 @@ class RolloutSampler:
         if self._build_outside is None:
             self.policy.encode_images(prompts)
 
-    def _split_by_spread(self, groups: Mapping[int, Group]) -> tuple[list[int], list[int]]:
+    def _split_by_spread(
+        self, groups: Mapping[int, Group], task: Task
+    ) -> tuple[list[int], list[int]]:
         """Return the indices of all ranks' groups: those with different rewards, and the others."""
-        weights, objective = self.task.reward_weights(), self.settings.objective
+        weights, objective = task.reward_weights(), self.settings.objective
         own = [(i, has_spread(group, weights, objective)) for i, group in groups.items()]
         every = sorted(gather_object(own))
         return [i for i, useful in every if useful], [i for i, useful in every if not useful]
 
-    def _sample_round(self, begin: Callable[[], StartedRound]) -> dict[int, Group]:
+    def _sample_round(self, begin: Callable[[], StartedRound], task: Task) -> dict[int, Group]:
         """Finish this rank's part of the round that ``begin`` returns; return its groups by index.
 
         Raises:
@@ -228,9 +283,9 @@ class RolloutSampler:
         own, groups = [], []
         with self._fail_together():
             begun = begin()
-            own, groups = begun.own, self._make_groups(begun)
+            own, groups = begun.own, self._make_groups(begun, task)
             self._stop_request.check()
-        self._check_rewards(groups)
+        self._check_rewards(groups, task)
         self._check_form(groups)
         return dict(zip(own, groups, strict=True))
 
@@ -250,7 +305,7 @@ class RolloutSampler:
             raise failure or UserError("another process of this run could not make its groups")
 
     def _publish(self, outside: VllmSampler, step: int) -> None:
-        """Give the outside sampler the weights of now, the first time when it is ready.
+        """Give the outside sampler the current weights, the first time when it is ready.
 
         Raises:
             UserError: as for ``sample``.
@@ -272,21 +327,26 @@ class RolloutSampler:
 
     def _begin_round(self, count: int, step: int) -> StartedRound:
         """Load this rank's prompts of a step's next ``count`` examples, and start sampling."""
-        is_chosen = not self.settings.is_supervised(step)
-        curriculum = self.experience.curriculum if is_chosen else None
-        indices = self.cursor.take(count, curriculum)
+        choice = self._choice if self._author_of(step) is None else None
+        indices = self.cursor.take(count, choice)
         own = self._own_indices(indices)
+        now, then = (
+            None if self._varying is None else self._varying.variant(at) for at in (step, step + 1)
+        )
         with self.policy.stopwatch("prompts"):
-            prompts = self.loader.load(own, self.settings.noise_at(step))
-        following = self.cursor.peek(self.settings.optim.prompts_per_step, curriculum)
-        self.loader.prefetch(self._own_indices(following), self.settings.noise_at(step + 1))
+            prompts = self.loader.load(own, now)
+        following = self.cursor.peek(self.settings.optim.prompts_per_step, choice)
+        self.loader.prefetch(self._own_indices(following), then)
         if self.outside is None or not prompts:
             return StartedRound(indices, own, prompts)
         completions = self.outside.start(*self._build_arguments(prompts, own))
         return StartedRound(indices, own, prompts, completions)
 
     def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:
-        return SamplingArguments.build(prompts, own, self.policy.distribution, self.settings)
+        size = self.settings.rollout.num_generations
+        varied = 0 if self._varying is None else self._varying.count_variants(size)
+        distribution = self.policy.distribution
+        return SamplingArguments.build(prompts, own, distribution, self.settings, varied)
 
     def _check_form(self, groups: Sequence[Group]) -> None:
         """Check the shared form on all ranks if one of them has a much larger group than before."""
@@ -304,11 +364,11 @@ class RolloutSampler:
             if any_rank(self.accelerator, not policy.shared) and policy.shared:
                 policy.repeat_prompts()
 
-    def _check_rewards(self, groups: Sequence[Group]) -> None:
+    def _check_rewards(self, groups: Sequence[Group], task: Task) -> None:
         """Raise ``UserError`` on all ranks if a reward fails on every completion of all ranks."""
         scores = [score for group in groups for score in group.scores]
         examples = [group.prompt.example for group in groups for _ in group.scores]
-        self.failures.check(self.task, scores, examples, self._add_ranks)
+        self.failures.check(task, scores, examples, self._add_ranks)
 
     def _add_ranks(self, numbers: list[int]) -> list[int]:
         if self.world_size == 1:
@@ -326,7 +386,7 @@ class RolloutSampler:
         shares = balance_by_cost(costs, self.world_size)
         return [indices[place] for place in shares[self.accelerator.process_index]]
 
-    def _make_groups(self, begun: StartedRound) -> list[Group]:
+    def _make_groups(self, begun: StartedRound, task: Task) -> list[Group]:
         stopwatch, prompts = self.policy.stopwatch, begun.prompts
         if not prompts:
             return []
@@ -339,7 +399,7 @@ class RolloutSampler:
         prompts, completions = join_groups(prompts, completions)
         self.num_tokens += sum(len(c.token_ids) for members in completions for c in members)
         with stopwatch("reward"):
-            return score_groups(self.scorer, self.task, prompts, completions)
+            return score_groups(self.scorer, task, prompts, completions)
 
     def _count_generation(self, begun: StartedRound) -> None:
         """Count the seconds in which the outside sampler generated, whatever ran beside it.
@@ -377,20 +437,97 @@ class RolloutSampler:
             self.budget.halve(minimum * len(arguments.prompts), minimum)
 
 
+class SamplingArguments(NamedTuple):
+    """The arguments of ``Policy.sample``: the prompts of all groups, then their other forms.
+
+    A completion has the same number in its group, and so the same random stream, behind either.
+    """
+
+    prompts: list[Prompt]
+    sampling: SamplingSettings
+    num_generations: list[range]
+    seeds: list[tuple[int, int]]
+
+    @classmethod
+    def build(
+        cls,
+        prompts: Sequence[Prompt],
+        indices: Sequence[int],
+        distribution: SamplingDistribution,
+        settings: Settings,
+        varied: int = 0,
+    ) -> SamplingArguments:
+        """Build the arguments for the groups of prompts with these indices of the stream.
+
+        Args:
+            varied: number of completions to sample behind the other form of each prompt.
+        """
+        rollout, size = settings.rollout, settings.rollout.num_generations
+        clean = size - varied
+        pairs = [(i, p) for i, p in zip(indices, prompts, strict=True) if p.variant is not None]
+        parts = [(p, range(size if p.variant is None else clean)) for p in prompts]
+        parts += [(p.variant, range(clean, size)) for _, p in pairs if p.variant is not None]
+        asked, numbers = ([*column] for column in zip(*parts, strict=True))
+        seeds = [(settings.seed, index) for index in (*indices, *(i for i, _ in pairs))]
+        return cls(asked, build_sampling_settings(distribution, rollout), numbers, seeds)
+
+
+def join_groups(
+    prompts: Sequence[Prompt], parts: Sequence[tuple[Completion, ...]]
+) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
+    """Join the completions of ``SamplingArguments.prompts``; return prompts without other forms."""
+    rest, groups = iter(parts[len(prompts) :]), []
+    for prompt, members in zip(prompts, parts, strict=False):
+        if (other := prompt.variant) is not None:
+            members = (*members, *(replace(c, variant=other.label) for c in next(rest)))
+        groups.append(members)
+    return [p if p.variant is None else replace(p, variant=None) for p in prompts], groups
+
+
+def select_usable(
+    policy: Policy,
+    examples: Sequence[Example],
+    task: Task,
+    settings: Settings,
+    methods: Mapping[str, Method],
+) -> Sequence[Example]:
+    """Return the training examples that the model and the methods can use.
+
+    Raises:
+        UserError: as for ``PromptWriter.select_usable``.
+    """
+    skip, sampler = settings.data.on_bad_row == "skip", settings.rollout.sampler
+    without_videos = [m.block or m.name for m in methods.values() if not m.has_videos]
+    # vLLM reads clips as transformers does only in these families: see serve/requests.py.
+    if sampler != "policy" and not policy.family.has_texts_between_frames:
+        without_videos.append(f"rollout.sampler={sampler}")
+    checks = [method.check_examples(policy, task, settings) for method in methods.values()]
+
+    def check(example: Example) -> None:
+        if without_videos and any(image.kind == "video" for image in example.images):
+            raise UserError(f"{example.name}: {without_videos[0]} does not support its video")
+        for check_own in checks:
+            check_own(example)
+
+    return policy.prompts.select_usable(examples, task, skip, check)
+
+
 def build_rollout_sampler(
-    strategy: Strategy, task: Task, examples: Sequence[Example], settings: Settings
+    strategy: Strategy,
+    task: Task,
+    stream: ExampleStream,
+    settings: Settings,
+    methods: Mapping[str, Method] = MappingProxyType({}),
 ) -> RolloutSampler:
     """Build the sampler that ``rollout.sampler`` names; arguments as for ``RolloutSampler``.
 
-    Its servers are started at once, or after a warm start, whose steps need none.
+    Its servers are started at once, or after steps whose completions are written.
     """
-    if settings.rollout.noise is not None and not any(example.images for example in examples):
-        raise UserError("rollout.noise has no effect: no training example has an image; remove it")
     if settings.rollout.sampler == "policy":
-        return RolloutSampler(strategy, task, examples, settings)
+        return RolloutSampler(strategy, task, stream, settings, methods)
     sampler = RolloutSampler(
-        strategy, task, examples, settings, lambda: VllmSampler(strategy, settings)
+        strategy, task, stream, settings, methods, lambda: VllmSampler(strategy, settings)
     )
-    if settings.warm_start is None:
+    if not any(method.writes(0) for method in methods.values()):
         sampler.start_outside()
     return sampler

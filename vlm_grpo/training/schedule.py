@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from vlm_grpo.config.optim import OptimSettings, WarmStartSettings, count_warmup
+from vlm_grpo.config.methods import WarmStartSettings
+from vlm_grpo.config.optim import OptimSettings, count_warmup
 from vlm_grpo.config.run import Settings
 
 

@@ -63,7 +63,7 @@ class StepMeter:
         seconds = dict(policy.stopwatch.seconds)
         sums = {"sampled_tokens": rollout.num_tokens, **vars(policy.counters)}
         if self.rate is not None:
-            sampled = () if rollout.is_supervised else rollout.groups
+            sampled = () if rollout.author is not None else rollout.groups
             flops = count_step_flops(self.shape, sampled, batch.slices, batch.num_iterations)
             sums |= {"step_flops": int(flops.total), "update_flops": int(flops.update)}
         parts = gather_object([MetricAccumulator(sums=sums, maxima=seconds)])

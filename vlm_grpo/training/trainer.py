@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.data.run_data import load_run
+from vlm_grpo.data.stream import build_stream
 from vlm_grpo.dist.collectives import any_rank, fail_together
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.watch import watch_ranks
@@ -29,13 +30,13 @@ from vlm_grpo.training.advantages import Estimator, compute_advantages
 from vlm_grpo.training.batch import Rollout, StepBatch, pack_step
 from vlm_grpo.training.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
 from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
+from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.nonfinite import NonfiniteGuard
-from vlm_grpo.training.rollout import build_rollout_sampler
+from vlm_grpo.training.rollout import build_rollout_sampler, select_usable
 from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run
-from vlm_grpo.training.targets import select_usable
 from vlm_grpo.training.update import build_updater
 from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
@@ -113,12 +114,16 @@ class Trainer:
         self.policy, self.stopwatch = policy, policy.stopwatch
         limit = settings.rollout.max_completion_length
         self.task = replace(policy.prompts.adapt(task), token_limit=limit)
-        usable = self.train_examples = select_usable(policy, train_examples, self.task, settings)
+        methods = self.methods = build_methods(settings)
+        self.train_examples = select_usable(policy, train_examples, self.task, settings, methods)
         ranks = self.accelerator = accelerator or build_accelerator(settings)
-        self.updater = build_updater(policy, settings, self.accelerator)
+        self.updater = build_updater(policy, settings, self.accelerator, methods)
         self.estimator = Estimator.load(settings.objective)
-        self.strategy = self.updater.strategy
-        self.sampler = build_rollout_sampler(self.strategy, self.task, usable, settings)
+        strategy = self.strategy = self.updater.strategy
+        stream = build_stream(self.train_examples, settings)
+        for method in methods.values():
+            method.start(Run(settings, strategy, stream))
+        self.sampler = build_rollout_sampler(strategy, self.task, stream, settings, methods)
         scorer = self.sampler.scorer
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
@@ -130,7 +135,7 @@ class Trainer:
         self.stop_request = StopRequest()
 
     def step(self) -> dict[str, float]:
-        """Run one step, of GRPO or supervised, and return its metrics.
+        """Run one step, and return its metrics.
 
         Raises:
             StepInterrupted: a stop was requested while the step was sampled. The state is that
@@ -141,16 +146,12 @@ class Trainer:
         with self.meter.step(self.global_step):
             rollout = self._rollout()
             with self.stop_request.finishing("update"):
-                self.updater.begin_step(rollout)
-                scores = self.updater.score_step(rollout)
-                task, estimator = self.sampler.task, self.estimator
-                advantages = compute_advantages(rollout, scores, task, estimator, ranks)
-                values = {**scores.values, **advantages.values}
-                batch = pack_step(rollout, advantages.own, values, settings, ranks)
+                scores = self.updater.score(rollout)
+                advantages = compute_advantages(rollout, scores, self.estimator, ranks)
+                batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
                 metrics = rollout_metrics(rollout, advantages)
-                updates = self.updater.update(batch, scores.old)
-                metrics = {**updates.summarize(), **metrics, **self.updater.learning_rates}
-                self._finish_step(rollout, batch, bool(updates.skipped))
+                metrics = {**self.updater.update(batch), **metrics, **self.updater.learning_rates}
+                self._finish_step(rollout, batch, bool(metrics["skipped_updates"]))
         metrics |= self.meter.measure(rollout, batch)
         self.global_step += 1
         return metrics
@@ -169,7 +170,7 @@ class Trainer:
     def _finish_step(self, rollout: Rollout, batch: StepBatch, is_skipped: bool) -> None:
         """Write the step's samples, and check its gradients."""
         self.policy.engine.clear_image_features()
-        groups, advantages = rollout.groups, batch.advantages[: batch.replayed.start]
+        groups, advantages = rollout.groups, batch.advantages[: rollout.num_sampled]
         self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
         self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
 
@@ -296,7 +297,7 @@ class Trainer:
         checkpoint, step = self.settings.checkpoint, self.global_step
         is_best = checkpoint.keep_best and self.evaluator.best_step == step
         is_due = bool(checkpoint.every) and step % checkpoint.every == 0
-        is_last = step in (self.settings.supervised_steps, self.settings.optim.max_steps)
+        is_last = step in self.settings.phase_ends
         return is_best or is_due or is_last
 
     def _save(self) -> None:

@@ -1,4 +1,4 @@
-"""The update: gradient steps on a step's completions."""
+"""The passes and gradient steps on a step's completions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,208 +27,143 @@ from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.training.batch import (
     Rollout,
     StepBatch,
-    StepScores,
+    TokenLayout,
+    Values,
     build_slices,
-    build_token_batch,
-    by_completion,
     score_slices,
-    send_inputs,
 )
 from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
-from vlm_grpo.training.methods import Method, ScoredStep, find_methods, load_methods
+from vlm_grpo.training.methods import Method, Passes, overrides
 from vlm_grpo.training.objective import (
     MetricAccumulator,
     Surrogate,
     compute_loss,
     load_surrogate,
 )
-from vlm_grpo.training.reference import Reference
 from vlm_grpo.training.schedule import build_scheduler, get_rates
 
 
 @dataclass
-class Updates:
-    """The updates on the completions of one step.
-
-    Attributes:
-        old_logprobs: (T,) log-probs before the first update by completion, of those that have
-            later updates; of a replayed one, those of the policy that sampled it.
-        losses: loss of each update on this rank.
-        norms: gradient norm of each update.
-        metrics: loss metrics over all updates on this rank.
-    """
-
-    old_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
-
-    @property
-    def count(self) -> int:
-        """Number of updates."""
-        return len(self.norms)
-
-    @property
-    def skipped(self) -> int:
-        """Number of updates that were skipped because their gradient was not finite."""
-        return sum(not math.isfinite(norm) for norm in self.norms)
-
-    def summarize(self) -> dict[str, float]:
-        """Return the metrics over all ranks, after the last update. All ranks must call it."""
-        every = gather_object([(sum(self.losses), self.metrics.cpu())])
-        metrics = sum((metrics for _, metrics in every), MetricAccumulator()).values()
-        square = metrics.pop("sampling/importance_sampling_ratio/mean_square", 0.0)
-        if square:  # the share of weights of 1 with the same variance of a mean (Kish 1965)
-            mean = metrics["sampling/importance_sampling_ratio/mean"]
-            metrics["sampling/effective_sample_size"] = mean**2 / square
-        return {
-            "loss": sum(loss for loss, _ in every) / self.count,
-            "grad_norm": self.norms[-1],
-            "skipped_updates": self.skipped,
-            **metrics,
-        }
-
-
-@dataclass
 class Updater:
-    """The updater of the policy, which also scores completions under policy and reference.
+    """The updater of the policy, which also scores completions in passes without gradient.
 
     Attributes:
-        policy: the policy that is trained.
-        strategy: distributes its weights over ranks, and holds the optimizer.
-        reference: the reference policy.
+        strategy: distributes the policy's weights over ranks, and holds the optimizer.
         scheduler: the learning-rate schedule, advanced once per step.
         settings: the run's settings.
         budget: maximum number of tokens per micro-batch.
         offload: opens a context that moves the activations saved inside to the host.
         surrogate: the user's loss; None: that of the settings' loss type.
-        methods: the optional methods that the settings use.
+        methods: the optional methods of the run, by name.
     """
 
-    policy: Policy
     strategy: Strategy
-    reference: Reference
     scheduler: Any
     settings: Settings
     budget: TokenBudget
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     surrogate: Surrogate | None = None
-    methods: tuple[Method, ...] = ()
+    methods: Mapping[str, Method] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that is trained."""
+        return self.strategy.policy
 
     @property
     def learning_rates(self) -> dict[str, float]:
         """The metrics of the learning rates."""
         return get_rates(self.scheduler)
 
-    # The reference pass.
+    # The passes without gradient.
 
-    def begin_step(self, rollout: Rollout) -> None:
-        """Refresh the reference if it is due.
-
-        The first rollout after a warm start starts like a new run: with the current weights as
-        the reference, and without a state of the optimizer.
-        """
-        if rollout.is_supervised:
-            return
-        done = rollout.step - self.settings.supervised_steps
-        if done == 0 < rollout.step:
-            self.strategy.reset_optimizer()
-            while self.scheduler.last_epoch < rollout.step:  # skipped updates did not advance it
-                self.scheduler.step()
-            self.reference.copy_policy()
-        self.reference.refresh(done)
-
-    def score_step(self, rollout: Rollout) -> StepScores:
-        """Score the completions in the passes that the settings need besides the update's."""
-        if rollout.is_supervised:
-            return StepScores()
-        count = sum(len(group.completions) for group in rollout.groups)
-        step = ScoredStep(rollout, build_slices(rollout.groups, [True] * count), self)
-        values: dict[str, Mapping[int, Tensor]] = {}
-        for method in self.methods:
-            with self.policy.stopwatch(method.phase):
-                values |= method.score(step)
-        found = [method.weigh_tokens(rollout, values) for method in self.methods]
+    def score(self, rollout: Rollout) -> Values:
+        """Score the completions in the passes that the methods need besides the update's."""
+        if rollout.author is not None:
+            return {}
+        for method in self.methods.values():
+            method.begin(rollout, self.scheduler)
+        layout = rollout.layout
+        every = build_slices((*rollout.groups, *rollout.recalled), [True] * len(layout.lengths))
+        passes = Passes(rollout, every, self.strategy, functools.partial(self.logprobs, layout))
+        values: dict[str, Tensor] = {}
+        for method in self.methods.values():
+            if overrides(method, "score"):
+                with self.policy.stopwatch(method.phase or method.name):
+                    values |= method.score(passes)
+        found = [method.weigh_tokens(rollout, values) for method in self.methods.values()]
         given = [factors for factors in found if factors is not None]
         if given:
-            values["token_factors"] = {
-                row: functools.reduce(torch.mul, (factors[row] for factors in given))
-                for row in range(count)
-            }
-        kept = step.known_logprobs if self.settings.optim.mini_batches > 1 else {}
-        return StepScores(values, step.penalties, kept)
+            values["token_factors"] = functools.reduce(torch.mul, given)
+        known = passes.known_logprobs
+        if known is not None and self.settings.optim.mini_batches > 1:
+            values["old_logprobs"] = known
+        return values
 
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens per pass."""
-        return self.budget.limit
-
-    def policy_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """Return the (T,) log-probs under the policy by completion. All ranks must call it."""
-        with self.strategy.gathered():
-            return self.logprobs(slices)
-
-    def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """Return the (T,) log-probs under the reference policy by completion."""
-        self.strategy.release()
-        with self.reference.in_place(), self.strategy.gathered():
-            logprobs = self.logprobs(slices)
-            self.strategy.release()
-        return logprobs
-
-    def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """Return the (T,) log-probs under the current weights by completion."""
-        return score_slices(self.policy, slices, self.budget.limit)
+    def logprobs(
+        self,
+        layout: TokenLayout,
+        slices: Sequence[GroupSlice],
+        others: Tensor | None = None,
+        model: Policy | None = None,
+    ) -> Tensor:
+        """Return the (T,) log-probs of slices under the current weights of the policy or model."""
+        return score_slices(model or self.policy, slices, layout, self.budget.limit, others)
 
     # The gradient steps.
 
-    def update(self, batch: StepBatch, known: Mapping[int, Tensor] | None = None) -> Updates:
-        """Make the updates of a step.
-
-        Args:
-            batch: the step's completions.
-            known: log-probs before the first update that were computed already, by completion.
-        """
+    def update(self, batch: StepBatch) -> dict[str, float]:
+        """Make the updates of a step; return their metrics over all ranks. All ranks call it."""
+        losses, norms, metrics = list[float](), list[float](), MetricAccumulator()
         with self.policy.stopwatch("update"):
             self.policy.model.train()
-            device, sampled = self.policy.device, batch.sampler_logprobs
-            old = {row: copy_to(device, sampled[row]) for row in batch.replayed}
-            updates = Updates({**(known or {}), **old})
-            updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)
-            for _ in range(batch.num_updates):
-                self._update_once(batch, updates)
-        return updates
+            old = self._start_old(batch)
+            for number in range(batch.num_updates):
+                with self.strategy.accumulate():
+                    parts, more = self._accumulate(batch, number, old)
+                norms.append(self.strategy.step())
+                losses.append(sum(torch.stack(parts).tolist()) if parts else 0.0)
+                metrics = metrics + more
+            skipped = sum(not math.isfinite(norm) for norm in norms)
+            if skipped < len(norms):
+                self.scheduler.step()
+        loss, found = sum_metrics(sum(losses), metrics)
+        return {
+            "loss": loss / len(norms),
+            "grad_norm": norms[-1],
+            "skipped_updates": skipped,
+            **found,
+        }
 
-    def _score_later(self, batch: StepBatch, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the log-probs that are not known of all mini-batches but the first, whose update
-        yields its own."""
-        if len(batch.mini_batches) == 1:
-            return {}
-        later = [piece for part in batch.mini_batches[1:] for piece in part]
-        with self.strategy.gathered():
-            return self.logprobs([piece for piece in later if piece.rows[0] not in known])
-
-    def _update_once(self, batch: StepBatch, updates: Updates) -> None:
-        """Make one update; the last one advances the schedule, unless all were skipped."""
-        with self.strategy.accumulate():
-            losses, metrics = self._accumulate(batch, updates)
-        updates.norms.append(self.strategy.step())
-        updates.losses.append(sum(torch.stack(losses).tolist()) if losses else 0.0)
-        updates.metrics = updates.metrics + metrics
-        is_last = updates.count == batch.num_updates
-        if is_last and updates.skipped < updates.count:
-            self.scheduler.step()
+    def _start_old(self, batch: StepBatch) -> Tensor | None:
+        """Return the (T,) log-probs before the first update, in which the first update fills in
+        those of its tokens; None if they are the policy's own throughout."""
+        if batch.num_updates == 1 and batch.recalled is None:
+            return None
+        dtype = torch.promote_types(self.policy.model.dtype, torch.float32)
+        sampled = batch.values["sampler_logprobs"]  # what recalled groups keep
+        old = copy_to(self.policy.device, sampled).to(dtype, copy=True)
+        known, recalled = batch.values.get("old_logprobs"), batch.recalled
+        if known is not None:
+            old[:recalled] = known[:recalled]
+        elif len(batch.mini_batches) > 1:
+            end = batch.layout.total if recalled is None else recalled
+            later = [piece for part in batch.mini_batches[1:] for piece in part]
+            own = [piece for piece in later if batch.layout.starts[piece.rows[0]] < end]
+            with self.strategy.gathered():
+                old = self.logprobs(batch.layout, own, old)
+        return old
 
     def _accumulate(
-        self, batch: StepBatch, updates: Updates
+        self, batch: StepBatch, number: int, old: Tensor | None
     ) -> tuple[list[Tensor], MetricAccumulator]:
-        """Accumulate the gradient of the entire update; return its metrics, and the losses of its
-        micro-batches.
+        """Accumulate the gradient of an update of the step; return its metrics, and the losses of
+        its micro-batches.
 
         If memory runs out, the gradients so far are dropped and the update is repeated with
         micro-batches of half the size, which gives the same gradient.
         """
-        slices = batch.mini_batches[updates.count % len(batch.mini_batches)]
+        slices = batch.mini_batches[number % len(batch.mini_batches)]
         while True:
             batches, micro = pack(slices, self.budget.limit), None
             try:
@@ -237,7 +173,7 @@ class Updater:
                         if micro is None:
                             self.strategy.dummy_loss().backward()
                             continue
-                        loss, more = self._backward(micro, batch, updates)
+                        loss, more = self._backward(micro, batch, number, old)
                         losses.append(loss)
                         metrics = metrics + more
                         finish({image for later in batches[count:] for image in later.images})
@@ -269,31 +205,47 @@ class Updater:
             ) from error
 
     def _backward(
-        self, micro: MicroBatch, batch: StepBatch, updates: Updates
+        self, micro: MicroBatch, batch: StepBatch, number: int, old: Tensor | None
     ) -> tuple[Tensor, MetricAccumulator]:
         """Backpropagate the loss of a micro-batch; in the first update, also keep its log-probs.
 
         Nothing waits for the device, so that it runs one pass while the next is prepared.
         """
-        objective, old = self.settings.objective, updates.old_logprobs
-        inputs = send_inputs(micro, batch, self.policy.device)
+        objective = self.settings.objective
+        selected = batch.select(micro, self.policy.device)
         with self.offload():
-            if batch.is_supervised:
-                scores = self.policy.score(micro, supervised=True)
-            else:
-                scores = self.policy.score(micro, objective.entropy_coef != 0)
-        if not updates.count and (batch.num_iterations > 1 or batch.replayed):
-            now = by_completion(micro, scores.logprobs.detach())
-            old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}
-        has_ratio = bool(updates.count or batch.replayed)
-        tokens = build_token_batch(micro, scores, inputs, old if has_ratio else None)
-        output = compute_loss(tokens, objective, self.surrogate, find_methods())
+            with_entropy = objective.entropy_coef != 0 and not batch.is_written
+            scores = self.policy.score(micro, with_entropy, batch.is_written)
+        if number == 0 and old is not None:
+            index, now = selected.index, scores.logprobs.detach().to(old.dtype)
+            if batch.recalled is not None:
+                now = torch.where(index < batch.recalled, now, old[index])
+            old[index] = now
+        has_ratio = number > 0 or batch.recalled is not None
+        tokens = selected.join(scores, old if has_ratio else None)
+        output = compute_loss(tokens, objective, self.surrogate, self.methods)
         output.loss.backward()
         return output.loss.detach(), output.metrics
 
 
-def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:
-    """Distribute the policy over the ranks, and build its optimizer, schedule and reference."""
+def sum_metrics(loss: float, metrics: MetricAccumulator) -> tuple[float, dict[str, float]]:
+    """Return the loss and the metrics of a step over all ranks. All ranks must call it."""
+    every = gather_object([(loss, metrics.cpu())])
+    found = sum((metrics for _, metrics in every), MetricAccumulator()).values()
+    square = found.pop("sampling/importance_sampling_ratio/mean_square", 0.0)
+    if square:  # the share of weights of 1 with the same variance of a mean (Kish 1965)
+        mean = found["sampling/importance_sampling_ratio/mean"]
+        found["sampling/effective_sample_size"] = mean**2 / square
+    return sum(loss for loss, _ in every), found
+
+
+def build_updater(
+    policy: Policy,
+    settings: Settings,
+    accelerator: Accelerator,
+    methods: Mapping[str, Method] = MappingProxyType({}),
+) -> Updater:
+    """Distribute the policy over the ranks, and build its optimizer and schedule."""
     strategy = build_strategy(policy, accelerator)
     optimizer = build_optimizer(strategy.trainable, settings.optim, settings.seed)
     strategy.attach_optimizer(optimizer, settings.optim.max_grad_norm or math.inf)
@@ -302,15 +254,13 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         _check_offloading(strategy)
         offload = functools.partial(offload_activations, policy.model, policy.device)
     return Updater(
-        policy,
         strategy,
-        Reference(strategy.trainable, settings.objective),
         build_scheduler(optimizer, settings),
         settings,
         TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
         offload,
         load_surrogate(settings.objective),
-        load_methods(settings, policy),
+        methods,
     )
 
 

@@ -27,7 +27,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.training.targets import select_usable
+from vlm_grpo.training.methods import build_methods
+from vlm_grpo.training.rollout import select_usable
 from vlm_grpo.types import Example, Prompt
 
 IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
@@ -146,14 +147,14 @@ SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 def test_methods_without_videos_refuse_them_before_the_run(overrides: list[str]) -> None:
     settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
     with pytest.raises(UserError, match=r"example odd: (rollout|objective)\.[a-z=]* does not sup"):
-        select_usable(policy, EXAMPLES, PlainQuestion(), settings)
-    usable = select_usable(policy, EXAMPLES, PlainQuestion(), load_settings("quickstart"))
+        select_usable(policy, EXAMPLES, PlainQuestion(), settings, build_methods(settings))
+    usable = select_usable(policy, EXAMPLES, PlainQuestion(), load_settings("quickstart"), {})
     assert len(usable) == len(EXAMPLES)
 
 
 def test_qwen3_vl_takes_videos_in_rollouts_of_servers() -> None:
     settings = load_settings("quickstart", SERVERS)
-    usable = select_usable(tiny_policy("qwen3_vl"), EXAMPLES, PlainQuestion(), settings)
+    usable = select_usable(tiny_policy("qwen3_vl"), EXAMPLES, PlainQuestion(), settings, {})
     assert len(usable) == len(EXAMPLES)
 
 

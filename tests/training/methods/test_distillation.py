@@ -16,8 +16,8 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.planner import plan
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.batch import by_completion, score_slices
-from vlm_grpo.training.methods import find_methods, load_methods
+from vlm_grpo.training.batch import TokenLayout, score_slices
+from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.methods.distillation import load_teacher
 from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
 
@@ -28,6 +28,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     logits, teacher = torch.randn(2, 5, generator=generator, dtype=torch.float64)
     logits.requires_grad_()
     settings = ObjectiveSettings(distillation={"teacher": "any", "coef": 0.5, "only": True})
+    methods = build_methods({"objective": settings})
     logprobs, other = logits.log_softmax(-1), teacher.log_softmax(-1)
     loss = torch.zeros((), dtype=torch.float64)
     for token, probability in enumerate(logprobs.detach().exp()):
@@ -38,7 +39,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
             lengths=torch.tensor([1]),
             scores={"teacher_logprobs": other[token : token + 1]},
         )
-        one = policy_loss(batch, StepTotals(1, 1, 1), settings, methods=find_methods())
+        one = policy_loss(batch, StepTotals(1, 1, 1), settings, methods=methods)
         loss = loss + probability * one.loss
     logprobs = logits.log_softmax(-1)
     kl = 0.5 * (logprobs.exp() * (logprobs - other)).sum()
@@ -65,20 +66,18 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> No
         load_policy(settings),
         load_policy(load_settings("counting", [f"model={teacher}"])),
     )
-    found = load_teacher(settings, policy)
+    found = load_teacher(settings, str(teacher), policy)
     assert not found.trainable_parameters()
     task = policy.prompts.adapt(load_task("counting"))
     prompt = policy.prompts.build(noise_example("a", [(56, 28)], seed=1), task)
     tokens = ((5, 6, 7), (8,), (9, 10))
     piece = GroupSlice(prompt, tokens, (0, 1, 2))
-    logprobs = score_slices(found, [piece], 10_000)
-    expected = by_completion(MicroBatch((piece,)), alone.score(MicroBatch((piece,))).logprobs)
-    for row in range(3):
-        torch.testing.assert_close(logprobs[row], expected[row].detach())
+    logprobs = score_slices(found, [piece], TokenLayout.of([3, 1, 2]), 10_000)
+    torch.testing.assert_close(logprobs, alone.score(MicroBatch((piece,))).logprobs.detach())
     counters = found.counters
     assert counters.encoder_passes == 1
     assert counters.update_tokens == len(prompt.token_ids) + 2 + 0 + 1
-    assert load_methods(load_settings("counting"), policy) == ()
+    assert build_methods(load_settings("counting")) == {}
 
 
 def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) -> None:
@@ -87,12 +86,10 @@ def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) 
     settings = load_settings("counting", [f"model={student}"])
     policy = load_policy(settings)
     for teacher, problem in ((str(other), "preparation of images"), ("embedded", "vocabulary")):
-        overrides = [f"model={student}", f"objective.distillation.teacher={teacher}"]
         with pytest.raises(UserError, match=f"teacher=.*its {problem} is not that of"):
-            load_teacher(load_settings("counting", overrides), policy)
-    missing = [f"model={student}", f"objective.distillation.teacher={tmp_path}/missing"]
+            load_teacher(settings, teacher, policy)
     with pytest.raises(UserError, match="there is no such folder"):
-        load_teacher(load_settings("counting", missing), policy)
+        load_teacher(settings, f"{tmp_path}/missing", policy)
 
 
 def test_a_plan_counts_the_teacher() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,17 @@ from vlm_grpo.training.methods import entropy, perception
 from vlm_grpo.training.methods.entropy import select_high_entropy
 from vlm_grpo.training.methods.perception import weigh_by_dependency
 from vlm_grpo.training.objective import image_dependency
-from vlm_grpo.types import Completion
 
 LENGTHS = (5, 1, 3, 10)
+
+
+def weigh(
+    sampled: list[Tensor], masked: dict[int, Tensor], settings: PerceptionSettings
+) -> list[Tensor]:
+    """Return the factors by completion."""
+    dependency = {row: image_dependency(sampled[row], values) for row, values in masked.items()}
+    lengths = [len(values) for values in sampled]
+    return [*weigh_by_dependency(dependency, lengths, settings).split(lengths)]
 
 
 def draw_logprobs(seed: int) -> list[Tensor]:
@@ -54,27 +61,26 @@ def expected_factors(sampled: list[Tensor], masked: list[Tensor], settings: Any)
 def test_factors_follow_the_authors_steps(fields: dict[str, float]) -> None:
     settings = PerceptionSettings(**fields)
     sampled, masked = draw_logprobs(0), draw_logprobs(1)
-    found = weigh_by_dependency(sampled, dict(enumerate(masked)), settings)
+    found = weigh(sampled, dict(enumerate(masked)), settings)
     for row, expected in enumerate(expected_factors(sampled, masked, settings)):
         assert found[row].tolist() == pytest.approx(expected, rel=1e-6)
     if "top_share" not in fields:
-        assert np.mean([row[0].item() for row in found.values()]) == pytest.approx(1.0)
+        assert np.mean([row[0].item() for row in found]) == pytest.approx(1.0)
 
 
 def test_factors_are_scaled_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PerceptionSettings(min_scale=0.5)
     sampled, masked = draw_logprobs(0), draw_logprobs(1)
-    alone = weigh_by_dependency(sampled, dict(enumerate(masked)), settings)
+    alone = weigh(sampled, dict(enumerate(masked)), settings)
     means = [image_dependency(a, b).mean().item() for a, b in zip(sampled, masked, strict=True)]
     monkeypatch.setattr(perception, "gather_object", lambda own: [*means[:2], *own])
-    second = weigh_by_dependency(sampled[2:], dict(enumerate(masked[2:])), settings)
+    second = weigh(sampled[2:], dict(enumerate(masked[2:])), settings)
     for row in (0, 1):
         torch.testing.assert_close(second[row], alone[row + 2])
 
 
 def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     entropies = [tuple((-part).tolist()) for part in draw_logprobs(2)]
-    completions = [Completion((0,) * len(e), e, "", "eos", entropies=e) for e in entropies]
     padded = torch.zeros(len(LENGTHS), max(LENGTHS))
     mask = torch.zeros_like(padded)
     for row, values in enumerate(entropies):
@@ -82,23 +88,23 @@ def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch: pytest.Monk
     ranks = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
     trl: Any = SimpleNamespace(accelerator=ranks)
     expected = GRPOTrainer.get_high_entropy_mask(trl, padded, mask, 1 - 0.3)
-    found = select_high_entropy(completions, 0.3)
+    found = select_high_entropy(entropies, LENGTHS, 0.3).split(LENGTHS)
     for row, length in enumerate(LENGTHS):
         assert found[row].tolist() == expected[row, :length].float().tolist()
-    assert sum(values.sum() for values in found.values()) == round(0.3 * sum(LENGTHS))
-    without = [*completions[:3], replace(completions[3], entropies=())]
-    assert (select_high_entropy(without, 0.3)[3] == 1).all()
+    assert sum(values.sum() for values in found) == round(0.3 * sum(LENGTHS))
+    without = select_high_entropy([*entropies[:3], ()], LENGTHS, 0.3)
+    assert (without[-LENGTHS[3] :] == 1).all()
     # The quantile is that of all ranks.
     others = [value for e in entropies[:2] for value in e]
     monkeypatch.setattr(entropy, "gather_object", lambda own: [*others, *own])
-    assert select_high_entropy(completions[2:], 0.3)[1].tolist() == found[3].tolist()
+    assert select_high_entropy(entropies[2:], LENGTHS[2:], 0.3)[3:].tolist() == found[3].tolist()
 
 
 def test_completions_without_images_or_with_equal_dependency_have_factors_of_1() -> None:
     settings = PerceptionSettings(top_share=0.4, min_scale=0.9)
     sampled = draw_logprobs(0)
-    assert all((f == 1).all() for f in weigh_by_dependency(sampled, {}, settings).values())
-    one = weigh_by_dependency(sampled, {3: sampled[3]}, settings)
+    assert all((f == 1).all() for f in weigh(sampled, {}, settings))
+    one = weigh(sampled, {3: sampled[3]}, settings)
     assert sorted(one[3].tolist()) == [0.0] * 6 + [1.0] * 4
     assert (one[0] == 1).all()
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.training.methods import find_methods
+from vlm_grpo.training.methods import build_methods, find_methods
 from vlm_grpo.training.objective import (
     StepTotals,
     TokenBatch,
@@ -363,28 +364,28 @@ def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula:
     settings = ObjectiveSettings(**fields)
     batch = replace(step, scores={values: other})
     totals = count_totals(step)
-    found = policy_loss(batch, totals, settings, methods=find_methods()).loss
+    methods = build_methods({"objective": settings})
+    found = policy_loss(batch, totals, settings, methods=methods).loss
     plain = settings.model_copy(update={"distillation": None, "perception": None})
     rest = 0.0 if settings.distillation else policy_loss(step, totals, plain).loss
     expected = formula(step.logprobs, step.old_logprobs, other) * step.active_tokens
     torch.testing.assert_close(found - rest, expected.sum() / totals.active_tokens)
     with pytest.raises(ValueError, match=f"needs {values} in the batch"):
-        policy_loss(step, totals, settings, methods=find_methods())
-    with pytest.raises(ValueError, match=r"adds a term .* give methods=find_methods\(\)"):
+        policy_loss(step, totals, settings, methods=methods)
+    with pytest.raises(ValueError, match=r"adds a term .* give methods=build_methods"):
         policy_loss(batch, totals, settings)
 
 
-@pytest.mark.parametrize("name", list(find_methods()))
-def test_no_term_of_a_method_is_left_out(name: str) -> None:
+def test_no_term_of_a_method_is_left_out() -> None:
     """The settings name every term that a method adds; otherwise it would be absent unnoticed."""
     fields = {"distillation": {"teacher": "any"}, "perception": {"kl_coef": 0.1}}
-    settings = ObjectiveSettings(**{key: fields[key] for key in {name} & {*fields}})
-    step = make_step()
+    settings, step = ObjectiveSettings(**fields), make_step()
+    methods = build_methods({"objective": settings})
     arguments = step.lengths, step.active, count_totals(step), settings
-    weights = completion_weights(*arguments, find_methods())
-    assert settings.method_terms == weights.keys() & find_methods().keys() == {name} & {*fields}
-    adds_term = "add_weights" in vars(find_methods()[name])
-    assert adds_term == (name in fields)
+    weights = completion_weights(*arguments, methods)
+    assert settings.method_terms == weights.keys() & methods.keys() == {*fields}
+    adds_term = {m.name for m in find_methods() if "add_weights" in vars(m)}
+    assert adds_term == {*fields}
 
 
 def test_factors_weigh_the_policy_loss_alone() -> None:
@@ -407,8 +408,9 @@ def test_the_cross_entropy_is_the_mean_over_its_weights() -> None:
         advantages=torch.ones(2),
         lengths=torch.tensor([2, 1]),
         is_top=torch.tensor([True, False, True]),
-        weights={"cross_entropy": torch.full((3,), 1 / 3)},
+        weights={"warm_start": torch.full((3,), 1 / 3)},
     )
-    output = compute_loss(batch, ObjectiveSettings(sampler_correction="token"))
+    methods = build_methods({"warm_start": WarmStartSettings(steps=1)})
+    output = compute_loss(batch, ObjectiveSettings(sampler_correction="token"), methods=methods)
     assert output.loss.item() == pytest.approx(1.5)
     assert output.metrics.values() == {"mean_token_accuracy": pytest.approx(2 / 3)}

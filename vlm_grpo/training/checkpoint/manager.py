@@ -30,12 +30,7 @@ from vlm_grpo.training.checkpoint.compatibility import (
     flatten_settings,
     warn_about_versions,
 )
-from vlm_grpo.training.checkpoint.state import (
-    get_rng_states,
-    restore_experience,
-    serialize_experience,
-    set_rng_states,
-)
+from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
     find_newest_checkpoint,
@@ -179,18 +174,19 @@ class CheckpointManager:
         }
         tensors = {
             "optimizer": self._gather(updater.strategy.optimizer_tensors()),
-            "reference": self._gather(updater.reference.state_dict()),
         }
         if unused := self.sampler.unused:  # only with rollouts ahead of the steps
             metadata["unused"] = unused
-        replay, experience = serialize_experience(self.sampler.experience)
-        if replay:
-            metadata["replay"] = replay
+        for method in updater.methods.values():
+            values, own = method.state_dict()
+            if values is not None:
+                metadata.setdefault("methods", {})[method.name] = values
+            if own:
+                tensors[method.state_file] = self._gather(own)
         if state.unevaluated is not None:
             metadata["unevaluated"] = state.unevaluated
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
-            tensors |= {"experience": experience} if experience else {}
         return CheckpointState(metadata, tensors)
 
     def restore(self, checkpoint: Path) -> RunState:
@@ -208,8 +204,9 @@ class CheckpointManager:
             )
         self._restore_updater(checkpoint, metadata)
         self.sampler.restore(metadata["position"], metadata.get("unused", []))
-        experience = read_tensors(checkpoint, "experience")
-        restore_experience(self.sampler.experience, metadata.get("replay", []), experience)
+        for method in self.updater.methods.values():
+            values = metadata.get("methods", {}).get(method.name)
+            method.load_state_dict(values, read_tensors(checkpoint, method.state_file))
         self._restore_max_tokens(metadata)
         states = metadata["random"]
         set_rng_states(states[self.accelerator.process_index % len(states)])
@@ -222,7 +219,6 @@ class CheckpointManager:
         updater.strategy.load_optimizer_tensors(read_tensors(checkpoint, "optimizer"))
         updater.scheduler.load_state_dict(metadata["scheduler"])
         set_rates(updater.strategy.optimizer, updater.scheduler, self.settings)
-        updater.reference.load_state_dict(read_tensors(checkpoint, "reference"))
 
     def _restore_max_tokens(self, metadata: Mapping[str, Any]) -> None:
         """Restore token budgets that were halved for lack of memory, unless settings changed."""

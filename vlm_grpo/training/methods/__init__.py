@@ -1,158 +1,337 @@
-"""Optional methods: each is one file in this folder, which the registry finds.
+"""Optional methods: each is one file in this folder, or a file of the user's (``methods``).
 
-A method scores completions in passes of its own, and gives factors of tokens and terms of the loss.
-The rest of the training code names no method's file.
+A method asks for passes and gives terms: it may write or choose the prompts and groups of a step,
+sample behind other forms of a prompt, score completions in passes of its own, weigh tokens and add
+terms to the loss. The rest of the training code names no method.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
+
+from vlm_grpo.config.methods import OwnMethod, load_method_file, read_own_settings
+from vlm_grpo.config.requirements import get
+from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from vlm_grpo.config.objective import ObjectiveSettings
     from vlm_grpo.config.run import Settings
+    from vlm_grpo.data.stream import ExampleStream
+    from vlm_grpo.dist.strategy import Strategy
     from vlm_grpo.model.engine.batch import GroupSlice
     from vlm_grpo.model.policy import Policy
-    from vlm_grpo.training.batch import Rollout
+    from vlm_grpo.task import Task
+    from vlm_grpo.training.batch import KeptGroup, Rollout, Values
     from vlm_grpo.training.objective.batch import TokenBatch
     from vlm_grpo.training.objective.losses import LossInputs, Shares
-    from vlm_grpo.types import Group
-
-Scores = Mapping[str, Mapping[int, Tensor]]
-"""(T,) values of the tokens of each completion, by name and completion."""
+    from vlm_grpo.types import Example, Group, Prompt
 
 
-class Scorer(Protocol):
-    """The passes that the updater can make without gradient."""
+@dataclass(frozen=True)
+class Run:
+    """The run that methods are part of.
 
-    policy: Policy
+    Attributes:
+        settings: its settings.
+        strategy: the policy, its optimizer and the ranks.
+        stream: the training examples in their order.
+    """
+
+    settings: Settings
+    strategy: Strategy
+    stream: ExampleStream
 
     @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens per pass."""
-        ...
-
-    def policy_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """Return the (T,) log-probs under the policy by completion, on all ranks at once."""
-        ...
-
-    def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """Return the (T,) log-probs under the reference policy by completion."""
-        ...
+    def policy(self) -> Policy:
+        """The policy that is trained."""
+        return self.strategy.policy
 
 
-class ScoredStep:
-    """The completions of a step while the methods score them.
+class Variant:
+    """Another form of a step's prompts, from behind which a part of each group is sampled.
+
+    Equal variants have equal hashes: prompts are prepared ahead of time and found by them.
+    """
+
+    @property
+    def label(self) -> tuple[str, int]:
+        """The name and strength of the change, which mark the completions."""
+        raise NotImplementedError
+
+    def change(self, example: Example, index: int) -> Example | None:
+        """Return the other form of the example at an index of the stream; None: it has none."""
+        raise NotImplementedError
+
+
+class Passes:
+    """The completions of a step, and the passes without gradient that score them.
 
     Args:
         rollout: this rank's groups.
         slices: their completions, by group.
-        scorer: makes the passes.
-
-    Attributes:
-        penalties: (T,) penalties of the tokens of each completion, to subtract from the rewards;
-            None: there are none.
+        strategy: the policy and the ranks.
+        score: returns the (T,) log-probs of slices under the current weights; ``others`` are
+            those of completions that are not in the slices.
     """
 
-    def __init__(self, rollout: Rollout, slices: Sequence[GroupSlice], scorer: Scorer) -> None:
-        self.rollout, self.slices, self.scorer = rollout, slices, scorer
-        self.penalties: Sequence[Tensor] | None = None
+    def __init__(
+        self,
+        rollout: Rollout,
+        slices: Sequence[GroupSlice],
+        strategy: Strategy,
+        score: Callable[..., Tensor],
+    ) -> None:
+        self.rollout, self.slices = rollout, slices
+        self.strategy, self._score = strategy, score
+
+    def logprobs(
+        self,
+        slices: Sequence[GroupSlice] | None = None,
+        others: Tensor | None = None,
+        weights: AbstractContextManager[None] | None = None,
+        model: Policy | None = None,
+    ) -> Tensor:
+        """Return log-probs of the step's tokens, (T,). All ranks must call it.
+
+        Args:
+            slices: the completions to score, perhaps behind other prompts; None: all.
+            others: (T,) values for the other completions; None: 0.
+            weights: puts other weights into the policy; None: it has the current ones.
+            model: another model that scores; None: the policy.
+        """
+        slices = self.slices if slices is None else slices
+        if model is not None:
+            return self._score(slices, others, model)
+        if weights is None:
+            with self.strategy.gathered():
+                return self._score(slices, others)
+        self.strategy.release()
+        with weights, self.strategy.gathered():
+            found = self._score(slices, others)
+            self.strategy.release()
+        return found
 
     @cached_property
-    def old_logprobs(self) -> dict[int, Tensor]:
-        """(T,) log-probs under the policy by completion, which the update then need not score."""
-        return self.scorer.policy_logprobs(self.slices)
+    def old_logprobs(self) -> Tensor:
+        """(T,) log-probs under the policy, which the update then need not score."""
+        return self.logprobs()
 
     @property
-    def known_logprobs(self) -> dict[int, Tensor]:
-        """``old_logprobs`` if a method has asked for them; otherwise empty."""
-        return vars(self).get("old_logprobs", {})
+    def known_logprobs(self) -> Tensor | None:
+        """``old_logprobs`` if a method has asked for them."""
+        return vars(self).get("old_logprobs")
 
 
 class Method:
     """An optional method of a run; each hook does nothing unless a method overrides it.
 
     Args:
-        settings: the run's settings, which use the method.
-        policy: the policy that is trained.
+        own: the method's settings; of a file's method, those of its class of settings.
 
     Attributes:
-        name: the name of its term in the loss.
-        phase: the phase of its passes in the metrics of time.
+        name: the name of its term in the loss, and in files.
+        phase: the phase of its passes in the metrics of time; empty: ``name``.
+        block: key of its settings; of a file's method empty.
+        state_name: name of the file of its state in checkpoints; empty: ``method_NAME``.
+        is_alone: whether its term is the only one of the loss of its steps.
+        has_videos: whether it supports examples with videos.
+        pool: number of candidates of ``choose`` per prompt.
     """
 
     name: ClassVar[str]
-    phase: ClassVar[str]
+    phase: ClassVar[str] = ""
+    block: ClassVar[str] = ""
+    state_name: ClassVar[str] = ""
+    has_videos: ClassVar[bool] = True
+    run: Run
+    is_alone: bool = False
+    pool: int = 1
 
-    def __init__(self, settings: Settings, policy: Policy) -> None:
-        self.settings = settings
+    def __init__(self, own: Any) -> None:
+        self.own = own
 
     @classmethod
-    def is_used(cls, objective: ObjectiveSettings) -> bool:
-        """Return whether the settings use the method."""
+    def find(cls, settings: Settings | Mapping[str, Any]) -> Any:
+        """Return the method's settings if a run's, or blocks of them by name, use it, else None."""
+        return get(settings, cls.block)
+
+    def start(self, run: Run) -> None:
+        """Prepare for a run; raises ``UserError`` if the method cannot be used."""
+        self.run = run
+
+    # The prompts and groups of a step.
+
+    def check_examples(
+        self, policy: Policy, task: Task, settings: Settings
+    ) -> Callable[[Example], object]:
+        """Return a check of a training example, which raises ``UserError`` for a bad one."""
+        return lambda example: None
+
+    def writes(self, step: int) -> bool:
+        """Return whether the method writes the completions of a step, which are not sampled."""
+        return False
+
+    def write(self, prompts: Sequence[Prompt], task: Task) -> list[Group]:
+        """Write the completions of these prompts, which the method's term trains."""
         raise NotImplementedError
 
-    def score(self, step: ScoredStep) -> Scores:
+    def choose(self, position: int, count: int, /) -> Sequence[int]:
+        """Return ``count`` of the stream's ``count * pool`` indices from ``position`` on."""
+        return range(position, position + count)
+
+    def variant(self, step: int) -> Variant | None:
+        """Return another form of a step's prompts; None: there is none."""
+        return None
+
+    def count_variants(self, size: int) -> int:
+        """Return how many of a group's completions are sampled behind the variant."""
+        return 0
+
+    def recall(self, count: int, step: int) -> list[KeptGroup]:
+        """Return up to ``count`` groups of earlier steps to train on once more, equal on all ranks.
+
+        They take the places of groups without a gradient.
+        """
+        return []
+
+    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[Any]:
+        """Return what to learn from this rank's groups, by the stream's index; learn nothing yet.
+
+        Raises:
+            UserError: it cannot be found out; no method learns from the step then.
+        """
+        return []
+
+    def learn(
+        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
+    ) -> dict[str, float]:
+        """Learn from what ``observe`` returned on all ranks; return metrics of the step."""
+        return {}
+
+    # Passes and values of tokens.
+
+    def begin(self, rollout: Rollout, scheduler: Any) -> None:
+        """Prepare a sampled step, before its passes."""
+
+    def score(self, passes: Passes) -> Values:
         """Score the step's completions in further passes; all ranks call it together.
 
-        Scores reach the loss as ``TokenBatch.scores``, or as its field of that name.
+        Scores reach the loss as ``TokenBatch.scores``, or as its field of that name; ``penalties``
+        are subtracted from the rewards.
         """
         return {}
 
-    def weigh_tokens(self, rollout: Rollout, scores: Scores) -> Mapping[int, Tensor] | None:
-        """Return (T,) factors of the tokens' policy losses by completion; None: all are 1.
+    def weigh_tokens(self, rollout: Rollout, scores: Values) -> Tensor | None:
+        """Return (T,) factors of the tokens' policy losses; None: all are 1.
 
         All ranks call it together; ``scores`` has those of all methods.
         """
         return None
 
-    @classmethod
+    # The loss.
+
     def add_weights(
-        cls, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
+        self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
     ) -> None:
         """Add the weight of each completion's tokens in the method's term, or change the others."""
 
-    @classmethod
-    def covers(cls, group: Group) -> bool:
+    def covers(self, group: Group) -> bool:
         """Return whether the method's term includes the group's completions."""
         return True
 
-    @classmethod
-    def term(cls, inputs: LossInputs) -> Tensor:
+    def term(self, inputs: LossInputs) -> Tensor:
         """Compute the value of each token, (M,), in the method's term of the loss."""
         raise NotImplementedError
 
-    @classmethod
-    def metrics(cls, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
         """Return values of the tokens, (M,), whose means over the active tokens are metrics."""
         return {}
 
+    # Resuming.
+
+    @property
+    def state_file(self) -> str:
+        """Name of the file of its tensors in checkpoints."""
+        return self.state_name or f"method_{self.name}"
+
+    def state_dict(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return the state in checkpoints: values that JSON can hold, and tensors by name."""
+        return None, {}
+
+    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what ``state_dict`` returned; None and nothing if the run did not use it."""
+
+
+def overrides(method: Method, hook: str) -> bool:
+    """Return whether a method has a hook of its own."""
+    return getattr(type(method), hook) is not getattr(Method, hook)
+
 
 @functools.cache
-def find_methods() -> Mapping[str, type[Method]]:
-    """Return the methods in this folder by name, in the order of their names."""
+def find_methods() -> tuple[type[Method], ...]:
+    """Return the methods in this folder, in the order of their names."""
     modules = [
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     ]
-    found = [
+    found = [method for module in modules for method in _find_in(module)]
+    return tuple(sorted(found, key=lambda method: method.name))
+
+
+def _find_in(module: ModuleType) -> list[type[Method]]:
+    return [
         value
-        for module in modules
         for value in vars(module).values()
-        if isinstance(value, type)
+        if inspect.isclass(value)
         and issubclass(value, Method)
         and value.__module__ == module.__name__
     ]
-    return {method.name: method for method in sorted(found, key=lambda method: method.name)}
 
 
-def load_methods(settings: Settings, policy: Policy) -> tuple[Method, ...]:
-    """Load the methods that the settings use; raises UserError if one cannot be used."""
-    used = [method for method in find_methods().values() if method.is_used(settings.objective)]
-    return tuple(method(settings, policy) for method in used)
+def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
+    """Build the methods that a run's settings use, by name.
+
+    Args:
+        settings: the settings of a run; or blocks of them, such as ``{"objective": objective}``,
+            for the loss alone.
+
+    Raises:
+        UserError: a file's method is wrong, or two methods would do the same.
+    """
+    methods = {
+        method.name: method(own)
+        for method in find_methods()
+        if (own := method.find(settings)) is not None
+    }
+    for entry in get(settings, "methods") or ():
+        method = load_own(entry)
+        if method.name in {known.name for known in find_methods()} | methods.keys():
+            raise UserError(f"methods: {entry.file} has the name {method.name!r} of another method")
+        methods[method.name] = method
+    for hook in ("choose", "variant", "write"):
+        names = [name for name, method in methods.items() if overrides(method, hook)]
+        if len(names) > 1:
+            raise UserError(f"methods {' and '.join(names)} both have the hook {hook}: remove one")
+    return methods
+
+
+def load_own(entry: OwnMethod) -> Method:
+    """Load a method from a user's file; raises ``UserError`` if there is none, or a wrong one."""
+    found = _find_in(load_method_file(entry))
+    if len(found) != 1:
+        names = ", ".join(method.__name__ for method in found) or "none"
+        raise UserError(f"methods: {entry.file} must define one subclass of Method, not {names}")
+    (method,) = found
+    if not isinstance(getattr(method, "name", None), str) or not method.name.isidentifier():
+        raise UserError(f"methods: {entry.file}: {method.__name__}.name must be a word")
+    return method(read_own_settings(entry))

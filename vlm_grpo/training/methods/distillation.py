@@ -5,13 +5,14 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.training.batch import score_slices
-from vlm_grpo.training.methods import Method, ScoredStep, Scores
+from vlm_grpo.training.batch import Values
+from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.training.objective.kl import k3
 from vlm_grpo.training.objective.losses import LossInputs, Shares
@@ -26,32 +27,27 @@ _IMAGE_SETTINGS = (
 class Distillation(Method):
     """The reverse KL of the policy to a teacher, on the policy's completions."""
 
-    name, phase = "distillation", "teacher"
+    name, phase, block = "distillation", "teacher", "objective.distillation"
+    own: DistillationSettings
+    teacher: Policy
 
-    def __init__(self, settings: Settings, policy: Policy) -> None:
-        super().__init__(settings, policy)
-        self.teacher = load_teacher(settings, policy)
+    def start(self, run: Run) -> None:
+        super().start(run)
+        self.teacher = load_teacher(run.settings, self.own.teacher, run.policy)
 
-    @classmethod
-    def is_used(cls, objective: ObjectiveSettings) -> bool:
-        return objective.distillation is not None
-
-    def score(self, step: ScoredStep) -> Scores:
-        logprobs = score_slices(self.teacher, step.slices, step.scorer.max_tokens)
+    def score(self, passes: Passes) -> Values:
+        logprobs = passes.logprobs(model=self.teacher)
         self.teacher.engine.clear_image_features()
         return {"teacher_logprobs": logprobs}
 
-    @classmethod
     def add_weights(
-        cls, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
+        self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
     ) -> None:
-        if (settings := objective.distillation) is not None:
-            if settings.only:
-                del weights["policy"]
-            weights["distillation"] = settings.coef * shares.kept / shares.tokens
+        if self.own.only:
+            del weights["policy"]
+        weights["distillation"] = self.own.coef * shares.kept / shares.tokens
 
-    @classmethod
-    def term(cls, inputs: LossInputs) -> Float[Tensor, " M"]:
+    def term(self, inputs: LossInputs) -> Float[Tensor, " M"]:
         """Compute ρ·(log π_old − log π_teacher) of each token, whose gradient is through ρ alone.
 
         At ρ = 1 the expected gradient is that of the reverse KL(policy ‖ teacher) of each token,
@@ -65,23 +61,20 @@ class Distillation(Method):
         values = (inputs.batch.logprobs - inputs.old).exp() * (inputs.old - teacher)
         return values if inputs.correction is None else values * inputs.correction
 
-    @classmethod
-    def metrics(cls, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
         teacher = batch.scores.get("teacher_logprobs")
         if teacher is None:
             return {}
         return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
 
 
-def load_teacher(settings: Settings, policy: Policy) -> Policy:
-    """Load the teacher that the settings name, frozen, on the policy's device.
+def load_teacher(settings: Settings, name: str, policy: Policy) -> Policy:
+    """Load a model as the teacher, frozen, on the policy's device.
 
     Raises:
         UserError: it cannot be loaded, or reads other tokens or images than the policy.
     """
-    assert settings.objective.distillation is not None
-    name, own = settings.objective.distillation.teacher, settings.policy
-    same = {key: getattr(own, key) for key in ("dtype", "engine", "trust_remote_code")}
+    same = {key: getattr(settings.policy, key) for key in ("dtype", "engine", "trust_remote_code")}
     changed = {"model": name, "model_revision": None, "policy": PolicySettings(**same)}
     teacher = load_policy(settings.model_copy(update=changed), training=False)
     for what, is_equal in (

@@ -3,51 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.requirements import get
+from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.training.batch import Rollout, is_masked
-from vlm_grpo.training.methods import Method, Scores
-from vlm_grpo.types import Completion
+from vlm_grpo.training.batch import Rollout, Values, is_masked
+from vlm_grpo.training.methods import Method
 
 
 class HighEntropy(Method):
     """Factors of the policy loss that keep the tokens with the highest entropy."""
 
-    name = phase = "top_entropy"
+    name, block = "top_entropy", "objective.top_entropy_quantile"
+    own: float
 
     @classmethod
-    def is_used(cls, objective: ObjectiveSettings) -> bool:
-        return objective.top_entropy_quantile < 1
+    def find(cls, settings: Settings | Mapping[str, Any]) -> float | None:
+        share = get(settings, cls.block)
+        return None if share is None or share >= 1 else share
 
-    def weigh_tokens(self, rollout: Rollout, scores: Scores) -> Mapping[int, Tensor] | None:
-        objective = self.settings.objective
-        completions = [c for group in rollout.groups for c in group.completions]
-        active = [replace(c, entropies=()) if is_masked(c, objective) else c for c in completions]
-        return select_high_entropy(active, objective.top_entropy_quantile)
+    def weigh_tokens(self, rollout: Rollout, scores: Values) -> Tensor:
+        objective, completions = self.run.settings.objective, rollout.completions
+        entropies = [() if is_masked(c, objective) else c.entropies for c in completions]
+        return select_high_entropy(entropies, rollout.layout.lengths.tolist(), self.own)
 
 
-def select_high_entropy(completions: Sequence[Completion], share: float) -> dict[int, Tensor]:
-    """Return the (T,) factors of the tokens by completion: 1 for the share of the tokens of the
-    step with the highest entropy, 0 for the others (arXiv:2506.01939, section 5).
+def select_high_entropy(
+    entropies: Sequence[Sequence[float]], lengths: Sequence[int], share: float
+) -> Tensor:
+    """Return (T,) factors of the tokens: 1 for the share of the tokens of the step with the highest
+    entropy, 0 for the others (arXiv:2506.01939, section 5).
 
     The threshold is the quantile 1 − share over all ranks, as in TRL. All ranks must call it.
 
     Args:
-        completions: the completions, with the entropy of each token when it was sampled; those
+        entropies: of each completion, the entropy at each token when it was sampled; those
             without are left out, and have factors of 1.
+        lengths: number of tokens of each completion.
         share: share of the tokens, above 0 and below 1.
     """
-    every = gather_object([value for c in completions for value in c.entropies])
+    every = gather_object([value for values in entropies for value in values])
     threshold = float(np.quantile(every, 1 - share)) if every else 0.0
-    return {
-        row: (torch.tensor(completion.entropies) >= threshold).float()
-        if completion.entropies
-        else torch.ones(len(completion.token_ids))
-        for row, completion in enumerate(completions)
-    }
+    parts = [
+        (torch.tensor(values) >= threshold).float() if values else torch.ones(length)
+        for values, length in zip(entropies, lengths, strict=True)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0)

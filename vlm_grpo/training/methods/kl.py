@@ -1,28 +1,141 @@
-"""The pass of the KL to the reference policy, whose penalties may be subtracted from rewards."""
+"""The KL to a reference policy: a snapshot of the trainable weights, refreshed every k steps.
+
+Frozen weights are shared by policy and reference, so the snapshot holds the trainable weights
+only: a few megabytes for an adapter, one copy of the model for full weights. The snapshot is
+swapped in for the reference pass. It may be kept in host memory; it is then on the accelerator only
+during that pass, when there are no gradients.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.training.batch import copy_to_host
-from vlm_grpo.training.methods import Method, ScoredStep, Scores
+from vlm_grpo.config.requirements import get
+from vlm_grpo.config.run import Settings
+from vlm_grpo.dist.sharding import full_shape, is_sharded, local_shard, shard_like, unshard_like
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.transfer import snapshot_on_host
+from vlm_grpo.training.batch import Rollout, Values
+from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 
 
 class ReferenceKL(Method):
-    """The KL of the policy to the reference policy; ``training/reference.py`` keeps the latter."""
+    """The KL of the policy to a reference policy that is kept beside it.
 
-    name, phase = "kl", "reference"
+    It is not used if the reference is refreshed in every step, because its log-probs are then those
+    that the update starts from. ``vlm_grpo.training.objective.losses`` has the term.
+    """
+
+    name, phase, state_name = "kl", "reference", "reference"
+    own: ObjectiveSettings
+    reference: Reference
 
     @classmethod
-    def is_used(cls, objective: ObjectiveSettings) -> bool:
-        return objective.needs_reference
+    def find(cls, settings: Settings | Mapping[str, Any]) -> ObjectiveSettings | None:
+        objective = get(settings, "objective")
+        return objective if objective is not None and objective.needs_reference else None
 
-    def score(self, step: ScoredStep) -> Scores:
-        objective, reference = self.settings.objective, step.scorer.reference_logprobs(step.slices)
-        if objective.kl_in == "reward":
-            ours, theirs = copy_to_host(step.old_logprobs), copy_to_host(reference)
-            estimate = KL_ESTIMATORS[objective.kl_estimator]
-            step.penalties = [
-                objective.beta * estimate(ours[row], theirs[row]) for row in range(len(ours))
-            ]
-        return {"reference_logprobs": reference}
+    def start(self, run: Run) -> None:
+        super().start(run)
+        self.reference = Reference(run.strategy.trainable, self.own)
+
+    def begin(self, rollout: Rollout, scheduler: Any) -> None:
+        """Refresh the reference if it is due, and before the first rollout."""
+        every, done = self.own.reference_refresh_every, rollout.step
+        done -= self.run.settings.supervised_steps
+        if done == 0 < rollout.step or (every != "never" and done % every == 0):
+            self.reference.copy_policy()
+
+    def score(self, passes: Passes) -> Values:
+        reference = passes.logprobs(weights=self.reference.in_place())
+        if self.own.kl_in == "loss":
+            return {"reference_logprobs": reference}
+        estimate = KL_ESTIMATORS[self.own.kl_estimator]
+        penalties = self.own.beta * estimate(passes.old_logprobs.cpu(), reference.cpu())
+        return {"reference_logprobs": reference, "penalties": penalties}
+
+    def state_dict(self) -> tuple[None, dict[str, Any]]:
+        return None, self.reference.state_dict()
+
+    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
+        self.reference.load_state_dict(tensors)
+
+
+class Reference:
+    """The reference policy of a run.
+
+    Args:
+        trainable: names and values of the trained weights, of which a snapshot is taken.
+        objective: settings of the objective.
+    """
+
+    def __init__(
+        self, trainable: list[tuple[str, nn.Parameter]], objective: ObjectiveSettings
+    ) -> None:
+        self.trainable = dict(trainable)
+        weights = [local_shard(weight).detach() for _, weight in trainable]
+        on_host = objective.reference_device == "cpu"
+        copies = snapshot_on_host(weights) if on_host else [w.clone() for w in weights]
+        self.snapshot = dict(zip(self.trainable, copies, strict=True))
+
+    def copy_policy(self) -> None:
+        """Copy the policy to the reference."""
+        for name, part in self.snapshot.items():
+            part.copy_(local_shard(self.trainable[name]).detach())
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap the reference's weights into the model inside the context."""
+        policy = {name: _values(weight) for name, weight in self.trainable.items()}
+        try:
+            for name, weight in self.trainable.items():
+                _set(weight, self.snapshot[name].to(weight.device, non_blocking=True))
+            yield
+        finally:
+            for name, weight in self.trainable.items():
+                _set(weight, policy[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the snapshot's tensors, sharded like the weights."""
+        return {
+            name: unshard_like(part, self.trainable[name]) for name, part in self.snapshot.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a saved snapshot.
+
+        Raises:
+            UserError: it does not hold the weights that these settings train.
+        """
+        mismatch = UserError(
+            "the checkpoint's reference policy holds other weights than these settings train: "
+            "resume with the settings that wrote it"
+        )
+        if state.keys() != self.snapshot.keys():
+            raise mismatch
+        for name, held in self.snapshot.items():
+            weight = state[name]  # read from disk here, once
+            if weight.shape != full_shape(self.trainable[name]):
+                raise mismatch
+            held.copy_(local_shard(shard_like(weight, self.trainable[name])))
+
+
+def _values(weight: nn.Parameter) -> Tensor:
+    """Return this rank's values of the weight, which ``_set`` does not overwrite."""
+    return local_shard(weight).detach().clone() if is_sharded(weight) else weight.data
+
+
+@torch.no_grad()
+def _set(weight: nn.Parameter, part: Tensor) -> None:
+    """Set the values of the weight: in place for a shard, by reference otherwise."""
+    if is_sharded(weight):
+        local_shard(weight).copy_(part)
+    else:
+        weight.data = part

@@ -26,8 +26,8 @@ class TokenBatch:
             separate reference is kept.
         token_factors: factor of each token's weight in the policy loss; None: 1.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
-        noisy: True for a completion sampled behind other images, whose sampler log-probs are not
-            compared with the policy's; None: there is none.
+        behind_variant: True for a completion sampled behind another form of its prompt, whose
+            sampler log-probs are not compared with the policy's; None: there is none.
         entropies: entropy of the policy's distribution at each token, with gradient if there is
             an entropy bonus.
         active: False for a completion that is masked out (truncated); None: all are active.
@@ -46,7 +46,7 @@ class TokenBatch:
     reference_logprobs: Float[Tensor, " M"] | None = None
     token_factors: Float[Tensor, " M"] | None = None
     sampler_logprobs: Float[Tensor, " M"] | None = None
-    noisy: Bool[Tensor, " n"] | None = None
+    behind_variant: Bool[Tensor, " N"] | None = None
     entropies: Float[Tensor, " M"] | None = None
     active: Bool[Tensor, " N"] | None = None
     is_top: Bool[Tensor, " M"] | None = None

@@ -151,9 +151,9 @@ def loss_metrics(
         means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
     if batch.sampler_logprobs is not None:
         difference, compared = (old - batch.sampler_logprobs).abs(), active
-        if batch.noisy is not None:
-            noisy = batch.noisy[batch.completion]
-            difference, compared = difference.masked_fill(noisy, 0.0), active * ~noisy
+        if batch.behind_variant is not None:
+            other = batch.behind_variant[batch.completion]
+            difference, compared = difference.masked_fill(other, 0.0), active * ~other
         means["sampling/sampling_logp_difference/mean"] = (difference, compared)
         maxima["sampling/sampling_logp_difference/max"] = difference
     minima = {}

@@ -98,6 +98,9 @@ class Shares(NamedTuple):
 class LossMethod(Protocol):
     """A method's part of the loss; ``vlm_grpo.training.methods.Method`` documents the hooks."""
 
+    @property
+    def is_alone(self) -> bool: ...
+
     def add_weights(
         self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
     ) -> None: ...
@@ -115,9 +118,6 @@ def compute_loss(
 ) -> LossOutput:
     """Compute the sum over terms and tokens of the term's value times the token's weight in it.
 
-    Its metric ``mean_token_accuracy``, of supervised steps, is the share of targets that are the
-    policy's likeliest token, as in TRL.
-
     Args:
         batch: the tokens of a micro-batch, with their weights in each term.
         settings: settings of the objective.
@@ -131,15 +131,11 @@ def compute_loss(
     inputs = LossInputs(batch, settings, surrogate)
     terms = {name: TERMS.get(name) or methods[name].term for name in batch.weights}
     parts = [(terms[name](inputs) * weights).sum() for name, weights in batch.weights.items()]
-    metrics = MetricAccumulator()
-    if "cross_entropy" not in batch.weights:
-        metrics = loss_metrics(
-            batch, inputs.old, inputs.reference, inputs.ratio, inputs.correction, settings
-        )
-        metrics = metrics + _method_metrics(inputs, methods)
-    if batch.is_top is not None:
-        right = batch.is_top.sum(), len(batch.is_top)
-        metrics = metrics + MetricAccumulator({"mean_token_accuracy": right})
+    alone = {n: methods[n] for n in batch.weights.keys() & methods.keys() if methods[n].is_alone}
+    metrics = _method_metrics(inputs, alone or methods)
+    if not alone:
+        known = inputs.old, inputs.reference, inputs.ratio, inputs.correction
+        metrics = loss_metrics(batch, *known, settings) + metrics
     return LossOutput(torch.stack(parts).sum(), metrics)
 
 
@@ -204,16 +200,10 @@ def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     return inputs.batch.entropies
 
 
-def cross_entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
-    """Return −log π of each target token."""
-    return -inputs.batch.logprobs
-
-
 TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
     "policy": policy_term,
     "kl": kl_term,
     "entropy": entropy_term,
-    "cross_entropy": cross_entropy_term,
 }
 """The terms of the loss besides those of the methods: each computes one value per token, before
 weighting."""
@@ -325,7 +315,7 @@ def completion_weights(
     if missing := sorted(settings.method_terms - methods.keys()):
         raise ValueError(
             f"objective.{missing[0]} adds a term to the loss, which needs its method: give "
-            "methods=find_methods(), from vlm_grpo.training.methods"
+            'methods=build_methods({"objective": settings}), from vlm_grpo.training.methods'
         )
     kept = torch.ones_like(lengths) if active is None else active
     kept = kept.double()  # exact for any precision of the log-probs
@@ -368,8 +358,8 @@ def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Ten
         raise ValueError("sampler_correction needs sampler_logprobs in the batch")
     level, _, form = settings.sampler_correction.partition("_")
     difference = old.detach() - batch.sampler_logprobs
-    if batch.noisy is not None:
-        difference = difference.masked_fill(batch.noisy[batch.completion], 0.0)
+    if batch.behind_variant is not None:
+        difference = difference.masked_fill(batch.behind_variant[batch.completion], 0.0)
     if level == "sequence":
         difference = batch.completion_sum(difference)[batch.completion]
     weights = difference.exp()

@@ -1,20 +1,65 @@
-"""The targets of supervised steps: completions that are written instead of sampled."""
+"""Supervised steps, whose completions are targets that are written instead of sampled."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from torch import Tensor
 
+from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.training.batch import Rollout
+from vlm_grpo.training.methods import Method, Run
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.losses import LossInputs
 from vlm_grpo.types import TARGET_COLUMN, Completion, Example, Group, Prompt, Score
 
 _ANSWER = "an answer 7"
+
+
+class WarmStart(Method):
+    """Steps of cross-entropy on gold answers before the first rollout, or in place of all."""
+
+    name, block, is_alone = "warm_start", "warm_start", True
+    own: WarmStartSettings
+    writer: TargetWriter
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        self.writer = TargetWriter(run.policy, run.settings)
+
+    def check_examples(
+        self, policy: Policy, task: Task, settings: Settings
+    ) -> Callable[[Example], object]:
+        writer = TargetWriter(policy, settings)
+        return lambda example: writer.write(example, task)
+
+    def writes(self, step: int) -> bool:
+        return self.run.settings.is_supervised(step)
+
+    def write(self, prompts: Sequence[Prompt], task: Task) -> list[Group]:
+        return write_groups(prompts, self.writer, task)
+
+    def begin(self, rollout: Rollout, scheduler: Any) -> None:
+        """Start the first sampled step like a new run, without a state of the optimizer."""
+        if rollout.step == self.run.settings.supervised_steps:
+            self.run.strategy.reset_optimizer()
+            while scheduler.last_epoch < rollout.step:  # skipped updates did not advance it
+                scheduler.step()
+
+    def term(self, inputs: LossInputs) -> Tensor:
+        """Return −log π of each target token."""
+        return -inputs.batch.logprobs
+
+    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+        """Return which targets are the policy's likeliest token, as in TRL."""
+        return {} if batch.is_top is None else {"mean_token_accuracy": batch.is_top}
 
 
 class TargetWriter:
@@ -119,34 +164,3 @@ def _read(text: str, example: Example, task: Task) -> Score:
         return Score(task.read(text, example), {}, None, {})
     except FAILURES:  # a user's parser may raise anything
         return Score(None, {}, None, {}, {"parse": traceback.format_exc()})
-
-
-def select_usable(
-    policy: Policy, examples: Sequence[Example], task: Task, settings: Settings
-) -> Sequence[Example]:
-    """Return the training examples that the model can use, before a warm start with their targets.
-
-    Raises:
-        UserError: as for ``PromptWriter.select_usable``.
-    """
-    skip = settings.data.on_bad_row == "skip"
-    writer = None if settings.warm_start is None else TargetWriter(policy, settings)
-    without_videos = [
-        name
-        for name, is_used in {
-            "rollout.noise": settings.rollout.noise is not None,
-            "objective.perception": settings.objective.perception is not None,
-            # vLLM reads clips as transformers does only in these families: see server/clips.py.
-            f"rollout.sampler={settings.rollout.sampler}": settings.rollout.sampler != "policy"
-            and not policy.family.has_texts_between_frames,
-        }.items()
-        if is_used
-    ]
-
-    def check(example: Example) -> None:
-        if without_videos and any(image.kind == "video" for image in example.images):
-            raise UserError(f"{example.name}: {without_videos[0]} does not support its video")
-        if writer is not None:
-            writer.write(example, task)
-
-    return policy.prompts.select_usable(examples, task, skip, check)

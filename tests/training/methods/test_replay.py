@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from small_runs import StopAt, assert_same_weights, make_trainer, read_metrics, read_samples
 
-from vlm_grpo.config.objective import ReplaySettings
+from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.training import rollout as rollout_module
-from vlm_grpo.training.checkpoint.state import restore_experience, serialize_experience
-from vlm_grpo.training.experience import Experience, KeptGroup, ReplayBuffer
-from vlm_grpo.training.trainer import train
+from vlm_grpo.training.batch import KeptGroup, Rollout
+from vlm_grpo.training.methods import curriculum as curriculum_module
+from vlm_grpo.training.methods.curriculum import Curriculum
+from vlm_grpo.training.methods.replay import Replay
+from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.types import Completion, Score
 
 SMALL_GROUPS = {"num_generations": 2, "max_completion_length": 2}
@@ -31,16 +34,22 @@ def keep(index: int, step: int) -> KeptGroup:
     return KeptGroup(index, step, (completion,), (Score(None, {"r": 1.0}, 1.0, {"m": None}),))
 
 
+def get_buffer(trainer: Trainer) -> Replay:
+    replay = trainer.methods["replay"]
+    assert isinstance(replay, Replay)
+    return replay
+
+
 def test_a_buffer_replays_the_newest_first_and_each_group_once() -> None:
-    buffer = ReplayBuffer(ReplaySettings(size=4, max_age=2))
-    assert buffer.choose(3, 0) == []
+    buffer = Replay(ReplaySettings(size=4, max_age=2))
+    assert buffer.recall(3, 0) == []
     for step in range(3):
-        buffer.update([], [keep(2 * step, step), keep(2 * step + 1, step)])
+        buffer.learn(step, [keep(2 * step + 1, step), keep(2 * step, step)], [])
     assert [group.index for group in buffer.groups] == [2, 3, 4, 5]  # four groups at most
-    assert [group.index for group in buffer.choose(3, 3)] == [5, 4, 3]
-    assert [group.index for group in buffer.choose(9, 4)] == [5, 4]  # the others are 3 steps old
-    assert buffer.choose(0, 3) == []
-    buffer.update(buffer.choose(1, 3), [keep(6, 3)])
+    assert [group.index for group in buffer.recall(3, 3)] == [5, 4, 3]
+    assert [group.index for group in buffer.recall(9, 4)] == [5, 4]  # the others are 3 steps old
+    assert buffer.recall(0, 3) == []
+    buffer.learn(3, [keep(6, 3)], buffer.recall(1, 3))
     assert [group.index for group in buffer.groups] == [2, 3, 4, 6]
 
 
@@ -53,29 +62,35 @@ def test_groups_without_a_spread_let_others_be_replayed(
     run = settings(objective={"replay": {}}, optim=optim)
     trainer = make_trainer(run)
     metrics = [trainer.step()]
-    first = trainer.sampler.experience.replay
-    assert first is not None
-    assert [group.index for group in first.groups] == [0, 1, 2]  # this reward always differs
+    assert [group.index for group in get_buffer(trainer).groups] == [
+        0,
+        1,
+        2,
+    ]  # this reward always differs
     monkeypatch.setattr(
-        trainer.sampler, "_split_by_spread", lambda groups: ([*groups][:1], [*groups][1:])
+        trainer.sampler, "_split_by_spread", lambda groups, _: ([*groups][:1], [*groups][1:])
     )
     rollouts, sample = [], trainer.sampler.sample
     monkeypatch.setattr(
         trainer.sampler, "sample", lambda *a: rollouts.append(sample(*a)) or rollouts[-1]
     )
-    packed, update = [], trainer.updater.update
-    monkeypatch.setattr(
-        trainer.updater, "update", lambda b, *a: packed.append((b, update(b, *a))) or packed[-1][1]
-    )
+    packed: list[Any] = []
+    accumulate = trainer.updater._accumulate  # noqa: SLF001
+
+    def record(batch: Any, number: int, old: Any) -> Any:
+        packed.append((batch, old))
+        return accumulate(batch, number, old)
+
+    monkeypatch.setattr(trainer.updater, "_accumulate", record)
     metrics += [trainer.step() for _ in range(3)]
-    for batch, updates in packed:
-        assert batch.replayed == range(12, 20)  # 3 + 2 groups of 4
-        assert {*batch.replayed} < {row for piece in batch.slices for row in piece.rows}
-        for row in batch.replayed:
-            assert torch.equal(updates.old_logprobs[row], batch.sampler_logprobs[row])
+    for batch, old in packed:
+        assert batch.recalled == batch.layout.starts[12]  # 3 + 2 groups of 4
+        assert {*range(12, 20)} < {row for piece in batch.slices for row in piece.rows}
+        sampled = batch.values["sampler_logprobs"]
+        assert torch.equal(old[batch.recalled :], sampled[batch.recalled :])
     assert [row["replay/groups"] for row in metrics] == [0, 2, 2, 2]
     assert [row.get("replay/age") for row in metrics] == [None, 1, 1, 1]
-    replayed = [[group.id for group in rollout.replayed] for rollout in rollouts]
+    replayed = [[group.id for group in rollout.recalled] for rollout in rollouts]
     stream = trainer.sampler.stream
     assert replayed == [[stream[i].id, stream[i - 1].id] for i in (2, 5, 8)]
     assert all(len(rollout.groups) == 3 for rollout in rollouts)
@@ -83,14 +98,14 @@ def test_groups_without_a_spread_let_others_be_replayed(
 
 
 def test_only_groups_with_different_rewards_are_kept(settings: Any) -> None:
-    sampler = make_trainer(settings(objective={"replay": {}})).sampler
-    experience, groups = sampler.experience, sampler.sample(0).groups
-    assert experience.replay is not None
-    assert len(experience.replay.groups) == 3
+    trainer = make_trainer(settings(objective={"replay": {}}))
+    sampler, replay = trainer.sampler, get_buffer(trainer)
+    groups = sampler.sample(0).groups
+    assert len(replay.groups) == 3
     object.__setattr__(sampler.task, "weights", {"letters": 0.0})  # all totals are 0
     rollout = sampler.sample(1)
-    assert [group.id for group in rollout.replayed] == [group.id for group in reversed(groups)]
-    assert experience.replay.groups == []
+    assert [group.id for group in rollout.recalled] == [group.id for group in reversed(groups)]
+    assert replay.groups == []
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -118,39 +133,28 @@ def test_a_run_with_both_resumes_bit_for_bit(
     assert_same_weights(*folders)
 
 
-def test_the_state_is_restored_as_it_was(settings: Any) -> None:
-    def build(**changes: Any) -> Experience:
-        return make_trainer(settings(**changes)).sampler.experience
-
-    both = {"data": BOTH["data"], "objective": {"replay": {"size": 3}}}
-    experience = build(**both)
-    assert experience.curriculum is not None
-    assert experience.replay is not None
-    experience.curriculum.observe([(0, 1.5, 4)])
-    experience.replay.update([], [keep(1, 0), keep(2, 0)])
-    values, tensors = serialize_experience(experience)
-    restored = build(**both)
-    restore_experience(restored, values, tensors)
-    assert restored.curriculum is not None
-    assert restored.replay is not None
-    assert (restored.curriculum.posterior == experience.curriculum.posterior).all()
-    assert restored.replay.groups == experience.replay.groups
-    smaller = build(objective={"replay": {"size": 1}})  # may change between steps
-    restore_experience(smaller, values, tensors)
-    assert smaller.replay is not None
-    assert [group.index for group in smaller.replay.groups] == [2]
-    restore_experience(build(), values, tensors)
-    restore_experience(restored, [], {})  # of a run without either: they begin empty
-    assert serialize_experience(build()) == ([], {})
+def test_the_state_is_restored_as_it_was() -> None:
+    replay, restored = (Replay(ReplaySettings(size=3)) for _ in range(2))
+    replay.learn(0, [keep(1, 0), keep(2, 0)], [])
+    values, tensors = json.loads(json.dumps(replay.state_dict()[0])), replay.state_dict()[1]
+    restored.load_state_dict(values, tensors)
+    assert restored.groups == replay.groups
+    smaller = Replay(ReplaySettings(size=1))  # may change between steps
+    smaller.load_state_dict(values, tensors)
+    assert [group.index for group in smaller.groups] == [2]
+    restored.load_state_dict(None, {})  # of a run without replay
 
 
 def test_a_failed_step_teaches_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = make_trainer(settings(**{**BOTH, "rollout": {"dynamic_sampling": True}})).sampler
+    trainer = make_trainer(settings(**{**BOTH, "rollout": {"dynamic_sampling": True}}))
+    sampler, replay, curriculum = (
+        trainer.sampler,
+        get_buffer(trainer),
+        trainer.methods["curriculum"],
+    )
+    assert isinstance(curriculum, Curriculum)
     sampler.sample(0)
-    experience = sampler.experience
-    assert experience.curriculum is not None
-    assert experience.replay is not None
-    before, groups = experience.curriculum.posterior.copy(), list(experience.replay.groups)
+    before, groups = curriculum.posterior.copy(), list(replay.groups)
     assert len(groups) == 3
     place = sampler.cursor.position
     assert place == 6  # three prompts of two candidates each
@@ -158,11 +162,11 @@ def test_a_failed_step_teaches_nothing(settings: Any, monkeypatch: pytest.Monkey
     def fail(*_: Any) -> Any:
         raise UserError("gold_reward failed")
 
-    monkeypatch.setattr("vlm_grpo.training.experience.measure_pass", fail)
+    monkeypatch.setattr(curriculum_module, "measure_pass", fail)
     with pytest.raises(UserError, match="gold_reward failed"):
         sampler.sample(1)
-    assert (experience.curriculum.posterior == before).all()
-    assert experience.replay.groups == groups
+    assert (curriculum.posterior == before).all()
+    assert replay.groups == groups
     assert sampler.cursor.position == place
 
 
@@ -178,23 +182,17 @@ def test_every_rank_gets_a_part_of_the_replayed_groups(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(settings(objective={"replay": {}}))
-    sampler = trainer.sampler
+    sampler, replay = trainer.sampler, get_buffer(trainer)
     groups = sampler.sample(0).groups
-    experience = sampler.experience
-    assert experience.replay is not None
-    experience.replay.update([], [keep(index, 0) for index in range(3, 6)])
-    assert rollout_module.RolloutSampler is type(sampler)
+    kept = [keep(index, 0) for index in range(3, 6)]
+    monkeypatch.setattr("vlm_grpo.dist.collectives.any_rank", lambda _, flag: flag)
     shares = []
     for rank in range(2):
-        ranks: Any = type("Ranks", (), {"process_index": rank, "num_processes": 2})()
-        ranks.device = torch.device("cpu")
-        monkeypatch.setattr(experience, "accelerator", ranks)
-        monkeypatch.setattr("vlm_grpo.dist.collectives.any_rank", lambda _, flag: flag)
-        kept = list(experience.replay.groups)
-        rollout = experience.finish(
-            1, sampler.task, {}, rollout_module.Rollout(groups, step=1), count=3
-        )
-        experience.replay.groups = kept
+        ranks = SimpleNamespace(process_index=rank, num_processes=2, device=torch.device("cpu"))
+        monkeypatch.setattr(sampler, "accelerator", ranks)
+        replay.groups = list(kept)
+        learn: Any = sampler._learn  # noqa: SLF001
+        rollout = learn(sampler.task, {}, Rollout(groups, step=1), 3)
         shares.append(rollout.rounds[-1])
         assert rollout.metrics == {"replay/groups": 3, "replay/age": 1.0}
     assert shares == [(5, 3), (4,)]

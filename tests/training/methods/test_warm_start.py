@@ -28,6 +28,7 @@ from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.methods import Method
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 
@@ -119,6 +120,10 @@ def test_the_supervised_steps_of_sft_and_of_a_warm_start_are_equal(warm: Any) ->
     assert first == second
 
 
+def copy_state(method: Method) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in method.state_dict()[1].items()}
+
+
 def begin_at_switch(settings: Settings) -> Trainer:
     """Return a trainer after its supervised steps."""
     trainer = make_trainer(settings)
@@ -149,10 +154,11 @@ def test_grpo_begins_as_a_new_run_with_the_warm_model(warm: Any) -> None:
 def test_the_reference_is_the_warm_model(warm: Any) -> None:
     objective = {"beta": 0.1, "reference_refresh_every": "never"}
     trainer = begin_at_switch(warm(objective=objective))
-    before, warmed = trainer.updater.reference.state_dict(), copy_weights(trainer)
+    kl = trainer.methods["kl"]
+    before, warmed = copy_state(kl), copy_weights(trainer)
     assert not is_equal(before, warmed)
     first, second = trainer.step(), trainer.step()
-    assert is_equal(trainer.updater.reference.state_dict(), warmed)
+    assert is_equal(copy_state(kl), warmed)
     assert first["kl"] == pytest.approx(0, abs=1e-9)
     assert second["kl"] > 1e-6
 
@@ -160,13 +166,13 @@ def test_the_reference_is_the_warm_model(warm: Any) -> None:
 def test_each_phase_has_its_learning_rates(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a supervised step whose update was skipped, which does not advance them."""
     used: list[float] = []
-    update = Updater._update_once  # noqa: SLF001
+    accumulate = Updater._accumulate  # noqa: SLF001
 
-    def record(self: Updater, *arguments: Any) -> None:
+    def record(self: Updater, *arguments: Any) -> Any:
         used.append(self.strategy.optimizer.param_groups[0]["lr"])
-        update(self, *arguments)
+        return accumulate(self, *arguments)
 
-    monkeypatch.setattr(Updater, "_update_once", record)
+    monkeypatch.setattr(Updater, "_accumulate", record)
     start = {"steps": 3, "lr": 3e-3, "schedule": "linear", "warmup_steps": 1}
     optim = {"lr": 8e-3, "schedule": "linear", "warmup_steps": 1, "max_steps": 6}
     trainer = make_trainer(warm(warm_start=start, optim=optim))

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from streams import EXAMPLES, build_mixture
 
-from vlm_grpo.config.data import CurriculumSettings
+from vlm_grpo.config.methods import CurriculumSettings
 from vlm_grpo.data.stream import ExampleStream, StreamCursor
-from vlm_grpo.training.curriculum import Curriculum
+from vlm_grpo.training.methods import Run
+from vlm_grpo.training.methods.curriculum import Curriculum
 from vlm_grpo.types import Example
 
 
 def make_curriculum(stream: ExampleStream, rows: int, **settings: Any) -> Curriculum:
-    return Curriculum(stream, rows, CurriculumSettings(**settings), seed=0)
+    assert len(stream.examples) == rows
+    curriculum, run = Curriculum(CurriculumSettings(**settings)), SimpleNamespace(seed=0)
+    curriculum.start(Run(run, None, stream))  # type: ignore[arg-type]
+    return curriculum
 
 
 def test_the_posterior_follows_the_formula() -> None:
     stream = ExampleStream(EXAMPLES, seed=0)
     curriculum = make_curriculum(stream, 20, decay=0.5)
     first, second = stream.locate(0)[1], stream.locate(1)[1]
-    metrics = curriculum.observe([(0, 6.0, 8), (1, 0.0, 8)])
+    metrics = curriculum.learn(0, [(0, 6.0, 8), (1, 0.0, 8)])
     assert metrics == {
         "curriculum/predicted_pass_rate": 0.5,  # the prior's
         "curriculum/pass_rate": 6 / 16,
@@ -31,14 +36,14 @@ def test_the_posterior_follows_the_formula() -> None:
     }
     # λ·1 + (1 − λ)·1 + s and k − s
     assert curriculum.posterior[[first, second]].tolist() == [[7.0, 3.0], [1.0, 9.0]]
-    metrics = curriculum.observe([(0, 8.0, 8), (2, 4.0, 8)])
+    metrics = curriculum.learn(0, [(0, 8.0, 8), (2, 4.0, 8)])
     assert metrics == {
         "curriculum/predicted_pass_rate": pytest.approx((0.7 + 0.5) / 2),
         "curriculum/pass_rate": 12 / 16,
         "curriculum/unseen": 0.5,
     }
     assert curriculum.posterior[first].tolist() == [0.5 * 7 + 0.5 + 8, 0.5 * 3 + 0.5]
-    assert curriculum.observe([]) == {}
+    assert curriculum.learn(0, []) == {}
 
 
 @pytest.mark.parametrize(("target", "expected"), [(0.5, 0.5), (0.9, 0.9)])
@@ -51,7 +56,7 @@ def test_examples_near_the_target_are_chosen(target: float, expected: float) -> 
     curriculum.posterior = 1 + 1e4 * np.stack([rates, 1 - rates], axis=1)
     chosen = curriculum.choose(0, 4)
     assert sorted(chosen) == chosen
-    found = sorted(rates[curriculum.stream.locate(index)[1]] for index in chosen)
+    found = sorted(rates[curriculum.run.stream.locate(index)[1]] for index in chosen)
     best = sorted(rates, key=lambda rate: abs(rate - expected))[:4]
     assert found == pytest.approx(sorted(best))
 
@@ -73,7 +78,7 @@ def test_a_share_below_one_prompt_is_reserved_as_often() -> None:
     curriculum = make_curriculum(ExampleStream(examples, seed=0), 400, pool=4, unseen=0.25)
     curriculum.posterior[::2] = 1e6
     rows = [
-        curriculum.stream.locate(curriculum.choose(position, 1)[0])[1]
+        curriculum.run.stream.locate(curriculum.choose(position, 1)[0])[1]
         for position in range(0, 1600, 4)
     ]
     share = sum(row % 2 for row in rows) / len(rows)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from vlm_grpo.config.data import CurriculumSettings
-from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.config.methods import CurriculumSettings
+from vlm_grpo.task import Task
+from vlm_grpo.task.scorer import measure_pass
+from vlm_grpo.training.batch import KeptGroup
+from vlm_grpo.training.methods import Method, Run
+from vlm_grpo.types import Group
 
 Observation = tuple[int, float, int]
 """An index of the stream, the sum of its completions' pass values (0 to 1), and their number."""
 
 
-class Curriculum:
+class Curriculum(Method):
     """A chooser of prompts whose pass rate is probably near a target.
 
     MoPPS (Qu et al., arXiv:2507.04632): the pass rate of an example has the posterior Beta(α, β),
@@ -25,30 +32,29 @@ class Curriculum:
     Each source of a mixture has as many prompts as in the stream's own order. The choice depends
     only on the posterior, the seed and the place in the stream, so ranks agree on it.
 
-    Args:
-        stream: the training examples.
-        rows: their number.
-        settings: the settings.
-        seed: seed of the draws.
-
     Attributes:
         posterior: (rows, 2) α and β of each example.
-        pool: number of candidates per prompt.
     """
 
-    def __init__(
-        self, stream: ExampleStream, rows: int, settings: CurriculumSettings, seed: int
-    ) -> None:
-        self.stream, self.settings, self.seed = stream, settings, seed
-        self.posterior, self.pool = np.ones((rows, 2)), settings.pool
+    name, block = "curriculum", "data.curriculum"
+    own: CurriculumSettings
+    posterior: np.ndarray
 
-    def choose(self, position: int, count: int) -> list[int]:
+    def __init__(self, own: CurriculumSettings) -> None:
+        super().__init__(own)
+        self.pool = own.pool
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        self.posterior = np.ones((len(run.stream.examples), 2))
+
+    def choose(self, position: int, count: int, /) -> list[int]:
         """Return ``count`` of the ``count * pool`` indices from ``position`` on, in their order."""
-        places = [self.stream.locate(position + i) for i in range(count * self.pool)]
+        places = [self.run.stream.locate(position + i) for i in range(count * self.pool)]
         sources, rows = np.array(places, dtype=int).reshape(-1, 2).T
-        random = np.random.default_rng([self.seed, position, 1])
+        random = np.random.default_rng([self.run.settings.seed, position, 1])
         draws = random.beta(*self.posterior[rows].T)
-        distances = np.abs(draws - self.settings.target)
+        distances = np.abs(draws - self.own.target)
         # In a small data set, an example that comes twice is taken twice only if it must be.
         distances[np.setdiff1d(range(len(rows)), np.unique(rows, return_index=True)[1])] += 1
         unseen = self._is_unseen(rows)
@@ -56,21 +62,27 @@ class Curriculum:
         for source, wanted in Counter(sources[:count].tolist()).items():
             own = np.flatnonzero(sources == source)
             own = own[np.argsort(distances[own], kind="stable")]
-            reserved = int(wanted * self.settings.unseen + random.random())  # right on average
+            reserved = int(wanted * self.own.unseen + random.random())  # right on average
             first = own[unseen[own]][:reserved]
             others = own[~np.isin(own, first)]
             chosen += [*first, *others[: wanted - len(first)]]
         return [position + int(place) for place in sorted(chosen)]
 
-    def observe(self, observations: Sequence[Observation]) -> dict[str, float]:
+    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[Observation]:
+        return [_observe(index, task, group) for index, group in groups.items()]
+
+    def learn(
+        self, step: int, observed: list[Observation], recalled: Sequence[KeptGroup] = ()
+    ) -> dict[str, float]:
         """Update the posterior after a step; return the step's metrics.
 
         They are the mean pass rate that was predicted and the one that was found, and the share of
         prompts whose examples had not been sampled yet.
         """
-        if not observations:
+        if not observed:
             return {}
-        rows = np.array([self.stream.locate(index)[1] for index, _, _ in observations])
+        observations = sorted(observed)
+        rows = np.array([self.run.stream.locate(index)[1] for index, _, _ in observations])
         passed = np.array([passed for _, passed, _ in observations])
         counts = np.array([count for _, _, count in observations])
         known = self.posterior[rows]
@@ -79,10 +91,25 @@ class Curriculum:
             "curriculum/pass_rate": float(passed.sum() / counts.sum()),
             "curriculum/unseen": float(self._is_unseen(rows).mean()),
         }
-        decay = self.settings.decay
+        decay = self.own.decay
         for row, update in zip(rows, np.stack([passed, counts - passed], axis=1), strict=True):
             self.posterior[row] = decay * self.posterior[row] + (1 - decay) + update
         return metrics
 
     def _is_unseen(self, rows: np.ndarray) -> np.ndarray:
         return self.posterior[rows].sum(axis=1) == 2  # the prior
+
+    def state_dict(self) -> tuple[None, dict[str, Tensor]]:
+        return None, {"posterior": torch.from_numpy(self.posterior).clone()}
+
+    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
+        if "posterior" in tensors:
+            self.posterior = tensors["posterior"].numpy().copy()
+
+
+def _observe(index: int, task: Task, group: Group) -> Observation:
+    pairs = zip(group.completions, group.scores, strict=True)
+    # Another form of a prompt, as with noise, may be harder than it is.
+    own = [score for completion, score in pairs if completion.variant is None]
+    passed = [measure_pass(task, group.prompt.example, score) for score in own]
+    return index, sum(passed), len(passed)

@@ -21,19 +21,21 @@ from small_runs import (
 )
 from tiny_models import noise_example
 
+from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.run import Settings
+from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.media import images
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import trainer as trainer_module
-from vlm_grpo.training.experience import _observe
-from vlm_grpo.training.groups import SamplingArguments, join_groups
+from vlm_grpo.training.methods import Run
+from vlm_grpo.training.methods.curriculum import _observe
+from vlm_grpo.training.methods.noise import Noise
 from vlm_grpo.training.objective import TokenBatch
 from vlm_grpo.training.objective.diagnostics import loss_metrics
 from vlm_grpo.training.objective.losses import sampler_weights
-from vlm_grpo.training.rollout import RolloutSampler, build_rollout_sampler
+from vlm_grpo.training.rollout import RolloutSampler, SamplingArguments, join_groups
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -46,6 +48,10 @@ def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]
     return {group.id: group.completions for group in groups}
 
 
+def get_strengths(completions: Sequence[Completion]) -> list[int]:
+    return [0 if c.variant is None else c.variant[1] for c in completions]
+
+
 def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> torch.Tensor:
     with torch.no_grad():
         batch = MicroBatch((GroupSlice(prompt, (completion.token_ids,), (0,)),))
@@ -55,10 +61,9 @@ def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> to
 def test_prompts_without_a_noisy_one_are_sampled_whole(settings: Any) -> None:
     run = settings(rollout={"noise": {"share": 0.25}})
     plain, clean = (Prompt(Example(name, (), "", 0), "", (1,), {}) for name in "ab")
-    image = SimpleNamespace(noise=images.DiffusionNoise(7, (0,)))
-    noisy = replace(clean, example=replace(clean.example, images=(image,)))  # pyright: ignore
-    prompts = [plain, replace(clean, noisy=noisy)]
-    found = SamplingArguments.build(prompts, [5, 9], SimpleNamespace(), run)  # pyright: ignore
+    noisy = replace(clean, label=("noise", 7))
+    prompts = [plain, replace(clean, variant=noisy)]
+    found = SamplingArguments.build(prompts, [5, 9], SimpleNamespace(), run, 1)  # pyright: ignore
     assert found.prompts == [*prompts, noisy]
     assert found.num_generations == [range(4), range(3), range(3, 4)]
     assert found.seeds == [(0, 5), (0, 9), (0, 9)]
@@ -68,9 +73,9 @@ def test_prompts_without_a_noisy_one_are_sampled_whole(settings: Any) -> None:
     ]
     joined, groups = join_groups(prompts, parts)
     assert joined == [plain, clean]
-    assert [[(c.token_ids[0], c.noise) for c in group] for group in groups] == [
-        [(0, 0), (1, 0), (2, 0), (3, 0)],
-        [(0, 0), (1, 0), (2, 0), (3, 7)],
+    assert [[(c.token_ids[0], c.variant) for c in group] for group in groups] == [
+        [(0, None), (1, None), (2, None), (3, None)],
+        [(0, None), (1, None), (2, None), (3, ("noise", 7))],
     ]
 
 
@@ -97,7 +102,7 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
     )
     for name, members in groups.items():
         expected = [0, 0, 500, 500] if share == 0.5 else [0, 0, 0, 500]
-        assert [completion.noise for completion in members] == expected
+        assert get_strengths(members) == expected
         for completion, other in zip(members, plain[name], strict=True):
             assert completion.token_ids == other.token_ids
             assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -106,25 +111,26 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
 def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(
     settings: Any,
 ) -> None:
-    sampler = make_trainer(settings(rollout=CONSTANT)).sampler
-    rollout = sampler.sample(0)
-    noise = sampler.settings.noise_at(0)
-    assert noise is not None
-    assert rollout.metrics == {"noise/strength": noise.steps}
-    prompts = {p.example.id: p for p in sampler.loader.load(rollout.rounds[0], noise)}
+    trainer = make_trainer(settings(rollout=CONSTANT))
+    sampler, rollout = trainer.sampler, trainer.sampler.sample(0)
+    variant = trainer.methods["noise"].variant(0)
+    assert variant is not None
+    assert rollout.metrics == {"noise/strength": variant.label[1]}
+    prompts = {p.example.id: p for p in sampler.loader.load(rollout.rounds[0], variant)}
     for group in rollout.groups:
-        assert group.prompt.noisy is None
+        assert group.prompt.variant is None
         assert all(image.noise is None for image in group.prompt.example.images)
         prompt = prompts[group.id]
-        assert prompt.noisy is not None
-        assert prompt.noisy.token_ids == prompt.token_ids == group.prompt.token_ids
+        assert prompt.variant is not None
+        assert prompt.variant.token_ids == prompt.token_ids == group.prompt.token_ids
         for completion in group.completions:
             drawn = torch.tensor(completion.logprobs)
             behind_clean, behind_noise = (
-                (score(sampler, p, completion) - drawn).abs().max() for p in (prompt, prompt.noisy)
+                (score(sampler, p, completion) - drawn).abs().max()
+                for p in (prompt, prompt.variant)
             )
             right, wrong = behind_clean, behind_noise
-            if completion.noise:
+            if completion.variant is not None:
                 right, wrong = wrong, right
             assert right < 1e-4 < wrong  # rounding; another image
 
@@ -142,11 +148,11 @@ def test_each_image_is_encoded_once_with_noise_and_once_without(
     policy_counters = trainer.policy.counters
     rollout = trainer.sampler.sample(1)
     before = policy_counters.encoder_passes
-    noise = trainer.settings.noise_at(1)
-    prompts = trainer.sampler.loader.load(rollout.rounds[0], noise)
+    variant = trainer.methods["noise"].variant(1)
+    prompts = trainer.sampler.loader.load(rollout.rounds[0], variant)
     trainer.policy.encode_images(prompts)
     assert policy_counters.encoder_passes == before  # kept, or never kept with a trained tower
-    trainer.policy.encode_images([p.noisy for p in prompts if p.noisy is not None])
+    trainer.policy.encode_images([p.variant for p in prompts if p.variant is not None])
     assert policy_counters.encoder_passes == before + (3 if passes == 2 else 0)
 
 
@@ -191,7 +197,8 @@ def test_completions_do_not_depend_on_the_number_of_ranks(
     assert found.keys() == expected.keys()
     for name, members in found.items():
         for completion, other in zip(members, expected[name], strict=True):
-            assert (completion.token_ids, completion.noise) == (other.token_ids, other.noise)
+            assert completion.token_ids == other.token_ids
+            assert completion.variant == other.variant
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -252,7 +259,7 @@ def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction() -> 
         lengths=torch.tensor([2, 2]),
         old_logprobs=logprobs,
         sampler_logprobs=torch.tensor([-1.5, -1.5, -9.0, -9.0]),
-        noisy=torch.tensor([False, True]),
+        behind_variant=torch.tensor([False, True]),
     )
     objective = ObjectiveSettings(sampler_correction="sequence")
     weights = sampler_weights(batch, objective)
@@ -305,12 +312,12 @@ def test_settings_that_need_the_policys_own_completions_are_refused(
 
 def test_noise_without_any_image_is_refused(settings: Any) -> None:
     trainer = make_trainer(settings())
-    examples = [Example("a", (), "What?", "b")]
+    stream = ExampleStream([Example("a", (), "What?", "b")], 0)
     with pytest.raises(UserError, match="no training example has an image"):
-        build_rollout_sampler(trainer.strategy, trainer.task, examples, settings(rollout=CONSTANT))
+        Noise(NoiseSettings()).start(Run(settings(), trainer.strategy, stream))
 
 
 def test_noise_begins_with_the_first_step_after_a_warm_start(settings: Any) -> None:
-    run: Settings = settings(rollout=CONSTANT, warm_start={"steps": 2})
-    strengths = [noise and noise.steps for noise in map(run.noise_at, range(4))]
-    assert strengths == [None, None, 500, 500]
+    noise = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2})).methods["noise"]
+    labels = [variant and variant.label for variant in map(noise.variant, range(4))]
+    assert labels == [None, None, ("noise", 500), ("noise", 500)]

@@ -15,7 +15,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task, reward
-from vlm_grpo.training.targets import TargetWriter, find_end_token, write_groups
+from vlm_grpo.training.methods.warm_start import TargetWriter, find_end_token, write_groups
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example
 

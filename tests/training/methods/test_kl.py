@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.training.batch import Rollout, build_slices
-from vlm_grpo.training.reference import Reference
+from vlm_grpo.training.batch import Rollout, TokenLayout, build_slices, score_slices
+from vlm_grpo.training.methods import Passes
+from vlm_grpo.training.methods.kl import Reference, ReferenceKL
 from vlm_grpo.training.trainer import Trainer, train
-from vlm_grpo.types import Group
 
 FULL: tuple[str, ...] = ()
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
@@ -54,7 +53,7 @@ def test_a_host_snapshot_on_an_accelerator() -> None:
         assert weight.device.type == "cuda"
         assert weight.tolist() == [0, 0, 0]
     assert weight.tolist() == [1, 1, 1]
-    host.refresh(2)
+    host.copy_policy()
     assert host.state_dict()["w"].tolist() == [1, 1, 1]
 
 
@@ -78,9 +77,8 @@ def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
         assert reference.state_dict()["w"].tolist() == [0, 0, 0]
         saved = {"w": torch.full((3,), 7.0)}
         reference.load_state_dict(saved)
-        reference.refresh(1)  # not due: 1 is no multiple of 2
         assert reference.state_dict()["w"].tolist() == [7, 7, 7]
-        reference.refresh(2)
+        reference.copy_policy()
         assert reference.state_dict()["w"].tolist() == [1, 1, 1]
         assert not reference.state_dict()["w"].requires_grad
         assert saved["w"].tolist() == [7, 7, 7]
@@ -122,11 +120,11 @@ class FrozenPolicy:
         loaded = LoadedModel(
             copy.deepcopy(own.model), own.processor, own.family, own.budget, own.shared, None
         )
-        self.updater = replace(trainer.updater, policy=Policy(loaded, own.distribution))
+        self.policy, self.budget = Policy(loaded, own.distribution), trainer.updater.budget
 
-    def logprobs(self, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
-        keep = [True] * sum(len(group.completions) for group in groups)
-        return self.updater.logprobs(build_slices(groups, keep))
+    def logprobs(self, rollout: Rollout) -> torch.Tensor:
+        slices = build_slices(rollout.groups, [True] * len(rollout.completions))
+        return score_slices(self.policy, slices, rollout.layout, self.budget.limit)
 
 
 @both_kinds
@@ -139,27 +137,25 @@ def test_the_reference_is_the_policy_at_its_last_refresh(
         tmp_path, KL, f"objective.reference_refresh_every={every}", *weights
     )
     reference = FrozenPolicy(trainer)
-    passes: list[tuple[Sequence[Group], Mapping[int, torch.Tensor]]] = []
-    score_step = trainer.updater.score_step
+    passes: list[tuple[Rollout, torch.Tensor]] = []
+    score = trainer.updater.score
 
     def record_pass(rollout: Rollout) -> Any:
-        scores = score_step(rollout)
-        passes.append((rollout.groups, scores.values["reference_logprobs"]))
+        scores = score(rollout)
+        passes.append((rollout, scores["reference_logprobs"]))
         return scores
 
-    trainer.updater.score_step = record_pass
+    trainer.updater.score = record_pass
     differences = []
     for step in range(5):
         if every != "never" and step % int(every) == 0:
             reference = FrozenPolicy(trainer)
         current = FrozenPolicy(trainer)
         run_steps(trainer, 1)
-        groups, found = passes[-1]
-        expected, policy = reference.logprobs(groups), current.logprobs(groups)
-        assert set(found) == set(expected) == set(range(12))
+        rollout, found = passes[-1]
         # Equal numbers went through equal operations: bit-identical.
-        assert all(torch.equal(found[row], expected[row]) for row in found)
-        differences.append(max((found[row] - policy[row]).abs().max().item() for row in found))
+        assert torch.equal(found, reference.logprobs(rollout))
+        differences.append((found - current.logprobs(rollout)).abs().max().item())
     fresh = [step for step in range(5) if differences[step] == 0]
     assert fresh == ([0] if every == "never" else [0, 2, 4])
     assert max(differences) > 0.01  # nats: the policy has changed, or the test would be empty
@@ -189,8 +185,7 @@ def test_a_reference_refreshed_in_every_step_costs_nothing(
 
         monkeypatch.setattr(trainer.policy, "score", count_calls)
         rows = run_steps(trainer, 2)
-        assert trainer.updater.reference.snapshot is None
-        assert trainer.updater.reference.state_dict() == {}
+        assert not trainer.methods
         names = [name for name in rows[0] if name.startswith("work/")]
         assert "work/update_tokens" in names
         assert len(calls) == 2 * iterations  # one forward pass per update, no others
@@ -238,7 +233,10 @@ def test_gathered_weights_are_dropped_around_the_reference_pass(
     weight.data.zero_()  # the policy's; the reference's are not 0
     dropped: list[bool] = []
     monkeypatch.setattr(trainer.strategy, "release", lambda: dropped.append(bool(weight.any())))
-    trainer.updater.reference_logprobs(())
+    kl = trainer.methods["kl"]
+    assert isinstance(kl, ReferenceKL)
+    strategy, score = trainer.strategy, partial(trainer.updater.logprobs, TokenLayout.of([]))
+    Passes(Rollout(()), (), strategy, score).logprobs(weights=kl.reference.in_place())
     assert dropped == [False, True]
     assert not weight.any()
 

@@ -1,0 +1,60 @@
+"""Groups of which a part is sampled behind images with noise (NoisyRollout, arXiv:2504.13055)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vlm_grpo.config.methods import NoiseSettings
+from vlm_grpo.errors import UserError
+from vlm_grpo.media.images import DiffusionNoise
+from vlm_grpo.training.batch import KeptGroup
+from vlm_grpo.training.methods import Method, Run, Variant
+from vlm_grpo.types import Example
+
+
+@dataclass(frozen=True)
+class NoisyImages(Variant):
+    """Prompts with noise on their images; its seed has the index of the prompt besides."""
+
+    noise: DiffusionNoise
+
+    @property
+    def label(self) -> tuple[str, int]:
+        return "noise", self.noise.steps
+
+    def change(self, example: Example, index: int) -> Example | None:
+        if not example.images:
+            return None
+        return example.with_noise(replace(self.noise, seed=(*self.noise.seed, index)))
+
+
+class Noise(Method):
+    """Noise on the images of a part of each group, which falls over the run."""
+
+    name, block, has_videos = "noise", "rollout.noise", False
+    own: NoiseSettings
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        if not any(example.images for example in run.stream.examples):
+            raise UserError(
+                "rollout.noise has no effect: no training example has an image; remove it"
+            )
+
+    def variant(self, step: int) -> NoisyImages | None:
+        settings = self.run.settings
+        if settings.is_supervised(step):
+            return None
+        strength = self.own.anneal(settings.progress_at(step + 1))
+        return NoisyImages(DiffusionNoise(strength, (settings.seed,))) if strength else None
+
+    def count_variants(self, size: int) -> int:
+        return self.own.count(size)
+
+    def learn(
+        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
+    ) -> dict[str, float]:
+        variant = self.variant(step)
+        return {"noise/strength": 0 if variant is None else variant.noise.steps}
