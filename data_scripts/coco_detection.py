@@ -17,8 +17,7 @@ _IMAGES = {
     "instances_train2017.json": 118_287,
     "instances_train2014.json": 82_783,
 }
-_CATEGORIES = 80
-"""Number of COCO's categories: other datasets have files of the same names."""
+_CATEGORIES = 80  # Number of COCO's categories: other datasets have files of the same names
 
 
 @converter(tasks=("detection",), splits=dict.fromkeys(("val", "valid", "test", "train")))

@@ -36,8 +36,7 @@ from vlm_grpo.utils.jsonl import read_rows
 BOX_TOLERANCE = 1.0
 """Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
 evaluation drops such boxes."""
-_LISTED_ROWS = 1000
-"""Number of refused rows that the summary file lists; all are counted."""
+_LISTED_ROWS = 1000  # Number of refused rows that the summary file lists; all are counted
 
 ExpectedCounts = Mapping[str, int]
 """Number of rows by the name of what has it: the split, one of several datasets, or a file."""
@@ -71,8 +70,7 @@ class RefusedRow:
     kind: Literal["lost", "excluded", "source"] = "lost"
 
 
-Rows = Iterator[ConvertedRow | RefusedRow]
-"""A converter's rows, one for each row of the source."""
+Rows = Iterator[ConvertedRow | RefusedRow]  #: A converter's rows, one for each row of the source
 
 
 @dataclass(frozen=True)

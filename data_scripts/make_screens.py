@@ -17,10 +17,8 @@ from vlm_grpo.data_scripts.make_shapes import COLORS, SIDE, draw_mask, list_simi
 from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image
 from vlm_grpo.types import Example
 
-TITLE = 9
-"""Height of a window's title bar in pixels."""
-BORDER = 3
-"""Least distance between a button's edge and its icon, its cell's edge or the window's."""
+TITLE = 9  #: Height of a window's title bar in pixels
+BORDER = 3  #: Least distance between a button's edge and its icon, its cell's edge or the window's
 
 Box = tuple[int, int, int, int]
 

@@ -44,8 +44,7 @@ COLORS = {
 }
 Pair = tuple[str, str]
 PAIRS: list[Pair] = [(kind, color) for kind in KINDS for color in COLORS]
-GAP = 2
-"""Smallest distance between two shapes in pixels, so that none touch."""
+GAP = 2  #: Smallest distance between two shapes in pixels, so that none touch
 
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 """Directions of the relations, in image coordinates."""
@@ -53,8 +52,7 @@ CLEAR = 4
 """A shape is left of another if it is farther to its left than above or below, by this many pixels;
 no other shape may be nearer to such a position than that."""
 
-MAX_COUNT = 6
-"""Largest answer of a counting example."""
+MAX_COUNT = 6  #: Largest answer of a counting example
 
 Square = tuple[int, int, int, int]
 _MESSY = {"clutter": 8, "noise": 20}

@@ -19,11 +19,9 @@ from vlm_grpo.data_scripts.make_words import DIGITS, LETTERS
 from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image, is_held_out
 from vlm_grpo.types import Example
 
-CELL = (56, 28)
-"""Width and height of a cell in pixels: 2 × 1 image tokens of a Qwen-VL."""
+CELL = (56, 28)  #: Width and height of a cell in pixels: 2 × 1 image tokens of a Qwen-VL
 QUESTION = "What does the table say?"
-POINTS = 20
-"""Font size."""
+POINTS = 20  #: Font size
 
 
 class Tables(World):

@@ -72,15 +72,12 @@ REMAINING = tuple(number / 40 for number in range(20, 33))
 BAND = (0.25, 0.65)
 """Range of held-out accuracies in which most groups contain right and wrong completions; the
 finished model's must lie in it."""
-MAX_ANSWER_TOKENS = 40
-"""A box takes about 25 tokens."""
-CELLS = 3
-"""Image tokens per row and column of a scene."""
+MAX_ANSWER_TOKENS = 40  #: A box takes about 25 tokens
+CELLS = 3  #: Image tokens per row and column of a scene
 QUARTERS = 2
 """A token is divided into this many parts per axis, and each part is labeled with the shape that
 overlaps it most."""
-LEAST_AREA = 12
-"""Smallest overlap of a shape with a part that counts, in pixels; a part has 196."""
+LEAST_AREA = 12  #: Smallest overlap of a shape with a part that counts, in pixels; a part has 196
 COLUMNS = 9
 """Parts into which the token of a word is divided, from left to right; each shows one letter or
 none."""

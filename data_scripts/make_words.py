@@ -29,17 +29,14 @@ from vlm_grpo.data_scripts.synthetic import (
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example
 
-SIZE = (84, 28)
-"""Width and height of a word's image in pixels: 3 × 1 image tokens of a Qwen-VL."""
+SIZE = (84, 28)  #: Width and height of a word's image in pixels: 3 × 1 image tokens of a Qwen-VL
 
 QUESTION = "What does the text say?"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DIGITS = "0123456789"
-LENGTHS = (3, 4)
-"""Smallest and largest number of letters in a word."""
+LENGTHS = (3, 4)  #: Smallest and largest number of letters in a word
 
-POINTS = 22
-"""Font size; a word too wide for the image gets a smaller one."""
+POINTS = 22  #: Font size; a word too wide for the image gets a smaller one
 
 FONTS = (None, "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSansMono", "STIXGeneralItalic", "cmtt10")
 """Names of Matplotlib's fonts; None: Pillow's own."""

@@ -17,8 +17,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.graders.page_tests import TYPES
 from vlm_grpo.task.graders.tables import import_extra
 
-LONGEST_SIDE = 1288
-"""Longest side of a page's image in pixels, as in olmOCR since version 0.2."""
+LONGEST_SIDE = 1288  #: Longest side of a page's image in pixels, as in olmOCR since version 0.2
 _LEFT_OUT = ("pdf", "page", "url", "checked")
 
 

@@ -15,8 +15,7 @@ from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows
 from vlm_grpo.data_scripts.readers import locate_phrase, xywh_to_xyxy
 from vlm_grpo.errors import UserError
 
-_ROUNDING = 0.5
-"""Largest difference in pixels between jxu124's box and the original annotation."""
+_ROUNDING = 0.5  # Largest difference in pixels between jxu124's box and the original annotation
 
 
 def _convert_lmms_lab(row: RawRecord, name: str) -> Rows:

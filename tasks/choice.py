@@ -12,8 +12,7 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.scores import accuracy_by_gold
 from vlm_grpo.types import Example
 
-MAX_CHARACTERS = 2_000
-"""Maximum length of an answer and of an option."""
+MAX_CHARACTERS = 2_000  #: Maximum length of an answer and of an option
 # Words that may stand before an answer: "The correct answer is B", "Option B", "Answer: B".
 _LEAD = re.compile(
     r"(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:(?:correct|right|best|final) )?"

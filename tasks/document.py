@@ -15,10 +15,8 @@ from vlm_grpo.task.graders.tables import import_extra
 from vlm_grpo.task.scores import match
 from vlm_grpo.types import Example
 
-MAX_CHARACTERS = 50_000
-"""Maximum length of a page's text."""
-MAX_BLOCKS = 400
-"""Maximum number of paragraphs of a page that are matched."""
+MAX_CHARACTERS = 50_000  #: Maximum length of a page's text
+MAX_BLOCKS = 400  #: Maximum number of paragraphs of a page that are matched
 _MOST_TIMES, _MOST_MORE = 3, 1_000
 """Most letters of an answer: the first number times those of the gold text, plus the second."""
 

@@ -16,8 +16,7 @@ from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
 from vlm_grpo.utils.worker_pool import WorkerPool
 
-_LONGEST = 300
-"""Maximum number of characters of an answer."""
+_LONGEST = 300  # Maximum number of characters of an answer
 _SECONDS = 3.0
 """Time limit of a comparison; towers of powers never end, and such an answer is wrong."""
 _MEMORY = 8 << 30

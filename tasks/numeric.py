@@ -11,8 +11,7 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.types import Example
 
-_LONGEST = 200
-"""Maximum number of characters of an answer."""
+_LONGEST = 200  # Maximum number of characters of an answer
 _WRAPPERS = re.compile(
     r"\$([^$]*)\$|\\boxed\{(.*)\}|\*\*(.*)\*\*|\"(.*)\"|“(.*)”|'(.*)'"
     r"|```(?:\w+ )?(.*)```|`(.*)`"

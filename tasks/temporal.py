@@ -12,10 +12,8 @@ from vlm_grpo.task.drawing import draw_boxes
 from vlm_grpo.task.parsing import parse_points
 from vlm_grpo.types import Example, VideoRef
 
-Interval = tuple[float, float]
-"""Start and end in seconds."""
-_TOLERANCE = 1e-9
-"""For floating-point rounding of an IoU that equals a threshold."""
+Interval = tuple[float, float]  #: Start and end in seconds
+_TOLERANCE = 1e-9  # For floating-point rounding of an IoU that equals a threshold
 _MAX_CHARACTERS = 1_000
 _SHORTEST = 0.01
 """Least length of a gold interval in seconds: answers are written with two decimals."""

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 _END_BYTES = 4096
 """Number of bytes at each end of an encoded image that tell it from others of its length."""
-_MAX_LISTED = 10
-"""Problems listed under each heading of a report."""
+_MAX_LISTED = 10  # Problems listed under each heading of a report
 _THUMBNAIL_SIZE = (16, 16)
 """Size in pixels of the thumbnails that decide whether two images are duplicates."""
 _MEAN_DIFFERENCE, _MAX_DIFFERENCE = 3.0, 32
@@ -38,8 +37,7 @@ _BANDS = 4
 """Images that differ in fewer than this many of their 128 hash bits agree in at least one band."""
 _MAX_PAIRWISE = 5000
 """Largest bucket that is compared pairwise; in larger ones only equal thumbnails are found."""
-_SIDE = 64
-"""Side in pixels of the squares to which the images of a suspected pair are resized."""
+_SIDE = 64  # Side in pixels of the squares to which the images of a suspected pair are resized
 _MAX_CHANGED = 0.03
 """Largest share of these pixels that differs, by more than ``_MAX_DIFFERENCE``, in duplicates: JPEG
 compression of a photograph changes none of them, that of an image of 84 pixels up to 2 %."""

@@ -30,10 +30,8 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "eval": ("val", "valid", "validation", "dev", "test"),
 }
 """Names of each part in published datasets, the preferred one first."""
-_TOLERANCE = 1.0
-"""Pixels by which a box may extend beyond its image: annotations are rounded."""
-_MAX_BYTES = 16 * 2**20
-"""Size of an XML file or a label file."""
+_TOLERANCE = 1.0  # Pixels by which a box may extend beyond its image: annotations are rounded
+_MAX_BYTES = 16 * 2**20  # Size of an XML file or a label file
 
 
 @dataclass(frozen=True)

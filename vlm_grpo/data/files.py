@@ -22,8 +22,7 @@ MAX_DEPTH = 32
 CAPTION_QUESTION = "Describe the image in one sentence."
 """Question of rows whose source has captions and no questions."""
 _CLASS_QUESTION = "What is in the image?"
-_MAX_LISTED = 30
-"""Classes that a question lists; of more it names none."""
+_MAX_LISTED = 30  # Classes that a question lists; of more it names none
 _FILE_COLUMNS = ("file_name", "file_names")
 """Columns of the images in a metadata file of ``datasets``."""
 _TEXT_SUFFIXES = (".txt", ".cls", ".cap", ".caption", ".text")

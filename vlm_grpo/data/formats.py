@@ -47,8 +47,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
 _EMBEDDED_MODULES = ("charts", "clips", "screens", "shapes", "tables", "words")
-_EMBEDDED_SEED = 1
-"""Differs from the seed of the examples on which the embedded model was trained."""
+_EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 _ARGUMENTS: dict[Split, str] = {"train": "data", "eval": "held_out"}
 """Arguments of ``train`` by split."""
@@ -102,35 +101,25 @@ def _itself(path: Path) -> Sequence[Path]:
     return [path]
 
 
-def _read_lines(path: Path, task: Task, split: Split) -> Iterable[Row]:
-    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_csv)(path)
+def _only_path(read: Callable[[Path], Iterable[Row]]) -> Callable[..., Iterable[Row]]:
+    return lambda path, *_: read(path)
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(".jsonl", _has_suffix(".jsonl"), _read_lines),
+    Format(".jsonl", _has_suffix(".jsonl"), _only_path(read_jsonl)),
     Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_coco_folders),
-    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _read_lines),
+    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _only_path(read_csv)),
     Format(".parquet", _has_suffix(".parquet"), _read_table),
-    Format(".tar (WebDataset)", _has_suffix(".tar"), lambda path, *_: read_tar(path)),
+    Format(".tar (WebDataset)", _has_suffix(".tar"), _only_path(read_tar)),
     Format("data.yaml of YOLO", _has_suffix(".yaml", ".yml"), read_yolo, list_yolo_folders),
     Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_voc_folders),
     Format("a folder of save_to_disk", _is_folder(_is_saved), _read_table, _itself),
     Format("a folder of COCO", _is_folder(find_coco_file), read_json_source, list_coco_folders),
     Format("of YOLO", _is_folder(is_yolo), read_yolo, list_yolo_folders),
     Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_voc_folders),
-    Format(
-        "of images and metadata",
-        _is_folder(find_metadata),
-        lambda path, *_: read_metadata(path),
-        _itself,
-    ),
+    Format("of images and metadata", _is_folder(find_metadata), _only_path(read_metadata), _itself),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
-    Format(
-        "of a subfolder per class",
-        _is_folder(list_classes),
-        lambda path, *_: read_classes(path),
-        _itself,
-    ),
+    Format("of a subfolder per class", _is_folder(list_classes), _only_path(read_classes), _itself),
 )
 """All formats; the first that fits a path reads it."""
 
@@ -144,17 +133,11 @@ class OpenSource(NamedTuple):
 
 
 def open_source(source: str | Rows, task: Task, limit: int | None, split: Split) -> OpenSource:
-    """Open a source.
+    """Open a source: a path, a glob or a brace list of paths, ``hf:NAME[:SPLIT[:CONFIG]]``,
+    ``embedded:NAME[:DIALS]``, or rows in memory.
 
-    Args:
-        source: a path, a glob or a brace list of paths, ``hf:NAME[:SPLIT[:CONFIG]]``,
-            ``embedded:NAME[:DIALS]``, or rows in memory.
-        task: asks about the objects of detection datasets.
-        limit: number of examples of embedded data; None: its default.
-        split: selects the part of a source that has several.
-
-    Raises:
-        UserError: the source is unknown or cannot be opened.
+    ``task`` asks about the objects of detection datasets, ``limit`` is the number of examples of
+    embedded data, and ``split`` selects the part of a source that has several.
     """
     if not isinstance(source, str):
         rows = cast("Any", source)

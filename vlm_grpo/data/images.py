@@ -28,8 +28,7 @@ VIDEO_SUFFIXES = (
     *(".asf", ".wmv"),
 )
 """Suffixes by which files and columns of clips are recognized."""
-_MIN_FRAMES = 4
-"""Frames of a short video file, as in qwen-vl-utils."""
+_MIN_FRAMES = 4  # Frames of a short video file, as in qwen-vl-utils
 _MAX_CACHED = 10_000
 """Number of images and clips whose headers are kept for other rows of the same ones."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")

@@ -23,8 +23,7 @@ from vlm_grpo.types import Example
 
 logger = logging.getLogger(__name__)
 
-_MAX_LISTED = 50
-"""Bad rows listed in one message; the rest are only counted."""
+_MAX_LISTED = 50  # Bad rows listed in one message; the rest are only counted
 
 
 def load_examples(

@@ -18,8 +18,7 @@ from typing import Any
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example, TableCell
 
-_BUFFER_BYTES = 2**20
-"""Number of bytes that are written at once."""
+_BUFFER_BYTES = 2**20  # Number of bytes that are written at once
 
 
 class _Examples(Sequence[Example]):

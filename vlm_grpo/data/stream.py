@@ -13,8 +13,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.types import Example
 
-_BLOCK = 4096
-"""Number of positions of a mixture that are assigned to sources at once."""
+_BLOCK = 4096  # Number of positions of a mixture that are assigned to sources at once
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 

@@ -149,8 +149,7 @@ class TableCell:
         return bytes, (self.read(),)
 
 
-MAX_NOISE_STEPS = 999
-"""The most diffusion steps, after which little of an image is left."""
+MAX_NOISE_STEPS = 999  #: The most diffusion steps, after which little of an image is left
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,16 @@ from PIL import Image
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,asf"
 """FFmpeg's names of the accepted formats. It supports more, of which some open other files."""
-STRIP_FRAMES = 8
-"""Largest number of frames side by side."""
-_STRIP_WIDTH = 320
-"""Largest width of a frame in a strip, in pixels."""
-_MAX_GROUP = 1000
-"""Largest number of packets that wait for their key frame to prove useful."""
+STRIP_FRAMES = 8  #: Largest number of frames side by side
+_STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
+_MAX_GROUP = 1000  # Largest number of packets that wait for their key frame to prove useful
 _INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
 """FFmpeg's names of formats with an index of their key frames."""
 _TIMED = (*_INDEXED, "mpegts")
 """FFmpeg's names of formats that state when a frame is shown; others leave it to be guessed from
 the frames before."""
-_FAR = 30.0
-"""Seconds between frames from which on a file is not read but its index used."""
-_SHORT = 1.0
-"""Seconds by which a stream may be shorter than its header says."""
+_FAR = 30.0  # Seconds between frames from which on a file is not read but its index used
+_SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
 @dataclass(frozen=True)

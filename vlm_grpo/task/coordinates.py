@@ -216,8 +216,7 @@ class CoordinateFrame:
 
 ORIGINAL = CoordinateFrame("original", "in pixels of the {width}x{height} image")
 """Pixels of the original image; the prompt gives its size, which the model cannot know."""
-RESIZED = CoordinateFrame("resized", span="resized")
-"""Pixels of the resized image (Qwen2.5-VL)."""
+RESIZED = CoordinateFrame("resized", span="resized")  #: Pixels of the resized image (Qwen2.5-VL)
 PERMILLE = CoordinateFrame("permille", "scaled to 0-1000", span=1000)
 """Thousandths of the image's sides, in JSON (Qwen3-VL)."""
 QWEN2_VL = CoordinateFrame(

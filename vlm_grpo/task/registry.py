@@ -33,10 +33,8 @@ IN_SESSION = "<class "
 """Start of the text that replaces, in saved settings, a class that no other process can load."""
 SET_BY_LIBRARY = ("frame", "thinking_tags", "progress", "token_limit")
 """Attributes of a task that are not options of a run."""
-_FILE_MODULE = "_vlm_grpo_task_"
-"""Prefix of the module name of a task's file."""
-_LOADING: set[str] = set()
-"""Names of the modules of task files that are being loaded."""
+_FILE_MODULE = "_vlm_grpo_task_"  # Prefix of the module name of a task's file
+_LOADING: set[str] = set()  # Names of the modules of task files that are being loaded
 
 
 def task_names() -> list[str]:

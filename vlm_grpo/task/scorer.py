@@ -30,21 +30,18 @@ from vlm_grpo.utils.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-REWARD_TIMEOUT = 10.0
-"""Default time limit in seconds of one reward for one completion."""
+REWARD_TIMEOUT = 10.0  #: Default time limit in seconds of one reward for one completion
 _ENOUGH = 4
 """Failures in a row, without a success, after which a reward counts as failing on everything, even
 if most completions had no answer for it."""
 _ROUNDING = 1e-6
-_GRACE = 1.0
-"""Seconds after the time limit at which an unresponsive worker is killed."""
+_GRACE = 1.0  # Seconds after the time limit at which an unresponsive worker is killed
 
 Item = tuple[str, Example, int | None]
 """A completion's text, its example, and its number of tokens (None: unknown)."""
 SentTask = tuple[bytes, str | None]
 """A pickled task, and the file that a worker must load before unpickling it (None: no file)."""
-Job = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of this module and its arguments."""
+Job = tuple[Callable[..., Any], tuple[Any, ...]]  #: A function of this module and its arguments
 
 
 class RewardScorer:

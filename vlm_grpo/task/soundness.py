@@ -14,16 +14,14 @@ from vlm_grpo.task.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
-_ROUNDING = 1e-6
-"""Tolerance for floating-point rounding in a reward between 0 and 1."""
+_ROUNDING = 1e-6  # Tolerance for floating-point rounding in a reward between 0 and 1
 _HEDGE_BOUND = 0.5
 """Reward allowed for two answers at once: if several are requested, half of them are right."""
 _EXPLOIT_ROWS = 200
 """Rows on which exploits are tried; a reward with a flaw shows it within a few rows."""
 _BATCH_ROWS = 20
 """Rows on which a task with batch rewards is scored, which may be slow or cost money."""
-_GROUP_SIZE = 4
-"""Completions in the group that batch rewards are tried on."""
+_GROUP_SIZE = 4  # Completions in the group that batch rewards are tried on
 _PARSE_SECONDS = 0.05
 """Limit for parsing a text of 100,000 characters: ten times what the shipped parsers take, so that
 a slow machine refuses none, and a hundredth of what quadratic time takes."""
@@ -176,11 +174,11 @@ def _check_exploits(
     """Yield one line per exploit with the largest share that it earned on the rows."""
     worst: dict[str, float] = {}
     problems: list[str] = []
-    pairs = [
-        (exploit, example)
-        for example in rows
-        for exploit in build_exploits(task, example, _find_other(task, example, examples))
-    ]
+    pairs = []
+    for example in rows:
+        gold = task.gold_answer(example)
+        other = next((e for e in examples if task.gold_answer(e) != gold), example)
+        pairs += [(exploit, example) for exploit in build_exploits(task, example, other)]
     texts, tried = [exploit.text for exploit, _ in pairs], [example for _, example in pairs]
     shares = _reward_shares(texts, tried, _score(task, texts, tried), full)
     for (exploit, example), share in zip(pairs, shares, strict=True):
@@ -193,12 +191,6 @@ def _check_exploits(
     _raise("exploits that earn too much", problems)
     for name, share in worst.items():
         yield f"{name} earns at most {share:.3f}"
-
-
-def _find_other(task: Task, example: Example, examples: Sequence[Example]) -> Example:
-    """Return the first example with another gold answer, or ``example`` if there is none."""
-    gold = task.gold_answer(example)
-    return next((other for other in examples if task.gold_answer(other) != gold), example)
 
 
 def _find_parser_problems(task: Task, example: Example) -> list[str]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from vlm_grpo.task.graders.tables import import_extra
 
-MAX_FORMULA = 4_000
-"""Maximum length of a formula that is normalized."""
+MAX_FORMULA = 4_000  #: Maximum length of a formula that is normalized
 # Environments in which the borders of cells do not show.
 _IN_LINES = re.compile(
     r"\{(?:align(?:ed)?|gather(?:ed)?|split|eqnarray|multline|equation|[dr]?cases)\*?"
@@ -69,11 +68,8 @@ def normalize_formula(latex: str, in_lines: bool = False) -> str | None:
     """Return the glyphs of a formula in LaTeX and how they are stacked; None if it is malformed.
 
     It is latex2mathml's MathML without spaces, fonts and groups that do not matter. Two formulas
-    that look alike have the same normal form: ``\\frac12`` and ``\\dfrac{1}{2}``.
-
-    Args:
-        latex: the formula, without delimiters.
-        in_lines: leave out the borders of the cells of tables, and tables of one row.
+    that look alike have the same normal form: ``\\frac12`` and ``\\dfrac{1}{2}``. ``in_lines``
+    leaves out the borders of the cells of tables, and tables of one row.
     """
     if len(latex) > MAX_FORMULA or not _is_sound(latex):
         return None

@@ -54,11 +54,8 @@ def normalize(text: str) -> str:
 
 
 class Page:
-    """The text of a page, read once for all tests.
-
-    Args:
-        text: markdown, with tables in markdown or HTML and formulas between LaTeX's delimiters.
-    """
+    """The text of a page in markdown, with tables in markdown or HTML and formulas between LaTeX's
+    delimiters, which is read once for all tests."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -69,7 +66,6 @@ class Page:
 
     @cached_property
     def normalized(self) -> str:
-        """The normalized text."""
         return normalize(self.text)
 
     @cached_property
@@ -83,7 +79,6 @@ class Page:
         ]
 
     def find_formulas(self, with_dollars: bool) -> list[str]:
-        """Return the formulas between delimiters."""
         found: list[str] = []
         text = self.text
         for opening, closing in _DELIMITERS if with_dollars else _DELIMITERS[:2]:
@@ -155,19 +150,16 @@ def _has_cell(page: Page, test: Test) -> bool:
         if is_markdown and test.get("ignore_markdown_tables"):
             continue
         for place in [place for place, text in texts.items() if is_like(text, cell)]:
-            if all(
-                any(is_like(texts[other], text) for other in _get_related(grid, place, name))
-                for name, text in wanted.items()
-                if text
-            ):
+            found = (
+                grid.neighbors(place, *_NEIGHBORS[name])
+                if name in _NEIGHBORS
+                else grid.find_headings(place, *_HEADINGS[name])
+                for name in wanted
+            )
+            pairs = zip(found, wanted.values(), strict=True)
+            if all(any(is_like(texts[o], text) for o in others) for others, text in pairs if text):
                 return True
     return False
-
-
-def _get_related(grid: Grid, place: Place, name: str) -> set[Place]:
-    if name in _NEIGHBORS:
-        return grid.neighbors(place, *_NEIGHBORS[name])
-    return grid.find_headings(place, *_HEADINGS[name])
 
 
 def _has_formula(page: Page, test: Test) -> bool:
@@ -212,8 +204,7 @@ _TEXTS = {
 _NUMBERS = ("max_diffs", "first_n", "last_n", "max_length", "max_repeats")
 
 
-TYPES = tuple(_RUNNERS)
-"""The types of tests."""
+TYPES = tuple(_RUNNERS)  #: The types of tests
 
 
 def check_test(test: Any) -> None:

@@ -17,12 +17,9 @@ from typing import Any
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.graders.teds import Tree
 
-MAX_CHARACTERS = 50_000
-"""Maximum length of a table's text: about 1,500 cells of HTML."""
-MAX_SPAN = 1_000
-"""Largest span of a cell in columns, as in HTML's standard."""
-MAX_PLACES = 20_000
-"""Maximum number of places in a grid; cells after them are left out."""
+MAX_CHARACTERS = 50_000  #: Maximum length of a table's text: about 1,500 cells of HTML
+MAX_SPAN = 1_000  #: Largest span of a cell in columns, as in HTML's standard
+MAX_PLACES = 20_000  #: Maximum number of places in a grid; cells after them are left out
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _SEPARATOR = frozenset("- :")
@@ -127,8 +124,7 @@ class Cell:
 class Grid:
     """The cells of a table, each named by its first row and column.
 
-    Args:
-        table: the cells of each row. A cell follows those that reach down into its row.
+    It is built of the cells of each row, which follow those that reach down into it.
     """
 
     def __init__(self, table: Sequence[Sequence[Cell]]) -> None:
@@ -190,13 +186,8 @@ class Grid:
 
 
 def read_grids(text: str, markdown: bool = True, html: bool = True) -> list[Grid]:
-    """Return the tables of a text that have cells, those in markdown before those in HTML.
-
-    Args:
-        text: the text.
-        markdown: read tables in markdown, of at least two lines.
-        html: read tables in HTML.
-    """
+    """Return the tables of a text that have cells: those in markdown, of at least two lines, before
+    those in HTML."""
     tables: list[list[list[Cell]]] = []
     for rows in read_markdown_rows(text, least=2) if markdown else ():
         cells = [[Cell(x, not (i and j)) for j, x in enumerate(row)] for i, row in enumerate(rows)]
@@ -233,24 +224,20 @@ def _list_texts(cell: Any) -> Iterator[str]:
 
 
 def read_markdown_rows(text: str, least: int = 1) -> list[list[list[str]]]:
-    """Return the rows of cells of each table in a markdown text: adjoining lines with a ``|``.
-
-    Args:
-        text: the text.
-        least: number of lines that a table has at least.
-    """
+    """Return the rows of cells of each table in a markdown text: ``least`` or more adjoining lines
+    with a ``|``."""
     blocks: list[list[str]] = [[]]
     for line in text.strip().split("\n"):
         if "|" in line:
             blocks[-1].append(line)
         else:
             blocks.append([])
-    tables = [[_split_row(x) for x in b if not _is_separator(x)] for b in blocks if len(b) >= least]
+    tables = (
+        [_split_row(x) for x in block if not set(x.replace("|", "").strip()) <= _SEPARATOR]
+        for block in blocks
+        if len(block) >= least
+    )
     return [table for table in tables if table]
-
-
-def _is_separator(line: str) -> bool:
-    return set(line.replace("|", "").strip()) <= _SEPARATOR
 
 
 def _split_row(line: str) -> list[str]:
