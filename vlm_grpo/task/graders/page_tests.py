@@ -150,16 +150,19 @@ def _has_cell(page: Page, test: Test) -> bool:
         if is_markdown and test.get("ignore_markdown_tables"):
             continue
         for place in [place for place, text in texts.items() if is_like(text, cell)]:
-            found = (
-                grid.neighbors(place, *_NEIGHBORS[name])
-                if name in _NEIGHBORS
-                else grid.find_headings(place, *_HEADINGS[name])
-                for name in wanted
-            )
-            pairs = zip(found, wanted.values(), strict=True)
-            if all(any(is_like(texts[o], text) for o in others) for others, text in pairs if text):
+            if all(
+                any(is_like(texts[other], text) for other in _get_related(grid, place, name))
+                for name, text in wanted.items()
+                if text
+            ):
                 return True
     return False
+
+
+def _get_related(grid: Grid, place: Place, name: str) -> set[Place]:
+    if name in _NEIGHBORS:
+        return grid.neighbors(place, *_NEIGHBORS[name])
+    return grid.find_headings(place, *_HEADINGS[name])
 
 
 def _has_formula(page: Page, test: Test) -> bool:
