@@ -42,11 +42,7 @@ def gather_object(items: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
-    """Replace the error of a collective that fails because another process has died.
-
-    Raises:
-        UserError: another process of the run has died.
-    """
+    """Raise a ``UserError`` for the failure of a collective because another process has died."""
     try:
         yield
     except RuntimeError as error:
@@ -61,11 +57,7 @@ def explain_lost_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fail_together(ranks: Accelerator | PartialState) -> Iterator[None]:
-    """Make all ranks raise if the block fails on any of them.
-
-    Raises:
-        UserError: the block failed on another rank, which raises the actual error.
-    """
+    """Make all ranks raise if the block fails on one of them; the others raise ``UserError``."""
     failure: Exception | None = None
     try:
         yield
@@ -89,11 +81,7 @@ def broadcast_weights(
 ) -> None:
     """Give all ranks the weights and buffers of the first one. All ranks must call it.
 
-    Args:
-        model: the model, whose weights may be sharded.
-        whole: the first rank's unsharded weights and buffers by name; ignored on other ranks.
-        accelerator: the ranks.
-    """
+    The model's own may be sharded; ``whole`` are the first rank's unsharded ones, by name."""
     COLLECTIVES.count += 1
     for name, tensor in get_tensors(model).items():
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=accelerator.device)
@@ -113,19 +101,11 @@ def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
 
 
 def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
-    """Distribute items over ranks so that the ranks' total costs are about equal.
+    """Return for each rank the indices, ascending, of items whose total costs are about equal.
 
     The most expensive remaining item goes to the rank with the lowest total so far (Graham's
     longest-processing-time rule, at most 4/3 of the optimum). The result depends on the arguments
-    alone, so all ranks compute the same result without communication.
-
-    Args:
-        costs: cost of each item, at least 0.
-        world_size: number of ranks.
-
-    Returns:
-        For each rank the indices of its items, in ascending order.
-    """
+    alone, so all ranks compute the same result without communication."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, 0, rank) for rank in range(world_size)]
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
@@ -139,11 +119,8 @@ def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor | Def
     """Return the names of the tensors that this rank writes; ranks write similar amounts.
 
     Every tensor is written in full by one rank, so that any program can read the files. Names that
-    share a tensor stay together, and so do those of a layer, which a model's files may join.
-
-    Args:
-        tensors: tensors by name; names and sizes must be equal on all ranks.
-    """
+    share a tensor stay together, and so do those of a layer, which a model's files may join. Names
+    and sizes must be equal on all ranks."""
     layers: dict[int, str] = {}  # of each tensor, by its first name
     costs: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -156,19 +133,13 @@ def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor | Def
 
 
 def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Plan moves of items between ranks so that the ranks' total costs are about equal.
+    """Return the new rank of each item that moves so that ranks have about equal total costs.
 
-    Moves cost time, so items stay where they are if possible: the rank with the highest total gives
-    an item to another rank, or exchanges it for a cheaper one, whichever lowers the higher total of
-    the two most, until the highest total is near the mean or no such move is left. The result
-    depends on the arguments alone, so all ranks compute the same result without communication.
-
-    Args:
-        shares: for each rank, the cost of each of its items by the item's number, from 0.
-
-    Returns:
-        The new rank of each item that moves.
-    """
+    ``shares`` has, for each rank, the costs of its items by the items' numbers, from 0. Moves cost
+    time, so items stay where they are if possible: the rank with the highest total gives an item to
+    another rank, or exchanges it for a cheaper one, whichever lowers the higher total of the two
+    most, until the highest total is near the mean or no such move is left. The result depends on the
+    arguments alone, so all ranks compute the same result without communication."""
     totals, now = [sum(share.values()) for share in shares], [dict(share) for share in shares]
     while max(totals) > (1 + TOLERANCE) * sum(totals) / len(totals):
         high = totals.index(max(totals))
@@ -191,11 +162,9 @@ def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 
 def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
-    """All-reduce the tensors in place, many per collective.
+    """All-reduce the tensors in place, many per collective; all ranks pass tensors of equal shapes.
 
-    An adapter has hundreds of small tensors; one collective for each would be bound by latency.
-    Every rank passes tensors of the same shapes in the same order.
-    """
+    An adapter has hundreds of small tensors; one collective for each would be bound by latency."""
     if accelerator.num_processes == 1:
         return
     COLLECTIVES.count += 1
@@ -210,8 +179,7 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
 def split_into_buckets(tensors: Sequence[TensorT], size: int) -> list[list[TensorT]]:
     """Split the tensors, in order, into runs of one dtype and at most ``size`` bytes.
 
-    A larger tensor has a bucket to itself.
-    """
+    A larger tensor has a bucket to itself."""
     buckets: list[list[TensorT]] = []
     room, dtype = 0, None
     for tensor in tensors:

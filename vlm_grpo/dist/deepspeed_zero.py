@@ -37,13 +37,7 @@ class DeepSpeedZero2(Strategy):
     Gradients stay unsharded on their rank until the step's last micro-batch; then DeepSpeed
     reduces and shards them, each rank updates its shard, and the weights are gathered again. Ranks
     with more, fewer or no micro-batches therefore never wait for each other in the middle of a
-    step.
-
-    Args:
-        policy: as for ``Strategy``.
-        accelerator: the ranks.
-        config: DeepSpeed's config.
-    """
+    step."""
 
     may_retry = True
 

@@ -34,7 +34,7 @@ summed in float32."""
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether the module is not a linear layer and directly holds parameters."""
+    """Whether the module is not a linear layer and directly holds parameters."""
     return not isinstance(module, nn.Linear) and any(True for _ in module.parameters(False))
 
 
@@ -57,18 +57,7 @@ class FSDP(Strategy):
     With ``replicas`` > 1 (hybrid sharding), R is the number of ranks that share one replica:
     consecutive ranks, such as those of one machine. Gradients are all-reduced between replicas in
     every backward pass: if that were postponed to the end of the step, torch 2.15 would
-    reduce-scatter again in every backward pass, including those that not all ranks make.
-
-    Args:
-        policy: the policy, whose model is sharded.
-        accelerator: the ranks.
-        stream: reshard a layer after each use in the update.
-        replicas: number of replicas of the sharded weights.
-        offload: keep the shards in main memory.
-
-    Raises:
-        UserError: the model's layers are not known.
-    """
+    reduce-scatter again in every backward pass, including those that not all ranks make."""
 
     may_retry = False
 
@@ -185,7 +174,6 @@ class FSDP(Strategy):
 
     @staticmethod
     def _set_reduction(module: FSDPModule, enabled: bool) -> None:
-        """Set whether the next backward pass reduces the module's gradients and reshards it."""
         module.set_requires_gradient_sync(enabled, recurse=False)
         module.set_reshard_after_backward(enabled, recurse=False)
 

@@ -41,12 +41,8 @@ before, names the late rank."""
 def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
     """Initialize the process group on the first call, and return this process's state.
 
-    Args:
-        timeout: seconds that a rank waits for the others.
-
-    Raises:
-        UserError: the launch requests DeepSpeed, which is not installed.
-    """
+    ``timeout``: seconds that a rank waits for the others. ``UserError``: the launch requests
+    DeepSpeed, which is not installed."""
     check_deepspeed_installed()
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -55,18 +51,15 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
 
 
 def _on_cpu() -> bool:
-    """Return whether the run uses CPUs.
-
-    If it does, accelerate needs ``cpu=True``: otherwise it would not connect the processes.
-    """
+    """If the run uses CPUs, accelerate needs ``cpu=True``, or it would not connect the
+    processes."""
     return _requests("CPU") or not torch.accelerator.is_available()
 
 
 def _initialize_after_restart(timeout: float) -> None:
     """Initialize the process group after a restart by the launcher, under a prefix of its own.
 
-    Without it the ranks would read the addresses of dead processes and wait for them.
-    """
+    Without it the ranks would read the addresses of dead processes and wait for them."""
     if not _get_attempt() or distributed.is_initialized():
         return
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -83,11 +76,7 @@ def _initialize_after_restart(timeout: float) -> None:
 def connect_store(name: str, timeout: float, is_master: bool = False) -> Store:
     """Connect to the ranks' key-value store, which launchers keep for all attempts of a run.
 
-    Args:
-        name: prefix of the keys, in addition to the attempt's.
-        timeout: seconds to wait for a key.
-        is_master: this process hosts the store.
-    """
+    ``name`` is a prefix of the keys, in addition to the attempt's; the master hosts the store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     seconds = timedelta(seconds=timeout)
     store = TCPStore(address, port, is_master=is_master, timeout=seconds, wait_for_workers=False)
@@ -100,11 +89,7 @@ def _get_attempt() -> int:
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
-    """Build the accelerator of a run, and check what the launch requests.
-
-    Raises:
-        UserError: the launch is of an unsupported kind or has too many processes.
-    """
+    """Build the accelerator of a run; ``UserError``: the launch requests what is not supported."""
     initialize_distributed(settings.ddp_timeout)
     get_dp_replicate_size()
     on_cpu, parallelism = _on_cpu(), None
@@ -136,11 +121,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
 
 
 def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
-    """Return the launch's FSDP settings, or None if it does not request FSDP.
-
-    Raises:
-        UserError: the settings request something unsupported.
-    """
+    """Return the launch's FSDP settings, checked, or None if it does not request FSDP."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     # accelerate supports FSDP on accelerators only; tests run the same launch on CPUs.
     on_cpu = accelerator.distributed_type == DistributedType.MULTI_CPU
@@ -174,11 +155,7 @@ def get_dp_replicate_size() -> int:
     """Return the number of replicas of the sharded weights, from the launch's parallelism config.
 
     With 1 the weights are sharded over all ranks. With more (hybrid sharding) each group of
-    consecutive ranks, such as those of one machine, holds one sharded replica.
-
-    Raises:
-        UserError: the launch requests another kind of parallelism or another number of ranks.
-    """
+    consecutive ranks, such as those of one machine, holds one sharded replica."""
     if not _requests("PARALLELISM_CONFIG"):
         return 1
     config, world = ParallelismConfig(), int(os.environ.get("WORLD_SIZE", "1"))
@@ -197,11 +174,7 @@ def get_dp_replicate_size() -> int:
 
 
 def check_deepspeed_installed() -> None:
-    """Check that DeepSpeed is installed if the launch requests it.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Raise a ``UserError`` if the launch requests DeepSpeed, which is not installed."""
     if _requests("DEEPSPEED") and not is_deepspeed_available():
         raise UserError(
             "this launch requests DeepSpeed, which is not installed: pip install "
@@ -215,11 +188,7 @@ def _requests(feature: str) -> bool:
 
 
 def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
-    """Return the launch's DeepSpeed config, or None if it does not request DeepSpeed.
-
-    Raises:
-        UserError: the config requests something unsupported.
-    """
+    """Return the launch's DeepSpeed config, checked, or None if it does not request DeepSpeed."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     # As with FSDP, accelerate supports DeepSpeed on accelerators only.
     if accelerator.distributed_type == DistributedType.MULTI_CPU and _requests("DEEPSPEED"):

@@ -30,13 +30,8 @@ def build_optimizer(
     """Build the optimizer, with weight decay on matrices but not on vectors (norms and biases).
 
     Its groups of weights have two keys more: ``kind``, the name of their optimizer, and ``part``,
-    the part of the model if it has a learning rate of its own.
-
-    Args:
-        trainable: names and values of the trained weights; those in bfloat16 are rounded
-            stochastically.
-        optim: the settings.
-        seed: seed of that rounding.
+    the part of the model if it has a learning rate of its own. Weights in bfloat16 are rounded
+    stochastically, with the seed.
 
     Raises:
         UserError: a setting fits none of the weights, the weights are sharded, which only AdamW
@@ -99,13 +94,8 @@ def _build_one(
 def describe_state(
     kind: OptimizerName, shape: torch.Size, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of each tensor that an optimizer keeps for a weight.
-
-    Args:
-        kind: the optimizer.
-        shape: shape of the weight.
-        dtype: its dtype, which is that of moments that are not in 8 bits.
-    """
+    """Return the shape and dtype of each tensor that an optimizer keeps for a weight of a shape and
+    dtype, which is that of moments that are not in 8 bits."""
     count, scalar = shape.numel(), ((), torch.int64)
     moment, state = (tuple(shape), dtype), {}
     if dtype != torch.float32:
@@ -156,11 +146,7 @@ def load_optimizer_tensors(
     trainable: Sequence[tuple[str, nn.Parameter]],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Load the state that ``optimizer_tensors`` returned.
-
-    Raises:
-        UserError: the state belongs to other weights or to another optimizer.
-    """
+    """Load what ``optimizer_tensors`` returned; ``UserError``: it belongs to other weights."""
     if not tensors:  # saved before the first update
         return
     held = dict(trainable)
@@ -175,7 +161,6 @@ def load_optimizer_tensors(
 
 
 def _place(optimizer: Any, weight: nn.Parameter, value: Tensor) -> Tensor | int:
-    """Return a saved value of a weight's state as the optimizer keeps it."""
     if not value.is_floating_point() and not value.dim():
         return int(value)
     if value.shape != weight.shape or not value.dim():
@@ -191,11 +176,8 @@ def state_by_weight(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each weight's name and state by key, from the state of ``optimizer_tensors``.
 
-    Only the tensors of one weight at a time are read from the mapping.
-
-    Args:
-        tensors: the state.
-        expected: ``describe_state`` of the trained weights by name.
+    Only the tensors of one weight at a time are read from the mapping. ``expected`` has
+    ``describe_state`` of the trained weights by name.
 
     Raises:
         UserError: the state belongs to other weights or to another optimizer.

@@ -25,12 +25,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     Weights in bfloat16 and their moments are widened to float32, one weight at a time, updated
     there, and rounded stochastically. The random bits depend on the run's seed, the weight and the
-    number of its updates alone, so that a resumed run rounds as an uninterrupted one.
-
-    Args:
-        parts: the optimizers.
-        seed: the run's seed.
-    """
+    number of its updates alone, so that a resumed run rounds as an uninterrupted one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], seed: int) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -55,7 +50,6 @@ class JointOptimizer(torch.optim.Optimizer):
     def _step_in_float32(
         self, part: torch.optim.Optimizer, group: dict[str, Any], weight: Tensor, number: int
     ) -> None:
-        """Update one weight by a step of its optimizer on a copy in float32."""
         state = self.state[weight]
         updates = state.pop("updates", 0)
         copy = nn.Parameter(weight.float())

@@ -13,27 +13,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """A full tensor that the ranks gather together once it is needed.
+    """A full tensor that the ranks gather together once it is needed, all by ``full_tensor``.
 
     It stands for the shards of DeepSpeed, which have no type of their own, as a ``DTensor`` does
-    for those of FSDP2.
-
-    Attributes:
-        shape: shape of the full tensor.
-        dtype: its dtype.
-        full_tensor: gathers it. All ranks must call it.
-    """
+    for those of FSDP2."""
 
     shape: torch.Size
     dtype: torch.dtype
     full_tensor: Callable[[], Tensor]
 
     def numel(self) -> int:
-        """Return the number of elements of the full tensor."""
         return self.shape.numel()
 
     def element_size(self) -> int:
-        """Return the bytes of an element."""
         return self.dtype.itemsize
 
 
@@ -68,11 +60,8 @@ def full_shape(tensor: Tensor) -> torch.Size:
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """Shard a full tensor, which every rank holds, like another tensor.
 
-    Args:
-        value: the full tensor.
-        like: a tensor of FSDP2 (the result is a ``DTensor``), a weight of ZeRO-3 (the result is
-            this rank's flat shard), or a tensor that is not sharded (the result is ``value``).
-    """
+    ``like`` may be a tensor of FSDP2 (the result is a ``DTensor``), a weight of ZeRO-3 (the result
+    is this rank's flat shard), or one that is not sharded (the result is ``value``)."""
     value = value.to(like.device)
     if isinstance(like, DTensor):
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
@@ -111,14 +100,10 @@ def _gather_flat(part: Tensor, like: Tensor) -> Tensor:
 def gather_full(
     tensors: Mapping[str, Tensor | Deferred], keep: Container[str]
 ) -> dict[str, Tensor]:
-    """Gather sharded tensors in host memory. All ranks must call it with the same names.
+    """Gather sharded tensors in host memory; the result has the names in ``keep``.
 
-    Only one full tensor at a time is on the device.
-
-    Args:
-        tensors: tensors by name; names that share a tensor share it in the result too.
-        keep: names that this rank needs; the result has no others.
-    """
+    All ranks must call it with the same names. Only one full tensor at a time is on the device.
+    Names that share a tensor share it in the result too."""
     copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) in copies:

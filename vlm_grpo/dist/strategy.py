@@ -28,14 +28,10 @@ from vlm_grpo.model.policy import Policy
 class Strategy:
     """A way to distribute a policy's weights over ranks, and to reduce and apply its gradients.
 
-    Args:
-        policy: the policy, whose model is moved to the accelerator's device.
-        accelerator: the ranks.
-
     Attributes:
         trainable: names and values of the trained parameters.
         optimizer: the optimizer of ``trainable``, after ``attach_optimizer``.
-        max_norm: maximum gradient norm.
+        max_norm: maximum norm of the gradient over all weights; infinity disables clipping.
         may_retry: True if a rank that runs out of memory may repeat its micro-batches alone.
     """
 
@@ -57,20 +53,14 @@ class Strategy:
         self.policy.model.to(self.accelerator.device)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Set the optimizer.
-
-        Args:
-            optimizer: optimizer of ``trainable``, before its first step.
-            max_norm: maximum norm of the gradient over all weights; infinity disables clipping.
-        """
+        """Set the optimizer of ``trainable``, before its first step, and the maximum norm."""
         self.optimizer, self.max_norm = optimizer, max_norm
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather the weights inside, where passes without gradient then need no communication.
 
-        All ranks enter and leave together.
-        """
+        All ranks enter and leave together."""
         yield
 
     def release(self) -> None:
@@ -88,11 +78,8 @@ class Strategy:
         self.reduce_gradients()
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """Iterate over the micro-batches to run forward and backward.
-
-        ``None`` requests a dummy pass, which this rank makes because the communication of other
-        ranks needs it.
-        """
+        """Yield the micro-batches to run forward and backward, and None for a dummy pass, which this
+        rank makes because the communication of other ranks needs it."""
         yield from batches
 
     def dummy_loss(self) -> Tensor:
@@ -112,11 +99,8 @@ class Strategy:
         sum_over_ranks(self.accelerator, [g for g in grads if not isinstance(g, DTensor)])  # type: ignore[misc]
 
     def step(self) -> float:
-        """Clip the reduced gradients, make one optimizer step, and drop the gradients.
-
-        Returns:
-            The gradient norm before clipping. If it is not finite, no weight has changed.
-        """
+        """Clip the reduced gradients, make one optimizer step, drop the gradients, and return their
+        norm before clipping. If it is not finite, no weight has changed."""
         norm = nn.utils.clip_grad_norm_([weight for _, weight in self.trainable], self.max_norm)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(norm):
@@ -138,9 +122,5 @@ class Strategy:
         return optimizer_tensors(self.optimizer, self.trainable)
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the result of ``optimizer_tensors`` of any strategy, unsharded, on every rank.
-
-        Raises:
-            UserError: the state belongs to other weights.
-        """
+        """Load what ``optimizer_tensors`` of any strategy returned, unsharded, on every rank."""
         load_optimizer_tensors(self.optimizer, self.trainable, tensors)

@@ -25,20 +25,11 @@ LONGEST_BEAT = 5.0
 class RankWatch:
     """A thread that publishes this rank's progress, and ends a run in which a rank is late.
 
-    All ranks make the same exchanges in the same order, so the number of exchanges that a rank has
-    reached says how far it is, with every backend. A rank is late if it has not reached an exchange
+    All ranks make the same collectives in the same order, so the number that a rank has reached
+    says how far it is, with every backend. A rank is late if it has not reached a collective
     ``timeout`` seconds after another one. The waiting ranks may be inside a kernel, where no
-    exception reaches them, so the thread ends their processes, with status 2.
-
-    Args:
-        store: the key-value store of the ranks, on a connection of its own.
-        rank: this process.
-        world_size: number of ranks.
-        timeout: seconds.
-
-    Attributes:
-        place: describes the work that this rank is doing.
-    """
+    exception reaches them, so the thread ends their processes, with status 2. ``store`` is the
+    ranks' key-value store, on a connection of its own; ``place`` describes this rank's work."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
@@ -73,7 +64,7 @@ class RankWatch:
             return
 
     def _find_late(self, reached: int) -> dict[int, dict[str, Any]]:
-        """Return the last heartbeats of the ranks that have not reached an exchange."""
+        """Return the last heartbeats of the ranks that have not reached a collective."""
         signs = {}
         for rank in range(self.world_size):
             key, sign = str(rank), {"beats": 0, "reached": -1, "place": "starting", "host": "?"}
@@ -113,12 +104,7 @@ class RankWatch:
 def watch_ranks(timeout: float) -> Iterator[RankWatch]:
     """Watch the ranks of a launch inside, and explain the errors of lost ones.
 
-    Args:
-        timeout: seconds after which a rank that the others wait for ends the run.
-
-    Raises:
-        UserError: another process of the run has died.
-    """
+    A rank that the others wait for ends the run after ``timeout`` seconds."""
     state = PartialState()
     rank, world_size = state.process_index, state.num_processes
     store: Any = connect_store("watch", timeout) if world_size > 1 else None

@@ -41,10 +41,8 @@ _NAME = re.compile(r"\.lock-(\d+)")
 
 
 class FolderLock:
-    """A lock that a thread of this process holds: a file whose content no other lock has.
-
-    It ``is_lost`` once another process has taken the folder over.
-    """
+    """A lock that a thread of this process holds; ``is_lost`` once another has taken the
+    folder over."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self.content, self.owner = path, content, _get_owner()
@@ -87,11 +85,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder inside; the thread that holds it may enter again.
 
     A missing folder is created, and removed at the end if nothing was written into it.
-
-    Raises:
-        UserError: another process holds it; the message says which one and since when.
-        OSError: the folder cannot be created or written to.
-    """
+    ``UserError``: another process holds it; the message says which one and since when."""
     key = os.path.realpath(folder)
     if key in _HELD and _HELD[key].owner == _get_owner():
         yield
@@ -145,11 +139,7 @@ def _read_locks(folder: Path) -> dict[Path, bytes]:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return True for a lock that is stale or released, perhaps after a while.
-
-    Raises:
-        UserError: its holder is alive.
-    """
+    """Return True if the holder is gone, perhaps after a while; ``UserError``: it is alive."""
     first, is_announced = None, False
     while True:
         try:

@@ -30,11 +30,8 @@ _random = random.Random()
 
 
 class ServiceError(RuntimeError):
-    """A service could not be reached, refused a request, or gave no valid response.
-
-    Attributes:
-        status: status code of the last response; None: there was none.
-    """
+    """A service could not be reached (``status`` None), refused a request, or gave no valid
+    response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -61,12 +58,8 @@ def post_json(
     comes in time (``timeout`` seconds for the connection and for each part of the response), and
     after the status 429 or another that may pass. The wait before it doubles each time, or is what
     the response's ``Retry-After`` demands. Redirects are not followed. The environment's
-    ``HTTPS_PROXY`` and ``NO_PROXY`` hold, but not for this machine's own address.
-
-    Raises:
-        ServiceError: all attempts failed, or the service refused the request.
-        ValueError: the address is not one of HTTP.
-    """
+    ``HTTPS_PROXY`` and ``NO_PROXY`` hold, but not for this machine's own address. ``ServiceError``:
+    all attempts failed, or the service refused the request."""
     return _send(url, json.dumps(body).encode(), headers, timeout, retries)
 
 
@@ -86,9 +79,7 @@ def post_command(url: str, body: Any = None, timeout: float = 60.0, retries: int
 def build_authorization(variable: str) -> dict[str, str]:
     """Return the header with the API key in an environment variable.
 
-    Raises:
-        ValueError: the variable holds no key; the message does not contain its value.
-    """
+    ``ValueError``: the variable holds no key; the message does not contain its value."""
     key = os.environ.get(variable, "").strip()
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(f"the environment variable {variable} holds no API key")

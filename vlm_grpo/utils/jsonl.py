@@ -23,15 +23,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, truncate: bool = False) -> list[dict[str, Any]]:
-    """Return the objects of a file that a run appends to.
+    """Return the objects of a file that a run appends to; ``UserError``: a line is no JSON object.
 
     What follows the last line break was cut off by a crash: it is not read, and with ``truncate``
-    removed, so that the next line does not continue it.
-
-    Raises:
-        OSError: the file cannot be read.
-        UserError: a complete line that is not blank is no JSON object.
-    """
+    removed, so that the next line does not continue it."""
     content = path.read_bytes()
     complete = content[: content.rfind(b"\n") + 1]
     if truncate and len(complete) < len(content):

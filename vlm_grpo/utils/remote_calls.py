@@ -45,11 +45,9 @@ class ValueCache:
                     self._values.setdefault(str(row.get("key")), row["value"])
 
     def get(self, key: str) -> float | None:
-        """Return the value of a request by the request's key, or None."""
         return self._values.get(key)
 
     def put(self, key: str, value: float) -> None:
-        """Write a value to disk; ``OSError``: it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # The line break comes first: a line that was cut off before then costs no other value.
         line = "\n" * self.path.exists() + json.dumps({"key": key, "value": value})
@@ -113,15 +111,12 @@ def call_all(
 def call_each(
     function: Callable[[Item], Value], items: Sequence[Item], concurrency: int, seconds: float
 ) -> Generator[tuple[int, Value | BaseException]]:
-    """Call the function for each item in threads, and yield the results as they come.
+    """Call the function for each item in threads; yield indices and results as they come.
+
+    A result is the function's value, the exception that it raised, or ``TimeoutError``.
 
     At most ``concurrency`` calls, at least 1, run at once. One that takes longer than ``seconds``
-    is left behind in its thread. Once the generator is closed, no further call starts.
-
-    Yields:
-        The index of an item, and the function's value for it, or the exception that it raised, or
-        ``TimeoutError``.
-    """
+    is left behind in its thread. Once the generator is closed, no further call starts."""
     found: set[int] = set()
     running: dict[int, float] = {}  # the time at which each call started
     left_behind: set[int] = set()

@@ -45,11 +45,8 @@ class WorkerPool:
         """Schedule a call in a worker, which is killed after this number of seconds.
 
         The future raises what the call raises; ``TimeoutError`` if it was killed; and
-        ``ProcessExpired`` or ``BrokenProcessPool`` if its worker ended.
-
-        Raises:
-            UserError: the workers do not start.
-        """
+        ``ProcessExpired`` or ``BrokenProcessPool`` if its worker ended. ``UserError``: the
+        workers do not start."""
         with self._lock:
             if self._pool is None or not self._pool.active:
                 self.close()

@@ -53,9 +53,6 @@ def check_same_settings(
         settings: settings of the resumed run.
         checkpoint: the checkpoint's name, for the message.
         task: the run's task; None: that of the settings.
-
-    Raises:
-        UserError: settings differ that must not change; the message has both values of each.
     """
     task = load_run_task(settings) if task is None else task
     now = flatten_settings(settings)
@@ -79,7 +76,6 @@ def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
 
 
 def _may_change(key: str, task: Task) -> bool:
-    """Return whether the setting may change, if the training examples stay the same."""
     name, _, option = key.partition(".")
     if name == "task_options":
         return option.partition(".")[0] in task.may_change
@@ -121,21 +117,11 @@ def compute_digests(examples: Sequence[Example]) -> Tensor:
 def check_same_data(
     saved: Tensor, source: str, examples: Sequence[Example], settings: Settings, checkpoint: str
 ) -> None:
-    """Check that the training examples equal those of a checkpoint.
+    """Check that the training examples equal those of a checkpoint, of which ``saved`` has the
+    digests and ``source`` is ``data.train``.
 
     The order of the examples depends on their number: with other examples, a resumed run would
-    neither repeat nor complete its epoch.
-
-    Args:
-        saved: ``compute_digests`` of the checkpoint's examples.
-        source: ``data.train`` of the checkpoint's examples.
-        examples: the examples of the resumed run.
-        settings: settings of the resumed run.
-        checkpoint: the checkpoint's name, for the message.
-
-    Raises:
-        UserError: the examples differ; the message names the first difference.
-    """
+    neither repeat nor complete its epoch."""
     now = compute_digests(examples)
     if torch.equal(saved, now):
         return

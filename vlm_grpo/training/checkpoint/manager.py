@@ -104,12 +104,7 @@ class CheckpointManager:
         return self.last_saved == state.step
 
     def save(self, state: RunState) -> None:
-        """Write a checkpoint, and delete those that the settings do not keep.
-
-        Raises:
-            OSError: it, or the previous background checkpoint, could not be written.
-            CorruptCheckpoint: its files read back differently.
-        """
+        """Write a checkpoint, and delete those that the settings do not keep."""
         settings, accelerator = self.settings.checkpoint, self.accelerator
         step, keep = state.step, set[int]()
         if settings.keep_best and state.best is not None:
@@ -190,11 +185,7 @@ class CheckpointManager:
         return CheckpointState(metadata, tensors)
 
     def restore(self, checkpoint: Path) -> RunState:
-        """Restore everything but the weights, which ``load_policy`` has loaded.
-
-        Raises:
-            UserError: the checkpoint cannot be read, or does not fit the settings, data or model.
-        """
+        """Restore everything but the weights, which ``load_policy`` has loaded."""
         metadata = read_metadata(checkpoint)
         budget = _get_pixel_budget(self.policy)
         if budget != metadata["pixel_budget"]:
@@ -235,10 +226,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a new run. The main process selects it.
 
-    Raises:
-        UserError: on all ranks, if the folder holds a run and ``resume`` is False, all of its
-            checkpoints are corrupt, or settings or examples differ from the checkpoint's.
-    """
+    ``UserError``, on all ranks: the folder holds a run and ``resume`` is False, all of its
+    checkpoints are corrupt, or settings or examples differ from the checkpoint's."""
     result: list[Any] = [None]
     if accelerator.is_main_process:
         folder = settings.run_dir / "checkpoints"
@@ -263,11 +252,7 @@ def find_checkpoint(
 def check_resumable(
     checkpoint: Path, settings: Settings, examples: Sequence[Example], task: Task
 ) -> None:
-    """Check that a run can resume from a checkpoint, before the model is loaded.
-
-    Raises:
-        UserError: settings or training examples differ from the checkpoint's.
-    """
+    """Check settings and training examples against a checkpoint, before the model is loaded."""
     metadata = read_metadata(checkpoint)
     saved, name = metadata["settings"], checkpoint.name
     check_same_settings(saved, settings, name, task)

@@ -45,12 +45,8 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The contents of a checkpoint other than the weights.
-
-    Attributes:
-        metadata: values that JSON can hold.
-        tensors: tensors by file (without suffix) and name; a file without tensors is not written.
-    """
+    """The contents of a checkpoint other than the weights: values that JSON can hold, and tensors
+    by file (without suffix) and name; a file without tensors is not written."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
@@ -68,15 +64,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint to a temporary folder, flush it, read it back, rename it and return it.
 
-    Args:
-        folder: the run's ``checkpoints``.
-        step: number of finished steps.
-        state: the contents other than the weights.
-        write_weights: writes weights, processor and settings into the given folder.
-
-    Raises:
-        CorruptCheckpoint: the files read back differently.
-    """
+    ``write_weights`` writes weights, processor and settings into the given folder.
+    ``CorruptCheckpoint``: the files read back differently."""
     tmp_dir = create_tmp_dir(folder, step)
     try:
         checksums = write_files(tmp_dir, state, write_weights)
@@ -108,11 +97,7 @@ def create_tmp_dir(folder: Path, step: int) -> Path:
 def write_files(
     folder: Path, state: CheckpointState, write_weights: Callable[[Path], None]
 ) -> Checksums:
-    """Write a checkpoint's files, flush them, read them back, and return their checksums.
-
-    Raises:
-        CorruptCheckpoint: the files read back differently.
-    """
+    """Write a checkpoint's files, flush them, read them back, and return their checksums."""
     write_weights(folder)
     for name, tensors in state.tensors.items():
         if tensors:
@@ -155,12 +140,7 @@ def write_sharded_checkpoint(
 
     Each rank writes, flushes and reads back its shard of the weights and of ``state``, whose
     metadata is taken from the first rank. Then the first rank merges them into a checkpoint. If
-    one rank fails, all of them raise and nothing remains on the disk.
-
-    Raises:
-        CorruptCheckpoint: the files read back differently.
-        UserError: another rank failed.
-    """
+    one rank fails, all of them raise and nothing remains on the disk."""
     tmp_dir, is_first = get_tmp_dir(folder, step), accelerator.is_main_process
     world = accelerator.num_processes
     shards = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
@@ -187,11 +167,8 @@ def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
 
     The files get the names that transformers gives to a sharded model, and its index, so that
     other programs can load the model. Files other than safetensors are taken from the first.
-
-    Args:
-        tmp_dir: holds a folder per shard, which is removed.
-        shards: checksums of each folder's files, by the folder's name such as ``00001-of-00002``.
-    """
+    ``shards`` has the checksums of each folder's files by its name, such as ``00001-of-00002``; the
+    folders are removed."""
     checksums: Checksums = {}
     for rank, (shard, files) in enumerate(shards.items()):
         for name, checksum in files.items():
@@ -246,7 +223,6 @@ def _read_back(folder: Path, state: CheckpointState) -> None:
 
 
 def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """NaN included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
@@ -270,10 +246,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest intact checkpoint; None if there are no checkpoints.
 
     Newer checkpoints, which are corrupt, are renamed ``damaged-step-N`` with a warning.
-
-    Raises:
-        UserError: all checkpoints are corrupt.
-    """
+    ``UserError``: all are corrupt."""
     problems = []
     for _, path in reversed(list_checkpoints(folder)):
         try:
@@ -299,11 +272,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Compare every file of a checkpoint with its manifest.
-
-    Raises:
-        CorruptCheckpoint: a file differs; the message names the first such file.
-    """
+    """Raise ``CorruptCheckpoint`` for the first file that differs from the manifest."""
     manifest = checkpoint / MANIFEST
     try:
         listed = read_object(manifest)["files"]
@@ -324,11 +293,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Return the metadata of a checkpoint.
-
-    Raises:
-        UserError: the file cannot be read, has another format, or was saved within a step.
-    """
+    """Return the metadata; ``UserError``: it is of another format, or was saved within a step."""
     path = checkpoint / STATE
     metadata = read_object(path)
     if metadata.get("format") != FORMAT:
@@ -365,15 +330,12 @@ class _LazyTensors(Mapping[str, torch.Tensor]):
 
 
 def read_tensors(checkpoint: Path, name: str) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of one kind, such as ``optimizer``, on the CPU, from one file or shards.
-
-    The mapping is empty if the checkpoint has no such tensors.
-    """
+    """Return the tensors of one kind, such as ``optimizer``, on the CPU, from one file or shards;
+    none if the checkpoint has no such tensors."""
     return _LazyTensors([path for path in checkpoint.iterdir() if _get_kind(path) == name])
 
 
 def _get_kind(path: Path) -> str | None:
-    """Return the kind of tensors in a file; None if it is not a safetensors file."""
     return _SHARD.sub("", path.stem) if path.suffix == ".safetensors" else None
 
 
