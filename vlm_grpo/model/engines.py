@@ -12,19 +12,22 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
+
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.model.engine.attention import plain_attention
+from vlm_grpo.model.engine.attention import PackedAttention, plain_attention
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.decode import SharedDecoder
 from vlm_grpo.model.engine.graphs import GraphCapture
-from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.model.engine.repeated import Padding, sample_repeated, score_repeated
 from vlm_grpo.model.engine.sampling import SamplerState
-from vlm_grpo.model.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
+from vlm_grpo.model.engine.shared import PrefixInputs, pack_row, run_row
 from vlm_grpo.model.engine.vision import ImageEncoder
-from vlm_grpo.model.families import ImageFeatures, find_part
+from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
 from vlm_grpo.model.families.shared_form import Unit
 from vlm_grpo.model.loading import LoadedModel
+from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
@@ -137,7 +140,8 @@ class SharedEngine(Engine):
         trains_vision = not trained.isdisjoint(("vision", "projector"))
         self.encoder = ImageEncoder(self.family, self.model, trains_vision, stopwatch)
         self.decoder = SharedDecoder(self.family, self.model, stopwatch, capture)
-        self._layouts: Layouts = {}
+        # By the prompt's tokens and images; they do not depend on the weights or on noise.
+        self._layouts: dict[tuple[tuple[int, ...], Unit], PromptLayout] = {}
 
     @property
     def capture(self) -> GraphCapture | None:
@@ -155,7 +159,13 @@ class SharedEngine(Engine):
     ) -> TokenScores:
         prefixes = self.build_prefixes([piece.prompt for piece in batch.slices], counters)
         counters.update_tokens += batch.num_tokens
-        return score_shared(self.family, self.model, batch, prefixes, settings)
+        row = pack_row(prefixes, [piece.completions for piece in batch.slices])
+        attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+        head = self.family.head(self.model)
+        hidden = run_row(self.family, self.model, row, prefixes, attend)
+        arrays = (row.predictors, row.targets, row.target_positions)
+        predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
+        return score_tokens(head, hidden[predictors], targets, positions, settings)
 
     def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
         if not self.encoder.is_trained:
@@ -183,6 +193,13 @@ class SharedEngine(Engine):
         return features
 
     def build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
-        features = self._encode(prompts, counters)
-        per_prompt = [[features[u] for u in self.family.units(p.example.images)] for p in prompts]
-        return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self._layouts)
+        features, prefixes = self._encode(prompts, counters), []
+        for prompt in prompts:
+            images = prompt.example.images
+            key = prompt.token_ids, tuple(image.clean for image in images)
+            if key not in self._layouts:
+                self._layouts[key] = self.family.lay_out(self.model, prompt)
+            token_ids = np.array(prompt.token_ids, dtype=np.int64)
+            units = tuple(features[unit] for unit in self.family.units(images))
+            prefixes.append(PrefixInputs(token_ids, self._layouts[key], units))
+        return prefixes

@@ -16,7 +16,8 @@ from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, tiny_pol
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.model.engine import attention, kernels, shared
+from vlm_grpo.model import engines
+from vlm_grpo.model.engine import attention, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import PackedAttention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
@@ -163,7 +164,7 @@ def attend_causally(
     return kernels.causal(q, k, v, layer.scaling).transpose(1, 2)
 
 
-INIT, PACK_ROW = PackedAttention.__init__, shared.pack_row
+INIT, PACK_ROW = PackedAttention.__init__, engines.pack_row
 
 
 def join_completions(self: PackedAttention, spans: Any, masks: Any) -> None:
@@ -199,8 +200,8 @@ def pack_with_previous_predictor(prefixes: Sequence[PrefixInputs], completions: 
     [
         (PackedAttention, "__call__", attend_causally),
         (PackedAttention, "__init__", join_completions),
-        (shared, "pack_row", pack_with_running_positions),
-        (shared, "pack_row", pack_with_previous_predictor),
+        (engines, "pack_row", pack_with_running_positions),
+        (engines, "pack_row", pack_with_previous_predictor),
         # The prompt's length instead of its last position + 1.
         (PrefixInputs, "next_position", property(lambda prefix: len(prefix.token_ids))),
     ],

@@ -11,13 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.model.engine.attention import PackedAttention
-from vlm_grpo.model.engine.batch import MicroBatch
-from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.model.engine.varlen import GroupSpan
 from vlm_grpo.model.families import Family, ImageFeatures, PromptLayout
-from vlm_grpo.model.families.shared_form import Unit
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -33,48 +29,6 @@ class PrefixInputs:
         """First position of the completions: that of the prompt's last token + 1."""
         # The times of a clip before it can be larger positions.
         return int(self.layout.positions[:, -1].max()) + 1
-
-
-Layouts = dict[tuple[tuple[int, ...], Unit], PromptLayout]
-"""Layouts by the prompt's tokens and images. They do not depend on the weights
-or on noise."""
-
-
-def build_prefix_inputs(
-    family: Family,
-    model: Any,
-    prompts: Sequence[Prompt],
-    features: Sequence[Sequence[ImageFeatures]],
-    layouts: Layouts,
-) -> list[PrefixInputs]:
-    """Build the inputs of each prompt; ``layouts`` has known ones, and receives the others."""
-    prefixes = []
-    for prompt, images in zip(prompts, features, strict=True):
-        key = prompt.token_ids, tuple(image.clean for image in prompt.example.images)
-        if key not in layouts:
-            layouts[key] = family.lay_out(model, prompt)
-        token_ids = np.array(prompt.token_ids, dtype=np.int64)
-        prefixes.append(PrefixInputs(token_ids, layouts[key], tuple(images)))
-    return prefixes
-
-
-def score_shared(
-    family: Family,
-    model: Any,
-    batch: MicroBatch,
-    prefixes: Sequence[PrefixInputs],
-    settings: ScoringSettings,
-) -> TokenScores:
-    """Score a micro-batch's completion tokens in one packed row, given its slices' prompts."""
-    row = pack_row(prefixes, [piece.completions for piece in batch.slices])
-    attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
-    head = family.head(model)
-    hidden = run_row(family, model, row, prefixes, attend)
-    predictors, targets, positions = (
-        copy_to(hidden.device, values)
-        for values in (row.predictors, row.targets, row.target_positions)
-    )
-    return score_tokens(head, hidden[predictors], targets, positions, settings)
 
 
 def run_row(
