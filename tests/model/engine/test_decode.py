@@ -94,15 +94,6 @@ def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions() -> N
         assert get_tokens(alone) == [expected[index]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_both_forms_sample_equal_tokens(family: str) -> None:
-    tokens = []
-    for shared in (True, False):
-        policy = tiny_policy(family, shared, torch.float64)
-        tokens.append(get_tokens(sample_groups(policy, mixed_prompts(policy, 6))))
-    assert tokens[0] == tokens[1]
-
-
 def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, sizes = tiny_policy("qwen2_5_vl", shared=False), []
     generate = policy.model.generate

@@ -12,7 +12,14 @@ from family_models import BUILDERS
 from family_policies import build_family_policy, make_batch, score_alone
 from float64_steps import use_float64, use_float64_recurrence
 from gradients import relative_distance
-from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, tiny_policy
+from tiny_models import (
+    FAMILIES,
+    add_lora,
+    make_prompt,
+    noise_clip,
+    noise_example,
+    tiny_policy,
+)
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
@@ -24,6 +31,7 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.shared import PackedRow, PrefixInputs
 from vlm_grpo.model.engine.varlen import GroupSpan
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn
 
 EXAMPLES = [
@@ -39,15 +47,26 @@ CHAT = replace(
         Turn("assistant", "Yes."),
     ),
 )
+IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
+CLIPS = [
+    Example("odd", (noise_clip("c", (60, 40), 5, seed=1),), "When?", 0),  # half a last pair
+    Example("mixed", (IMAGE, noise_clip("d", (56, 90), 4, seed=2)), "<image> in <image>?", 0),
+    Example("clips", (noise_clip("e", (28, 56), 2), noise_clip("f", (84, 28), 6)), "Which?", 0),
+    # 40 seconds: in Qwen2.5-VL, its last frames have larger positions than the text behind it.
+    Example("long", (noise_clip("l", (28, 28), 20, seed=4, fps=0.5),), "?", 0),
+]
 # Unequal lengths; a completion of a single token feeds nothing.
-LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4))
+LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4), (2, 3), (4,), (1, 5), (3, 3))
 
 
 def make_micro_batch(policy: Policy, needs_images: bool = False) -> MicroBatch:
+    """Build prompts with images and without, and with clips where the family accepts them."""
     generator = torch.Generator().manual_seed(3)
     slices, row = [], 0
-    for example, lengths in zip(EXAMPLES, LENGTHS, strict=True):
-        if needs_images and not example.images:
+    for example, lengths in zip((*EXAMPLES, *CLIPS), LENGTHS, strict=True):
+        if (needs_images and not example.images) or (
+            example in CLIPS and not policy.family.takes_videos
+        ):
             continue
         prompt = make_prompt(policy, example)
         tokens = [

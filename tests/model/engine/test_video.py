@@ -1,4 +1,4 @@
-"""Clips: the shared form equals the repeated form and transformers, and encodes each clip once."""
+"""Clips and images: both forms sample equal tokens; each clip is encoded once, or refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from family_policies import build_family_policy, make_batch, score_alone
-from gradients import relative_distance
+from family_policies import build_family_policy
 from tiny_models import (
     FAMILIES,
     make_prompt,
+    mixed_prompts,
     noise_clip,
     noise_example,
     pack_groups,
@@ -19,8 +19,6 @@ from tiny_models import (
     sampled_logprobs,
     tiny_policy,
 )
-from torch import Tensor
-from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -32,64 +30,18 @@ from vlm_grpo.training.rollout import select_usable
 from vlm_grpo.types import Example, Prompt
 
 IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
-LONG = Example("long", (noise_clip("l", (28, 28), 20, seed=4, fps=0.5),), "?", 0)
-"""40 seconds: in Qwen2.5-VL, its last frames have larger positions than the text behind it."""
 EXAMPLES = [
     Example("odd", (noise_clip("c", (60, 40), 5, seed=1),), "When?", 0),  # half a last pair
     Example("mixed", (IMAGE, noise_clip("d", (56, 90), 4, seed=2)), "<image> in <image>?", 0),
     noise_example("no image", [], "Hello there"),
     Example("clips", (noise_clip("e", (28, 56), 2), noise_clip("f", (84, 28), 6)), "Which?", 0),
 ]
+LONG = Example("long", (noise_clip("l", (28, 28), 20, seed=4, fps=0.5),), "?", 0)
+"""40 seconds: in Qwen2.5-VL, its last frames have larger positions than the text behind it."""
 
 
 def build_prompts(policy: Policy, *more: Example) -> list[Prompt]:
     return [make_prompt(policy, example) for example in (*EXAMPLES, *more)]
-
-
-def score_with_gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
-    prompts = build_prompts(policy, LONG)
-    logprobs = policy.score(make_batch([*prompts[:3], prompts[4]])).logprobs
-    more = policy.score(make_batch(prompts[3:])).logprobs
-    logprobs = torch.cat((logprobs, more))
-    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
-    grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
-    assert any("visual" in name for name in grads)
-    return logprobs.detach(), grads
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_repeated(family: str) -> None:
-    results = [score_with_gradients(tiny_policy(family, s, torch.float64)) for s in (True, False)]
-    (logprobs, grads), (expected, expected_grads) = results
-    assert (logprobs - expected).abs().max() < 1e-9  # as for images
-    assert relative_distance(grads, expected_grads) < 1e-6
-
-
-@pytest.mark.parametrize("in_one_kernel", [True, False])
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5"])
-def test_shared_equals_the_forward_of_transformers(
-    name: str, in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if in_one_kernel:
-        use_plain_varlen(monkeypatch)
-    policy, plain = _build(name, True), _build(name, False)
-    batch = make_batch([*build_prompts(policy)[:3], make_prompt(policy, LONG)])
-    with torch.no_grad():
-        found = policy.score(batch).logprobs
-        alone = [
-            score_alone(plain.model, piece.prompt, tokens)
-            for piece in batch.slices
-            for tokens in piece.completions
-        ]
-    # Qwen3.5's recurrence of transformers computes in float32.
-    bound = 1e-4 if name == "qwen3_5" else 1e-9
-    torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=bound)
-
-
-def _build(name: str, shared: bool) -> Policy:
-    if name in FAMILIES:
-        return tiny_policy(name, shared, torch.float64, banned=())
-    return build_family_policy(name, torch.float64, shared=shared, banned=())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,7 +49,7 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family: str) 
     tokens = []
     for shared in (True, False):
         policy = tiny_policy(family, shared, torch.float64)
-        prompts = build_prompts(policy, LONG)
+        prompts = [*build_prompts(policy, LONG), *mixed_prompts(policy, 4)]
         groups = sample_groups(policy, prompts)  # without sharing, by transformers' generate
         tokens.append([[c.token_ids for c in group] for group in groups])
         with torch.no_grad():

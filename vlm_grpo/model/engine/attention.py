@@ -259,5 +259,4 @@ class PrefillAttention(PackedAttention):
 
 
 def find_mask(masks: Masks, kind: str) -> Tensor | None:
-    """Return the mask of a prompt in layers of the given type; None: causal."""
     return masks.get(kind, masks.get(ALL_LAYERS))

@@ -24,7 +24,6 @@ class GroupSlice:
         return len(self.prompt.token_ids) + sum(len(c) - 1 for c in self.completions)
 
     def split_in_half(self) -> tuple[GroupSlice, GroupSlice]:
-        """Return two slices with half of the completions each."""
         middle = len(self.rows) // 2
         first, second = slice(middle), slice(middle, None)
         return (

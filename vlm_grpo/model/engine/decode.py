@@ -89,7 +89,6 @@ class SharedDecoder:
         self._steps.clear()
 
     def use_capture(self, capture: GraphCapture | None) -> None:
-        """Capture steps from now on; None: run them eagerly."""
         self.release()
         self.capture = capture
 
@@ -206,7 +205,6 @@ class _Decoding:
         self.index: SlotIndex | None = None
 
     def admit(self) -> None:
-        """Give all free places to waiting completions, and sample their first tokens."""
         while True:
             slots, places = self.scheduler.admit()
             if not len(places):
@@ -235,7 +233,6 @@ class _Decoding:
             self.hidden[copy_to(self.device, np.array(part))] = hidden
 
     def advance(self) -> None:
-        """Sample the next tokens of all completions that have a place."""
         # Captured steps are of few sizes; on the CPU each row costs time.
         kept = self.scheduler.shrink(0.5 if self.decoder.capture else 0.875)
         if kept is not None:

@@ -140,5 +140,4 @@ class CudaGraph:
 
 
 def capture_compiled(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
-    """Capture a step with fused kernels."""
     return CudaGraph(compile_step(step), inputs)

@@ -33,7 +33,6 @@ would spend half of its work on masked scores."""
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the kernels of attention over a shared prompt."""
     query = torch.empty(0, dtype=dtype, device=device)
     if varlen.has_varlen(query):
         return "PyTorch's varlen_attn, one call per layer"
@@ -236,7 +235,6 @@ def _part_backward(
     scaling: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's query, key and value, from the merged output and lse."""
     if _uses_plain_products(query):
         return _plain_backward(grad, query, output, lse, key, value, scaling, causal)
     if causal:
@@ -255,7 +253,6 @@ def _part_backward(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``_part`` one block of queries at a time."""
     outputs, sums = [], []
     for start, stop in _blocks(query, key, causal):
         visible = stop if causal else key.shape[2]

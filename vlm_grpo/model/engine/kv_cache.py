@@ -265,7 +265,6 @@ def count_free_tokens(
 
 
 def _count_bytes(config: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of a token's keys and values, and of a row's recurrent states."""
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [""] * len(layers)
     numbers, state = 0, 0

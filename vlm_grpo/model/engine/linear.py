@@ -82,7 +82,6 @@ def get_base(layer: Any) -> Any:
 
 
 def get_dtype(base: Any) -> torch.dtype:
-    """Return the precision of the weights in a product."""
     return base.dense_dtype if is_quantized(base) else base.weight.dtype
 
 

@@ -67,7 +67,6 @@ class TokenScores:
 
     @classmethod
     def join(cls, parts: Sequence[TokenScores]) -> TokenScores:
-        """Join the scores of consecutive tokens."""
         entropies = [part.entropies for part in parts if part.entropies is not None]
         is_top = [part.is_top for part in parts if part.is_top is not None]
         return cls(
@@ -117,7 +116,6 @@ def score_logits(
     positions: Int[Tensor, " M"],
     settings: ScoringSettings,
 ) -> TokenScores:
-    """Score target tokens from the logits that predict them."""
     logprobs = settings.distribution(logits, positions).log_softmax(-1)
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     is_top = logprobs.argmax(-1) == targets if settings.with_top else None

@@ -46,7 +46,6 @@ def _normalize(norm: Any, original: Any, hidden_states: Tensor, *others: Any, **
 
 @cache
 def _can_fuse(kind: type[Any]) -> bool:
-    """Return whether ``kind`` computes ``w · x / √(mean(x²) + ε)``."""
     if not kind.__name__.endswith("RMSNorm") or issubclass(kind, nn.RMSNorm):
         return False
     with torch.device("cpu"), torch.no_grad():

@@ -95,7 +95,6 @@ def count_state(config: Any, dtype: torch.dtype) -> int:
 
 
 def find_recurrent_layers(language_model: nn.Module) -> list[Any]:
-    """Return the modules with a recurrent state."""
     config: Any = language_model.config
     kinds = getattr(config, "layer_types", None) or ()
     return [
@@ -109,7 +108,6 @@ def find_recurrent_layers(language_model: nn.Module) -> list[Any]:
 
 
 def share_recurrent_layers(language_model: nn.Module) -> None:
-    """Dispatch the recurrent layers through the object passed as ``attend``."""
     for module in find_recurrent_layers(language_model):
         replace_forward(module, _dispatch)
 

@@ -61,7 +61,6 @@ def _build_inputs(
 
 
 def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:
-    """Return whether a tensor has one value per token, such as token types."""
     # An image can have as many patches as its prompt has tokens.
     return values.shape[:2] == (1, len(prompt.token_ids)) and not name.startswith(
         ("pixel", "image")

@@ -123,7 +123,6 @@ def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
 
 
 def derive_seed(seed: Sequence[int | str], size: int = 7) -> int:
-    """Return a number of ``size`` bytes that depends on all parts of a seed."""
     digest = hashlib.blake2b(repr(tuple(seed)).encode(), digest_size=16).digest()
     return int.from_bytes(digest[:size], "little")
 

@@ -38,7 +38,6 @@ def run_row(
     prefixes: Sequence[PrefixInputs],
     attend: PackedAttention,
 ) -> Float[Tensor, "T width"]:
-    """Return the last hidden states of a row of the given prompts."""
     device = model.get_output_embeddings().weight.device
     features = [images for prefix in prefixes for images in prefix.features]
     positions = copy_to(device, row.position_ids[:, None])
@@ -65,7 +64,6 @@ class PackedRow:
 def pack_row(
     prefixes: Sequence[PrefixInputs], completions: Sequence[Sequence[Sequence[int]]]
 ) -> PackedRow:
-    """Pack prompts, each with its completions, into one row."""
     axes = max(len(prefix.layout.positions) for prefix in prefixes)
     token_ids: list[Any] = []
     position_ids: list[np.ndarray] = []

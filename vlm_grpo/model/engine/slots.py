@@ -38,7 +38,6 @@ class SlotScheduler:
 
     @property
     def is_empty(self) -> bool:
-        """True if no completion has a place and none is waiting."""
         return not self._waiting and bool((self.rows < 0).all())
 
     def admit(self) -> tuple[list[int], Int[np.ndarray, " n"]]:
@@ -60,7 +59,6 @@ class SlotScheduler:
         return started, np.array(taken, dtype=np.int64)
 
     def find_slots(self, places: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return the slot of the prompt of the completion in each of the given places."""
         prompts = self.owners[self.rows[places]]
         return (prompts[:, None] == self.prompts).argmax(1)
 

@@ -40,7 +40,6 @@ def can_reorder(layer: nn.Module) -> bool:
 
 
 def join_products(model: nn.Module, layers: Collection[Any]) -> None:
-    """Replace the layers' forwards by products with reordered weights."""
     groups: list[list[Any]] = []
     for module in model.modules():
         for names in _SIBLINGS:
@@ -88,7 +87,6 @@ class JoinedProduct:
     def __call__(
         self, number: int, x: Float[Tensor, "*rows inputs"]
     ) -> Float[Tensor, "*rows outputs"]:
-        """Return the outputs of one of the layers."""
         if self._input is not x or number not in self._outputs:
             if self._outputs:
                 for layer in self.layers:
@@ -125,7 +123,6 @@ class JoinedProduct:
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts as one tensor, without a copy of a single one."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
