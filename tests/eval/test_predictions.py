@@ -118,6 +118,8 @@ def test_a_last_line_without_a_newline_is_read(tmp_path):
         ([{"id": "other", "output": "3"}], "no example has the id 'other'"),
         ([{"id": EXAMPLES[0].id, "output": "3"}] * 2, "has a prediction already"),
         ([{"id": EXAMPLES[0].id, "output": 3}], ":1: a prediction is"),
+        (["a text"], "p.jsonl:1: "),
+        ([], f"no prediction for id '{EXAMPLES[0].id}'"),
     ],
 )
 def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):

@@ -17,7 +17,6 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.sampling import (
     SampledExamples,
-    compute_pass_rates,
     find_outside_folder,
     write_completions,
     write_difficulty,
@@ -82,9 +81,9 @@ def test_the_pass_rate_is_the_mean_primary_metric(tmp_path: Path) -> None:
     }
 
 
-def test_of_an_error_it_is_the_share_with_the_full_reward() -> None:
+def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path: Path) -> None:
     found = make_samples(EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance())
-    assert compute_pass_rates(found) == [0.5]
+    assert write_difficulty(found, tmp_path / "d.jsonl") == [0.5]
 
 
 def test_kept_completions_are_distinct_and_the_best(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,15 +25,21 @@ from vlm_grpo.cli.common import (
     build_endpoint,
     exit_when_stopped,
     get_frame,
+    parse_task_options,
 )
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.run import Settings
+    from vlm_grpo.eval.scored import Scored
     from vlm_grpo.serve.chat import Endpoint
+    from vlm_grpo.task import Task
+    from vlm_grpo.task.coordinates import CoordinateFrame
 
 _NO_MODEL = "model=none"
 """Override of an evaluation for which no model must be named."""
+_MAX_TABLE_ROWS = 50
 
 CHECKPOINT_SETTINGS = {
     "model",
@@ -115,7 +123,7 @@ def evaluate(
     \b
     vlm-grpo evaluate counting                                        the recipe's model
     vlm-grpo evaluate counting --checkpoint runs/counting             its newest checkpoint
-    vlm-grpo evaluate counting --checkpoint counting@best         its best one
+    vlm-grpo evaluate counting --checkpoint counting@best             its best one
     vlm-grpo evaluate runs/counting/config.yaml --checkpoint DIR data.eval=test.jsonl
     vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
     vlm-grpo evaluate refcoco --data val.jsonl --checkpoint DIR       and its base model
@@ -134,7 +142,10 @@ def evaluate(
     which the model resized each image.
     """
     values = overrides or []
-    _refuse_checkpoint_override(values)
+    for override in values:
+        if override.startswith("checkpoint="):  # an option, not a setting
+            folder = override.removeprefix("checkpoint=")
+            raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
     if predictions is None and server is None and frame is not None:
         raise UserError("--frame needs --predictions or --server: the frame of a model is known")
     endpoint = build_endpoint(
@@ -160,40 +171,37 @@ def evaluate(
     is_task = predictions is not None and _is_task(recipe)
     if not is_task and (tags is not None or as_json or image_root is not None):
         raise UserError("--tags, --json and --image-root need a task and --predictions")
+    if data is not None and task is not None:
+        raise UserError("--task needs a recipe: a benchmark has its own task")
+    if predictions is not None and checkpoint is not None:
+        raise UserError("--predictions are scored without a model: leave out --checkpoint")
+    if is_task and split is not None:
+        raise UserError("--split needs a benchmark")
     if data is None:
         values = add_task_override(values, task)
         _evaluate_recipe(recipe, values, _find_checkpoint(checkpoint), endpoint)
-        return
-    if task is not None:
-        raise UserError("--task needs a recipe: a benchmark has its own task")
-    if predictions is None:
+    elif predictions is None:
         folder = _find_checkpoint(checkpoint)
         values = values if endpoint is None else [_NO_MODEL, *values]
         settings = _benchmark_settings(recipe, data, folder, values)
         with exit_when_stopped("the same command continues it"):
-            from vlm_grpo.eval import benchmark
+            from vlm_grpo.eval.benchmark import evaluate_benchmark
 
-            benchmark.evaluate_benchmark(recipe, settings, folder, split, endpoint)
-        return
-    if checkpoint is not None:
-        raise UserError("--predictions are scored without a model: leave out --checkpoint")
-    written_frame = None if frame is None else get_frame(frame)
-    with exit_when_stopped("nothing was written"):
-        if is_task:
-            if split is not None:
-                raise UserError("--split needs a benchmark")
-            from vlm_grpo.cli import scoring
-            from vlm_grpo.config.data import DataSettings
+            evaluate_benchmark(recipe, settings, folder, split, endpoint)
+    else:
+        written_frame = None if frame is None else get_frame(frame)
+        with exit_when_stopped("nothing was written"):
+            if is_task:
+                from vlm_grpo.config.data import DataSettings
 
-            rows = DataSettings(train=data, image_root=image_root)
-            scoring.print_scores(
-                recipe, values, rows, (predictions, layout), written_frame, tags, as_json
-            )
-            return
-        from vlm_grpo.eval.benchmark import score_benchmark
+                rows = DataSettings(train=data, image_root=image_root)
+                loaded = _load_task(recipe, values, written_frame, tags)
+                _score_outputs(loaded, rows, (predictions, layout), as_json)
+            else:
+                from vlm_grpo.eval.benchmark import score_benchmark
 
-        settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
-        score_benchmark(recipe, settings, predictions, layout, written_frame, split)
+                settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
+                score_benchmark(recipe, settings, predictions, layout, written_frame, split)
 
 
 def _is_task(name: str) -> bool:
@@ -201,14 +209,6 @@ def _is_task(name: str) -> bool:
     from vlm_grpo.benchmarks.definition import benchmark_names
 
     return name not in benchmark_names() and Path(name).suffix not in (".yaml", ".yml")
-
-
-def _refuse_checkpoint_override(overrides: Sequence[str]) -> None:
-    """Refuse ``checkpoint=DIR``, which is an option and not a setting."""
-    for override in overrides:
-        if override.startswith("checkpoint="):
-            folder = override.removeprefix("checkpoint=")
-            raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
 
 
 def _refuse_benchmark(name: str) -> None:
@@ -288,3 +288,97 @@ def _benchmark_settings(
         "data": {"train": "none", "eval": data},
     }
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
+
+
+def _load_task(
+    name: str, options: Sequence[str], frame: CoordinateFrame | None, tags: bool | None
+) -> Task:
+    """Load the task that scores outputs; tags None: it reads those of outputs that have them."""
+    from vlm_grpo.benchmarks.adapter import build_benchmark_task
+    from vlm_grpo.task.coordinates import ORIGINAL
+    from vlm_grpo.task.registry import build_task, load_task_class
+
+    values = parse_task_options(options)
+    for option, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
+        if option in values:
+            raise UserError(f"{option} is not a task option with --predictions: use {flag}")
+    task_class = load_task_class(name)
+    if tags is None:
+        task_class = build_benchmark_task(task_class)
+    return build_task(task_class, name, values | {"tags": bool(tags), "frame": frame or ORIGINAL})
+
+
+def _score_outputs(
+    task: Task, data: DataSettings, predictions: tuple[Path, str | None], as_json: bool
+) -> None:
+    """Score the outputs in a file of this layout, and print a table or lines of JSON."""
+    from vlm_grpo.eval.evaluate import score_outputs
+    from vlm_grpo.eval.scored import format_row
+
+    scored, unanswered = score_outputs(task, data, *predictions)
+    total = _summarize(scored)
+    if as_json:
+        for row in scored.rows:
+            print(format_row({key: row[key] for key in ("id", "answer", "rewards", "metrics")}))
+        print(json.dumps({"total": total}, ensure_ascii=False))
+    else:
+        _print_table(scored, total, unanswered)
+
+
+def _summarize(scored: Scored) -> dict[str, Any]:
+    from vlm_grpo.eval.scored import has_answer
+
+    def get_means(key: str) -> dict[str, float | None]:
+        return {name: _mean(scored.get_column(name)) for name in scored.rows[0][key]}
+
+    return {
+        "n": scored.n,
+        "answered": sum(has_answer(row["answer"]) for row in scored.rows),
+        "unscorable": scored.metrics["unscorable"],
+        "reward": _mean([row["reward"] for row in scored.rows]),
+        "rewards": get_means("rewards"),
+        "metrics": get_means("metrics"),
+        "corpus": {name: value for name, value in scored.corpus.items() if value == value},
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if all are."""
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
+
+
+def _print_table(scored: Scored, total: dict[str, Any], unanswered: int) -> None:
+    """Print the first rows and the total; ``unanswered`` more examples have no output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vlm_grpo.eval.benchmark import format_unread
+
+    names = [*total["rewards"], *total["metrics"]]
+    table = Table("id", "answer", *names)
+    for row in scored.rows[:_MAX_TABLE_ROWS]:
+        values = {**row["rewards"], **row["metrics"]}
+        answer = "no answer" if row["answer"] is None else str(row["answer"])
+        table.add_row(row["id"], answer[:60], *(_format(values[name]) for name in names))
+    if (more := scored.n - _MAX_TABLE_ROWS) > 0:
+        table.add_row("…", f"{more} more; --json shows all")
+    table.add_section()
+    means = [*total["rewards"].values(), *total["metrics"].values()]
+    table.add_row(f"all {total['n']}", f"{total['answered']} answered", *map(_format, means))
+    console = Console()
+    console.print(table, markup=False)
+    for name, value in total["corpus"].items():
+        console.print(f"{name} {_format(value)}", markup=False)
+    if unanswered:
+        console.print(f"{unanswered} more examples have no output in the file")
+    if (unread := format_unread(scored)) is not None:
+        console.print(f"{unread}: see --tags and --frame", markup=False)
+    if total["unscorable"]:
+        console.print(
+            f"{total['unscorable']} outputs could not be scored: a reward failed or took too long"
+        )
+
+
+def _format(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

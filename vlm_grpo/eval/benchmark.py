@@ -25,8 +25,8 @@ from vlm_grpo.eval.evaluate import check_weights
 from vlm_grpo.eval.foreign import read_outputs
 from vlm_grpo.eval.generate import generate_all
 from vlm_grpo.eval.predictions import PredictionLog, build_request
+from vlm_grpo.eval.remote import load_evaluated_model
 from vlm_grpo.eval.scored import Scored, has_answer, summarize
-from vlm_grpo.eval.served import load_evaluated_model
 from vlm_grpo.eval.statistics import PairedTest, bootstrap_interval, compare_pairs
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task

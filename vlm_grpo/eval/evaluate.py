@@ -1,4 +1,4 @@
-"""Evaluate a policy on held-out examples: one or several answers to each, scored by the task."""
+"""Evaluate on held-out examples, during training and after it, or outputs of any model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.data.run_data import build_scorer, get_held_out_task, load_data
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.foreign import read_outputs
 from vlm_grpo.eval.generate import EvaluatedModel, LocalModel, generate_all
 from vlm_grpo.eval.predictions import PredictionLog, build_request
+from vlm_grpo.eval.remote import load_evaluated_model
 from vlm_grpo.eval.scored import Scored, summarize
-from vlm_grpo.eval.served import load_evaluated_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.resolve import find_checkpoint
 from vlm_grpo.serve.chat import Endpoint
@@ -40,11 +41,8 @@ def evaluate_policy(
 ) -> Scored:
     """Generate and score ``evaluation.samples`` completions of each example.
 
-    The ranks share the examples; each returns the evaluation of all. The completions of an example
-    depend only on the seed and on the example's index.
-
-    Raises:
-        UserError: on all ranks, if an example cannot be read, or a reward fails on all.
+    The ranks share the examples; each returns the evaluation of all, or raises ``UserError``. The
+    completions of an example depend only on the seed and on the example's index.
     """
     return _evaluate(LocalModel(policy, settings), task, examples, scorer)
 
@@ -64,11 +62,7 @@ def _evaluate(
 def score_all(
     task: Task, examples: Sequence[Example], texts: Sequence[str], scorer: RewardScorer
 ) -> list[Score]:
-    """Score the outputs of ``generate_all``, shared among the ranks, and return all on every rank.
-
-    Raises:
-        UserError: on all ranks, if a reward fails on all outputs.
-    """
+    """Score the outputs of ``generate_all``, shared among the ranks; each returns all."""
     state = initialize_distributed()
     rank, ranks, count = state.process_index, state.num_processes, len(texts) // len(examples)
     items = [example for example in examples for _ in range(count)]
@@ -151,9 +145,6 @@ def score_outputs(
 
     Returns:
         The table, and the number of examples that have no output in the file.
-
-    Raises:
-        UserError: data or outputs are malformed or do not match, or a reward fails on all.
     """
     loaded = load_examples(data.train, task, data)
     examples, texts = read_outputs(path, layout, loaded, task.frame == RESIZED)
@@ -177,3 +168,60 @@ def check_weights(checkpoint: Path | None, server: Endpoint | str | None) -> Non
         )
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} is not a folder")
+
+
+class HeldOutEvaluator:
+    """An evaluator of a policy on held-out examples that remembers the best result.
+
+    The examples are scored by the task of ``evaluation.benchmark``, if there is one. Those that the
+    model cannot use are left out or an error, as ``data.on_bad_row`` says.
+
+    Attributes:
+        task: the task that scores the examples.
+        best: the best value of the primary metric and the number of steps after which it was
+            reached; None before the first evaluation.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: Task,
+        examples: Sequence[Example],
+        settings: Settings,
+        scorer: RewardScorer,
+    ) -> None:
+        self.strategy, self.settings = strategy, settings
+        self.policy: Policy = strategy.policy
+        self.task, self.scorer = get_held_out_task(settings, task), scorer
+        skip = settings.data.on_bad_row == "skip"
+        self.examples = self.policy.prompts.select_usable(examples, self.task, skip)
+        self.best: tuple[float, int] | None = None
+
+    @property
+    def best_step(self) -> int | None:
+        """Number of steps after which the primary metric was best; None before any evaluation."""
+        return None if self.best is None else self.best[1]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate after ``step`` steps."""
+        every, settings = self.settings.evaluation.every, self.settings
+        is_last = step in settings.phase_ends
+        return bool(self.examples) and (is_last or (bool(every) and step % every == 0))
+
+    def evaluate(self, step: int) -> Scored | None:
+        """Evaluate the policy after ``step`` steps; None without held-out examples."""
+        if not self.examples:
+            return None
+        with self.policy.stopwatch("evaluation"), self.strategy.gathered():
+            evaluation = evaluate_policy(
+                self.policy, self.task, self.examples, self.settings, self.scorer
+            )
+        if evaluation.is_better_than(None if self.best is None else self.best[0]):
+            self.best = (evaluation.value, step)
+        return evaluation
+
+    def first_examples(self, count: int) -> list[Example]:
+        """Return the first examples, with their images' resized sizes."""
+        return [
+            self.policy.prompts.with_resized_sizes(example) for example in self.examples[:count]
+        ]

@@ -115,11 +115,7 @@ class _Matcher:
                 self.by_image[PurePosixPath(image.name).name].append(index)
 
     def match(self, row: ForeignRow) -> int:
-        """Return the index of the row's example.
-
-        Raises:
-            ValueError: there is none; the message says which part of the row does not match.
-        """
+        """Return the index of the row's example; ``ValueError``: the part that does not match."""
         index = self._match_index(row) if row.index is not None else self._match_content(row)
         gold = self.examples[index].answer
         if row.index is None and not _same_gold(row.gold, gold):
@@ -145,7 +141,7 @@ class _Matcher:
         return index
 
     def _match_content(self, row: ForeignRow) -> int:
-        """Match by image, and among several examples of one image by question and gold answer."""
+        # By image, and among several examples of one image by question and gold answer.
         found: list[int] = sorted(self.unmatched)
         if row.image is not None:
             name = PurePosixPath(row.image).name
@@ -188,7 +184,6 @@ def _read_r1_v(path: Path) -> list[ForeignRow]:
 def _build_row(
     location: str, result: Mapping[str, Any], asked: Mapping[str, Any], image_key: str
 ) -> ForeignRow:
-    """Build the row of a result, whose mapping ``asked`` has the question and the image."""
     image, size = asked.get(image_key), result.get("input_size")
     if not all(isinstance(text, str) for text in (result["model_output"], image or "")):
         raise UserError(f"{location}: its output and its image must be strings")
@@ -207,16 +202,7 @@ def _build_row(
 def _read_results(
     path: Path, layout: str, question_type: type
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the ``results`` of a JSON file, each with its location.
-
-    Args:
-        path: the file.
-        layout: name of the layout, for messages.
-        question_type: type of a result's question.
-
-    Raises:
-        UserError: the file cannot be read, or has another layout.
-    """
+    """Yield the ``results`` of a JSON file, each with its location."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

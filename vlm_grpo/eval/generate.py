@@ -56,17 +56,14 @@ class EvaluatedModel(Protocol):
     def generate(
         self, task: Task, examples: Sequence[Example], seeds: Sequence[Seed], todo: Sequence[range]
     ) -> Iterator[tuple[range, list[Completion]]]:
-        """Generate one completion per item of ``examples`` at ``evaluation.temperature``.
+        """Yield the chunks of ``todo`` in any order, with a completion of each item.
 
         Args:
             task: writes the prompts.
-            examples: examples with the resized sizes of their images; each stands there
-                ``evaluation.samples`` times, one after the other.
-            seeds: seed of each item; those of an example begin alike.
+            examples: examples with the resized sizes of their images, each ``evaluation.samples``
+                times, one after the other.
+            seeds: seed of each item; those of an example share a prefix.
             todo: the chunks to generate.
-
-        Yields:
-            A chunk and its completions, in any order of the chunks.
 
         Raises:
             UserError: an example cannot be read, or has no output, after all others.
@@ -75,12 +72,7 @@ class EvaluatedModel(Protocol):
 
 
 class LocalModel:
-    """A policy whose outputs are generated in this process.
-
-    Args:
-        policy: the policy.
-        settings: settings of the run.
-    """
+    """A policy whose outputs are generated in this process."""
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         self.policy, self.settings = policy, settings
@@ -88,7 +80,7 @@ class LocalModel:
         self.identity: dict[str, str] = {}
 
     def split(self, examples: Sequence[Example]) -> list[range]:
-        """Split the indices as ``split_into_chunks``, with all samples of an example together."""
+        """Split as ``split_into_chunks``, with all samples of an example together."""
         count = self.settings.evaluation.samples
         chunks = split_into_chunks(examples[::count])
         return [range(chunk.start * count, chunk.stop * count) for chunk in chunks]
@@ -96,7 +88,6 @@ class LocalModel:
     def generate(
         self, task: Task, examples: Sequence[Example], seeds: Sequence[Seed], todo: Sequence[range]
     ) -> Iterator[tuple[range, list[Completion]]]:
-        """Generate the completions chunk by chunk, as in ``EvaluatedModel``."""
         for chunk in todo:
             firsts = chunk[:: self.settings.evaluation.samples]
             prompts = [self.policy.prompts.build(examples[index], task) for index in firsts]
@@ -105,14 +96,10 @@ class LocalModel:
 
 
 def split_into_chunks(examples: Sequence[Example]) -> list[range]:
-    """Split the examples' indices into chunks whose images fit into memory together.
+    """Split the examples' indices into chunks whose resized images fit into memory together.
 
     The split depends only on the examples, not on the ranks or on the progress so far, so that an
-    example is batched with the same examples in every run and gets the same output. An image
-    larger than ``CHUNK_PIXELS`` is a chunk by itself.
-
-    Args:
-        examples: examples with the resized sizes of their images.
+    example is batched with the same examples in every run and gets the same output.
     """
     chunks: list[range] = []
     start = pixels = 0
@@ -144,8 +131,7 @@ def generate_all(
         task: builds the prompts.
         examples: all examples, identical on every rank.
         log: file of the outputs; examples with an output in it are not generated again. It is
-            finished here: its file then has all outputs in the order of the examples. None: the
-            outputs are not written.
+            finished here: its file then has all outputs in the order of the examples.
 
     Returns:
         The examples with the resized sizes of their images, and their outputs: all of the first
@@ -202,12 +188,6 @@ def generate(
 ) -> list[Completion]:
     """Generate ``evaluation.samples`` completions per prompt at ``evaluation.temperature``.
 
-    Args:
-        policy: the policy.
-        prompts: prompts built by the policy.
-        settings: settings of the run.
-        seeds: for each prompt, the parts of the seed of its random numbers.
-
     Returns:
         The completions of the first prompt, then those of the second, and so on.
     """
@@ -223,14 +203,8 @@ def generate(
 def _show_progress(
     results: Iterable[tuple[range, list[Completion]]], remaining: int, total: int, visible: bool
 ) -> Iterator[tuple[range, list[Completion]]]:
-    """Yield the results, and show a progress bar in a terminal or an occasional line elsewhere.
-
-    Args:
-        results: finished chunks of this rank.
-        remaining: number of outputs in them.
-        total: outputs of this rank, including those that are done already.
-        visible: False: show nothing.
-    """
+    """Yield the results, and show a progress bar in a terminal or an occasional line elsewhere."""
+    # ``total`` has the outputs of this rank that are done already, too.
     done = max(0, total - remaining)
     total = done + remaining
     console = Console(stderr=True)

@@ -20,7 +20,7 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel
-from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.eval.remote import load_evaluated_model
 from vlm_grpo.model.resolve import NO_TASK, UNKNOWN, resolve_model, resolve_unknown
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
@@ -164,7 +164,6 @@ def predict(
 
 
 def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task:
-    """Return the given task, or load one: the run's own with its options, or another one."""
     if task is None and settings.task == NO_TASK:
         return PlainQuestion()
     if isinstance(task, Task):
@@ -189,11 +188,7 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
 
 
 def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
-    """Read the image of a question.
-
-    Raises:
-        UserError: it cannot be read, or is too large.
-    """
+    """Read the image of a question; ``UserError``: it cannot be read, or is too large."""
     name = str(image) if isinstance(image, str | Path) else "of the question"
     try:
         data = Path(image).read_bytes() if isinstance(image, str | Path) else image
@@ -206,15 +201,14 @@ def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
 
 def _recognize_clip(value: Any) -> Any:
     """Return what is given, or the clip at a path."""
-    if not isinstance(value, str | Path):
-        return value
-    path = Path(value)
-    is_clip = path.suffix.lower() in VIDEO_SUFFIXES or path.is_dir()
-    return Clip(path.absolute()) if is_clip else value
+    if isinstance(value, str | Path):
+        path = Path(value)
+        if path.suffix.lower() in VIDEO_SUFFIXES or path.is_dir():
+            return Clip(path.absolute())
+    return value
 
 
 def _read(value: Any, data: DataSettings) -> ImageRef:
-    """Read an image or a clip of a question; errors as for ``read_image``."""
     if not isinstance(value, Clip):
         return read_image(value, data.max_image_pixels)
     roots = Path.cwd(), Path(Path.cwd().anchor)

@@ -31,25 +31,13 @@ OutputKey = tuple[str, int]
 
 
 class PredictionLog:
-    """A log of outputs, from which a stopped evaluation resumes.
+    """A log of outputs, from which a stopped evaluation of the same request resumes.
 
-    Each process writes ``folder/predictions-N.jsonl`` and reads those of all processes, however
-    many there were. ``finish`` merges them into ``folder/predictions.jsonl``, with a line
-    ``{"id", "output", "seen"}`` per example, which ``evaluate --predictions`` reads; "seen" has the
-    resized sizes of the images. Further outputs of an example have their number as "sample".
-
-    Args:
-        folder: folder of this evaluation.
-        request: all that determines the outputs: model, checkpoint, task, prompts, limits, seed.
-        rank: index of this process; process 0 must create its log first.
-
-    Attributes:
-        path: file of all outputs, once finished.
-        rank_path: file of this process.
-        outputs: the outputs by key.
-
-    Raises:
-        UserError: the folder has outputs of another request.
+    Each process writes ``folder/predictions-N.jsonl`` (``rank_path``) and reads those of all
+    processes, however many there were. ``finish`` merges them into ``folder/predictions.jsonl``
+    (``path``), with a line ``{"id", "output", "seen"}`` per example, which
+    ``evaluate --predictions`` reads; "seen" has the resized sizes of the images. Further outputs of
+    an example have their number as "sample". Process 0 must create its log first.
     """
 
     def __init__(self, folder: Path, request: Mapping[str, Any], rank: int = 0) -> None:
@@ -79,11 +67,8 @@ class PredictionLog:
         self.outputs |= dict(outputs)
 
     def is_missing_any(self, keys: Sequence[OutputKey]) -> bool:
-        """Return whether any of the outputs is missing.
-
-        An incomplete chunk is generated again in full, so that every example is batched with the
-        same examples as in an uninterrupted run and gets the same output.
-        """
+        # An incomplete chunk is generated again in full, so that every example is batched with the
+        # same examples as in an uninterrupted run and gets the same output.
         return any(key not in self.outputs for key in keys)
 
     def append(
@@ -141,7 +126,6 @@ def _format_lines(
 
 
 def _list_differences(path: Path, digest: str, request: Mapping[str, Any]) -> list[str]:
-    """List the settings in which the request in a file differs from this one."""
     try:
         saved = json.loads(path.read_text("utf-8"))
         if saved["digest"] == digest:
@@ -160,11 +144,8 @@ def read_predictions(
 
     Args:
         path: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``.
-        examples: the examples.
+        examples: the examples; those returned have the resized sizes in the file.
         needs_resized_size: every line must have "seen", the resized sizes of the images.
-
-    Returns:
-        The examples, with the resized sizes in the file where it has them, and the outputs.
 
     Raises:
         UserError: a line is malformed, or ids do not match one to one; all problems are named.
@@ -197,7 +178,11 @@ def read_predictions(
             f"the predictions and the examples do not match one to one:\n"
             f"{bullets([*problems, *missing])}"
         )
-    resized = [_with_resized_sizes(e, found[e.id].get("seen")) for e in examples]
+    resized = []
+    for example in examples:
+        sizes = found[example.id].get("seen")
+        has_sizes = _are_valid_sizes(sizes, example)
+        resized.append(example.with_resized_sizes(map(tuple, sizes)) if has_sizes else example)
     return resized, [found[example.id]["output"] for example in examples]
 
 
@@ -208,10 +193,3 @@ def _are_valid_sizes(sizes: Any, example: Example) -> bool:
         and all(isinstance(size, list) and len(size) == 2 for size in sizes)
         and all(isinstance(side, int) and side > 0 for size in sizes for side in size)
     )
-
-
-def _with_resized_sizes(example: Example, sizes: Any) -> Example:
-    """Return the example with the resized sizes of its images, if they are valid."""
-    if not _are_valid_sizes(sizes, example):
-        return example
-    return example.with_resized_sizes((width, height) for width, height in sizes)

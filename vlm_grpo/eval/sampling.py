@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import check_weights, name_served, score_all
 from vlm_grpo.eval.generate import generate_all
 from vlm_grpo.eval.predictions import PredictionLog, build_request
-from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.eval.remote import load_evaluated_model
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
@@ -35,13 +35,7 @@ from vlm_grpo.utils.atomic_io import write_atomic
 class SampledExamples:
     """Training examples with k scored samples each.
 
-    Attributes:
-        settings: settings of the run.
-        task: the task that scored them.
-        prompts: the writer of the model's prompts.
-        examples: the examples.
-        texts: the samples of each.
-        scores: the score of each sample.
+    ``texts`` and ``scores`` have those of each example; ``prompts`` writes the model's prompts.
     """
 
     settings: Settings
@@ -68,10 +62,6 @@ def sample_examples(
         count: samples per example.
         checkpoint: the weights; None: those of ``settings.model``.
         server: address of the model, whose weights are then not loaded here.
-
-    Raises:
-        UserError: the model or the data cannot be loaded, the folder has other samples, or the
-            server gave no output for some examples.
     """
     check_weights(checkpoint, server)
     disable_progress_bar()
@@ -107,25 +97,20 @@ def sample_examples(
     )
 
 
-def compute_pass_rates(found: SampledExamples) -> list[float]:
-    """Return the mean of ``measure_pass`` over each example's samples."""
-    return [
-        fmean(measure_pass(found.task, example, score) for score in scores)
-        for example, scores in zip(found.examples, found.scores, strict=True)
-    ]
-
-
 def write_difficulty(found: SampledExamples, path: Path) -> list[float]:
-    """Write id, pass rate, mean reward and number of samples of each example; return the rates."""
-    rates = compute_pass_rates(found)
+    """Write id, pass rate, mean reward and number of samples of each example; return the rates.
+
+    The pass rate is the mean of ``measure_pass`` over the samples.
+    """
     rows = []
-    for example, rate, scores in zip(found.examples, rates, found.scores, strict=True):
+    for example, scores in zip(found.examples, found.scores, strict=True):
+        rate = fmean(measure_pass(found.task, example, score) for score in scores)
         rewards = [score.total for score in scores if score.total is not None]
         mean = fmean(rewards) if rewards else None
         row = {"id": example.id, "pass_rate": rate, "reward": mean, "samples": len(scores)}
         rows.append(row)
     _write_rows(path, rows)
-    return rates
+    return [row["pass_rate"] for row in rows]
 
 
 def write_completions(
@@ -136,16 +121,11 @@ def write_completions(
     A truncated completion, and one with the text of a control token, is left out.
 
     Args:
-        found: the samples.
-        path: the file.
         least: the reward that a completion must have earned; None: the full one.
         keep: maximum number of completions per example: the best, of equal ones the first.
 
     Returns:
         The number of rows, and of the examples that have one.
-
-    Raises:
-        UserError: no completion earned enough.
     """
     tasks = _name_tasks(found.settings)
     rows, count = [], 0
@@ -241,8 +221,5 @@ def find_outside_folder(found: SampledExamples, path: Path) -> Path | None:
 
 
 def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    def format_lines() -> Iterator[str]:
-        for row in rows:
-            yield json.dumps(row, ensure_ascii=False, default=str) + "\n"
-
-    write_atomic(path, "".join(format_lines()).encode(errors="backslashreplace"))
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    write_atomic(path, "".join(lines).encode(errors="backslashreplace"))

@@ -19,7 +19,7 @@ from vlm_grpo.dist.collectives import any_rank, fail_together
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.watch import watch_ranks
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.eval.held_out import HeldOutEvaluator
+from vlm_grpo.eval.evaluate import HeldOutEvaluator
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.report.progress import Progress

@@ -49,35 +49,21 @@ def load_evaluated_model(
 ) -> EvaluatedModel:
     """Load a policy for evaluation on this process's device, or connect to a server.
 
-    Args:
-        settings: settings of the run.
-        weights: folder of a checkpoint; None: the weights of ``settings.model``.
-        server: address of the model; None: the weights are loaded here.
-
-    Raises:
-        UserError: the model cannot be loaded, or the server cannot be used.
+    Without ``weights``, the folder of a checkpoint, they are those of ``settings.model``.
     """
     if server is not None:
-        return ServedModel(Endpoint(server) if isinstance(server, str) else server, settings)
+        return RemoteModel(Endpoint(server) if isinstance(server, str) else server, settings)
     policy = load_policy(settings, weights, training=False)
     policy.model.to(initialize_distributed().device)
     return LocalModel(policy, settings)
 
 
-class ServedModel:
+class RemoteModel:
     """A model behind an address.
 
     Its messages and images are those of the model that the settings name, whose processor is
     loaded here. If they name ``none``, images keep their size unless ``policy.min_pixels`` or
     ``max_pixels`` limit it, and the server's own defaults of sampling hold.
-
-    Args:
-        endpoint: the address.
-        settings: settings of the run.
-
-    Raises:
-        UserError: the server cannot be used, the processor cannot be loaded, or the process is one
-            of several.
     """
 
     def __init__(self, endpoint: Endpoint, settings: Settings) -> None:
@@ -94,13 +80,12 @@ class ServedModel:
         self._unchecked = _CHECKED_PROMPTS
 
     def split(self, examples: Sequence[Example]) -> list[range]:
-        """Return a chunk for each example: its output does not depend on the others."""
+        # An output does not depend on the other examples.
         return [range(index, index + 1) for index in range(len(examples))]
 
     def generate(
         self, task: Task, examples: Sequence[Example], seeds: Sequence[Seed], todo: Sequence[range]
     ) -> Iterator[tuple[range, list[Completion]]]:
-        """Ask for one completion per example, as in ``EvaluatedModel``."""
         indices = [index for chunk in todo for index in chunk]
         usage = _Usage(self, len(indices))
         failures: dict[int, Exception] = {}
@@ -142,11 +127,7 @@ class ServedModel:
         return answer.with_text(self.prompts.remove_control_tokens(answer.completion.text))
 
     def _load_media(self, example: Example) -> list[Image.Image | str]:
-        """Return the example's resized images, and the URLs of its clips, in their order.
-
-        Raises:
-            UserError: one of them cannot be read.
-        """
+        """Return the example's resized images, and the URLs of its clips, in their order."""
         images = (image for image, _ in self.prompts.load_images(example))
         media = example.images
         try:
@@ -204,7 +185,7 @@ class ServedModel:
 class _Usage:
     """The tokens and time of the answers so far, with an estimate after the first ones."""
 
-    def __init__(self, model: ServedModel, total: int) -> None:
+    def __init__(self, model: RemoteModel, total: int) -> None:
         self.model, self.endpoint, self.total = model, model.endpoint, total
         self.answers = self.prompt_tokens = self.completion_tokens = 0
         self.seconds, self.is_counted = 0.0, True
@@ -219,7 +200,6 @@ class _Usage:
             )
 
     def add(self, answer: Answer) -> None:
-        """Count an answer, and print the estimate once it is due."""
         self.answers += 1
         self.seconds += answer.seconds
         if answer.prompt_tokens is None or answer.completion_tokens is None:
@@ -238,14 +218,12 @@ class _Usage:
             )
 
     def finish(self) -> None:
-        """Print the sums."""
         if self.total > 1 and self.answers:
             self._print(f"{self.answers} answers: {self._describe(1.0, 1.0)}")
 
     def _describe(self, token_scale: float, price_scale: float) -> str:
-        """Return the scaled numbers of tokens and the scaled price."""
         if not self.is_counted:
-            return "no numbers of tokens, which the server does not tell"
+            return "no numbers of tokens, which the server does not report"
         prompt, completion = self.prompt_tokens, self.completion_tokens
         text = f"{prompt * token_scale:,.0f} prompt and {completion * token_scale:,.0f} completion"
         unit = "tokens per example" if token_scale < 1 else "tokens"
@@ -260,7 +238,7 @@ class _Usage:
 
 
 def _load_prompts(endpoint: Endpoint, settings: Settings) -> PromptWriter:
-    """Load the writer of prompts: that of the settings' model, or one for a model of any kind."""
+    """Load the writer of prompts: that of the settings' model, or a generic one."""
     if settings.model != UNKNOWN:
         if endpoint.frame is not None:
             raise UserError(
@@ -281,12 +259,9 @@ def _is_refusal(failure: Exception) -> bool:
 def _describe_failures(
     failures: Mapping[int, Exception], examples: Sequence[Example], missing: int
 ) -> str:
-    """Return the message for examples without an output.
+    """Return the message for ``missing`` examples without an output.
 
-    Args:
-        failures: the last failure of each example that was asked, by its index.
-        examples: all examples.
-        missing: number of examples without an output.
+    ``failures`` has the last failure of each example that was asked, by its index.
     """
     reasons: dict[str, list[int]] = {}
     for index, failure in sorted(failures.items()):

@@ -16,11 +16,11 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval import served
+from vlm_grpo.eval import remote
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.predictions import PredictionLog
-from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.eval.remote import load_evaluated_model
 from vlm_grpo.model.prompts import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
@@ -239,7 +239,7 @@ def test_an_error_of_every_request_ends_the_evaluation(tmp_path: Path) -> None:
             None,
             ["estimate from 4 of 40 examples: 100 ", "and 80 completion tokens\n"],
         ),
-        (None, (3.0, 10.0), ["40 answers: no numbers of tokens, which the server does not tell"]),
+        (None, (3.0, 10.0), ["40 answers: no numbers of tokens, which the server does not report"]),
     ],
 )
 def test_tokens_cost_and_time_are_estimated_and_summed(
@@ -396,6 +396,6 @@ def test_a_checkpoint_and_several_processes_are_refused(
         evaluate(settings, tmp_path, "http://127.0.0.1:1")
     with pytest.raises(UserError, match="a server has its own weights"):
         evaluate_benchmark("tallyqa", settings, tmp_path, server="http://127.0.0.1:1")
-    monkeypatch.setattr(served, "initialize_distributed", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(remote, "initialize_distributed", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(UserError, match="--server needs one process"):
         load_evaluated_model(settings, None, "http://127.0.0.1:1")
