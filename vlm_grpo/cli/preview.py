@@ -27,19 +27,13 @@ img { max-width: 100%; border: 1px solid #ccc } figure { margin: 0 0 .7rem }
 
 @dataclass(frozen=True)
 class Preview:
-    """One example as a model gets it.
+    """One example as a model gets it."""
 
-    Attributes:
-        prompt: the prompt, as training builds it.
-        gold: the completion that states the gold answer.
-        pictures: the images at the size that the model sees, the gold answer drawn on the first.
-        text: the sizes and tokens of the images, the prompt and the gold answer.
-    """
-
-    prompt: Prompt
-    gold: str
+    prompt: Prompt  # the prompt, as training builds it
+    gold: str  # the completion that states the gold answer
+    # the images at the size that the model sees, the gold answer drawn on the first
     pictures: Sequence[Image.Image]
-    text: str
+    text: str  # the sizes and tokens of the images, the prompt and the gold answer
 
 
 def preview_rows(

@@ -26,35 +26,26 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class AlarmContext:
-    """The facts about a run that the rules need besides its metrics.
-
-    Attributes:
-        completions: number of completions per step.
-        lower_is_better: True if the primary metric is an error.
-        truncates: True if the sampler excludes tokens that the trainer scores (``rollout.top_p``).
-        recipe: the run's settings, for the commands of a remedy.
-    """
+    """The facts about a run that the rules need besides its metrics."""
 
     weights: Mapping[str, float]
     primary_metric: str
-    completions: int
-    lower_is_better: bool = False
+    completions: int  # number of completions per step
+    lower_is_better: bool = False  # True if the primary metric is an error
+    # True if the sampler excludes tokens that the trainer scores (``rollout.top_p``)
     truncates: bool = False
-    recipe: str = "RECIPE"
+    recipe: str = "RECIPE"  # the run's settings, for the commands of a remedy
 
 
 @dataclass
 class History:
-    """The part of the metrics that the rules read, of constant size.
-
-    Attributes:
-        peak: means over the ``WINDOW`` steps in which the primary metric was best: the rewards by
-            name, and the primary metric under "primary_metric".
-    """
+    """The part of the metrics that the rules read, of constant size."""
 
     context: AlarmContext
     first: list[Row] = field(default_factory=list)
     last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    # means over the ``WINDOW`` steps in which the primary metric was best: the rewards by name,
+    # and the primary metric under "primary_metric"
     peak: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
@@ -115,17 +106,12 @@ Finding = tuple[float, str]
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of alarm.
-
-    Attributes:
-        raises: lowest severity that raises the alarm.
-        clears: severity below which the alarm is over and may be raised again.
-    """
+    """One kind of alarm."""
 
     name: str
     check: Callable[[History], Finding]
-    raises: float
-    clears: float
+    raises: float  # lowest severity that raises the alarm
+    clears: float  # severity below which the alarm is over and may be raised again
     remedy: str
 
 

@@ -13,22 +13,17 @@ MAX_POINTS = 2000
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
-
-    Attributes:
-        x: steps, or values of a setting.
-        y: values; NaN where a value is missing.
-        low, high: bounds of a band around the line; None for no band.
-        series: number of the color and dash pattern; None: its position in the chart.
-        labels: what each point is, such as the name of a run; None: nothing but its x.
-    """
+    """One line of a chart."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[float]  # steps, or values of a setting
+    y: Sequence[float]  # values; NaN where a value is missing
+    # low, high: bounds of a band around the line; None for no band.
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
+    # number of the color and dash pattern; None: its position in the chart
     series: int | None = None
+    # what each point is, such as the name of a run; None: nothing but its x
     labels: Sequence[str] | None = None
 
     @property
@@ -38,43 +33,32 @@ class Line:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Distributions of a value, one per column.
+    """Distributions of a value, one per column."""
 
-    Attributes:
-        edges: bounds of the columns, in steps; one more than columns.
-        bins: bounds of the rows; one more than rows.
-        shares: share of the values by column and row; a column sums to 1.
-        ticks: values on the vertical axis; None: round numbers.
-    """
-
-    edges: Sequence[float]
-    bins: Sequence[float]
-    shares: Sequence[Sequence[float]]
-    ticks: Sequence[float] | None = None
+    edges: Sequence[float]  # bounds of the columns, in steps; one more than columns
+    bins: Sequence[float]  # bounds of the rows; one more than rows
+    shares: Sequence[Sequence[float]]  # share of the values by column and row; a column sums to 1
+    ticks: Sequence[float] | None = None  # values on the vertical axis; None: round numbers
 
 
 @dataclass(frozen=True)
 class Chart:
-    """The contents of a chart.
-
-    Attributes:
-        lines: lines in drawing order; of a heat map, they are shown at the pointer only.
-        share: values are fractions of 1 and are shown as percentages.
-        measured: values are single measurements, drawn as dots; otherwise they are noisy values of
-            every step, over which a moving mean is drawn.
-        axis: what is on the horizontal axis; charts with the same one are zoomed together.
-        ticks: names of the values 0, 1, … on the horizontal axis; None: it has numbers.
-    """
+    """The contents of a chart."""
 
     title: str
     help: str
+    # lines in drawing order; of a heat map, they are shown at the pointer only
     lines: Sequence[Line]
-    share: bool = False
+    share: bool = False  # values are fractions of 1 and are shown as percentages
+    # values are single measurements, drawn as dots; otherwise they are noisy values of every step,
+    # over which a moving mean is drawn
     measured: bool = False
     stacked: bool = False
     logarithmic: bool = False
+    # what is on the horizontal axis; charts with the same one are zoomed together
     axis: str = "step"
     logarithmic_x: bool = False
+    # names of the values 0, 1, … on the horizontal axis; None: it has numbers
     ticks: Sequence[str] | None = None
     heat: HeatMap | None = None
 

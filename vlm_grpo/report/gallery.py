@@ -258,18 +258,12 @@ GALLERY_BYTES = 23_000_000
 
 @dataclass(frozen=True)
 class Gallery:
-    """Entries and their pictures.
-
-    Attributes:
-        pictures: data URI by file name, for the pictures of the entries that exist.
-        omitted: number of entries omitted to keep the page small.
-        skipped: number of malformed rows.
-    """
+    """Entries and their pictures."""
 
     entries: tuple[Entry, ...]
-    pictures: dict[str, str]
-    omitted: int
-    skipped: int
+    pictures: dict[str, str]  # data URI by file name, for the pictures of the entries that exist
+    omitted: int  # number of entries omitted to keep the page small
+    skipped: int  # number of malformed rows
 
 
 def build_gallery(runs: Sequence[tuple[str, Run]], limit: int = GALLERY_BYTES) -> Gallery:

@@ -23,25 +23,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """The change of a metric between two evaluations on the same held-out examples.
+    """The change of a metric between two evaluations on the same held-out examples."""
 
-    Attributes:
-        before, after: the values.
-        before_interval, after_interval: their 95 % intervals; NaN for a corpus metric.
-        difference: mean difference of the examples that both scored; without any, of the values.
-        difference_interval: 95 % interval of the mean paired difference; NaN without pairs.
-        n: number of examples.
-        steps: steps of the two evaluations.
-    """
-
+    # before, after: the values.
     before: float
+    # before_interval, after_interval: their 95 % intervals; NaN for a corpus metric.
     before_interval: tuple[float, float]
     after: float
     after_interval: tuple[float, float]
+    # mean difference of the examples that both scored; without any, of the values
     difference: float
+    # 95 % interval of the mean paired difference; NaN without pairs
     difference_interval: tuple[float, float]
-    n: int
-    steps: tuple[int, int]
+    n: int  # number of examples
+    steps: tuple[int, int]  # steps of the two evaluations
     lower_is_better: bool = False
 
     @property
@@ -74,24 +69,17 @@ def measure_change(first: Scored, last: Scored, name: str) -> Change | None:
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run folder.
-
-    Attributes:
-        config: the resolved settings; empty if there are none.
-        metrics: one row of numbers per step, in order.
-        samples: rows of sampled groups and of held-out answers.
-        unreadable: number of lines that are not a JSON object.
-        distributions: rows with a sample of the values of each distribution, by step.
-    """
+    """The contents of a run folder."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the resolved settings; empty if there are none
     config_text: str
-    metrics: tuple[Row, ...]
+    metrics: tuple[Row, ...]  # one row of numbers per step, in order
     alarms: tuple[Row, ...]
     evaluations: tuple[Scored, ...]
-    samples: tuple[Row, ...]
-    unreadable: int
+    samples: tuple[Row, ...]  # rows of sampled groups and of held-out answers
+    unreadable: int  # number of lines that are not a JSON object
+    # rows with a sample of the values of each distribution, by step
     distributions: tuple[Row, ...] = ()
 
     @property

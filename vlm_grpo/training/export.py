@@ -249,16 +249,11 @@ def _read_results(
 
 @dataclass(frozen=True)
 class Merge:
-    """An adapter merged into other weights than those it was trained on.
+    """An adapter merged into other weights than those it was trained on."""
 
-    Attributes:
-        dequantized: whether these are the quantized weights, dequantized; or the original ones.
-        tokens: number of tokens of gold answers that were scored; 0: no example has any.
-        mean, largest: absolute difference from the trained policy's log-probs, in nats.
-    """
-
-    dequantized: bool
-    tokens: int = 0
+    dequantized: bool  # whether these are the quantized weights, dequantized; or the original ones
+    tokens: int = 0  # number of tokens of gold answers that were scored; 0: no example has any
+    # mean, largest: absolute difference from the trained policy's log-probs, in nats.
     mean: float = 0.0
     largest: float = 0.0
 
