@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,9 +40,37 @@ from vlm_grpo.training.batch import Rollout, score_groups
 from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.methods import Method, overrides
 from vlm_grpo.training.prompt_loader import PromptLoader
-from vlm_grpo.training.started import StartedRound, wait_for
 from vlm_grpo.types import Completion, Example, Group, Prompt
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
+
+POLL_SECONDS = 0.1
+"""Time between two looks at the request to stop."""
+
+Completions = list[tuple[Completion, ...]]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    """A round of sampling that has begun, perhaps in the background."""
+
+    indices: Sequence[int]  # the stream's indices that all ranks sample
+    own: list[int]  # those that this rank samples
+    prompts: list[Prompt]  # the prompts of ``own``
+    completions: Future[Completions] | None = None  # None: the policy samples them
+    began: float = field(default_factory=time.perf_counter)
+    ended: list[float] = field(default_factory=list)  # when the completions were there
+
+    def __post_init__(self) -> None:
+        if self.completions is not None:
+            self.completions.add_done_callback(lambda _: self.ended.append(time.perf_counter()))
+
+
+def wait_for(future: Future[Result], stop_request: StopRequest) -> Result:
+    """Wait for the result of a future; a requested stop raises ``StepInterrupted``."""
+    while not wait([future], POLL_SECONDS).done:
+        stop_request.check()
+    return future.result()
 
 
 class RolloutSampler:
@@ -87,7 +116,7 @@ class RolloutSampler:
         self.accelerator = strategy.accelerator
         self.world_size = self.accelerator.num_processes
         self.cursor, self.num_tokens = StreamCursor(), 0
-        self._started: deque[StartedRound] = deque()
+        self._pending: deque[PendingRollout] = deque()
         self._last_end, self._stop_request, self._is_ready = 0.0, StopRequest(), False
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
@@ -110,13 +139,13 @@ class RolloutSampler:
     @property
     def unused(self) -> list[int]:
         """The indices that were taken from the stream and that no step has used."""
-        started = [index for begun in self._started for index in begun.indices]
+        started = [index for begun in self._pending for index in begun.indices]
         return [*started, *self.cursor.returned]
 
     def restore(self, position: int, unused: Sequence[int]) -> None:
         """Restore the place in the stream, and drop the rounds that have begun."""
         self.cursor = StreamCursor(position, unused)
-        self._started.clear()
+        self._pending.clear()
 
     def sample(self, step: int, stop_request: StopRequest | None = None) -> Rollout:
         """Sample and score the groups of one step.
@@ -141,7 +170,7 @@ class RolloutSampler:
                 self._publish(outside, step)
             with nullcontext() if outside else self.strategy.gathered():
                 rollout = replace(self._sample_step(step), step=step, num_tokens=self.num_tokens)
-            if outside is not None and not self._started:
+            if outside is not None and not self._pending:
                 outside.rest()
             return rollout
         except (UserError, StepInterrupted):
@@ -273,7 +302,7 @@ class RolloutSampler:
         every = sorted(gather_object(own))
         return [i for i, useful in every if useful], [i for i, useful in every if not useful]
 
-    def _sample_round(self, begin: Callable[[], StartedRound], task: Task) -> dict[int, Group]:
+    def _sample_round(self, begin: Callable[[], PendingRollout], task: Task) -> dict[int, Group]:
         """Finish this rank's part of the round that ``begin`` returns; return its groups by index.
 
         Raises:
@@ -318,14 +347,14 @@ class RolloutSampler:
                 self._is_ready = True
             outside.publish(step)
 
-    def _begin_step(self, ahead: int, step: int) -> StartedRound:
+    def _begin_step(self, ahead: int, step: int) -> PendingRollout:
         """Begin the first rounds of this step and the next ``ahead`` ones; return this step's."""
         count = self.settings.optim.prompts_per_step
-        while (begun := len(self._started)) <= ahead:
-            self._started.append(self._begin_round(count, step + begun))
-        return self._started.popleft()
+        while (begun := len(self._pending)) <= ahead:
+            self._pending.append(self._begin_round(count, step + begun))
+        return self._pending.popleft()
 
-    def _begin_round(self, count: int, step: int) -> StartedRound:
+    def _begin_round(self, count: int, step: int) -> PendingRollout:
         """Load this rank's prompts of a step's next ``count`` examples, and start sampling."""
         choice = self._choice if self._author_of(step) is None else None
         indices = self.cursor.take(count, choice)
@@ -338,9 +367,9 @@ class RolloutSampler:
         following = self.cursor.peek(self.settings.optim.prompts_per_step, choice)
         self.loader.prefetch(self._own_indices(following), then)
         if self.outside is None or not prompts:
-            return StartedRound(indices, own, prompts)
+            return PendingRollout(indices, own, prompts)
         completions = self.outside.start(*self._build_arguments(prompts, own))
-        return StartedRound(indices, own, prompts, completions)
+        return PendingRollout(indices, own, prompts, completions)
 
     def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:
         size = self.settings.rollout.num_generations
@@ -386,7 +415,7 @@ class RolloutSampler:
         shares = balance_by_cost(costs, self.world_size)
         return [indices[place] for place in shares[self.accelerator.process_index]]
 
-    def _make_groups(self, begun: StartedRound, task: Task) -> list[Group]:
+    def _make_groups(self, begun: PendingRollout, task: Task) -> list[Group]:
         stopwatch, prompts = self.policy.stopwatch, begun.prompts
         if not prompts:
             return []
@@ -401,7 +430,7 @@ class RolloutSampler:
         with stopwatch("reward"):
             return score_groups(self.scorer, task, prompts, completions)
 
-    def _count_generation(self, begun: StartedRound) -> None:
+    def _count_generation(self, begun: PendingRollout) -> None:
         """Count the seconds in which the outside sampler generated, whatever ran beside it.
 
         It began when it was started, or when what was started before had ended.
