@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, model_validator
 
 from vlm_grpo.config.optim import Schedule, WarmupSteps
 from vlm_grpo.config.requirements import Requirement, require
@@ -307,13 +307,10 @@ class OwnMethod(Frozen):
     options: dict[str, Any] = Field(default_factory=dict)
     """Values of the settings that the method declares."""
 
-
-def _read_method(value: Any) -> Any:
-    return {"file": value} if isinstance(value, str | Path) else value
-
-
-OwnMethods = tuple[Annotated[OwnMethod, BeforeValidator(_read_method)], ...]
-"""Methods as paths, or as mappings with ``file`` and ``options``."""
+    @model_validator(mode="before")
+    @classmethod
+    def _read_path(cls, value: Any) -> Any:
+        return {"file": value} if isinstance(value, str | Path) else value
 
 
 def load_method_file(entry: OwnMethod) -> ModuleType:

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from vlm_grpo.config.data import DataSettings, TaskOptions, TaskSetting, is_mixture
 from vlm_grpo.config.methods import (
     MethodSettings,
-    OwnMethods,
+    OwnMethod,
     WarmStartSettings,
     find_method_settings,
     read_own_settings,
@@ -138,7 +138,7 @@ class Settings(Frozen):
     optim: Annotated[OptimSettings, FREE] = OptimSettings()
     warm_start: WarmStartSettings | None = None
     """Supervised steps before the first rollout; None: there are none."""
-    methods: Annotated[OwnMethods, FREE] = ()
+    methods: Annotated[tuple[OwnMethod, ...], FREE] = ()
     """Methods of your own: a list of Python files, or of mappings with ``file`` and ``options``,
     the values of the settings that the method declares. Empty: there are none."""
     evaluation: Annotated[EvaluationSettings, FREE] = EvaluationSettings()

@@ -1,0 +1,81 @@
+"""The interface of methods: who knows their names, and methods of the user's own files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import make_trainer
+
+import vlm_grpo.training
+from vlm_grpo.errors import UserError
+from vlm_grpo.training.methods import build_methods, find_methods
+
+ROOT = Path(vlm_grpo.training.__file__).parent
+EXAMPLE = Path(__file__).parents[3] / "docs/examples/first_tokens.py"
+NAMES = re.compile(
+    "noise|noisy|replay|curriculum|distill|teacher|perception|masked_logprobs|warm_start|supervised"
+    "|cross_entropy|top_entropy"
+)
+EMPTY = """
+from vlm_grpo.training.methods import Method
+
+class Own(Method):
+    name = "{name}"
+"""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("trainer.py", "rollout.py", "update.py", "batch.py", "advantages.py", "balance.py"),
+        *("prompt_loader.py", "methods/__init__.py"),
+        *(f"objective/{path.name}" for path in (ROOT / "objective").glob("*.py")),
+        *(f"checkpoint/{path.name}" for path in (ROOT / "checkpoint").glob("*.py")),
+    ],
+)
+def test_no_other_file_names_a_method(file: str) -> None:
+    found = NAMES.findall((ROOT / file).read_text())
+    assert not found
+
+
+def test_every_method_is_found() -> None:
+    names = ["curriculum", "distillation", "kl", "noise", "perception", "replay", "top_entropy"]
+    assert [method.name for method in find_methods()] == [*names, "warm_start"]
+
+
+def test_a_file_is_a_method_with_options(settings: Any) -> None:
+    entry = {"file": str(EXAMPLE), "options": {"factor": 3.0}}
+    run = settings(methods=[entry])
+    assert settings(methods=[str(EXAMPLE)]).methods[0].options == {}
+    trainer, batches = make_trainer(run), []
+    update = trainer.updater.update
+    trainer.updater.update = lambda batch: batches.append(batch) or update(batch)
+    trainer.step()
+    (batch,) = batches
+    for part in batch.layout.split(batch.values["token_factors"]):
+        assert torch.equal(part, torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1.0])[: len(part)])
+    run.save(run.run_dir / "config.yaml")  # as load_settings reads it again
+    assert "first_tokens.py" in (run.run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("x = 1", {}, "must define one subclass of Method, not none"),
+        (EMPTY.format(name="replay"), {}, "has the name 'replay' of another method"),
+        (EMPTY.format(name="a b"), {}, "Own.name must be a word"),
+        (EMPTY.format(name="own"), {"scale": 1}, "scale"),
+        ("import nothing_of_this_name", {}, "method file .* cannot be loaded: line 1"),
+    ],
+)
+def test_a_wrong_file_is_refused(
+    settings: Any, tmp_path: Path, text: str, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "own.py").write_text(text)
+    run = settings(methods=[{"file": str(tmp_path / "own.py"), "options": options}])
+    with pytest.raises(UserError, match=message):
+        build_methods(run)
