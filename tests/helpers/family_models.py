@@ -118,11 +118,7 @@ def _glm(kind: str, processor: Callable[[], Any], **text: Any) -> Callable[[], A
         kind,
         processor,
         marks,
-        {
-            "head_dim": 16,
-            "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
-            **text,
-        },
+        {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text},
         vision_config={**PATCH_GRID, "image_size": 112},
     )
 
@@ -247,13 +243,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "idefics3": _model("idefics3", IMAGE, LLAMA, vision_config={**VISION, "image_size": 28}),
     "smolvlm": _model("smolvlm", IMAGE, LLAMA, vision_config={**VISION, "image_size": 28}),
-    "llava": _model(
-        "llava",
-        IMAGE,
-        LLAMA,
-        image_seq_length=4,
-        **CLIP,
-    ),
+    "llava": _model("llava", IMAGE, LLAMA, image_seq_length=4, **CLIP),
     "fast_vlm": _build_fast_vlm,
     "llava_next": _model(
         "llava_next",
@@ -280,13 +270,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         vision_feature_select_strategy="full",
         **PIXTRAL,
     ),
-    "mistral3": _model(
-        "mistral3",
-        {"image": "[IMG]"},
-        MISTRAL,
-        spatial_merge_size=2,
-        **PIXTRAL,
-    ),
+    "mistral3": _model("mistral3", {"image": "[IMG]"}, MISTRAL, spatial_merge_size=2, **PIXTRAL),
     "gemma3": _model(
         "gemma3",
         {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
@@ -355,11 +339,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         alignment_intermediate_size=48,
         **SIGLIP,
     ),
-    "aya_vision": _model(
-        "aya_vision",
-        {"image": "<|IMG_PATCH|>"},
-        COHERE2,
-        **SIGLIP,
-    ),
+    "aya_vision": _model("aya_vision", {"image": "<|IMG_PATCH|>"}, COHERE2, **SIGLIP),
 }
 """Builders of a model and its processor, by names of families."""

@@ -193,11 +193,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(
     ],
 )
 def test_a_run_that_is_stopped_resumes_bit_for_bit(
-    sources: dict[str, Path],
-    name: str,
-    dtype: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    sources: dict[str, Path], name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: Any = {
         "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **VARIANTS[name]}},

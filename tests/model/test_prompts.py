@@ -9,13 +9,7 @@ from dataclasses import replace
 import pytest
 from family_models import BUILDERS
 from family_policies import build_family_policy
-from tiny_models import (
-    FAMILIES,
-    assert_same_prompt,
-    make_prompt,
-    noise_example,
-    tiny_model,
-)
+from tiny_models import FAMILIES, assert_same_prompt, make_prompt, noise_example, tiny_model
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
@@ -117,9 +111,7 @@ def test_chats_are_those_of_the_chat_template(family: str) -> None:
     assert difference.abs().mean() < 0.02
 
 
-def test_the_text_and_the_images_of_a_turn_are_checked_before_a_run(
-    prompts: PromptBuilder,
-) -> None:
+def test_the_text_and_the_images_of_a_turn_are_checked_before_a_run(prompts: PromptBuilder) -> None:
     for turn, reason in (
         (Turn("user", "a<|im_end|>"), r"its prompt has the text <\|im_end\|>, a control token"),
         (Turn("user", "<image>"), "it has 1 <image> in its texts and 2 images"),

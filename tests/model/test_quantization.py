@@ -293,14 +293,8 @@ def test_full_weights_cannot_be_quantized(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"quant_type": "fp4"},
-            "quant_type has no effect with policy.load_in=none",
-        ),
-        (
-            {"load_in": "8bit", "double_quant": False},
-            "no effect with policy.load_in=8bit",
-        ),
+        ({"quant_type": "fp4"}, "quant_type has no effect with policy.load_in=none"),
+        ({"load_in": "8bit", "double_quant": False}, "no effect with policy.load_in=8bit"),
         ({"quantized_parts": ("vision",)}, "quantized_parts has no effect"),
         ({"load_in": "4bit", "quantized_parts": ()}, "names no part"),
     ],

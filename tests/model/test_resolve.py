@@ -11,12 +11,7 @@ import pytest
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.resolve import (
-    NO_TASK,
-    find_checkpoint,
-    read_held_out_values,
-    resolve_model,
-)
+from vlm_grpo.model.resolve import NO_TASK, find_checkpoint, read_held_out_values, resolve_model
 
 SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'
@@ -53,10 +48,7 @@ def test_a_hub_name_has_default_settings_and_no_checkpoint() -> None:
             "Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run",
         ),
         ("empty", "empty has no model, no adapter and no checkpoints"),
-        (
-            "stopped",
-            "runs/stopped has no complete checkpoint: continue the run with resume=true",
-        ),
+        ("stopped", "runs/stopped has no complete checkpoint: continue the run with resume=true"),
     ],
 )
 def test_a_name_without_a_model_is_refused(

@@ -98,10 +98,7 @@ def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch: pytest.Mo
     ],
 )
 def test_flags_of_a_gpu(
-    overrides: tuple[str, ...],
-    transfer: str | None,
-    sleeps: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...], transfer: str | None, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(*overrides)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -30,10 +30,7 @@ COMPLETION_LENGTH = 16
 
 
 def diagnose(
-    model: str,
-    image: ImageRef | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
+    model: str, image: ImageRef | None = None, dtype: str = "float32", device: str = "cpu"
 ) -> Iterator[str]:
     """Load a model, run both forms on one prompt, and yield the lines of a report.
 

@@ -1,7 +1,7 @@
 """The two ways to sample and score completions: with one pass over their prompt, or with several.
 
-A ``SharedEngine`` needs to know the model's layers. A ``RepeatedEngine`` needs nothing but
-transformers' own forward; it repeats the prompt and its images for each completion.
+An ``Engine`` needs nothing but transformers' own forward; it repeats the prompt and its images for
+each completion. A ``SharedEngine`` needs to know the model's layers.
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ class Counters:
 
 
 class Engine:
-    """The interface of both; ``pad_token`` fills repeated rows to the length of the longest."""
+    """Samples and scores by transformers' own forward, with repeated prompts.
+
+    ``pad_token`` fills rows to the length of the longest.
+    """
 
     shares_prompts = False
-    most_tokens = sys.maxsize
+    # A chunk's prompts are processed at once, and their activations take more than keys.
+    most_tokens = DEFAULT_ROLLOUT_TOKENS
     """Most tokens to cache at once, however much memory is free."""
     capture: GraphCapture | None = None
 
@@ -63,13 +67,22 @@ class Engine:
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
     ) -> None:
         """Sample all completions of ``state``, with at most ``max_tokens`` cached at once."""
-        raise NotImplementedError
+        for prompt, size in zip(prompts, state.sizes, strict=True):
+            counters.prefill_tokens += size * len(prompt.token_ids)
+            counters.encoder_passes += size * len(prompt.example.images)
+        with plain_attention(self.family, self.model):
+            sample_repeated(self.model, prompts, state, max_tokens, self._padding)
 
     def score(
         self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
         """Score the batch's completion tokens."""
-        raise NotImplementedError
+        prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
+        counters.encoder_passes += sum(len(p.example.images) for p in prompts)
+        counters.update_tokens += sum(len(p.token_ids) for p in prompts)
+        counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
+        with plain_attention(self.family, self.model):
+            return score_repeated(self.model, batch, settings, self._padding)
 
     def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
         """Encode the prompts' images and keep their features, if this engine keeps any."""
@@ -92,32 +105,6 @@ class Engine:
         """Free the memory that is kept for the next rollout's captured steps."""
 
 
-class RepeatedEngine(Engine):
-    """Samples and scores by transformers' own forward, with repeated prompts."""
-
-    # A chunk's prompts are processed at once, and their activations take more than keys.
-    most_tokens = DEFAULT_ROLLOUT_TOKENS
-
-    def generate(
-        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
-    ) -> None:
-        for prompt, size in zip(prompts, state.sizes, strict=True):
-            counters.prefill_tokens += size * len(prompt.token_ids)
-            counters.encoder_passes += size * len(prompt.example.images)
-        with plain_attention(self.family, self.model):
-            sample_repeated(self.model, prompts, state, max_tokens, self._padding)
-
-    def score(
-        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
-    ) -> TokenScores:
-        prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
-        counters.encoder_passes += sum(len(p.example.images) for p in prompts)
-        counters.update_tokens += sum(len(p.token_ids) for p in prompts)
-        counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
-        with plain_attention(self.family, self.model):
-            return score_repeated(self.model, batch, settings, self._padding)
-
-
 class SharedEngine(Engine):
     """Samples and scores all completions of a prompt behind one pass over it.
 
@@ -127,6 +114,7 @@ class SharedEngine(Engine):
     """
 
     shares_prompts = True
+    most_tokens = sys.maxsize
 
     def __init__(
         self,

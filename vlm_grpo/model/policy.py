@@ -35,14 +35,8 @@ from vlm_grpo.model.engine.sampling import (
     build_sampling_distribution,
     draw_uniforms,
 )
-from vlm_grpo.model.engines import Counters, Engine, RepeatedEngine, SharedEngine
-from vlm_grpo.model.form_check import (
-    ROLLOUT_LENGTH,
-    FormCheck,
-    Verdict,
-    describe_difference,
-    judge,
-)
+from vlm_grpo.model.engines import Counters, Engine, SharedEngine
+from vlm_grpo.model.form_check import ROLLOUT_LENGTH, FormCheck, Verdict, describe_difference, judge
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.model.transfer import copy_to
@@ -89,8 +83,8 @@ class Policy:
         self.form_check: FormCheck | None = None
         pad = self.tokenizer.pad_token_id
         pad = distribution.eos[0] if pad is None else pad
-        self._repeated = RepeatedEngine(loaded, pad)
-        self.engine: Engine = self._repeated
+        self._repeated = Engine(loaded, pad)
+        self.engine = self._repeated
         if loaded.shared:
             self.engine = SharedEngine(loaded, pad, self.stopwatch, capture)
 

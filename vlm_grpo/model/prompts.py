@@ -192,11 +192,7 @@ class PromptBuilder(PromptWriter):
     """
 
     def __init__(
-        self,
-        chat: ChatTemplate,
-        family: Family,
-        budget: PixelBudget | None,
-        max_tokens: int | None,
+        self, chat: ChatTemplate, family: Family, budget: PixelBudget | None, max_tokens: int | None
     ) -> None:
         thinking_tags = chat.read_thinking(family.thinking_tags)
         super().__init__(FRAMES[family.frame], budget, chat.settings, thinking_tags)

@@ -28,17 +28,11 @@ _CHECKPOINT = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """The location of a model's weights and the settings of their training.
+    """The location of a model's weights and the settings of their training."""
 
-    Attributes:
-        settings: settings of the run, or defaults with ``task`` = ``NO_TASK``.
-        checkpoint: folder with weights or an adapter; None: the weights of ``settings.model``.
-        run: folder of the run; None if the checkpoint is not in a run's folder.
-    """
-
-    settings: Settings
-    checkpoint: Path | None = None
-    run: Path | None = None
+    settings: Settings  # of the run, or defaults with ``task`` = ``NO_TASK``
+    checkpoint: Path | None = None  # weights or an adapter; None: those of ``settings.model``
+    run: Path | None = None  # its folder; None: the checkpoint is not in that of a run
 
 
 def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
@@ -87,11 +81,7 @@ def resolve_unknown(overrides: Overrides = ()) -> ResolvedModel:
 
 
 def find_checkpoint(folder: str | Path | None) -> Path | None:
-    """Return the folder of a checkpoint, which is named as for ``resolve_model``.
-
-    Raises:
-        UserError: the run has no complete checkpoint.
-    """
+    """Return the folder of a checkpoint, which is named as for ``resolve_model``."""
     if folder is None:
         return None
     found = _find_folder(folder)
@@ -113,7 +103,6 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _find_folder(name: str | Path) -> Path | None:
-    """Return the folder at a path or of the run with this name; None if there is none."""
     return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
 
 
@@ -126,11 +115,7 @@ def _parse_step(step: str) -> int | str:
 
 
 def _check_hub_name(name: str) -> None:
-    """Refuse a name that is a missing path, or a single word that is not a run.
-
-    Raises:
-        UserError: the message suggests the nearest run.
-    """
+    """Refuse a name that is a missing path, or a single word that is not a run."""
     get_model_source(name)
     if "/" not in name and name != "embedded":
         runs = [path.name for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []

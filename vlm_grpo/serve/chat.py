@@ -163,7 +163,7 @@ class ChatClient:
         return self._served[0]
 
     def _explain(self, error: ServiceError) -> ServiceError | UserError:
-        """Return the error of a request; a UserError if others would fail, too."""
+        """Return the error of a request; a ``UserError`` if others would fail, too."""
         if error.status in (401, 403):
             if self._headers:
                 name = self.endpoint.api_key_env or DEFAULT_KEY

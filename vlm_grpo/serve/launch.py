@@ -20,12 +20,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze, get_largest_rank
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
-from vlm_grpo.model.loading import (
-    get_model_source,
-    get_pixel_budget,
-    load_config,
-    load_processor,
-)
+from vlm_grpo.model.loading import get_model_source, get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.server import SERVED_NAME
 from vlm_grpo.utils.jsonl import read_object
@@ -40,24 +35,16 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class LaunchedModel:
-    """What the command of a server depends on, besides the weights' values.
+    """What the command of a server depends on, besides the weights' values."""
 
-    Attributes:
-        source: folder or Hub name of the full weights.
-        image_options: the processor's options that set the run's pixel budget; empty: it has none.
-        chat_arguments: arguments of its chat template; empty: the template's defaults.
-        adapter: folder of a trained adapter; None: there is none, or it is loaded later.
-        adapted: parts of the model that the adapter changes; empty: there is none.
-    """
-
-    source: str
+    source: str  # folder or Hub name of the full weights
     settings: Settings
     on_gpu: bool
-    image_options: dict[str, Any]
+    image_options: dict[str, Any]  # of the processor, which set the run's pixel budget, if any
     family: Family
     chat_arguments: dict[str, Any]
-    adapter: Path | None = None
-    adapted: frozenset[str | None] = frozenset()
+    adapter: Path | None = None  # that is trained; None: there is none, or it is loaded later
+    adapted: frozenset[str | None] = frozenset()  # parts that the adapter changes
     rank: int = 0
 
 

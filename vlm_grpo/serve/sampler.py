@@ -27,13 +27,7 @@ from vlm_grpo.serve.launch import (
     describe_model,
 )
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
-from vlm_grpo.serve.server import (
-    POLL_SECONDS,
-    Server,
-    ServerProcess,
-    WeightLabel,
-    find_free_port,
-)
+from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel, find_free_port
 from vlm_grpo.serve.weights import DirectTransfer, build_transfer
 from vlm_grpo.types import Completion, Prompt
 from vlm_grpo.utils.http_json import ServiceError
@@ -291,7 +285,6 @@ class VllmSampler:
         return not server.problem
 
     def _wait_for_version(self, server: Server, version: int) -> None:
-        """Wait until the main process has loaded the weights."""
         for _ in range(int(self.vllm.request_timeout / POLL_SECONDS)):
             if self.label.read(server.get_name()) >= version or self._closed.is_set():
                 return
@@ -299,7 +292,6 @@ class VllmSampler:
         raise ServiceError(f"{server.url} was not given the weights of step {version}")
 
     def _note_failure(self, server: Server, error: ServiceError) -> None:
-        """Remember that a server has failed, so that it gets no more requests."""
         with self._lock:
             if server.problem or self._closed.is_set():
                 return

@@ -280,9 +280,7 @@ class DirectTransfer:
         return tensor.to(self.policy.compute_dtype) if is_matrix else tensor
 
 
-def group_by_layer(
-    weights: Mapping[str, Tensor | Deferred],
-) -> list[dict[str, Tensor | Deferred]]:
+def group_by_layer(weights: Mapping[str, Tensor | Deferred]) -> list[dict[str, Tensor | Deferred]]:
     """Group weights by the first number in their names; tied weights have their first name.
 
     The model's files may join or split what belongs to one layer, but not what belongs to two.

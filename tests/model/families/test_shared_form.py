@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from family_policies import build_family_policy
-from tiny_models import make_prompt, noise_example, pack_groups, sample_groups
+from tiny_models import (
+    FAMILIES,
+    make_prompt,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    tiny_policy,
+)
 from transformers import CONFIG_MAPPING, Cache
 from transformers.models.internvl.configuration_internvl import InternVLConfig
 
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.families.family import Family
 from vlm_grpo.model.families.shared_form import CappedHead
+from vlm_grpo.types import Example, Prompt
 
 
 @pytest.mark.parametrize(
@@ -98,3 +107,36 @@ def test_a_family_that_is_unknown_shares_its_prompt(
     batch = pack_groups([prompt], groups)
     found, expected = novel.score(batch).logprobs, known.score(batch).logprobs
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+# Qwen's own form.
+
+
+def test_a_small_image_does_not_change_the_size_of_the_others() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    small = noise_example("small", [(10, 12)], seed=4)
+    large = noise_example("large", [(112, 84)], seed=5)
+
+    def make_prompts(*examples: Example) -> list[Prompt]:
+        return [make_prompt(policy, example) for example in examples]
+
+    before = make_prompts(large)[0]
+    after = make_prompts(small, large)[1]
+    assert before.token_ids == after.token_ids
+    assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
+    # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
+    grids = [p.vision["image_grid_thw"].tolist() for p in make_prompts(small, large)]
+    assert grids == [[[1, 2, 2]], [[1, 6, 8]]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_truncated_inside_an_image_is_refused(family: str) -> None:
+    policy = tiny_policy(family)
+    prompt = make_prompt(policy, noise_example("a", [(56, 56)]))
+    image = policy.model.config.image_token_id
+    first = prompt.token_ids.index(image)
+    features = policy.family.encode_images(policy.model, policy.family.split_images(prompt))
+    tokens = np.array([prompt.token_ids[: first + 1]])
+    positions = torch.zeros(3, 1, first + 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="has 1 image tokens but its images have 4 features"):
+        policy.family.run(policy.model, tokens, positions, features, None)
