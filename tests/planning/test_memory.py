@@ -151,7 +151,7 @@ def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(
         policy.model.to("meta")  # has the shapes of a GPU's kernels, but no values
         features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefixes[0].features)
         prefixes = [replace(prefixes[0], features=features)]
-        monkeypatch.setattr(policy, "_build_prefixes", lambda prompts, p=prefixes: p)
+        monkeypatch.setattr(engine, "build_prefixes", lambda *_, p=prefixes: p)
         saved[layers] = measure_saved_bytes(policy, build_batch(prompt))
     shape, _ = read_model_shape(policy.model.config, policy_settings)
     tokens, prompt_tokens = build_batch(prompt).num_tokens, len(prompt.token_ids)

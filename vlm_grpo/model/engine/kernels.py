@@ -167,8 +167,8 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        tensors = (grad_outputs[0], query, output, lse, key, value)
-        return *_part_backward(*tensors, ctx.scaling, causal=True), None
+        merged = (grad_outputs[0], query, output, lse)
+        return *_part_backward(merged, key, value, ctx.scaling, causal=True), None
 
 
 class _Cascade(torch.autograd.Function):
@@ -199,9 +199,9 @@ class _Cascade(torch.autograd.Function):
         query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
         lengths, scaling = ctx.lengths, ctx.scaling
         merged = (grad_outputs[0].contiguous(), query, output, lse)
-        d_prefix = _part_backward(*merged, prefix_key, prefix_value, scaling, causal=False)
-        g, q, o, s, k, v = (unpack(x, lengths) for x in (*merged, key, value))
-        own = _part_backward(g, q, o, s, k, v, scaling, causal=True)
+        d_prefix = _part_backward(merged, prefix_key, prefix_value, scaling, causal=False)
+        *rows, k, v = (unpack(x, lengths) for x in (*merged, key, value))
+        own = _part_backward(rows, k, v, scaling, causal=True)
         d_own = [repack(gradient, lengths) for gradient in own]
         return d_prefix[0] + d_own[0], d_prefix[1], d_prefix[2], d_own[1], d_own[2], None, None
 
@@ -226,24 +226,22 @@ def _part(
 
 
 def _part_backward(
-    grad: Tensor,
-    query: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    causal: bool,
+    merged: Sequence[Tensor], key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a part's query, key and value.
+
+    ``merged`` is the gradient of the merged output, the query, that output and its log-sum-exp.
+    """
+    grad, query, output, lse = merged
     if _uses_plain_products(query):
-        return _plain_backward(grad, query, output, lse, key, value, scaling, causal)
+        return _plain_backward(merged, key, value, scaling, causal)
     if causal:
         expanded = (query, expand_heads(query, key), expand_heads(query, value))
         d_query, d_key, d_value = _FLASH_BACKWARD(
             grad, *expanded, output, lse[..., 0], 0.0, True, scale=scaling
         )
         return d_query, _sum_heads(d_key, key), _sum_heads(d_value, value)
-    g, q, o, s = (_stack_heads(x, key) for x in (grad, query, output, lse))
+    g, q, o, s = (_stack_heads(x, key) for x in merged)
     d_query, d_key, d_value = _FLASH_BACKWARD(
         g, q, key, value, o, s[..., 0], 0.0, False, scale=scaling
     )
@@ -266,15 +264,9 @@ def _plain(
 
 
 def _plain_backward(
-    grad: Tensor,
-    query: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    causal: bool,
+    merged: Sequence[Tensor], key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query = merged[1]
     d_queries = []
     d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     for start, stop in _blocks(query, key, causal):
@@ -282,7 +274,7 @@ def _plain_backward(
         k, v = key[:, :, :visible], value[:, :, :visible]
         part = query[:, :, start:stop]
         weights, top = _weights(part, k, scaling, start if causal else None)
-        g, q, o, s = (_stack_heads(x[:, :, start:stop], key) for x in (grad, query, output, lse))
+        g, q, o, s = (_stack_heads(x[:, :, start:stop], key) for x in merged)
         # Scale the gradient, the smaller tensor, by the part's share of the merged softmax.
         g = g * (top - s).exp()
         mean = (g * o).sum(-1, keepdim=True)
