@@ -12,7 +12,7 @@ from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.scores import anls, coco_average_precision, iou, iou_matrix
 from vlm_grpo.types import Example
 
-Rule = Callable[[Any, Example], float]
+ExampleRule = Callable[[Any, Example], float]
 """Maps ``(answer, example)`` to a value; the answer is None if the output holds none."""
 CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
 """Maps ``(answers, examples)`` of a dataset to one value."""
@@ -24,13 +24,7 @@ _THRESHOLDS = np.arange(0.5, 1.0, 0.05)
 
 
 def apply_rule(name: str, answers: Sequence[Any | None], examples: Sequence[Example]) -> list:
-    """Return the value of a rule for each answer.
-
-    Args:
-        name: a key of ``RULES``.
-        answers: result of ``Task.read`` for each example.
-        examples: examples in the same order.
-    """
+    """Return the value of a key of ``RULES`` for the result of ``Task.read`` of each example."""
     return [float(RULES[name](a, e)) for a, e in zip(answers, examples, strict=True)]
 
 
@@ -136,7 +130,7 @@ def _circular(answers: Sequence[int | None], examples: Sequence[Example]) -> flo
     return float(np.mean(list(is_right.values())))
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ExampleRule] = {
     "ocrbench": lambda a, e: official.ocrbench(
         a or "", _get_golds(e), e.meta.get("dataset_name", "")
     ),

@@ -294,7 +294,7 @@ def _load_task(
     name: str, options: Sequence[str], frame: CoordinateFrame | None, tags: bool | None
 ) -> Task:
     """Load the task that scores outputs; tags None: it reads those of outputs that have them."""
-    from vlm_grpo.benchmarks.adapter import build_benchmark_task
+    from vlm_grpo.benchmarks.definition import build_benchmark_task
     from vlm_grpo.task.coordinates import ORIGINAL
     from vlm_grpo.task.registry import build_task, load_task_class
 

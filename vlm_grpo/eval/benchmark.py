@@ -84,17 +84,14 @@ def build_report(
 
     A metric that is undefined without an answer (the error of a count) is a mean over the examples
     with an answer.
+    ``UserError``: a metric failed, or the official one is undefined on all examples.
 
     Args:
         benchmark: the benchmark.
         task: the task that scored the outputs, with their coordinate frame.
         examples: the examples, with the resized sizes of their images.
-        texts: the outputs.
-        scores: result of ``task.score`` for each output.
+        texts, scores: the output of each, and its score.
         seed: seed of the bootstrap.
-
-    Raises:
-        UserError: a metric failed, or the official one is undefined on all examples.
     """
     names = (benchmark.metric, *benchmark.variants)
     for example, score in zip(examples, scores, strict=True):
@@ -178,15 +175,7 @@ def _score_baseline(
 def compare(
     first: Sequence[float | None], second: Sequence[float | None], seed: int = 0
 ) -> PairedTest:
-    """Test the first of two sets of values against the second, on examples that both have.
-
-    Args:
-        first, second: metric of each example, in the same order; None: undefined.
-        seed: seed of the bootstrap.
-
-    Raises:
-        UserError: no example has both values.
-    """
+    """Test the first of two sets of values against the second, on examples that both have."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         raise UserError("there is nothing to compare: no example has an answer in both outputs")
@@ -217,12 +206,7 @@ def format_comparison(test: PairedTest, benchmark: Benchmark) -> str:
 
 
 def format_report(report: Report, split: str | None = None) -> Iterator[str]:
-    """Yield the lines of a printed report.
-
-    Args:
-        report: the report.
-        split: split whose published results to show; None: all.
-    """
+    """Yield the lines of a printed report, with the published results of a split or of all."""
     benchmark, scored = report.benchmark, report.scored
     places, answered = benchmark.places, scored.metrics["answered"]
     interval = ""
@@ -303,10 +287,6 @@ def evaluate_benchmark(
 
     Returns:
         The reports of the model and of the checkpoint; on ranks other than 0 an empty list.
-
-    Raises:
-        UserError: the model or the data cannot be loaded, the folder has another evaluation, or the
-            server cannot be used or gave no output for some examples.
     """
     if settings.evaluation.samples > 1:
         raise UserError(
@@ -356,15 +336,10 @@ def score_benchmark(
     run's folder.
 
     Args:
-        name: as for ``evaluate_benchmark``.
-        settings: the rows of the benchmark as ``data.eval``, task options, seed.
+        name, settings, split: as for ``evaluate_benchmark``; no model is loaded.
         path: the file of the outputs.
         layout: its format, as for ``read_outputs``.
         frame: coordinate frame of the outputs' boxes; None: pixels of the original image.
-        split: split whose published results to print; None: all.
-
-    Raises:
-        UserError: the data cannot be loaded, or predictions and rows do not match.
     """
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
