@@ -258,11 +258,3 @@ def test_settings_of_the_data_are_written_among_the_options(capsys, tmp_path: Pa
     assert (status, err) == (0, "")
     assert "Count!" in text
     assert "gold answer 3, which a model should write as:\n    3" in text
-
-
-@pytest.mark.parametrize("words", [["validate", "counting"], ["data", "check", "rows.jsonl"]])
-def test_the_earlier_commands_name_this_one(capsys, words):
-    message = fails(capsys, *words)
-    assert message.startswith(
-        f"error: vlm-grpo {words[0]} has become vlm-grpo check TASK --data DATA"
-    )
