@@ -59,10 +59,6 @@ def test_a_recorded_quickstart_raises_nothing() -> None:
     assert collect_alarms(rows, AlarmContext({"exact": 1.0}, "exact", 256)) == []
 
 
-def test_a_run_that_learns_raises_nothing() -> None:
-    assert collect_alarms(make_rows()) == []
-
-
 FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
     "groups without a reward": {
         "frac_reward_zero_std": lambda t: 1.0,
@@ -103,28 +99,31 @@ def test_a_failure_raises_one_alarm_with_a_remedy(name: str) -> None:
     assert "nan" not in alarm.message
 
 
-def test_shrinking_raises_length_drift_and_a_few_tokens_do_not() -> None:
+def test_shrinking_raises_length_drift() -> None:
     shrinking = make_rows(**{"completions/mean_length": lambda t: 60 - 50 * t})
     assert [alarm.name for alarm in collect_alarms(shrinking)] == ["length drift"]
-    # From 2 to 8 tokens: four times as many, but a count of "12" for "3" is no drift.
-    assert collect_alarms(make_rows(**{"completions/mean_length": lambda t: 2 + 6 * t})) == []
 
 
-def test_format_that_rises_with_accuracy_raises_nothing() -> None:
-    assert collect_alarms(make_rows(**{"rewards/format/mean": lambda t: 0.5 + 0.4 * t})) == []
-
-
-def test_a_dominating_reward_raises_nothing_if_the_others_are_earned() -> None:
+HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
+    "a run that learns": {},
+    "format rises with accuracy": {"rewards/format/mean": lambda t: 0.5 + 0.4 * t},
     # format is always earned and has no spread left: all of the spread is exact's.
-    rows = make_rows(**{"rewards/format/mean": lambda t: 1.0, "rewards/format/std": lambda t: 0.0})
-    assert collect_alarms(rows) == []
+    "a reward dominates because the other is earned": {
+        "rewards/format/mean": lambda t: 1.0,
+        "rewards/format/std": lambda t: 0.0,
+    },
+    "a mismatch is corrected": {
+        **FAILURES["sampler mismatch"],
+        "sampling/importance_sampling_ratio/mean": lambda t: 1.0,
+    },
+    # From 2 to 8 tokens: four times as many, but a count of "12" for "3" is no drift.
+    "lengths of a few tokens": {"completions/mean_length": lambda t: 2 + 6 * t},
+}
 
 
-def test_a_mismatch_that_is_corrected_raises_nothing() -> None:
-    rows = make_rows(**FAILURES["sampler mismatch"])
-    for row in rows:
-        row["sampling/importance_sampling_ratio/mean"] = 1.0
-    assert collect_alarms(rows) == []
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_run_that_goes_well_raises_nothing(name: str) -> None:
+    assert collect_alarms(make_rows(**HEALTHY[name])) == []
 
 
 def test_a_mismatch_of_an_outside_sampler_is_measured_on_fresh_completions() -> None:

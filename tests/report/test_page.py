@@ -28,13 +28,10 @@ def error_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     benchmark.write_text(
         f"title: Errors\ntask: counting\nmetric: {request.param}\nsplits: {{test: {HELD_OUT}}}\n"
     )
-    short = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
-    short += [
-        "data.train_limit=20",
-        f"data.eval_limit={HELD_OUT}",
-        f"evaluation.benchmark={benchmark}",
-    ]
-    settings = load_settings("counting", [*short, f"output_dir={folder}", "name=run"])
+    words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
+    words += ["data.train_limit=20", f"data.eval_limit={HELD_OUT}", f"output_dir={folder}"]
+    words += [f"evaluation.benchmark={benchmark}", "name=run"]
+    settings = load_settings("counting", words)
     train(settings)
     return settings.run_dir
 

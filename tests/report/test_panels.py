@@ -43,13 +43,8 @@ def test_a_run_has_the_same_color_in_all_charts(counting_run: Path, tmp_path: Pa
 def test_phases_add_up_to_the_step(counting_run: Path) -> None:
     chart = next(chart for chart in build_charts(read_run(counting_run)) if chart.stacked)
     names = [line.name for line in chart.lines]
-    assert names == [
-        "prompts",
-        "prefill",
-        "decode",
-        "update",
-        "other",
-    ]  # the rollout contains the first three
+    # The rollout contains the first three.
+    assert names == ["prompts", "prefill", "decode", "update", "other"]
     for values in zip(*(line.y for line in chart.lines), strict=True):
         assert sum(values) == pytest.approx(0.41)  # the time per step in the metrics
 
@@ -90,16 +85,12 @@ def test_corpus_metric_has_a_chart(tmp_path: Path) -> None:
     assert "Held out: exact, by subset" not in compared
 
 
-def test_few_values_have_a_row_each() -> None:
+def test_few_values_have_a_row_each_and_many_share_rows_and_columns() -> None:
     heat = build_heat_map({0: [0.0, 0.0, 0.0, 1.0], 1: [0.0, 1.0, 1.0, 1.0]})
-    assert heat.edges == [-0.5, 0.5, 1.5]
-    assert heat.bins == [-0.5, 0.5, 1.5]
+    assert heat.edges == heat.bins == [-0.5, 0.5, 1.5]
     assert heat.shares == [[0.75, 0.25], [0.25, 0.75]]
     assert heat.ticks == [0.0, 1.0]
     assert build_heat_map({3: [2.0]}).bins == [1.5, 2.5]
-
-
-def test_many_values_share_rows_and_many_steps_share_columns() -> None:
     heat = build_heat_map({step: [float(i) for i in range(48)] for step in range(2 * COLUMNS)})
     assert len(heat.shares) == COLUMNS
     assert heat.edges[:2] == [-0.5, 1.5]  # two steps per column

@@ -34,13 +34,6 @@ def load_events(run_dir: Path) -> EventAccumulator:
     return events
 
 
-def find_runs(folder: Path) -> list[str]:
-    """Return TensorBoard's names of the runs in a folder."""
-    return sorted(
-        {path.parent.relative_to(folder).as_posix() for path in folder.rglob("events.out.*")}
-    )
-
-
 def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
     PartialState()  # Accelerate's trackers need it to log
     trackers = Trackers(names, run_dir)
@@ -64,18 +57,15 @@ def test_tensorboard_gets_finite_metrics_and_images(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path: Path) -> None:
-    for name in ("first", "second"):
+    (tmp_path / "old/tensorboard").mkdir(parents=True)  # of an older version: it goes on there
+    for name in ("first", "old", "second"):
         trackers = start_trackers(["tensorboard"], tmp_path / name)
         trackers.log(1, {"reward": 0.5})
         trackers.finish()
-    assert find_runs(tmp_path) == ["first", "second"]
+    files = tmp_path.rglob("events.out.*")
+    runs = {path.parent.relative_to(tmp_path).as_posix() for path in files}
+    assert runs == {"first", "old/tensorboard", "second"}
     assert [e.value for e in load_events(tmp_path / "second").Scalars("reward")] == [0.5]
-
-
-def test_a_run_of_an_older_version_goes_on_in_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "old/tensorboard").mkdir(parents=True)
-    start_trackers(["tensorboard"], tmp_path / "old", resume_at=2).finish()
-    assert find_runs(tmp_path) == ["old/tensorboard"]
 
 
 def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
@@ -98,34 +88,32 @@ class Broken(GeneralTracker):
 
     name = "wandb"
     requires_logging_directory = False
+    tracker = None
     fails_in = ""
     calls: ClassVar[list[str]] = []
 
     def __init__(self, run_name: str, **_: Any) -> None:
         super().__init__()
-        self.calls.append("init")
 
-    tracker = None
-
-    def _do(self, what: str) -> None:
+    def _call(self, what: str) -> None:
         self.calls.append(what)
         if what == self.fails_in:
             raise ConnectionError("the service is down")
 
     def start(self) -> None:
-        self._do("start")
+        self._call("start")
 
     def store_init_configuration(self, values: dict) -> None:
-        self._do("config")
+        self._call("config")
 
     def log(self, values: dict, step: int | None = None, **_: Any) -> None:
-        self._do("log")
+        self._call("log")
 
     def log_images(self, values: dict, step: int | None = None, **_: Any) -> None:
-        self._do("images")
+        self._call("images")
 
     def finish(self) -> None:
-        self._do("finish")
+        self._call("finish")
 
 
 @pytest.mark.parametrize("point", ["start", "config", "log", "images", "finish"])
@@ -241,14 +229,9 @@ def test_mlflow_gets_metrics_settings_and_images(
     monkeypatch.chdir(tmp_path)
     store = f"sqlite:///{tmp_path / 'store.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    short = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
-    short += ["data.eval_limit=8"]
-    result = train(
-        load_settings(
-            "counting",
-            [*short, "name=logged", "logging.trackers=[mlflow]", "logging.samples_every=1"],
-        )
-    )
+    words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
+    words += ["data.eval_limit=8", "name=logged", "logging.trackers=[mlflow]"]
+    result = train(load_settings("counting", [*words, "logging.samples_every=1"]))
 
     client = mlflow.MlflowClient(store)
     experiment = client.get_experiment_by_name("vlm-grpo")
@@ -258,9 +241,8 @@ def test_mlflow_gets_metrics_settings_and_images(
     lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line) for line in lines]
     history = client.get_metric_history(run.info.run_id, "reward")
-    assert [(m.step, m.value) for m in history] == [
-        (row["step"] + 1, row["reward"]) for row in logged
-    ]
+    written = [(row["step"] + 1, row["reward"]) for row in logged]
+    assert [(m.step, m.value) for m in history] == written
     images = [a.path for a in client.list_artifacts(run.info.run_id, "images")]
     (first,) = [p for p in images if re.match(r"images/samples~0\+step\+1\+.*\.png", p)]
     shown = Image.open(client.download_artifacts(run.info.run_id, first))
