@@ -29,19 +29,18 @@ from vlm_grpo.types import Example
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["counting"],
-        ["ocr"],
-        ["counting", "tags=true"],
-        ["grounding", "tags=true", "thinking=true"],
-        ["grounding", "several=true", "absent=true"],
-        ["ocr", "tags=true", "weights.format=0.1", "weights.length=0.1"],
-        ["pointing", "--data", "embedded:grounding"],
-        ["detection", "--data", "embedded:grounding"],
+        "counting",
+        "ocr",
+        "counting tags=true",
+        "grounding tags=true thinking=true",
+        "grounding several=true absent=true",
+        "ocr tags=true weights.format=0.1 weights.length=0.1",
+        "pointing --data embedded:grounding",
+        "detection --data embedded:grounding",
     ],
-    ids=" ".join,
 )
 def test_the_built_in_tasks_are_sound_on_embedded_data(capsys, arguments):
-    status, out, err = run(capsys, "check", *arguments)
+    status, out, err = run(capsys, "check", *arguments.split())
 
     assert (status, err) == (0, "")
     assert "gold answers earn 1.000 of the full reward" in out
@@ -49,15 +48,12 @@ def test_the_built_in_tasks_are_sound_on_embedded_data(capsys, arguments):
     assert "is sound on this data" in out
 
 
-def test_settings_of_the_prompt_stand_among_the_options(capsys):
+def test_settings_of_the_prompt_are_written_among_the_options(capsys):
     good = "prompt.template='{{ question }} {{ instruction }}'"
     status, out, _ = run(capsys, "check", "counting", good, "prompt.system=Count.")
     assert (status, "Counting is sound on this data" in out) == (0, True)
     message = fails(capsys, "check", "counting", "prompt.template={{ quest }}")
-    assert (
-        'prompt.template="{{ quest }}" line 1 has the unknown name quest (did you mean question?)'
-        in message
-    )
+    assert "line 1 has the unknown name quest (did you mean question?)" in message
 
 
 @pytest.mark.parametrize("model", [[], ["--model", "embedded"]])
@@ -76,13 +72,7 @@ SLOW = "time.sleep(0.06 * (len(text) > 1000)); return text if len(text) == 1 els
 @pytest.mark.parametrize(
     ("methods", "messages"),
     [
-        (
-            {"parse": "return None"},
-            [
-                "2 gold answers that do not earn the full reward",
-                "a: 'a' holds no answer and earns right 0.000",
-            ],
-        ),
+        ({"parse": "return None"}, ["a: 'a' holds no answer and earns right 0.000"]),
         (
             {"parse": "return text", "right": "return float(example.answer in answer)"},
             ["two answers with or between earns 1.000, above 0.5, on a: 'a or b'"],

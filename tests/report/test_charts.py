@@ -42,34 +42,25 @@ def test_long_lines_are_averaged(steps: int, points: int) -> None:
 
 # Machado, Oliveira and Fernandes 2009, IEEE TVCG 15, severity 1: protanopia, deuteranopia and
 # tritanopia, as matrices of linear RGB.
-BLINDNESS = (
-    (
-        (0.152286, 1.052583, -0.204868),
-        (0.114503, 0.786281, 0.099216),
-        (-0.003882, -0.048116, 1.051998),
-    ),
-    (
-        (0.367322, 0.860646, -0.227968),
-        (0.280085, 0.672501, 0.047413),
-        (-0.011820, 0.042940, 0.968881),
-    ),
-    (
-        (1.255528, -0.076749, -0.178779),
-        (-0.078411, 0.930809, 0.147602),
-        (0.004733, 0.691367, 0.303900),
-    ),
-)
+BLINDNESS = np.array(
+    [
+        *(0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216),
+        *(-0.003882, -0.048116, 1.051998),
+        *(0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413),
+        *(-0.011820, 0.042940, 0.968881),
+        *(1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602),
+        *(0.004733, 0.691367, 0.303900),
+    ]
+).reshape(3, 3, 3)
 # https://bottosson.github.io/posts/oklab
-TO_CONES = (
-    (0.4122214708, 0.5363325363, 0.0514459929),
-    (0.2119034982, 0.6806995451, 0.1073969566),
-    (0.0883024619, 0.2817188376, 0.6299787005),
-)
-TO_OKLAB = (
-    (0.2104542553, 0.7936177850, -0.0040720468),
-    (1.9779984951, -2.4285922050, 0.4505937099),
-    (0.0259040371, 0.7827717662, -0.8086757660),
-)
+TO_CONES, TO_OKLAB = np.array(
+    [
+        *(0.4122214708, 0.5363325363, 0.0514459929, 0.2119034982, 0.6806995451, 0.1073969566),
+        *(0.0883024619, 0.2817188376, 0.6299787005),
+        *(0.2104542553, 0.7936177850, -0.0040720468, 1.9779984951, -2.4285922050, 0.4505937099),
+        *(0.0259040371, 0.7827717662, -0.8086757660),
+    ]
+).reshape(2, 3, 3)
 
 
 def read_colors(theme: int, name: str) -> np.ndarray:
@@ -82,14 +73,14 @@ def read_colors(theme: int, name: str) -> np.ndarray:
 
 
 def to_oklab(linear: np.ndarray) -> np.ndarray:
-    return np.cbrt(np.clip(linear, 0, 1) @ np.array(TO_CONES).T) @ np.array(TO_OKLAB).T
+    return np.cbrt(np.clip(linear, 0, 1) @ TO_CONES.T) @ TO_OKLAB.T
 
 
 @pytest.mark.parametrize("theme", [0, 1])
 def test_series_differ_for_every_reader(theme: int) -> None:
     series = read_colors(theme, r"series-\d")
     assert len(series) == 10
-    for matrix in (np.eye(3), *map(np.array, BLINDNESS)):
+    for matrix in (np.eye(3), *BLINDNESS):
         seen = to_oklab(series @ matrix.T)
         nearest = min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2))
         assert nearest >= 0.1  # CSS Color 4: 0.02 can just be told apart

@@ -89,8 +89,7 @@ def test_a_thumbnail_is_small_and_written_once(tmp_path: Path) -> None:
     assert thumbnails.add_image(replace(ref, path=tmp_path / "missing.png")) is None
 
 
-def test_a_small_image_is_kept_exactly() -> None:
-    # 84×84 pixels of shapes are far below the limit, so no pixel may change.
+def test_a_small_image_is_kept_exactly() -> None:  # 84×84 pixels are far below the limit
     image = load_few_examples("counting", load_task("counting"))[0].images[0].load()
     kept = Image.open(io.BytesIO(thumbnail(image))).convert("RGB")
     assert kept.tobytes() == image.tobytes()

@@ -243,9 +243,8 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
     model = exported["qwen3_vl", "lora"]
     checkpoint = model.out.with_name("c-lora")
     out = export(str(checkpoint), tmp_path / "adapter", "adapter")
-    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        model.original
-    )
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(model.original)
     saved = load_file(out / "adapter_model.safetensors")
     for name, weight in load_file(checkpoint / "adapter_model.safetensors").items():
         assert torch.equal(saved[name], weight)
@@ -256,17 +255,15 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
     assert picture.height > 64  # the output is written below the image
 
 
-def read_evaluations(run_dir: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"] + 1: row["eval/exact"] for row in rows}
-
-
 @pytest.mark.parametrize("step", ["", "@2", "@best"])
 def test_the_model_card_has_the_results_of_the_exported_step(
-    finished: Path, tmp_path: Path, step: str
+    capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path, step: str
 ) -> None:
-    out = export(f"{finished}{step}", tmp_path / "out")
-    values = read_evaluations(finished)
+    out = tmp_path / "out"
+    status, shown, _ = run(capsys, "export", f"{finished}{step}", out)
+    assert (status, shown) == (0, f"model in {out}\n")
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    values = {row["step"] + 1: row["eval/exact"] for row in rows}
     expected = {"": 3, "@2": 2, "@best": max(values, key=lambda s: (values[s], s))}[step]
     front, text = (out / "README.md").read_text().split("---\n")[1:3]
     card = yaml.safe_load(front)
@@ -324,17 +321,15 @@ def test_the_card_has_the_prompt_of_the_training(finished: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["RUN", "HERE"], "exists already: name a new folder"),
-        (["RUN", "/proc/x"], "error: /proc/x cannot be created: No such file or directory\n"),
-        (["RUN", "/etc/passwd/x"], "/etc/passwd"),
-        (["embedded", "out"], "there are no trained weights to export"),
-        (
-            ["RUN@7", "out"],
-            "has no checkpoint of step 7: its checkpoints are of steps 1, 2, 3",
-        ),
-        (["RUN", "out", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect"),
-        (["FULL", "out", "--adapter"], "trained full weights and has no adapter"),
-        (["FULL@3", "out"], "is not the folder of a run"),
+        ("RUN HERE", "exists already: name a new folder"),
+        ("RUN /proc/x", "error: /proc/x cannot be created: No such file or directory\n"),
+        ("RUN /etc/passwd/x", "/etc/passwd"),
+        ("RUN@7 out", "has no checkpoint of step 7: its checkpoints are of steps 1, 2, 3"),
+        ("RUN out --adapter --dtype bfloat16", "--dtype has no effect"),
+        ("FULL out --adapter", "trained full weights and has no adapter"),
+        ("FULL out --dequantized", "did not train on quantized weights: leave out --dequantized"),
+        ("FULL out --dequantized --adapter", "--adapter writes no base weights"),
+        ("FULL@3 out", "is not the folder of a run"),
     ],
 )
 def test_wrong_arguments_are_one_message(
@@ -342,22 +337,15 @@ def test_wrong_arguments_are_one_message(
     exported: dict,
     finished: Path,
     tmp_path: Path,
-    arguments: list[str],
+    arguments: str,
     message: str,
 ) -> None:
     full = exported["qwen2_vl", "full"].out.with_name("c-full")
     names = {"RUN": finished, "FULL": full, "HERE": tmp_path, "out": tmp_path / "out"}
-    parts = [word.partition("@") for word in arguments]
+    parts = [word.partition("@") for word in arguments.split()]
     words = [f"{names.get(name, name)}{at}{step}" for name, at, step in parts]
     assert message in fails(capsys, "export", *words)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_exports_a_step(
-    capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path
-) -> None:
-    status, out, _ = run(capsys, "export", f"{finished}@1", tmp_path / "out")
-    assert (status, out) == (0, f"model in {tmp_path / 'out'}\n")
 
 
 def test_a_failed_export_leaves_no_files(
@@ -381,9 +369,8 @@ def write_quantized_checkpoint(folder: Path, **policy: Any) -> Any:
     model = save_tiny_model(folder / "model")
     lora = {"r": 4, "alpha": 8, "target": ["q_proj", "down_proj"]}
     run = small_run(folder, model, policy={"load_in": "4bit", "lora": lora, **policy})
-    run = run.model_copy(
-        update={"rollout": run.rollout.model_copy(update={"max_completion_length": 40})}
-    )
+    rollout = run.rollout.model_copy(update={"max_completion_length": 40})
+    run = run.model_copy(update={"rollout": rollout})
     trained = load_policy(run)
     for _, weight in trained.trainable_parameters():
         nn.init.normal_(weight, std=0.1)
@@ -397,16 +384,9 @@ def test_the_difference_of_a_merge_is_on_its_card(weights: ExportedWeights, tmp_
     run = write_quantized_checkpoint(tmp_path)
     out = export(str(tmp_path / "checkpoint"), tmp_path / "out", weights)
     card = (out / "README.md").read_text()
-    assert (
-        "| base weights in training | 4bit (nf4, double quantization), by bitsandbytes: language"
-        in card
-    )
-    whole = run.model_copy(
-        update={
-            "model": str(out),
-            "policy": run.policy.model_copy(update={"load_in": "none", "lora": None}),
-        }
-    )
+    assert "| base weights in training | 4bit (nf4, double quantization), by bitsandbytes" in card
+    policy = run.policy.model_copy(update={"load_in": "none", "lora": None})
+    whole = run.model_copy(update={"model": str(out), "policy": policy})
     merged = load_model(whole, training=False)
     found = measure_merge(run, tmp_path / "checkpoint", merged, weights == "dequantized")
     assert found.tokens > 12
@@ -430,14 +410,3 @@ def test_without_examples_nothing_is_measured(tmp_path: Path) -> None:
     merged = load_model(run, training=False)
     gone = run.model_copy(update={"data": data})
     assert measure_merge(gone, tmp_path / "checkpoint", merged, False) == Merge(False)
-
-
-def test_dequantized_weights_need_quantized_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_quantized_checkpoint(tmp_path, load_in="none")
-    checkpoint, out = str(tmp_path / "checkpoint"), str(tmp_path / "out")
-    message = fails(capsys, "export", checkpoint, out, "--dequantized")
-    assert "did not train on quantized weights: leave out --dequantized" in message
-    message = fails(capsys, "export", checkpoint, out, "--dequantized", "--adapter")
-    assert "--adapter writes no base weights" in message

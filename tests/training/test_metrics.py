@@ -13,13 +13,19 @@ from report_runs import load_few_examples, make_group
 
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.metrics import StepLog, group_metrics, rollout_distributions
+from vlm_grpo.types import Example
+
+TASK = load_task("counting", tags=True)
 
 
-def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
-    task = load_task("counting", tags=True)
-    example = load_few_examples("counting", task)[0]
-    gold, truncated = task.gold(example), "<answer>"
-    values = group_metrics([make_group(task, example, [gold, truncated])]).values(empty=math.nan)
+@pytest.fixture(scope="module")
+def example() -> Example:
+    return load_few_examples("counting", TASK)[0]
+
+
+def test_group_metrics_count_rewards_lengths_and_truncations(example: Example) -> None:
+    gold, truncated = TASK.gold(example), "<answer>"
+    values = group_metrics([make_group(TASK, example, [gold, truncated])]).values(empty=math.nan)
     # The helper makes a token of each letter, and stops at a closing tag.
     assert values["completions/min_length"] == len(truncated)
     assert values["completions/max_length"] == len(gold)
@@ -31,11 +37,11 @@ def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
     assert values["rewards/exact/failed"] == 0
 
 
-def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy() -> None:
-    task = load_task("counting", tags=True)
-    example = load_few_examples("counting", task)[0]
-    gold = task.gold(example)
-    clean = make_group(task, example, [gold, "<answer>", gold])
+def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy(
+    example: Example,
+) -> None:
+    gold = TASK.gold(example)
+    clean = make_group(TASK, example, [gold, "<answer>", gold])
     right, wrong, last = clean.completions
     noisy = replace(
         clean, completions=(right, wrong, replace(last, variant=("noise", 7), entropies=(9.0,)))
@@ -47,20 +53,15 @@ def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy
     assert values["entropy"] < 9.0 / 7  # no part of the noisy one's
 
 
-def test_distributions_have_all_values_of_few_completions() -> None:
-    task = load_task("counting", tags=True)
-    example = load_few_examples("counting", task)[0]
-    gold = task.gold(example)
-    found = rollout_distributions([make_group(task, example, [gold, "<answer>", gold])])
+def test_distributions_have_all_values_of_few_completions_and_quantiles_of_many(
+    example: Example,
+) -> None:
+    gold = TASK.gold(example)
+    found = rollout_distributions([make_group(TASK, example, [gold, "<answer>", gold])])
     assert found["reward"] == [0.0, 1.0, 1.0]
     assert found["completions/length"] == [8, len(gold), len(gold)]
     assert rollout_distributions([]) == {"reward": [], "completions/length": []}
-
-
-def test_distributions_of_many_completions_are_quantiles() -> None:
-    task = load_task("counting", tags=True)
-    example = load_few_examples("counting", task)[0]
-    groups = [make_group(task, example, ["x" * n for n in range(128)]) for _ in range(5)]
+    groups = [make_group(TASK, example, ["x" * n for n in range(128)]) for _ in range(5)]
     lengths = rollout_distributions(groups)["completions/length"]
     # Each of 64 values stands for 10 of 640, of which it is one in the middle: five of each length.
     assert lengths == [2 * i + 1 for i in range(64)]
