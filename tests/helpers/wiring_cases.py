@@ -8,8 +8,9 @@ LORA = {
     "policy": {"dtype": "float32", "lora": {"r": 2, "alpha": 8, "target": ["q_proj", "up_proj"]}}
 }
 CASES: dict[str, dict[str, Any]] = {
-    "grpo, KL in the loss, masked": {
+    "grpo, KL in the loss, masked, one completion in each micro-batch": {
         "objective": {"beta": 0.5, "mask_truncated_completions": True},
+        "optim": {"max_tokens_per_batch": 1},
     },
     "dapo, LoRA, KL in the reward": {
         **LORA,
@@ -34,17 +35,18 @@ CASES: dict[str, dict[str, Any]] = {
             "importance_sampling_level": "sequence",
         },
     },
-    "cispo, truncated sampler, entropy, three updates": {
+    "cispo, truncated sampler, entropy, three updates, in micro-batches": {
         **LORA,
         "objective": {
             "loss_type": "cispo", "epsilon_high": 1.0, "entropy_coef": 0.05, "num_iterations": 3,
             "sampler_correction": "token", "sampler_correction_cap": 1.05,
         },
         "rollout": {"top_k": 150},
+        "optim": {"max_tokens_per_batch": 60},
     },
-    "sequence-level ratios, two mini-batches, KL in the loss": {
+    "sequence-level ratios, two mini-batches in micro-batches, KL in the loss": {
         "objective": {"importance_sampling_level": "sequence", "epsilon": 0.001, "beta": 0.3},
-        "optim": {"mini_batches": 2},
+        "optim": {"mini_batches": 2, "max_tokens_per_batch": 40},
     },
     "dapo, LoRA, two mini-batches, one iteration, masked, KL in the reward": {
         **LORA,
