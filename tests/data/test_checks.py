@@ -98,14 +98,8 @@ def test_images_and_ids_in_both_sources_are_reported(folder):
     assert f"{folder / 'copy.jpg'} is {folder / 'a.png'} (0.0% of the pixels differ)" in text
     assert "1 IDS ARE IN BOTH: r0" in text
     assert "has seen test data" in text
-
-
-def test_ids_that_number_the_rows_are_no_overlap(folder):
-    (row,) = rows("b.png")
-    del row["id"]
-    (other,) = rows("a.png")
-    del other["id"]
-    write_files(folder, {"train.jsonl": [row], "test.jsonl": [other]})
+    numbered = [{**row, "id": None} for row in rows("a.png", "b.png")]  # ids that number the rows
+    write_files(folder, {"train.jsonl": numbered[:1], "test.jsonl": numbered[1:]})
     assert describe_overlap(check(folder / "train.jsonl"), check(folder / "test.jsonl")) == []
 
 
@@ -134,62 +128,45 @@ def test_text_answers_are_described_and_lists_of_numbers_are_no_texts(folder: Pa
     assert not any("characters" in line for line in report.statistics)
 
 
-def test_clips_of_frames_are_compared_without_reading_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def clip(*names: str) -> Example:
-        frames = tuple(ImageRef(n, (8, 8), (8, 8), path=tmp_path / n) for n in names)
-        return Example("1", (VideoRef("", (8, 8), (8, 8), times=(0, 1), frames=frames),), "?", 1)
-
-    trained = [clip("gone", "lost")]
-    warn_about_shared_images(trained, [clip("gone", "other")])
-    assert not caplog.records
-    warn_about_shared_images(trained, [clip("gone", "lost")])
-    assert "1 of 1 held-out examples" in caplog.text
-
-
 def test_held_out_images_in_the_training_data_are_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def example(name: str, image: ImageRef) -> Example:
-        return Example(name, (image,), "?", 1)
+    def example(name: str, *images: ImageRef) -> Example:
+        return Example(name, images, "?", 1)
+
+    def clip(*names: str) -> Example:  # of frames that are not read
+        frames = tuple(ImageRef(n, (8, 8), (8, 8), path=tmp_path / n) for n in names)
+        return example("clip", VideoRef("", (8, 8), (8, 8), times=(0, 1), frames=frames))
 
     embedded = ImageRef("a", (8, 8), (8, 8), data=b"one")
     file = ImageRef("b", (8, 8), (8, 8), path=tmp_path / "b.png")
-    train = [example("1", embedded), example("2", file)]
+    train = [example("1", embedded), example("2", file), clip("gone", "lost")]
     different = ImageRef("c", (8, 8), (8, 8), data=b"two")
-    warn_about_shared_images(train, [example("3", different), Example("4", (), "?", 1)])
+    others = [example("3", different), example("4"), clip("gone", "other")]
+    warn_about_shared_images(train, others)
     assert not caplog.records
     same = replace(embedded, name="elsewhere")  # names do not matter
-    warn_about_shared_images(
-        train, [example("3", different), example("5", same), example("6", file)]
-    )
+    shared = [example("5", same), example("6", file), clip("gone", "lost")]
+    warn_about_shared_images(train, [*others, *shared])
     assert (
-        "2 of 3 held-out examples show an image that is also trained on (first: 5, 6)"
+        "3 of 6 held-out examples show an image that is also trained on (first: 5, 6, clip)"
         in caplog.text
     )
 
 
-def test_reencoded_and_resized_images_are_duplicates():
+def test_reencoded_and_resized_images_are_duplicates_and_different_ones_not():
     first = photo(0)
     jpeg = Image.open(io.BytesIO(encode_image(first, "JPEG", quality=70)))
     smaller = first.resize((80, 60), Image.Resampling.LANCZOS)
     pictures = [first, photo(1), jpeg, photo(2), smaller]
     assert find_duplicates([hash_image(picture) for picture in pictures]) == [[0, 2, 4]]
-
-
-def test_different_photographs_and_scenes_are_not_duplicates():
     scenes = [row.images[0].load() for row in make_shapes.draw_examples("counting", 300, seed=5)]
-    hashes = [hash_image(picture) for picture in [*map(photo, range(300)), *scenes]]
-    assert find_duplicates(hashes) == []
-
-
-def test_images_that_differ_in_one_small_object_are_not_duplicates():
     scene = Image.new("RGB", (84, 84), "white")
-    red, blue = scene.copy(), scene.copy()
+    red, blue = scene.copy(), scene.copy()  # which differ in one small object
     red.paste("red", (30, 30, 44, 44))
     blue.paste("blue", (30, 30, 44, 44))
-    assert find_duplicates([hash_image(picture) for picture in (scene, red, blue)]) == []
+    pictures = [*map(photo, range(300)), *scenes, scene, red, blue]
+    assert find_duplicates([hash_image(picture) for picture in pictures]) == []
 
 
 def texture(seed: int) -> Image.Image:

@@ -113,11 +113,8 @@ def test_a_batch_reward_sees_groups_and_its_values_are_weighted(
     assert [s.metrics["size"] for s in (good, bad, again, empty, other)] == [4, 4, 4, None, 4]
     assert (unread.total, set(unread.failures)) == (None, {"parse"})
     assert unread.rewards == {"right": None, "rare": None, "brief": None}
-
-
-def test_without_groups_each_completion_is_its_own(source: str) -> None:
-    scores = score(RewardScorer(LIMIT), load_task(source), None)
-    assert [s.rewards["rare"] for s in scores] == [1.0, 1.0, 1.0, 0.0, 1.0, None]
+    alone = score(scorer, load_task(source), None)  # each is a group of its own
+    assert [s.rewards["rare"] for s in alone] == [1.0, 1.0, 1.0, 0.0, 1.0, None]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +173,7 @@ def test_values_of_map_are_kept_for_later_processes(workers: RewardScorer, sourc
     assert again.rewards["remote"] == 0.5
 
 
-def test_the_limit_of_a_rule_replaces_that_of_the_run() -> None:
+def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions() -> None:
     class Slow(Task):
         primary_metric = "endless"
 
@@ -188,30 +185,19 @@ def test_the_limit_of_a_rule_replaces_that_of_the_run() -> None:
             while True:
                 pass
 
-        @metric(batch=True, seconds=float("inf"))
-        def patient(self, batch: Batch) -> list[float]:
-            return [1.0] * len(batch)
-
-    (found,) = RewardScorer(60.0)(Slow(), ["a"], [EXAMPLE])
-    assert "longer than its limit of 0.05 s" in found.failures["endless"]
-    assert found.metrics == {"patient": 1.0}
-
-
-def test_the_limit_of_the_run_is_multiplied_by_the_number_of_completions() -> None:
-    class Waiting(Task):
-        primary_metric = "waited"
-
-        def parse(self, text: str, example: Example) -> str:
-            return text
-
         @reward(batch=True)
         def waited(self, batch: Batch) -> list[float]:
             time.sleep(0.3)
             return [1.0] * len(batch)
 
-    limited = RewardScorer(0.2)
-    assert [s.total for s in limited(Waiting(), ["a"] * 5, [EXAMPLE] * 5)] == [1.0] * 5  # 1 s
-    assert limited(Waiting(), ["a"], [EXAMPLE])[0].total is None
+        @metric(batch=True, seconds=float("inf"))
+        def patient(self, batch: Batch) -> list[float]:
+            return [1.0] * len(batch)
+
+    for count, waited in ((5, 1.0), (1, None)):  # 1 s, 0.2 s
+        found = RewardScorer(0.2)(Slow(), ["a"] * count, [EXAMPLE] * count)[0]
+        assert "longer than its limit of 0.05 s" in found.failures["endless"]
+        assert (found.rewards["waited"], found.metrics) == (waited, {"patient": 1.0})
 
 
 def test_a_batch_is_a_sequence(source: str) -> None:

@@ -93,19 +93,16 @@ def test_a_task_file_loads_and_scores(parity):
 
 
 def test_one_of_several_tasks_in_a_file_is_selected_by_name(parity):
-    parity.write_text(PARITY + "\n\nclass Other(Parity):\n    pass\n")
-
+    hidden = "\n\nclass _Hidden(Parity):\n    pass\n"
+    parity.write_text(PARITY + hidden)
+    # A class with an underscore is loaded only by its name.
+    assert load_task_class(str(parity)).__name__ == "Parity"
+    found = load_task_class(f"{parity}:_Hidden")
+    assert load_task_class(get_task_name(found)).__name__ == "_Hidden"
+    parity.write_text(PARITY + hidden.replace("_Hidden", "Other"))
     assert "defines 2 task classes" in get_error(str(parity))
     assert load_task_class(f"{parity}:Other").__name__ == "Other"
     assert "no task class Othr (did you mean Other?)" in get_error(f"{parity}:Othr")
-
-
-def test_a_class_with_an_underscore_is_loaded_only_by_its_name(parity):
-    parity.write_text(PARITY + "\n\nclass _Hidden(Parity):\n    pass\n")
-
-    assert load_task_class(str(parity)).__name__ == "Parity"
-    hidden = load_task_class(f"{parity}:_Hidden")
-    assert load_task_class(get_task_name(hidden)).__name__ == "_Hidden"
 
 
 def test_fields_that_the_constructor_does_not_take_are_no_options(parity):
@@ -132,13 +129,6 @@ def test_a_class_and_a_task_load_with_options(parity):
     assert vars(changed) == vars(task_class(tags=True, share=0.25))
     with pytest.raises(UserError, match="unknown option lenientt"):
         load_task(task, lenientt=True)
-
-
-def test_a_file_with_the_former_name_of_primary_metric_loads_with_a_warning(parity):
-    parity.write_text(PARITY.replace("primary_metric =", "headline ="))
-
-    with pytest.warns(FutureWarning, match=r"Parity\.headline is now called primary_metric"):
-        assert load_task(str(parity)).primary_metric == "right"
 
 
 def test_an_option_without_a_value_is_named(parity):

@@ -77,21 +77,17 @@ class Broken(Sum):
         return None
 
 
-def test_the_total_is_the_weighted_sum_of_the_rewards():
+def test_the_total_is_the_weighted_sum_of_the_rewards_and_0_without_an_answer():
     score = Sum().score("4", EXAMPLE)
     assert score.answer == 4
     assert score.rewards == {"exact": 0.0, "near": 0.5, "shown": 1.0}  # 1 / (1 + 1); one letter
     assert score.total == 0.125  # 0.75 · 0 + 0.25 · 0.5
     assert score.metrics == {"error": 1.0, "red": 1.0}
     assert not score.failures
-
-
-def test_a_completion_without_an_answer_earns_zero_and_the_declared_metrics():
     score = Sum().score("none", EXAMPLE)
-    assert score.answer is None
+    assert (score.answer, score.total) == (None, 0.0)
     assert score.rewards == {"exact": 0.0, "near": 0.0, "shown": 0.0}
-    assert score.total == 0.0
-    assert score.metrics == {"error": None, "red": 0.0}
+    assert score.metrics == {"error": None, "red": 0.0}  # as declared
 
 
 def test_a_failing_reward_makes_the_completion_unscorable_only_with_a_weight():
@@ -186,13 +182,9 @@ def test_headline_is_accepted_as_the_former_name_of_primary_metric():
         type("Two", (Sum,), {"headline": "near", "primary_metric": "red"})
 
 
-def test_a_plain_question_takes_the_full_output_as_the_answer():
-    task = PlainQuestion()
-    assert task.prompt(EXAMPLE) == EXAMPLE.question
-    assert task.read("It is 3.", EXAMPLE) == "It is 3."
-
-
 def test_the_prompt_states_how_to_answer():
+    plain = PlainQuestion()
+    assert (plain.prompt(EXAMPLE), plain.read("It is 3.", EXAMPLE)) == ("How many?", "It is 3.")
     assert Sum().prompt(EXAMPLE) == "How many?"
     assert "<answer> </answer>" in Sum(tags=True).prompt(EXAMPLE)
     assert "<think> </think>" in Sum(thinking=True).prompt(EXAMPLE)
