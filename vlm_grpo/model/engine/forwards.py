@@ -15,10 +15,10 @@ Forward = Callable[..., Any]
 def replace_forward(module: nn.Module, forward: Forward) -> None:
     """Let ``forward(module, original, …)`` compute the module's output.
 
-    The module becomes one of a subclass, as in ``torch.nn.utils.parametrize``, so that a copy calls
-    itself. A function among its attributes would refer to the module, whose memory would then stay
-    until Python looks for such circles.
+    Its class becomes a subclass, as in ``torch.nn.utils.parametrize``.
     """
+    # A copy of the module then calls itself, and keeps its type. A bound function as an attribute
+    # would make a reference cycle, so that a model's memory is freed only by Python's collector.
     if not has_forward(module, forward):
         module.__class__ = _derive(type(module), forward)
 
