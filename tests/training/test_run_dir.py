@@ -171,7 +171,7 @@ def test_an_evaluation_is_read_as_it_was_written(settings: Any) -> None:
     run_dir = RunDir(settings("run"), task, task, is_main=True)
     values = (0.0, 1.0, 1.0, 0.0, None)
     rows = tuple(
-        Row(id=str(n), output="", answer=None, rewards={"exact": value}, metrics={})
+        Row(id=str(n), output="", answer=None, reward=value, rewards={"exact": value}, metrics={})
         for n, value in enumerate(values)
     )
     written = Scored(rows, "exact", {"exact": 0.5})

@@ -24,7 +24,6 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
-from vlm_grpo.training import started
 from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.store import read_metadata
 from vlm_grpo.training.nonfinite import NonfiniteGuard
@@ -40,7 +39,7 @@ def vllm(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     ``vllm.before`` is called before each rollout; ``vllm.samplers`` are those of all runs.
     """
-    monkeypatch.setattr(started, "POLL_SECONDS", 60.0)  # StopAt counts the looks at it
+    monkeypatch.setattr(rollout_module, "POLL_SECONDS", 60.0)  # StopAt counts the looks at it
 
     def build(ahead: int = 0, **changes: Any) -> Settings:
         rollout = {"sampler": "vllm", "vllm": SERVER, "steps_ahead": ahead}
@@ -271,7 +270,7 @@ def test_a_signal_ends_the_wait_at_once(vllm: Any, monkeypatch: pytest.MonkeyPat
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             released.wait(60)
 
-    monkeypatch.setattr(started, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(rollout_module, "POLL_SECONDS", 0.1)
     close = CopySampler.close
     monkeypatch.setattr(CopySampler, "close", lambda self: released.set() or close(self))
     run, vllm.before = vllm(), hang

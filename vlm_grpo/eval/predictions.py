@@ -180,9 +180,11 @@ def read_predictions(
         )
     resized = []
     for example in examples:
-        sizes = found[example.id].get("seen")
+        sizes: Any = found[example.id].get("seen")
         has_sizes = _are_valid_sizes(sizes, example)
-        resized.append(example.with_resized_sizes(map(tuple, sizes)) if has_sizes else example)
+        resized.append(
+            example.with_resized_sizes([(w, h) for w, h in sizes]) if has_sizes else example
+        )
     return resized, [found[example.id]["output"] for example in examples]
 
 

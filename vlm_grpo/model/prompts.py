@@ -294,6 +294,19 @@ class PromptBuilder(PromptWriter):
         num_decoded = sum(is_new for _, is_new in loaded) + len(videos)
         return Prompt(example, text, token_ids, inputs, num_decoded)
 
+    def measure(self, examples: Sequence[Example], task: Task) -> tuple[list[int], list[str]]:
+        """Build every prompt; return their numbers of tokens, and a line for each that fails."""
+        lengths, problems = [], []
+        for example in examples:
+            try:
+                prompt = self.build(self.with_resized_sizes(example), task)
+                lengths.append(len(prompt.token_ids))
+            except UserError as error:
+                problems.append(str(error))
+            except ValueError as error:  # of the resizing
+                problems.append(f"{example.name}: {error}")
+        return lengths, problems
+
     def remove_control_tokens(self, text: str) -> str:
         """Return an output without the texts of special tokens that do not belong to an answer."""
         return self._control_tokens.sub("", text)
