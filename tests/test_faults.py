@@ -16,14 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from small_disk import small_disk
-from small_runs import (
-    TASK,
-    StopAt,
-    assert_same_run,
-    make_trainer,
-    read_metrics,
-    save_tiny_model,
-)
+from small_runs import TASK, StopAt, assert_same_run, make_trainer, read_metrics, save_tiny_model
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings

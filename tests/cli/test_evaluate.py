@@ -107,10 +107,7 @@ def test_a_benchmark_takes_model_and_prompt_settings_from_the_checkpoint(
     )  # fmt: skip
     (_, settings, folder, *_) = calls[0]
     assert folder == checkpoint
-    assert (settings.model, settings.task_options) == (
-        "a/model",
-        {"tags": True, "thinking": False},
-    )
+    assert (settings.model, settings.task_options) == ("a/model", {"tags": True, "thinking": False})
     assert (settings.policy.max_pixels, settings.policy.dtype) == (5000, "float32")
     assert (settings.name, settings.data.eval) == ("benchmark-tallyqa", "embedded:counting")
 
@@ -226,11 +223,7 @@ def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_p
     ("output", "flags", "answered"),
     [
         ("3", [], 2),
-        (
-            "<answer>3</answer>",
-            [],
-            2,
-        ),  # as on benchmarks: tags are read if present
+        ("<answer>3</answer>", [], 2),  # as on benchmarks: tags are read if present
         ("<think>4</think><answer>3</answer>", [], 2),
         ("3", ["--tags"], 0),
         ("<answer>3</answer>", ["--tags"], 2),

@@ -113,21 +113,14 @@ TARGETS = {
         "model/test_chat.py model/test_prompts.py training/test_trainer_chats.py",
     ),
     "serve/chat.py": (0.1, "serve/test_chat.py"),
-    "training/trainer.py": (
-        0.12,
-        "test_wiring.py training/test_trainer.py training/test_stops.py",
-    ),
+    "training/trainer.py": (0.12, "test_wiring.py training/test_trainer.py training/test_stops.py"),
 }
 """The share of each module's mutants to run, and its test files in order."""
 
 WRITTEN: list[tuple[str, str, str]] = [
     ("training/batch.py", '"advantages": self.', '"advantages": -self.'),
     ("training/update.py", "old if has_ratio else None)", "None)"),
-    (
-        "training/update.py",
-        "if number == 0 and old is not None",
-        "if old is not None",
-    ),
+    ("training/update.py", "if number == 0 and old is not None", "if old is not None"),
     ("training/update.py", "if skipped < len(norms):", "if True:"),
     ("training/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
     ("training/update.py", "self.surrogate, self.methods", "None, self.methods"),
@@ -169,11 +162,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/batch.py", "[k and p == part for", "[k for"),
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
     ("training/batch.py", "{name: weight * count for", "{name: weight for"),
-    (
-        "training/update.py",
-        "old = self.logprobs(batch.layout, own, old)",
-        "pass",
-    ),
+    ("training/update.py", "old = self.logprobs(batch.layout, own, old)", "pass"),
     ("training/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("training/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("training/advantages.py", "rewards @ weights", "rewards.sum(1)"),

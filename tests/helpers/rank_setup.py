@@ -23,10 +23,7 @@ FSDP = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
-DEEPSPEED = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
 STRATEGIES = {
     "ddp": {},
     "fsdp": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
@@ -74,12 +71,7 @@ forms of FSDP2 and by both stages of DeepSpeed."""
 WITH_ONEDNN = ("steps, frozen_vision", "steps, lora")
 """The cases with oneDNN's products, which each process compiles for every number of rows."""
 WITH_INFINITE_GRADIENT = ("ddp-1", "zero2-2", "zero3-2")
-LOSSES = {
-    "grpo": {},
-    "bnpo": {},
-    "dr_grpo": {},
-    "dapo": {},
-}
+LOSSES = {"grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}}
 """The types of loss with normalizers of their own, over all ranks."""
 UNEVEN: dict[str, dict[str, Any]] = {
     "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, wait_until
-from report_page import (
-    NEEDS_BROWSER,
-    get_entries,
-    get_position,
-    read_last_evaluation,
-    set_filter,
-)
+from report_page import NEEDS_BROWSER, get_entries, get_position, read_last_evaluation, set_filter
 from report_runs import TASKS, load_few_examples, make_group, write_alarms
 
 from vlm_grpo.report import build_report, compare_runs

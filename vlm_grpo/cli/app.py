@@ -156,9 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
         sys.stderr = _make_safe(sys.stderr)
     logging.basicConfig(
-        level=logging.WARNING,
-        format="%(levelname)s: %(message)s",
-        handlers=[_CurrentStderr()],
+        level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[_CurrentStderr()]
     )
     # PEFT imports it, and it then advises to install a package for a kernel that is not used here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -41,8 +41,7 @@ TaskOptions = Annotated[
     typer.Argument(metavar="OPTION=VALUE", help="Options of the task, for example tags=true."),
 ]
 ImageRoot = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the images; default: the folder of the data file."),
+    Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
 ]
 ModelName = Annotated[
     str | None,
@@ -94,8 +93,7 @@ FrameName = Annotated[
     ),
 ]
 MaxPixels = Annotated[
-    int | None,
-    typer.Option(min=1, help="Pixel budget of an image; default: that of the model."),
+    int | None, typer.Option(min=1, help="Pixel budget of an image; default: that of the model.")
 ]
 
 

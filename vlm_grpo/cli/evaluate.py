@@ -41,14 +41,7 @@ _NO_MODEL = "model=none"
 """Override of an evaluation for which no model must be named."""
 _MAX_TABLE_ROWS = 50
 
-CHECKPOINT_SETTINGS = {
-    "model",
-    "model_revision",
-    "task_options",
-    "policy",
-    "rollout",
-    "evaluation",
-}
+CHECKPOINT_SETTINGS = {"model", "model_revision", "task_options", "policy", "rollout", "evaluation"}
 """Settings that the evaluation of a checkpoint on a benchmark takes from its training."""
 
 

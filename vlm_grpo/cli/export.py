@@ -42,8 +42,7 @@ def export(
         bool, typer.Option("--public", help="Create a public repository instead of a private one.")
     ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Write OUT, and print what --push would upload."),
+        bool, typer.Option("--dry-run", help="Write OUT, and print what --push would upload.")
     ] = False,
 ) -> None:
     """Write a trained model in the format of transformers and vLLM, with a model card.

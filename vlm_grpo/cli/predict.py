@@ -20,8 +20,7 @@ from vlm_grpo.errors import UserError
 
 def predict(
     model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Hub name, folder, run, checkpoint, or embedded."),
+        str, typer.Argument(metavar="MODEL", help="Hub name, folder, run, checkpoint, or embedded.")
     ],
     question: Annotated[
         str, typer.Option(help="The question; for grounding, the object's description.")

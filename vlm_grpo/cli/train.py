@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_grpo.cli.common import (
-    Overrides,
-    Recipe,
-    RecipeTask,
-    add_task_override,
-    exit_when_stopped,
-)
+from vlm_grpo.cli.common import Overrides, Recipe, RecipeTask, add_task_override, exit_when_stopped
 from vlm_grpo.errors import UserError
 
 

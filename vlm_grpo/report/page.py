@@ -27,12 +27,7 @@ from vlm_grpo.report.comparison import (
     choose_swept,
     list_differences,
 )
-from vlm_grpo.report.gallery import (
-    KINDS,
-    build_gallery,
-    display_text,
-    to_script_json,
-)
+from vlm_grpo.report.gallery import KINDS, build_gallery, display_text, to_script_json
 from vlm_grpo.report.panels import build_charts, build_comparison_charts
 from vlm_grpo.report.run import Run, read_run
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR

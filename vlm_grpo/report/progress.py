@@ -14,9 +14,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.progress import (
-    Progress as Bar,
-)
+from rich.progress import Progress as Bar
 from rich.text import Text
 
 from vlm_grpo.config.run import Settings
