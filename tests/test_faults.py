@@ -16,7 +16,14 @@ import pytest
 import torch
 from PIL import Image
 from small_disk import small_disk
-from small_runs import TASK, StopAt, assert_same_run, make_trainer, read_metrics, save_tiny_model
+from small_runs import (
+    StopAt,
+    assert_same_run,
+    make_trainer,
+    read_metrics,
+    save_tiny_model,
+    small_run,
+)
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
@@ -38,7 +45,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(model_folder: Path, tmp_path: Path) -> Callable[..., Settings]:
     """Build settings of a run of 4 steps with 2 prompts each, on 8 rows with an image file each."""
-    (tmp_path / "letters.py").write_text(TASK)
     rows = []
     for number in range(8):
         name = f"{number}.png"
@@ -49,19 +55,12 @@ def settings(model_folder: Path, tmp_path: Path) -> Callable[..., Settings]:
 
     def build(**changes: Any) -> Settings:
         values: dict[str, Any] = {
-            "name": "run",
-            "task": str(tmp_path / "letters.py"),
-            "model": str(model_folder),
-            "output_dir": str(tmp_path / "runs"),
-            "data": {"train": str(tmp_path / "rows.jsonl")},
-            "policy": {"dtype": "float32"},
-            "rollout": {"num_generations": 4, "max_completion_length": 6},
-            "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
+            "data": {"train": str(tmp_path / "rows.jsonl"), "train_limit": None},
+            "optim": {"lr": 1e-3, "prompts_per_step": 2},
+            "logging": {"samples_every": 10},
         }
-        for name, value in changes.items():
-            default = values.get(name)
-            values[name] = {**default, **value} if isinstance(default, dict) else value
-        return Settings.model_validate(values)
+        blocks = {name: {**block, **changes.pop(name, {})} for name, block in values.items()}
+        return small_run(tmp_path, model_folder, **blocks, **changes)
 
     return build
 
