@@ -128,7 +128,7 @@ def test_kind_of_an_answer(tmp_path: Path) -> None:
     broken = replace(sampled.scores[0], total=None, rewards={"exact": None})
     sampled = replace(sampled, completions=completions)
     unscorable = replace(sampled, scores=(broken, *sampled.scores[1:]))
-    for kinds, group in ((list(texts), sampled), (["unscorable", *texts][:1], unscorable)):
+    for kinds, group in ((list(texts), sampled), (["unscorable"], unscorable)):
         write_group(tmp_path, task, example, group)
         (entry,) = read_entries(tmp_path)
         assert [answer["kind"] for answer in entry["answers"]][: len(kinds)] == kinds
