@@ -11,14 +11,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.model_shape import read_model_shape
+
+KINDS = {"full": {}, "bfloat16": {"master_weights": "bfloat16"}, "lora": {"lora": {"r": 64}}}
+"""Settings of the policy whose shapes are stored."""
 
 # Width, intermediate width, layers, query heads, key heads, vocabulary, tied embeddings.
 QWEN2 = {
@@ -82,26 +86,32 @@ def build(model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> Any:
 
 
 def read_facts(config: Any) -> dict[str, Any]:
-    """Return what the file has about a model."""
-    shapes, text, vision = {}, {}, {}
-    for kind, policy in (("full", {}), ("lora", {"lora": {"r": 64}})):
-        shape, _ = read_model_shape(config, PolicySettings.model_validate(policy))
-        values = asdict(shape)
-        text, vision = values.pop("text"), values.pop("vision")  # of every kind
-        shapes[kind] = values
+    """Return what the file has about a model, for training of each kind on a GPU."""
+    facts: dict[str, Any] = {}
+    for kind, given in KINDS.items():
+        policy = PolicySettings.model_validate(given)
+        shape = read_model_shape(config, policy)
+        values = asdict(measure_layers(shape, policy, on_cpu=False))
+        values["doubled"] = values["layer"]  # what a layer saves with adapters of twice the rank
+        if policy.lora is not None:
+            doubled = policy.lora.model_copy(update={"r": 2 * policy.lora.r})
+            policy = policy.model_copy(update={"lora": doubled})
+            shape = replace(shape, lora_rank=doubled.r)
+            values["doubled"] = asdict(measure_layers(shape, policy, on_cpu=False))["layer"]
+        facts |= {part: values.pop(part) for part in ("text", "vision")}  # of every kind
+        facts.setdefault("shapes", {})[kind] = values
     edge = config.vision_config.patch_size
-    return {
+    merge = getattr(config.vision_config, "spatial_merge_size", 2)
+    return facts | {
         "patch_size": edge if isinstance(edge, int) else edge[0],
-        "patches_per_token": getattr(config.vision_config, "spatial_merge_size", 2) ** 2,
-        "text": text,
-        "vision": vision,
-        "shapes": shapes,
+        "patches_per_token": merge**2,
     }
 
 
 def main() -> None:
     facts = {name: read_facts(config) for name, config in build_configs()}
-    Path(sys.argv[1]).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    rows = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in facts.items()]
+    Path(sys.argv[1]).write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
     for name, values in facts.items():
         print(name, f"{values['shapes']['full']['num_weights']:,}")
 

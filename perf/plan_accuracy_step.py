@@ -19,6 +19,7 @@ from step_time_vlm_grpo import OUTPUT, NoiseTask, build_policy
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import PromptSize, estimate_workload
@@ -127,7 +128,8 @@ def record_peak(sample: Callable, peaks: dict[str, int], memory: PeakMemory) -> 
 def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[str, Any]:
     """Return the plan's estimate for the measured step."""
     settings, policy = trainer.settings, trainer.policy
-    shape, _ = read_model_shape(policy.model.config, settings.policy)
+    shape = read_model_shape(policy.model.config, settings.policy)
+    shape = measure_layers(shape, settings.policy, on_cpu=DEVICE == "cpu")
     prompt = policy.prompts.build(policy.prompts.with_resized_sizes(example), trainer.task)
     values = prompt.vision["pixel_values"].numel()
     size = PromptSize(len(prompt.token_ids), 0, values, case["image"] ** 2)

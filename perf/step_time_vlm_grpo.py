@@ -117,7 +117,7 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
     if options.dense:
         use_dense_attention()
     trainer = build_trainer(options, model, processor, images, options.child == "shared")
-    shape, _ = read_model_shape(model.config, trainer.settings.policy)
+    shape = read_model_shape(model.config, trainer.settings.policy)
     steps, rollouts = Steps(), []
     sample = trainer.sampler.sample
 

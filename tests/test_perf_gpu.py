@@ -22,6 +22,7 @@ from transformers import Qwen2_5_VLConfig
 from vlm_grpo.model.engine import kernels, varlen
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.planning.devices import GIB, find_device
+from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import PromptSize, estimate_workload
@@ -81,7 +82,8 @@ def plan(perf: Any, case: dict[str, Any]) -> int:
         vision_config=size["vision"],
         tie_word_embeddings=size["text"]["tie_word_embeddings"],
     )
-    shape, _ = read_model_shape(config, settings.policy)
+    shape = read_model_shape(config, settings.policy)
+    shape = measure_layers(shape, settings.policy, on_cpu=False)
     side = case["image"] // 14
     prompt = PromptSize(side**2 // 4 + 40, 0, side**2 * 1176, case["image"] ** 2)
     return estimate_memory(shape, estimate_workload(settings, prompt, shape)).peak

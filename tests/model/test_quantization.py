@@ -35,6 +35,7 @@ from vlm_grpo.model.families import find_part
 from vlm_grpo.model.form_check import HALF_BOUND
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.quantization import build_quantization, find_quantized
+from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import Workload
@@ -339,7 +340,7 @@ def test_the_plan_counts_the_bytes_of_the_weights(settings: dict[str, Any], dtyp
             continue
         state = module.weight.quant_state
         held += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
-    shape, _ = read_model_shape(model.config, policy)
+    shape = measure_layers(read_model_shape(model.config, policy), policy, on_cpu=True)
     work = Workload(1, 2, 20, 16, 10, 130, 1 << 20, 0)
     # Exact, but for shares of 256 scales that are not full, and without tables of 256 values.
     assert estimate_memory(shape, work).weights == pytest.approx(held, rel=1e-3)

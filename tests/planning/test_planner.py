@@ -1,4 +1,4 @@
-"""Tests of the plan: the largest settings that fit, and changes that make a recipe fit."""
+"""Tests of the plan: sizes of prompts, the largest settings that fit, and changes to fit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ import torch
 from commands import fails, run
 from family_models import BUILDERS
 from family_policies import build_family_policy
+from tiny_models import noise_example
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.loading import get_model_source
+from vlm_grpo.model.engine.sampling import build_sampling_distribution
+from vlm_grpo.model.loading import get_model_source, load_model
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.planner import Planner, plan
 from vlm_grpo.planning.search import SHARDING, with_changes
 
 H100 = find_device("H100")
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    settings = load_settings("counting", ["data.train_limit=30"])
+    return Planner(settings, Device("toy", GIB // 2, is_cpu=True))
 
 
 def test_the_largest_group_fits_and_one_more_does_not(planner: Planner) -> None:
@@ -280,6 +289,7 @@ def test_an_unknown_gpu_or_model_is_one_message(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert "is not in the table" in fails(capsys, "plan", "counting", "--gpu", "X9")
+    assert "--devices" in fails(capsys, "plan", "counting", "--devices", "0")
     missing = fails(capsys, "plan", "counting", "model=./nowhere", "data.train_limit=2")
     assert "model ./nowhere: there is no such folder" in missing
     assert "a folder with the model's config.json" in missing
@@ -374,3 +384,27 @@ def test_the_plan_names_the_server(tmp_path: Path) -> None:
     assert "time       not estimated with vLLM" in text
     small = make_settings("rollout.sampler=vllm", OWN, "rollout.vllm.gpu_memory_utilization=0.01")
     assert "raise rollout.vllm.gpu_memory_utilization" in str(plan(small, "80GB"))
+
+
+def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
+    loaded, rollout = load_model(planner.settings), planner.settings.rollout
+    policy = Policy(
+        loaded, build_sampling_distribution(loaded.model, loaded.processor, loaded.family, rollout)
+    )
+    sizes = planner.estimate_step(planner.settings).prompts
+    prompts = [
+        policy.prompts.build(policy.prompts.with_resized_sizes(example), planner.task)
+        for example in planner.prompts.examples
+    ]
+    assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in prompts)
+    values = [prompt.vision["pixel_values"].numel() for prompt in prompts]
+    assert sorted(size.values for size in sizes) == sorted(values)
+
+
+def test_an_image_that_cannot_be_resized_is_an_error(tmp_path: Path) -> None:
+    noise_example("thin", [(900, 3)]).images[0].load().save(tmp_path / "thin.png")
+    row = {"id": "t1", "images": ["thin.png"], "question": "How many?", "answer": 1}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    settings = load_settings("counting", [f"data.train={tmp_path / 'data.jsonl'}"])
+    with pytest.raises(UserError, match="t1: absolute aspect ratio"):
+        plan(settings, "24GB")

@@ -30,7 +30,7 @@ from vlm_grpo.types import Completion, Group
 def test_flops_match_pytorchs_counter(family: str, name: str) -> None:
     policy, policy_settings = build_policy(family, POLICIES[name])
     prompt = build_prompt(policy)
-    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    shape = read_model_shape(policy.model.config, policy_settings)
     batch = build_batch(prompt)
     policy.model.train(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -52,7 +52,7 @@ def test_flops_match_pytorchs_counter(family: str, name: str) -> None:
 def test_flops_of_the_repeated_form_match_pytorchs_counter() -> None:
     policy = tiny_policy("qwen2_vl", shared=False, dtype=torch.bfloat16)
     prompt = build_prompt(policy)
-    shape, _ = read_model_shape(policy.model.config, PolicySettings(engine="repeated"))
+    shape = read_model_shape(policy.model.config, PolicySettings(engine="repeated"))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         policy.score(build_batch(prompt))
     patches = len(prompt.vision["pixel_values"])
@@ -69,7 +69,7 @@ def test_flops_of_the_repeated_form_match_pytorchs_counter() -> None:
 @pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
 def test_flops_of_a_gradient_step_match_pytorchs_counter(name: str) -> None:
     policy, policy_settings = build_policy("qwen2_5_vl", POLICIES[name])
-    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    shape = read_model_shape(policy.model.config, policy_settings)
     prompt = build_prompt(policy)
     batch = build_batch(prompt)
     with FlopCounterMode(display=False) as counter:
@@ -85,7 +85,7 @@ def test_flops_of_a_gradient_step_match_pytorchs_counter(name: str) -> None:
 
 def test_other_passes_over_the_images_are_counted() -> None:
     model, _ = tiny_model("qwen2_5_vl")
-    shape, _ = read_model_shape(model.config, PolicySettings())
+    shape = read_model_shape(model.config, PolicySettings())
     work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
     plain = count_flops(shape, work)
     teacher = replace(work, teacher_weights=2 * shape.num_weights)
@@ -103,7 +103,7 @@ def test_other_passes_over_the_images_are_counted() -> None:
 
 def test_seconds_depend_on_the_device() -> None:
     model, _ = tiny_model("qwen2_5_vl")
-    shape, _ = read_model_shape(model.config, PolicySettings())
+    shape = read_model_shape(model.config, PolicySettings())
     work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
     fast, slow = find_device("H100"), find_device("L4")
     assert estimate_seconds(shape, work, Device("x", 1)) is None

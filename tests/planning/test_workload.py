@@ -46,7 +46,7 @@ def test_micro_batches_match_the_update(
 
 
 def _shape(**policy: Any) -> ModelShape:
-    return read_model_shape(tiny_model("qwen2_vl")[0].config, PolicySettings(**policy))[0]
+    return read_model_shape(tiny_model("qwen2_vl")[0].config, PolicySettings(**policy))
 
 
 def test_prompts_are_divided_among_devices() -> None:

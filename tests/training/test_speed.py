@@ -48,7 +48,7 @@ def test_a_gpu_of_the_table_has_the_mfu_of_step_and_update(
     monkeypatch.setattr(trainer, "_rollout", lambda: groups.append(rollout()) or groups[-1])
     for step in range(2):  # each measures itself alone
         metrics = trainer.step()
-        shape, _ = read_model_shape(trainer.policy.model.config, trainer.settings.policy)
+        shape = read_model_shape(trainer.policy.model.config, trainer.settings.policy)
         flops = count_step_flops(shape, groups[step].groups, ())
         update = metrics["speed/update_mfu"] * metrics["time/update"] * 1e12
         total = metrics["speed/mfu"] * metrics["time/step"] * 1e12

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import Overrides, build_settings
@@ -17,8 +18,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.planning.devices import find_device
 from vlm_grpo.planning.plan_text import TABLE_GENERATIONS
-from vlm_grpo.planning.search import CARDS, StepPlanner, Weights
-from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
+from vlm_grpo.planning.search import CARDS, COUNTED_LATER, StepPlanner, Weights
+from vlm_grpo.planning.shape import LayerBytes, ModelShape
 from vlm_grpo.planning.workload import PromptSize
 
 IMAGE_TOKENS, TEXT_TOKENS = 1000, 100
@@ -32,10 +33,7 @@ TABLE_KINDS = {
 }
 """The rows of each model in a table, and their settings."""
 _RANK = 64  # of the stored shapes
-_COUNTED = (
-    *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens", "master_weights"),
-    *("min_pixels", "max_pixels", "load_in", "quant_type", "double_quant"),
-)
+_COUNTED = (*COUNTED_LATER, "master_weights", "load_in", "quant_type", "double_quant")
 """Settings of the policy that do not change a stored shape, or are counted on it."""
 
 
@@ -74,9 +72,10 @@ class KnownPlanner(StepPlanner):
             )
 
     def read_shape(self, policy: PolicySettings) -> ModelShape:
-        kind = "full" if policy.lora is None else "lora"
+        kind = "full" if policy.master_weights == "float32" else "bfloat16"
         stored = PolicySettings()
         if policy.lora is not None:
+            kind = "lora"
             same = {name: getattr(policy.lora, name) for name in ("r", "alpha", "use_rslora")}
             stored = PolicySettings(lora=LoraSettings(**same))
         for name in type(policy).model_fields:
@@ -86,25 +85,22 @@ class KnownPlanner(StepPlanner):
                     f"{self.settings.model}: plan a recipe with model=FOLDER, a folder that has "
                     "its config.json, tokenizer and processor"
                 )
+        parts = {part: self.facts[part] for part in ("text", "vision")}
         values = self.facts["shapes"][kind]
-        rank = 0 if policy.lora is None else policy.lora.r
-        trained = values["num_trained"] * rank // _RANK if rank else values["num_trained"]
-        shape = ModelShape(
-            **values,
-            text=TextShape(**self.facts["text"]),
-            vision=VisionShape(**self.facts["vision"]),
-        )
+        shape = TypeAdapter(ModelShape).validate_python(values | parts)
+        if policy.lora is not None and shape.layer is not None:
+            share = policy.lora.r / _RANK
+            states = {name: int(size * share) for name, size in shape.state_bytes.items()}
+            shape = replace(
+                shape,
+                num_trained=shape.num_trained * policy.lora.r // _RANK,
+                lora_rank=policy.lora.r,
+                layer=shape.layer.extrapolate(LayerBytes(**values["doubled"]), share - 1),
+                state_bytes=states,
+            )
         if policy.load_in != "none":
             shape = shape.quantize(shape.text.matrices, policy)
-        has_masters = rank or policy.master_weights == "float32"
-        return replace(
-            shape,
-            precision=shape.precision if has_masters else "bfloat16",
-            num_trained=trained,
-            lora_rank=rank,
-            checkpointing=policy.gradient_checkpointing,
-            offloads=policy.activation_offloading,
-        )
+        return shape
 
     def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:
         edge, merge = self.facts["patch_size"], self.facts["patches_per_token"]

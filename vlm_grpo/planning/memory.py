@@ -1,32 +1,8 @@
-"""Memory of a step in bytes, from shapes only.
+"""Memory of a step in bytes.
 
-The tensors that a layer saves for its backward pass are counted operation by operation in the
-models' code and in ours (``engine/attention.py``), and the tests compare the counts with autograd.
-Let h be the hidden width, q and k the total widths of queries and keys, m the intermediate width,
-a the number of heads and r the rank. In one decoder layer, one token saves this number of bytes:
-
-=============  ===============================================================================
-LoRA, float32  4 · (4h + 3q + 2k + 4m + 7r + a + 2)
-full, float32  4 · (6h + 3q + 2k + 4m + a + 2)
-LoRA, bf16     4 · (2h + a + 2) + 2 · (2h + 3q + 2k + 4m + 7r), and a cast of each adapter
-full, bf16     4 · (4h + a + 2) + 2 · (5h + 3q + 2k + 4m), and a cast of each linear weight
-no masters     4 · (2h + a + 2) + 2 · (4h + 3q + 2k + 4m), with weights in bfloat16
-=============  ===============================================================================
-
-Each of them includes two residual streams and their normalized values (h each, and two more if the
-weight of a norm is trained); queries, the attention output and the output projection's input (q
-each); keys and values (k each); gate, its activation, up and their product (m each). A norm on
-queries and keys adds q + k. The rest depends on the kernel of attention (``engine/varlen.py``,
-``engine/kernels.py``), none of which saves a mask:
-
-* half precision on a GPU: the output projection's input is the attention output (q less), and the
-  keys and values of a prompt are saved once more for each of its completions (2k).
-* a GPU's norms (``engine/norms.py``) keep their inputs in the inputs' precision and no normalized
-  values before their product with the weights.
-* float32 on the CPU: if query heads share key heads, a prompt token also saves the repeated keys
-  and values (2q).
-
-A peak adds short-lived tensors: the temporaries of one layer or the logits of one chunk.
+What a layer saves for its backward pass is measured (``layers.py``), states and caches follow from
+numbers of weights and tokens. A peak adds short-lived tensors, which are estimated: the temporaries
+of one layer or the logits of one chunk.
 """
 
 from __future__ import annotations
@@ -34,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vlm_grpo.model.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
-from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
+from vlm_grpo.planning.shape import LayerBytes, ModelShape
 from vlm_grpo.planning.workload import Workload
 
-LINEAR_MODULES = 7  # of a decoder layer
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
 """Bytes that libraries use on a CPU, independent of the model: code, buffers, and in bfloat16 the
 kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``."""
@@ -102,11 +77,7 @@ class Memory:
 
 
 def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> Memory:
-    """Estimate the memory of a step.
-
-    Args:
-        on_cpu: whether the device is the CPU, whose memory also holds inputs and libraries.
-    """
+    """Estimate the memory of a step; that of a CPU also holds inputs and libraries."""
     text = model.text
     tokens = work.patches // model.vision.merge
     values = work.num_groups * work.patches * model.vision.patch_values
@@ -118,13 +89,13 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     features = 0
     if model.shares_prompts and not model.trains_vision:
         features = work.num_prompts * tokens * text.hidden * model.value_bytes
-    activations, offloaded = count_activation_bytes(model, work, on_cpu), 0
+    activations, offloaded = _count_activation_bytes(model, work), 0
     if model.offloads:  # a layer's are still being copied, or are fetched ahead
-        layer = _count_layer_bytes(model, work, on_cpu)
+        layer = _count_layer_bytes(model, work)
         activations, offloaded = min(layer, activations), activations
     return Memory(
         weights=_count_weight_bytes(model),
-        optimizer=model.count_state_bytes(work.optimizer),
+        optimizer=model.state_bytes[work.optimizer],
         reference=trained if work.uses_reference else 0,
         teacher=work.teacher_weights * model.value_bytes,
         gradients=trained,
@@ -141,8 +112,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         )
         + model.largest_quantized * model.value_bytes,  # restored for its product
         activations=activations,
-        update=_count_update_bytes(model, work, on_cpu)
-        + model.largest_quantized * model.value_bytes,
+        update=_count_update_bytes(model, work) + model.largest_quantized * model.value_bytes,
         stepping=model.count_step_bytes(work.optimizer),
         offloaded=offloaded,
     )
@@ -170,155 +140,37 @@ def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
     return model.num_adapted * model.value_bytes if model.precision == "float32" else 0
 
 
-def _uses_varlen(model: ModelShape, on_cpu: bool) -> bool:
-    """Return whether attention is one call of the kernel of ``engine/varlen.py``."""
-    return not on_cpu and _get_compute_dtype(model) == "bfloat16"
-
-
-def count_bytes_per_token(model: ModelShape, on_cpu: bool = False) -> int:
-    """Count the bytes that one token saves in one decoder layer."""
-    saved = _count_bytes_with_plain_norms(model, on_cpu)
-    return saved if on_cpu else saved - count_fused_norm_bytes(model)
-
-
-def count_fused_norm_bytes(model: ModelShape) -> int:
-    """Count the bytes per token and layer that the fused kernel of norms saves less."""
-    t = model.text
-    if not t.fuses_norms or (model.lora_rank and model.precision == "float32"):
-        return 0
-    # Autocast's queries and keys have another precision than the weights of their norms.
-    heads = t.query + t.key if t.qk_norm and model.precision != "autocast" else 0
-    return (2 if model.lora_rank else 4) * (2 * t.hidden + heads)
-
-
-def _count_bytes_with_plain_norms(model: ModelShape, on_cpu: bool) -> int:
-    t = model.text
-    h, m = t.hidden, t.intermediate
-    attention = (2 if _uses_varlen(model, on_cpu) else 3) * t.query + 2 * t.key
-    statistics = t.heads + 2
-    if model.lora_rank:
-        ranks = LINEAR_MODULES * model.lora_rank
-        if model.precision == "float32":
-            saved = 4 * (4 * h + attention + 4 * m + ranks + statistics)
-        else:
-            saved = 4 * (2 * h + statistics) + 2 * (2 * h + attention + 4 * m + ranks)
-        if model.has_norms:  # each product, before it is scaled
-            saved += (t.query + 2 * t.key + 2 * h + 2 * m) * model.value_bytes
-        return saved + (4 * _count_qk_norm_values(t, 1) if t.qk_norm else 0)
-    if model.precision == "float32":
-        saved = 4 * (6 * h + attention + 4 * m + statistics)
-        return saved + (4 * _count_qk_norm_values(t, 2) if t.qk_norm else 0)
-    if model.precision == "bfloat16":
-        saved = 4 * (2 * h + statistics) + 2 * (4 * h + attention + 4 * m)
-    else:
-        saved = 4 * (4 * h + statistics) + 2 * (5 * h + attention + 4 * m)
-    return saved + (4 * _count_qk_norm_values(t, 1) + 2 * (t.query + t.key) if t.qk_norm else 0)
-
-
-def count_bytes_per_prompt_token(
-    model: ModelShape, num_generations: int, on_cpu: bool = False
-) -> int:
-    """Count the additional bytes of a token of a prompt with ``num_generations`` completions: its
-    keys and values, repeated over the completions or over the query heads."""
-    text = model.text
-    if _uses_varlen(model, on_cpu):
-        return 2 * text.key * num_generations * model.value_bytes
-    repeats = on_cpu and model.precision == "float32" and text.heads != text.key_heads
-    return 2 * text.query * model.value_bytes if repeats else 0
-
-
-def _count_qk_norm_values(text: TextShape, copies: int) -> int:
-    return copies * (text.query + text.key) + text.heads + text.key_heads
-
-
-def count_bytes_per_patch(model: ModelShape, on_cpu: bool = False) -> int:
-    """Count the bytes that one patch saves in one block of a trained vision tower.
-
-    Attention saves 6 widths: queries, keys, the output and, for the values, the full output of the
-    joint projection.
-    """
-    v = model.vision
-    statistics = v.heads + (2 if v.gated else 4)  # root mean squares, or means and deviations
-    mlp = v.mlp_activations * v.intermediate
-    fused = 0 if on_cpu else 2  # norms that keep one value less, or one of half the size
-    if model.precision == "float32":
-        return 4 * ((13 - fused if v.gated else 11) * v.hidden + mlp + statistics)
-    if v.gated and model.precision == "bfloat16":
-        return 4 * ((2 - fused) * v.hidden + statistics) + 2 * (11 * v.hidden + mlp)
-    if v.gated:
-        return 4 * (2 * v.hidden + statistics) + 2 * (12 * v.hidden + mlp)
-    return 4 * statistics + 2 * (11 * v.hidden + mlp)
-
-
-def count_activation_bytes(model: ModelShape, work: Workload, on_cpu: bool = False) -> int:
+def _count_activation_bytes(model: ModelShape, work: Workload) -> int:
     """Count the bytes that the largest micro-batch saves for its backward pass."""
-    text, vision = model.text, model.vision
     tokens, patches = work.micro_tokens, work.micro_patches
-    stream_bytes = 2 if model.precision == "bfloat16" else 4  # per value of the residual stream
-    inputs = tokens * text.hidden * stream_bytes
-    layer = _count_layer_bytes(model, work, on_cpu)
-    saved = text.layers * (
-        inputs
-        if model.checkpointing == "full"
-        else layer - _count_recomputed_bytes(model, text, tokens)
-    )
-    if model.trains_vision:
-        inputs = patches * vision.hidden * model.value_bytes
-        saved += vision.layers * (
-            inputs
-            if model.checkpointing == "full"
-            else _count_block_bytes(model, work, on_cpu)
-            - _count_recomputed_bytes(model, vision, patches)
-        )
-        saved += 3 * patches * vision.hidden * 4  # the merger
+    layer, block = _get_layer(model), model.block
+    saved = model.text.layers * layer.count_kept(tokens, model.checkpointing)
+    if model.checkpointing != "full":
+        saved += model.text.layers * _count_repeated_bytes(model, work)
+    if block is not None:
+        saved += model.vision.layers * block.count_kept(patches, model.checkpointing)
+        saved += 3 * patches * model.vision.hidden * 4  # the merger
     # The embeddings, the final norm, and the hidden states that predict tokens.
-    return saved + 4 * tokens * text.hidden * 4
+    return saved + 4 * tokens * model.text.hidden * 4
 
 
-def count_mlp_bytes(model: ModelShape, part: TextShape | VisionShape, tokens: int) -> int:
-    """Count the bytes that a layer's feed-forward part saves, in addition to its input."""
-    values = part.mlp_activations * part.intermediate
-    if part is model.text:
-        values += 3 * model.lora_rank
-    return tokens * values * model.value_bytes + count_mlp_casts(model, part)
+def _get_layer(model: ModelShape) -> LayerBytes:
+    if model.layer is None:
+        raise ValueError("the layers are not measured: call measure_layers")
+    return model.layer
 
 
-def count_mlp_casts(model: ModelShape, part: TextShape | VisionShape) -> int:
-    """Count the bytes of the casts of weights that a layer's feed-forward part saves."""
-    if model.precision == "autocast":
-        return 2 * part.mlp_weights
-    is_adapted = part is model.text and model.precision == "bfloat16"
-    return 2 * model.lora_rank * 3 * (part.hidden + part.intermediate) if is_adapted else 0
+def _count_repeated_bytes(model: ModelShape, work: Workload) -> int:
+    """Count the bytes of a layer's keys and values that are repeated for completions or heads."""
+    layer = _get_layer(model)
+    return work.micro_prompt_tokens * (layer.prompt + work.num_generations * layer.repeat)
 
 
-def _count_recomputed_bytes(model: ModelShape, part: TextShape | VisionShape, tokens: int) -> int:
-    return count_mlp_bytes(model, part, tokens) if model.checkpointing == "mlp" else 0
+def _count_layer_bytes(model: ModelShape, work: Workload) -> int:
+    return _get_layer(model).count(work.micro_tokens) + _count_repeated_bytes(model, work)
 
 
-def _count_layer_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
-    saved = work.micro_tokens * count_bytes_per_token(model, on_cpu) + count_cast_bytes(model)
-    per_prompt_token = count_bytes_per_prompt_token(model, work.num_generations, on_cpu)
-    return saved + work.micro_prompt_tokens * per_prompt_token
-
-
-def _count_block_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
-    casts = _count_autocast_bytes(model, model.vision)
-    return work.micro_patches * count_bytes_per_patch(model, on_cpu) + casts
-
-
-def count_cast_bytes(model: ModelShape) -> int:
-    """Count the bytes of copies of weights that a decoder layer saves: casts to bfloat16, and an
-    adapter's factors joined with its initial ones."""
-    if model.lora_rank and (model.precision == "bfloat16" or model.num_initial):
-        return model.value_bytes * model.lora_rank * model.text.adapter_widths
-    return _count_autocast_bytes(model, model.text)
-
-
-def _count_autocast_bytes(model: ModelShape, part: TextShape | VisionShape) -> int:
-    return 2 * part.layer_weights if model.precision == "autocast" else 0
-
-
-def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
+def _count_update_bytes(model: ModelShape, work: Workload) -> int:
     """Count the largest short-lived tensors: the logits of a chunk, or the gradients of one layer,
     with its activations if they are recomputed."""
     text = model.text
@@ -331,9 +183,10 @@ def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     layer = layer * model.value_bytes + gradients
     encoding = _count_encoding_bytes(model, work) if model.trains_vision else 0
     if model.checkpointing == "full":
-        layer += _count_layer_bytes(model, work, on_cpu)
-        encoding += _count_block_bytes(model, work, on_cpu) if model.trains_vision else 0
-    layer += _count_recomputed_bytes(model, text, work.micro_tokens)
+        layer += _count_layer_bytes(model, work)
+        encoding += 0 if model.block is None else model.block.count(work.micro_patches)
+    elif model.checkpointing == "mlp":
+        layer += _get_layer(model).count_mlp(work.micro_tokens)
     if model.has_norms:  # s B A, and its sum with W
         layer += 2 * 4 * text.hidden * max(text.intermediate, text.query)
     return max(logits, layer, encoding)
@@ -406,8 +259,8 @@ def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
         changed |= {"gradients": gradients, "first_gradients": first}
     if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
         changed["update"] += 2 * outside
-        casts = count_cast_bytes(model) * (model.checkpointing != "full")
-        casts -= count_mlp_casts(model, model.text) * (model.checkpointing == "mlp")
+        casts = _get_layer(model).fixed * (model.checkpointing != "full")
+        casts -= _get_layer(model).mlp_fixed * (model.checkpointing == "mlp")
         changed["activations"] = memory.activations - model.text.layers * casts
     else:
         changed["folded"] = memory.folded + layers * model.value_bytes

@@ -18,13 +18,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.linear import INITIAL_FACTORS
 from vlm_grpo.model.engine.norms import is_fused, use_fused_norms
-from vlm_grpo.model.families import Family, find_part, load_family
+from vlm_grpo.model.families import find_part, load_family
 from vlm_grpo.model.quantization import find_quantized
 from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape
 
 
-def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, Family]:
-    """Return the shape of a configuration's model under the policy's settings, and its family.
+def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
+    """Return the shape of a configuration's model under the policy's settings.
 
     The model is built on the meta device, without weights, so all counts are exact.
 
@@ -49,7 +49,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
         apply_lora_or_freeze(model, policy)
     use_fused_norms(model)
-    fused = [n for n, m in model.named_modules() if is_fused(m)]
+    fused = [name for name, module in model.named_modules() if is_fused(module)]
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     adapted = [layer for _, layer in find_adapted(model)]
     initial = [w for n, w in model.named_buffers() if n.endswith(INITIAL_FACTORS)]
@@ -72,8 +72,6 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         trains_vision=any(find_part(name) in ("vision", "projector") for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
         precision=precision,
-        checkpointing=policy.gradient_checkpointing,
-        offloads=policy.activation_offloading,
         num_initial=sum(factor.numel() for factor in initial),
         has_norms=policy.lora is not None and policy.lora.use_dora,
     )
@@ -81,7 +79,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         name: count_state_bytes(trained, name, shape.trained_bytes)
         for name in get_args(OptimizerName)
     }
-    return replace(shape.quantize(held, policy), state_bytes=state_bytes), family
+    return replace(shape.quantize(held, policy), state_bytes=state_bytes)
 
 
 def count_state_bytes(
@@ -139,8 +137,6 @@ def _read_vision_shape(config: Any) -> VisionShape:
     window = None
     if full_attention is not None:
         window = (config.window_size // config.patch_size) ** 2
-    # Qwen2's x · sigmoid(1.702 x) saves the sigmoid in addition to its input and output.
-    is_quick_gelu = getattr(config, "hidden_act", "") == "quick_gelu"
     names = ("in_channels", "in_chans", "num_channels")
     channels = next((getattr(config, name) for name in names if hasattr(config, name)), 3)
     edge = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
@@ -151,7 +147,7 @@ def _read_vision_shape(config: Any) -> VisionShape:
         intermediate=intermediate,
         heads=getattr(config, "num_heads", None) or config.num_attention_heads,
         gated=gated,
-        mlp_activations=4 if gated else 3 if is_quick_gelu else 2,
+        activation=getattr(config, "hidden_act", None) or "gelu_pytorch_tanh",
         window=window,
         full_attention_layers=layers if full_attention is None else len(full_attention),
         patch_values=channels * getattr(config, "temporal_patch_size", 1) * edge**2,

@@ -18,6 +18,7 @@ from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.known import describe_known
+from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.planning.search import Plan, StepPlanner, Weights
@@ -66,9 +67,6 @@ def plan(
 class Planner(StepPlanner):
     """An estimator of a recipe's memory and time on a device, also with changed settings.
 
-    Args:
-        objects: a task and data that are Python objects.
-
     Raises:
         UserError: data, task or configuration cannot be loaded, or the configuration lacks a size.
     """
@@ -98,7 +96,7 @@ class Planner(StepPlanner):
             if name is not None:
                 changes = {"model": name, "model_revision": None}
                 teacher = load_config(settings.model_copy(update=changes))
-                self.teacher_weights += read_model_shape(teacher, PolicySettings())[0].num_weights
+                self.teacher_weights += read_model_shape(teacher, PolicySettings()).num_weights
         prompts = PromptBuilder(ChatTemplate(processor, settings.prompt), self.family, None, None)
         self.task = prompts.adapt(task)
         budget = self.family.pixel_budget(processor)
@@ -108,7 +106,7 @@ class Planner(StepPlanner):
         self.images_per_prompt = max(1, *(len(e.images) for e in self.prompts.examples))
 
     def read_shape(self, policy: PolicySettings) -> ModelShape:
-        return read_model_shape(self.config, policy)[0]
+        return measure_layers(read_model_shape(self.config, policy), policy, self.device.is_cpu)
 
     def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:
         return self.prompts.count(get_pixel_budget(self.family, self.processor, policy))

@@ -33,6 +33,11 @@ in main memory."""
 
 CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)
 """Memory of common GPUs in GB."""
+COUNTED_LATER = (
+    *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens"),
+    *("min_pixels", "max_pixels"),
+)
+"""Settings of the policy that do not change what ``StepPlanner.read_shape`` returns."""
 PIXEL_STEP, MAX_PIXELS = 28 * 28, 1 << 25
 """Step and limit of the search for the largest image."""
 
@@ -41,12 +46,9 @@ PIXEL_STEP, MAX_PIXELS = 28 * 28, 1 << 25
 class StepEstimate:
     """The memory and time of one step of a recipe on one device.
 
-    Attributes:
-        prompts: sizes of the counted prompts, in ascending order.
-        memory: memory if all prompts are as long as the longest.
-        seconds: time if all prompts are as long as the median; None if the device's speed is
-            unknown, or vLLM samples.
-        work: workload of the longest prompts.
+    The counted prompts are in ascending order of their size. Memory and work are those of prompts
+    that are all as long as the longest, seconds those of the median prompt; None if the device's
+    speed is unknown, or vLLM samples.
     """
 
     settings: Settings
@@ -63,10 +65,7 @@ class Plan:
     """Memory and time of a recipe on a device; as text, the output of ``vlm-grpo plan``.
 
     Attributes:
-        device: the device.
-        num_devices: number of such devices.
         rows: number of rows of the training data; 0: prompts are assumed.
-        step: memory and time of one step of the recipe.
         largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
         changes: changes of settings that make the recipe fit, each in addition to those before it
             and with the resulting step; empty if the recipe fits.
@@ -153,10 +152,14 @@ class StepPlanner(ABC):
         """Estimate a step under these settings; ``weights`` None: held as in the planner."""
         weights = weights or self.weights
         policy = settings.policy
-        key = policy.model_dump_json(exclude={"min_pixels", "max_pixels", "head_chunk_tokens"})
+        key = policy.model_dump_json(exclude=set(COUNTED_LATER))
         if key not in self._shapes:
             self._shapes[key] = self.read_shape(policy)
-        shape = self._shapes[key]
+        shape = replace(
+            self._shapes[key],
+            checkpointing=policy.gradient_checkpointing,
+            offloads=policy.activation_offloading,
+        )
         sizes = self.count_prompts(policy)
         work, typical = (
             replace(
@@ -212,35 +215,28 @@ class StepPlanner(ABC):
         )
 
     def fits(self, settings: Settings, weights: Weights | None = None) -> bool:
-        """Return whether a step under these settings fits; arguments as in ``estimate_step``."""
         return self.device.holds(self.estimate_step(settings, weights).memory.peak)
 
     def find_largest_group(self, most: int = MAX_GENERATIONS) -> int:
         """Return the largest ``rollout.num_generations`` up to ``most`` that fits; 0 if not even 2
         fits."""
-        return _find_largest(
-            lambda group: self.fits(with_changes(self.settings, "rollout", num_generations=group)),
-            2,
-            most,
-        )
+
+        def fits(group: int) -> bool:
+            return self.fits(with_changes(self.settings, "rollout", num_generations=group))
+
+        return _find_largest(fits, 2, most)
 
     def find_largest_image(self) -> int:
         """Return the largest ``policy.max_pixels`` with which a step of images of that size fits;
         0 if there is none."""
+
+        def fits(steps: int) -> bool:
+            pixels = {"min_pixels": steps * PIXEL_STEP, "max_pixels": steps * PIXEL_STEP}
+            return self.fits(with_changes(self.settings, "policy", **pixels))
+
         if self.min_pixels is None:
             return 0
-        return PIXEL_STEP * _find_largest(
-            lambda steps: self.fits(
-                with_changes(
-                    self.settings,
-                    "policy",
-                    min_pixels=steps * PIXEL_STEP,
-                    max_pixels=steps * PIXEL_STEP,
-                )
-            ),
-            1,
-            MAX_PIXELS // PIXEL_STEP,
-        )
+        return PIXEL_STEP * _find_largest(fits, 1, MAX_PIXELS // PIXEL_STEP)
 
     def find_smallest_card(self) -> int | None:
         """Return the smallest of ``CARDS`` that a step fits on; None if there is none."""
@@ -254,13 +250,13 @@ class StepPlanner(ABC):
             return 0
         work = step.work
         completions = work.num_prompts * work.num_generations * (work.completion_tokens - 1)
-        return _find_largest(
-            lambda tokens: self.fits(
-                with_changes(step.settings, "optim", max_tokens_per_batch=tokens), step.weights
-            ),
-            work.prompt_tokens + work.completion_tokens - 1,
-            work.num_groups * work.prompt_tokens + completions,
-        )
+
+        def fits(tokens: int) -> bool:
+            changed = with_changes(step.settings, "optim", max_tokens_per_batch=tokens)
+            return self.fits(changed, step.weights)
+
+        least = work.prompt_tokens + work.completion_tokens - 1
+        return _find_largest(fits, least, work.num_groups * work.prompt_tokens + completions)
 
 
 def add_server(memory: Memory, model: ModelShape, settings: Settings, device: Device) -> Memory:

@@ -15,6 +15,45 @@ Precision = Literal["float32", "bfloat16", "autocast"]
 
 
 @dataclass(frozen=True)
+class LayerBytes:
+    """Bytes that one layer saves for its backward pass.
+
+    Attributes:
+        token: of each token, or patch of an image.
+        fixed: whatever the number of tokens: casts of weights.
+        mlp_token, mlp_fixed: of these two, what the feed-forward part saves.
+        input: of each token of the layer's input.
+        prompt: of each prompt token in addition.
+        repeat: of each prompt token and each of its completions in addition.
+    """
+
+    token: int
+    fixed: int
+    mlp_token: int
+    mlp_fixed: int
+    input: int
+    prompt: int = 0
+    repeat: int = 0
+
+    def count(self, tokens: int) -> int:
+        return self.token * tokens + self.fixed
+
+    def count_mlp(self, tokens: int) -> int:
+        return self.mlp_token * tokens + self.mlp_fixed
+
+    def count_kept(self, tokens: int, checkpointing: Checkpointing) -> int:
+        """Count the bytes that are not recomputed."""
+        if checkpointing == "full":
+            return self.input * tokens
+        return self.count(tokens) - self.count_mlp(tokens) * (checkpointing == "mlp")
+
+    def extrapolate(self, other: LayerBytes, factor: float) -> LayerBytes:
+        """Return the bytes on the line through these (factor 0) and others (factor 1)."""
+        pairs = ((name, value, getattr(other, name)) for name, value in vars(self).items())
+        return LayerBytes(**{name: int(a + (b - a) * factor) for name, a, b in pairs})
+
+
+@dataclass(frozen=True)
 class TextShape:
     """The language model: ``layers`` decoder layers with a gated MLP.
 
@@ -38,7 +77,6 @@ class TextShape:
     key: int
     vocabulary: int
     qk_norm: bool
-    mlp_activations: int = 4
     fuses_norms: bool = True
 
     @property
@@ -78,7 +116,7 @@ class VisionShape:
 
     Attributes:
         gated: whether the MLP has three matrices (Qwen2.5) instead of two.
-        mlp_activations: tensors of the intermediate width that an MLP saves for its backward pass.
+        activation: the MLP's activation, by transformers' name.
         window: patches per attention window; None: attention is always over the full image.
         full_attention_layers: number of blocks with attention over the full image.
         patch_values: pixel values per patch.
@@ -89,7 +127,7 @@ class VisionShape:
     intermediate: int
     heads: int
     gated: bool
-    mlp_activations: int
+    activation: str
     window: int | None
     full_attention_layers: int
     patch_values: int
@@ -109,20 +147,19 @@ class ModelShape:
     """The sizes of a model that determine memory and time.
 
     Attributes:
-        name: display name: model type and number of weights.
-        num_weights: number of weights without adapters.
+        num_weights: number of weights without adapters; of them, those in all linear modules
+            (``num_linear``) and in the ones that have adapters (``num_adapted``).
         num_trained: number of trained weights; with LoRA, of the adapters.
-        num_linear: number of weights in all linear modules.
-        num_adapted: number of weights in the linear modules that have adapters.
         shares_prompts: whether a group's completions share their prompt.
         lora_rank: mean rank of the adapters, with the initial factors; 0 for full weights.
         num_initial: number of an adapter's initial values, which are kept (PiSSA).
         has_norms: whether the norms of adapted rows are trained (DoRA).
         offloads: whether activations are kept in main memory.
-        quantized_weights: number of weights held in 4 or 8 bits.
-        quantized_bytes: bytes that hold them, with their scales.
-        largest_quantized: number of weights in the largest of their matrices.
-        state_bytes: bytes of the state of each optimizer; None: estimated per weight.
+        quantized_weights: number of weights held in 4 or 8 bits, in ``quantized_bytes`` with their
+            scales; the largest of their matrices has ``largest_quantized``.
+        state_bytes: bytes of the state of each optimizer.
+        layer, block: what a decoder layer saves, and a block of a trained vision tower
+            (``layers.py``); None: they are not measured.
     """
 
     name: str
@@ -137,14 +174,16 @@ class ModelShape:
     trains_vision: bool
     head_frozen: bool
     precision: Precision
-    checkpointing: Checkpointing
+    checkpointing: Checkpointing = "none"
     offloads: bool = False
     quantized_weights: int = 0
     num_initial: int = 0
     has_norms: bool = False
     quantized_bytes: int = 0
     largest_quantized: int = 0
-    state_bytes: Mapping[str, int] | None = field(default=None, compare=False)
+    state_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
+    layer: LayerBytes | None = None
+    block: LayerBytes | None = None
 
     def recomputed_share(self, part: TextShape | VisionShape) -> float:
         """Return the share of a layer's products that the backward pass recomputes."""
@@ -170,18 +209,6 @@ class ModelShape:
     def trained_bytes(self) -> int:
         """Bytes per trained weight, and per gradient; adapters are in float32."""
         return 4 if self.lora_rank else self.weight_bytes
-
-    def count_state_bytes(self, name: OptimizerName) -> int:
-        if self.state_bytes is not None:
-            return self.state_bytes[name]
-        hidden = self.text.layers * self.text.layer_weights
-        hidden += self.vision.layers * self.vision.layer_weights * self.trains_vision
-        if name == "adafactor":
-            return 0  # less than 1 % of a moment
-        if name == "muon":  # one moment of the layers' matrices
-            return self.trained_bytes * max(self.num_trained, 2 * self.num_trained - hidden)
-        each = self.trained_bytes if name == "adamw" else 1 + 4 / 256
-        return int(2 * each * self.num_trained)
 
     def count_step_bytes(self, name: OptimizerName) -> int:
         """Count short-lived tensors of the optimizer's step, which takes one weight at a time.

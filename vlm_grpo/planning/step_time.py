@@ -69,9 +69,7 @@ def count_step_flops(
 
     Those of gradient checkpointing, a reference policy and replaced groups are not included, as in
     the model FLOPs utilization of PaLM (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
-
-    Args:
-        slices: the completions that have a gradient.
+    Only the completions of ``slices`` have a gradient.
     """
     head = 2 * model.text.hidden * model.text.vocabulary
     vision = prefill = decode = update = 0.0

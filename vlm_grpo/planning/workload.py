@@ -41,17 +41,14 @@ class Workload:
         num_prompts: prompts per step on this device, counting copies.
         num_generations: completions per copy of a prompt: G, and 1 in the repeated form.
         patches: image patches per prompt, before merging.
-        rollout_budget: largest number of tokens generated at once.
-        update_budget: largest number of tokens in a micro-batch of the update.
+        rollout_budget, update_budget: largest numbers of tokens generated at once, and in a
+            micro-batch of the update.
         head_chunk_tokens: tokens whose logits are computed at once in the update; 0: all.
-        iterations: updates on each mini-batch of a rollout.
-        uses_reference: whether the reference policy computes log-probabilities.
         image_pixels: pixels of a prompt's resized images.
         copies: copies of each prompt: 1, and G in the repeated form.
-        mini_batches: parts of the step with updates of their own.
         teacher_weights: number of weights of the models of methods; 0: there is none.
-        extra_passes: passes of all completions behind other images, as methods make.
-        views: prompts that a group is sampled behind: 1, and more with some methods.
+        extra_passes: passes of all completions for other images, as methods make.
+        views: forms of a prompt that a group is sampled for: 1, and more with some methods.
     """
 
     num_prompts: int
@@ -137,11 +134,7 @@ class Workload:
 def estimate_workload(
     settings: Settings, prompt: PromptSize, model: ModelShape, devices: int = 1
 ) -> Workload:
-    """Return the workload of a step under a recipe's settings.
-
-    Args:
-        devices: number of devices among which the prompts are divided.
-    """
+    """Return the workload of a step whose prompts are divided among devices."""
     rollout, optim = settings.rollout, settings.optim
     copies = 1 if model.shares_prompts else rollout.num_generations
     return Workload(

@@ -34,7 +34,7 @@ class StepMeter:
         self.settings = settings
         self.rate = find_peak_rate(policy.device, settings.policy.dtype)
         if self.rate is not None:
-            self.shape, _ = read_model_shape(policy.model.config, settings.policy)
+            self.shape = read_model_shape(policy.model.config, settings.policy)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

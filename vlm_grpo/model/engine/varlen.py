@@ -34,10 +34,9 @@ def has_varlen(query: Tensor) -> bool:
 
 
 def _run_kernel(*tensors: Any, **options: Any) -> Any:
-    """Call PyTorch's kernel, preferring FlashAttention, so that sampling and scoring use the same
-    one; cuDNN's builds a plan for each new shape, and decode steps have many."""
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    with sdpa_kernel(backends, set_priority=True):
+    """Call PyTorch's kernel with FlashAttention, so that sampling and scoring use the same one;
+    cuDNN's builds a plan for each new shape, and decode steps have many."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return varlen_attn(*tensors, **options)
 
 
