@@ -1,4 +1,4 @@
-"""The settings of data: lists of sources, their names and their defaults."""
+"""The settings of data: lists of sources, their names and defaults, and filters of examples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from vlm_grpo.config.data import DataSettings, SourceSettings
+from vlm_grpo.config.filter import Filter
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
@@ -121,3 +122,39 @@ def test_the_embedded_model_is_the_default_of_tasks_that_it_has_learned() -> Non
     assert Settings(data={"train": [COUNT]}).model == "embedded"
     with pytest.raises(UserError, match="model has no value"):
         Settings(data={"train": [COUNT, other]})
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        ("0.1 < pass_rate < 0.9", [0.5]),
+        ("0.1<=pass_rate<.9", [0.1, 0.5]),
+        ("pass_rate != 0", [0.1, 0.5, 0.9]),
+        ("pass_rate == 5e-1", [0.5]),
+        ("pass_rate > 0 and pass_rate <= 0.5", [0.1, 0.5]),
+        ("0 < pass_rate and 3 > n >= 2", [0.1, 0.5, 0.9]),
+        ("pass_rate > -1 and n > 2", []),
+    ],
+)
+def test_a_filter_compares_numbers(text: str, accepted: list[float]) -> None:
+    chosen = Filter(text)
+    values = [0.0, 0.1, 0.5, 0.9]
+    assert [v for v in values if chosen.accepts({"pass_rate": v, "n": 2})] == accepted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "pass_rate", "< 0.5", "pass_rate <", "pass_rate 0.5", "0.1 < 0.5", "a < b and"),
+        *("a < 1 or a > 2", "a < 1 and and a > 0", "a = 1", "a.b < 1", "f(a) < 1", "a < 1; b"),
+        *("__import__('os').system('x') < 1", "a < 'b'", "a < 1 2", "not a < 1"),
+    ],
+)
+def test_anything_else_is_refused_when_the_settings_are_read(text: str) -> None:
+    with pytest.raises(UserError, match="is no filter: write comparisons"):
+        DataSettings(train="rows.jsonl", filter=text)
+
+
+def test_a_file_of_pass_rates_needs_a_filter() -> None:
+    with pytest.raises(ValueError, match=r"data\.difficulty has no effect without data\.filter"):
+        DataSettings.model_validate({"train": "rows.jsonl", "difficulty": "d.jsonl"})

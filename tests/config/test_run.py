@@ -1,16 +1,20 @@
-"""The settings of a run: refused combinations, documentation, and saved files."""
+"""The settings of a run and its blocks: what they mean, documentation, and saved files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import get_args
+import math
+from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.listing import list_settings
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
+from vlm_grpo.config.methods import NoiseSettings
+from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.run import EMBEDDED_TASKS, Settings, check_settings
 from vlm_grpo.errors import UserError
 
@@ -61,25 +65,14 @@ def test_text_with_a_meaning_in_yaml_or_omegaconf_is_saved_literally(tmp_path):
     assert load_settings(str(path)) == settings
 
 
-def list_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted key and the field of every setting that is not a block."""
-    for name, field in model.model_fields.items():
-        parts = (field.annotation, *get_args(field.annotation))
-        inner = [p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)]
-        for block in inner:
-            yield from list_fields(block, f"{prefix}{name}.")
-        if not inner or field.default is None:
-            yield prefix + name, field
-
-
 def test_every_setting_documents_itself_and_the_meaning_of_0_and_none():
-    for key, field in list_fields(Settings):
-        assert field.description, key
-        # False needs no explanation for a switch, and a seed of 0 has no special meaning.
-        if field.default is None:
-            assert "None" in field.description, key
-        elif field.default == 0 and field.default is not False and not key.endswith("seed"):
-            assert "0" in field.description, key
+    for setting in list_settings():
+        assert setting.description, setting.key
+        if setting.default == "None":
+            assert "None" in setting.description, setting.key
+        # A seed of 0 has no special meaning.
+        elif setting.default in ("0", "0.0") and not setting.key.endswith("seed"):
+            assert "0" in setting.description, setting.key
 
 
 def test_a_run_without_a_name_is_saved_with_its_folders_name(tmp_path):
@@ -95,3 +88,110 @@ def test_settings_of_another_type_are_refused():
     assert check_settings(settings) is settings
     with pytest.raises(UserError, match=r"settings must be Settings: use load_settings\(…\)"):
         check_settings({})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ObjectiveSettings(),
+        ObjectiveSettings(loss_type="cispo", epsilon_high=5.0),
+        PolicySettings(lora=LoraSettings(target=("q_proj",)), max_pixels=9),
+        RolloutSettings(dynamic_sampling=True, max_resample=2, stop=("\n",)),
+    ],
+)
+def test_a_block_survives_a_round_trip(settings: Any) -> None:
+    """A run's resolved settings give every field; no default may be refused."""
+    assert type(settings)(**settings.model_dump()) == settings
+
+
+def test_dropout_is_refused_where_two_passes_are_compared():
+    ObjectiveSettings().check_dropout(0.1)
+    with pytest.raises(ValueError, match=r"dropout of 0\.1"):
+        ObjectiveSettings().check_dropout(0.1, updates_per_step=2)
+    with_two_passes: list[dict[str, Any]] = [
+        {"sampler_correction": "token"},
+        {"beta": 0.1, "reference_refresh_every": "never"},
+        {"replay": {}},
+    ]
+    for fields in with_two_passes:
+        ObjectiveSettings(**fields).check_dropout(0.0)
+        with pytest.raises(ValueError, match=r"dropout of 0\.1"):
+            ObjectiveSettings(**fields).check_dropout(0.1)
+
+
+def test_the_settings_say_what_a_step_needs():
+    default = ObjectiveSettings()
+    assert not default.needs_reference
+    assert default.can_skip_zero_advantages
+    initial = ObjectiveSettings(beta=0.1, reference_refresh_every="never")
+    assert initial.needs_reference
+    assert not initial.can_skip_zero_advantages
+    assert not ObjectiveSettings(beta=0.1).needs_reference  # the old log-probs are the reference's
+    assert not ObjectiveSettings(entropy_coef=0.01).can_skip_zero_advantages
+
+
+@pytest.mark.parametrize(
+    ("epochs", "examples", "steps"), [(3, 10, 8), (2, 10, 5), (0.01, 10, 1), (1, 4, 1)]
+)
+def test_epochs_are_counted_in_prompts(epochs: float, examples: int, steps: int) -> None:
+    sizes = ["optim.prompts_per_step=4", "optim.warmup_steps=0"]
+    overrides = [f"optim.num_train_epochs={epochs}", *sizes]
+    settings = load_settings("quickstart", overrides).with_steps(examples)
+    assert (settings.optim.max_steps, settings.optim.num_train_epochs) == (steps, None)
+    assert settings.optim.prompts_per_step == 4
+    assert settings.with_steps(99) is settings
+    assert load_settings("quickstart", optim=settings.optim).optim == settings.optim
+
+
+def test_steps_or_epochs_of_the_user_replace_those_of_the_recipe(tmp_path: Any) -> None:
+    assert load_settings("quickstart", ["optim.num_train_epochs=2"]).optim.num_train_epochs == 2
+    recipe = tmp_path / "epochs.yaml"
+    recipe.write_text("task: counting\noptim: {num_train_epochs: 2}\ndata: {train: a}\n")
+    assert load_settings(recipe).optim.num_train_epochs == 2
+    assert load_settings(recipe, ["optim.max_steps=7"]).optim.num_train_epochs is None
+    assert load_settings(recipe, ["optim.max_steps=null"]).optim.num_train_epochs is None
+    both = {"num_train_epochs": 2, "max_steps": 7}
+    with pytest.raises(UserError, match="exclude each other: set one of them to null"):
+        load_settings("quickstart", optim=both)
+
+
+def test_the_first_steps_of_a_run_are_supervised() -> None:
+    settings = load_settings("quickstart", ["warm_start.steps=3", "optim.max_steps=23"])
+    assert [settings.is_supervised(step) for step in range(5)] == [True] * 3 + [False] * 2
+    assert (settings.supervised_steps, settings.name) == (3, "quickstart")
+    without = load_settings("quickstart")
+    assert (without.warm_start, without.supervised_steps) == (None, 0)
+    assert not without.is_supervised(0)
+
+
+def test_all_steps_of_a_run_can_be_supervised() -> None:
+    settings = load_settings("quickstart", ["warm_start.steps=all", "optim.max_steps=20"])
+    assert settings.supervised_steps == 20
+    assert settings.is_supervised(20)  # a caller of Trainer.step may go on after the last one
+    assert settings.name == "quickstart-sft"  # not the folder of train
+    assert load_settings("quickstart", ["warm_start.steps=all", "name=mine"]).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("strength", "midpoint", "steepness", "total"),
+    [(500, 40, 30.0, 60), (450, 40, 60.0, 120), (999, 3, 2.0, 7)],
+)
+def test_the_noise_falls_as_in_the_authors_schedule(
+    strength: int, midpoint: int, steepness: float, total: int
+) -> None:
+    """The first two are their runs on Geometry3K and MMK12, whose midpoints are steps."""
+    noise = NoiseSettings(strength=strength, midpoint=midpoint / total, steepness=steepness)
+    for step in range(1, total + 1):
+        exponent = steepness * (step / total - midpoint / total)
+        exact = strength * (1 - 1 / (1 + math.exp(-exponent)))
+        assert noise.anneal(step / total) in {int(exact - 1e-9), int(exact + 1e-9)}
+    assert NoiseSettings(steepness=1e6).anneal(0.0) == 500  # no overflow
+    assert NoiseSettings(steepness=1e6).anneal(1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "count"),
+    [(0.5, 12, 6), (0.5, 5, 3), (0.25, 8, 2), (0.3, 8, 2), (0.01, 8, 1), (0.99, 8, 7)],
+)
+def test_a_share_is_rounded_to_whole_completions(share: float, size: int, count: int) -> None:
+    assert NoiseSettings(share=share).count(size) == count

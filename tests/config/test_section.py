@@ -1,4 +1,4 @@
-"""The base of settings: dotted keys, nested values, and messages about wrong values."""
+"""The base of settings: dotted keys, nested values, wrong values, and the reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vlm_grpo.config.listing import list_blocks, list_refusals, list_settings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import flatten, known_keys, merge
@@ -16,10 +17,6 @@ def get_error(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         load_settings("counting", overrides)
     return str(caught.value)
-
-
-def test_known_keys_include_those_of_optional_blocks():
-    assert {"policy.lora.r", "objective.beta", "task"} <= set(known_keys(Settings))
 
 
 def test_flatten_joins_keys_by_dots_and_drops_empty_blocks():
@@ -62,11 +59,8 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
     message = get_error(override)
 
     assert f"unknown key {override.partition('=')[0]}" in message
-    assert (
-        (f"did you mean {suggestion}?" in message)
-        if suggestion
-        else ("did you mean" not in message)
-    )
+    assert ("did you mean" in message) == (suggestion is not None)
+    assert suggestion is None or f"did you mean {suggestion}?" in message
 
 
 @pytest.mark.parametrize(
@@ -111,3 +105,37 @@ def test_all_problems_are_reported_at_once():
 
     assert message.count("\n  - ") == 3
     assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))
+
+
+BY_KEY = {setting.key: setting for setting in list_settings()}
+
+
+def test_every_setting_is_listed_with_its_docstring() -> None:
+    blocks = set(list_blocks())
+    assert set(BY_KEY) == set(known_keys(Settings)) - blocks
+    assert all(setting.description for setting in BY_KEY.values())
+    assert all(list_blocks().values())
+
+
+def test_a_setting_has_type_bounds_default_and_other_names() -> None:
+    rate = BY_KEY["optim.lr"]
+    assert (rate.type, rate.default) == ("float ≥ 0", "1e-06")
+    assert rate.other_names == ["learning_rate (TRL)", "worker.actor.optim.lr (EasyR1)"]
+    assert BY_KEY["data.train"].default is None
+    assert BY_KEY["policy.lora.target"].type == "'language' | 'all' | tuple[str, …]"
+    assert BY_KEY["rollout.num_generations"].other_names[0] == "num_generations (TRL)"
+
+
+def test_the_reference_lists_what_each_block_refuses() -> None:
+    texts = {block: list_refusals(block) for block in ("", *list_blocks())}
+    assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
+    assert "optim.mini_batches=… must divide optim.prompts_per_step=…" in texts["optim"]
+    assert any(text.startswith("task has no value") for text in texts[""])
+
+
+def test_a_setting_says_whether_a_resumed_run_may_change_it() -> None:
+    assert BY_KEY["optim.lr"].on_resume == "A resumed run may change it."
+    assert BY_KEY["rollout.vllm.urls"].on_resume == "A resumed run may change it."  # as its block
+    assert BY_KEY["data.columns"].on_resume.endswith("if the training examples stay the same.")
+    for key in ("optim.name", "objective.beta", "policy.lora.r", "data.filter", "seed"):
+        assert not BY_KEY[key].on_resume

@@ -117,7 +117,7 @@ def _measure(
 def _build_layers(shape: ModelShape, policy: PolicySettings) -> Any:
     """Build a model with two decoder layers as ``load_policy`` does, on the meta device."""
     text = shape.text
-    head = text.query // text.heads
+    head = text.query // text.heads // 2 * 2  # rotated in pairs; a mean may be odd
     config = AutoConfig.for_model(
         "llava",
         text_config={

@@ -161,13 +161,9 @@ class StepPlanner(ABC):
             offloads=policy.activation_offloading,
         )
         sizes = self.count_prompts(policy)
-        work, typical = (
-            replace(
-                estimate_workload(settings, size, shape, self.num_devices),
-                teacher_weights=self.teacher_weights,
-            )
-            for size in (sizes[-1], sizes[len(sizes) // 2])
-        )
+        place = (self.num_devices, self.teacher_weights)
+        work = estimate_workload(settings, sizes[-1], shape, *place)
+        typical = estimate_workload(settings, sizes[len(sizes) // 2], shape, *place)
         memory = self._estimate_memory(shape, work, weights)
         if settings.rollout.vllm is not None:
             memory = add_server(memory, shape, settings, self.device)

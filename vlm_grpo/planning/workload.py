@@ -132,7 +132,11 @@ class Workload:
 
 
 def estimate_workload(
-    settings: Settings, prompt: PromptSize, model: ModelShape, devices: int = 1
+    settings: Settings,
+    prompt: PromptSize,
+    model: ModelShape,
+    devices: int = 1,
+    teacher_weights: int = 0,
 ) -> Workload:
     """Return the workload of a step whose prompts are divided among devices."""
     rollout, optim = settings.rollout, settings.optim
@@ -152,6 +156,7 @@ def estimate_workload(
         copies=copies,
         optimizer=optim.name,
         mini_batches=optim.mini_batches,
+        teacher_weights=teacher_weights,
         extra_passes=sum(own.extra_passes for own in settings.used_methods),
         views=1 + sum(own.extra_views for own in settings.used_methods),
     )
