@@ -48,17 +48,15 @@ class Requirement:
         conditions = (self.when,) if isinstance(self.when, str) else self.when
         if conditions and not any(_holds(condition, block) for condition in conditions):
             return
-        values = _Values(block)
         if self.of:
-            yield from (self.say.format_map(values | {"item": i}) for i in get(block, self.of))
+            for item in get(block, self.of):
+                yield self.say.format_map(_Values(block, item=item))
         elif self.each:
-            for key in self.each.split():
-                if _is_changed(block, key):
-                    yield self.say.format_map(
-                        values | {"item": key, "default": _get_field(block, key).default}
-                    )
+            for key in filter(lambda key: _is_changed(block, key), self.each.split()):
+                default = _get_field(block, key).default
+                yield self.say.format_map(_Values(block, item=key, default=default))
         else:
-            yield self.say.format_map(values)
+            yield self.say.format_map(_Values(block))
 
 
 class _Values(dict[str, Any]):
@@ -67,9 +65,6 @@ class _Values(dict[str, Any]):
     def __init__(self, block: Any, **others: Any) -> None:
         super().__init__(others)
         self._block = block
-
-    def __or__(self, others: Any) -> _Values:
-        return _Values(self._block, **others)
 
     def __missing__(self, key: str) -> Any:
         value = getattr(self._block, key)
