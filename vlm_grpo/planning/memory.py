@@ -13,8 +13,8 @@ from vlm_grpo.model.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IM
 from vlm_grpo.planning.shape import LayerBytes, ModelShape
 from vlm_grpo.planning.workload import Workload
 
-LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
-"""Bytes that libraries use on a CPU, independent of the model: code, buffers, and in bfloat16 the
+LIBRARIES = {4: 60_000_000, 2: 120_000_000}
+"""Bytes that libraries use on a CPU, by the bytes of a value: code, buffers, and in bfloat16 the
 kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``."""
 
 
@@ -100,7 +100,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         teacher=work.teacher_weights * model.value_bytes,
         gradients=trained,
         first_gradients=trained if accumulates else head,
-        libraries=LIBRARIES[_get_compute_dtype(model)] if on_cpu else 0,
+        libraries=LIBRARIES[model.value_bytes] if on_cpu else 0,
         inputs=inputs,
         features=features + (inputs if on_cpu else 0),
         folded=_count_folded_bytes(model, on_cpu),
@@ -116,10 +116,6 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         stepping=model.count_step_bytes(work.optimizer),
         offloaded=offloaded,
     )
-
-
-def _get_compute_dtype(model: ModelShape) -> str:
-    return "float32" if model.precision == "float32" else "bfloat16"
 
 
 def _count_weight_bytes(model: ModelShape) -> int:

@@ -67,6 +67,8 @@ def format_plan(plan: Plan) -> Iterator[str]:
     if step.seconds is not None:
         yield from _format_time(step.seconds, device)
     yield from _format_advice(plan)
+    if plan.smallest_card is not None:
+        yield f"card       {plan.smallest_card} GB is the smallest that holds it unchanged"
 
 
 def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
@@ -120,7 +122,6 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         yield f"           optim.max_tokens_per_batch: {plan.largest_batch:,}"
         if plan.largest_image:
             yield f"           policy.max_pixels: {plan.largest_image}, if all images fill it"
-        yield from _format_card(plan)
         return
     missing = (plan.step.memory.peak - plan.device.usable) / GIB
     yield f"fits       no: {missing:.1f} GiB too large. Change in this order:"
@@ -131,7 +132,6 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         if plan.num_devices == 1:
             more += ", or several devices: --devices 8 plans their sharing of the weights (FSDP2)"
         yield f"           not even then: use {more}"
-        yield from _format_card(plan)
         return
     yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
     if plan.changes[-1][1].weights == "sharded":
@@ -140,9 +140,3 @@ def _format_advice(plan: Plan) -> Iterator[str]:
             f"{plan.num_devices} -m vlm_grpo.cli train …"
         )
         yield f"           FOLDER is {files('vlm_grpo.configs') / 'accelerate'}"
-    yield from _format_card(plan)
-
-
-def _format_card(plan: Plan) -> Iterator[str]:
-    if plan.smallest_card is not None:
-        yield f"card       {plan.smallest_card} GB is the smallest that holds it unchanged"
