@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.listing import list_settings
+from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
-from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.run import EMBEDDED_TASKS, Settings, check_settings
 from vlm_grpo.errors import UserError
