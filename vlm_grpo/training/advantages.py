@@ -66,11 +66,8 @@ def compute_advantages(
 ) -> StepAdvantages:
     """Compute the advantages of a step's completions.
 
-    Args:
-        rollout: this rank's groups; the advantages of recalled ones are computed separately.
-        scores: of other passes; ``penalties`` are subtracted from the total rewards.
-        estimator: the run's estimator.
-        accelerator: the ranks.
+    Those of recalled groups are computed separately. ``penalties`` among the scores are subtracted
+    from the total rewards.
     """
     if rollout.author is not None:
         ones = torch.ones(rollout.num_sampled)

@@ -27,9 +27,6 @@ def estimate_cost(
     """Estimate the tokens of a group in forward passes after its rollout.
 
     Args:
-        group: the group.
-        reward_weights: the task's reward weights.
-        settings: the run's settings.
         shared: the completions share one pass of their prompt.
     """
     objective = settings.objective

@@ -290,11 +290,9 @@ def score_slices(
     """Return log-probs of a step's tokens, (T,), with one pass over each prompt.
 
     Args:
-        policy: the model.
-        slices: the completions to score, by group.
         layout: the places of the step's tokens.
         max_tokens: maximum number of tokens per pass.
-        others: (T,) the values of the other completions; None: 0.
+        others: (T,) the values of the completions that are not in the slices; None: 0.
     """
     batches = pack(slices, max_tokens)
     parts = [policy.score(micro).logprobs for micro in batches]
@@ -331,16 +329,7 @@ def pack_step(
     settings: Settings,
     accelerator: Accelerator,
 ) -> StepBatch:
-    """Pack a step's completions into the batch of its update.
-
-    Args:
-        rollout: this rank's groups, n completions in all.
-        scores: values of the tokens from passes of the methods.
-        advantages: those of the completions.
-        methods: the methods of the run by name.
-        settings: the run's settings.
-        accelerator: the ranks.
-    """
+    """Pack a step's completions, with values of their tokens, into the batch of its update."""
     objective, author, layout = settings.objective, rollout.author, rollout.layout
     groups, own = (*rollout.groups, *rollout.recalled), advantages.own
     lengths = torch.from_numpy(layout.lengths)

@@ -303,12 +303,7 @@ class RolloutSampler:
         return [i for i, useful in every if useful], [i for i, useful in every if not useful]
 
     def _sample_round(self, begin: Callable[[], PendingRollout], task: Task) -> dict[int, Group]:
-        """Finish this rank's part of the round that ``begin`` returns; return its groups by index.
-
-        Raises:
-            UserError: as for ``sample``.
-            StepInterrupted: as for ``sample``.
-        """
+        """Finish this rank's part of the round that ``begin`` returns; return its groups by index."""
         own, groups = [], []
         with self._fail_together():
             begun = begin()
@@ -334,12 +329,7 @@ class RolloutSampler:
             raise failure or UserError("another process of this run could not make its groups")
 
     def _publish(self, outside: VllmSampler, step: int) -> None:
-        """Give the outside sampler the current weights, the first time when it is ready.
-
-        Raises:
-            UserError: as for ``sample``.
-            StepInterrupted: as for ``sample``.
-        """
+        """Give the outside sampler the current weights, the first time when it is ready."""
         with self.policy.stopwatch("publish"):
             if not self._is_ready:  # a server takes minutes to start
                 with self._fail_together():
@@ -520,11 +510,7 @@ def select_usable(
     settings: Settings,
     methods: Mapping[str, Method],
 ) -> Sequence[Example]:
-    """Return the training examples that the model and the methods can use.
-
-    Raises:
-        UserError: as for ``PromptWriter.select_usable``.
-    """
+    """Return the training examples that the model and the methods can use."""
     skip, sampler = settings.data.on_bad_row == "skip", settings.rollout.sampler
     without_videos = [m.block or m.name for m in methods.values() if not m.has_videos]
     # vLLM reads clips as transformers does only in these families: see serve/requests.py.

@@ -66,10 +66,6 @@ class TargetWriter:
     """A writer of targets: the text of a row's own ``completion``, or the task's gold answer.
 
     A target ends with the token that ends an answer in the model's chat template.
-
-    Args:
-        policy: has the tokenizer and the chat template.
-        settings: the run's settings.
     """
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
@@ -141,11 +137,7 @@ def find_end_token(policy: Policy) -> int:
 
 
 def write_groups(prompts: Sequence[Prompt], writer: TargetWriter, task: Task) -> list[Group]:
-    """Write the target of each prompt; equal prompts share a group, and so one pass of the model.
-
-    Raises:
-        UserError: as for ``TargetWriter.write``.
-    """
+    """Write the target of each prompt; equal prompts share a group, and so one pass of the model."""
     alike: dict[Any, list[Prompt]] = {}
     for prompt in prompts:
         alike.setdefault((prompt.token_ids, prompt.example.images), []).append(prompt)

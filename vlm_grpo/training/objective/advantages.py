@@ -249,9 +249,6 @@ def per_reward_advantages(
     Returns:
         The advantages. ``group_stds`` describes the weighted sum of the raw rewards; a group has
         zero spread when each of its weighted rewards has zero spread.
-
-    Raises:
-        ValueError: as in ``group_advantages``.
     """
     used = rewards[:, weights != 0]
     total = (used * weights[weights != 0]).sum(dim=1)

@@ -130,12 +130,9 @@ def loss_metrics(
     ``capped`` and ``rejected`` that of the sampler correction's weights at or beyond a bound.
 
     Args:
-        batch: the micro-batch.
         old: log-probs under the policy before the step's first update.
-        reference: log-probs under the reference policy, or None.
         ratio: importance ratio of each token (at sequence level, its completion's).
         correction: weights of the sampler correction, or None.
-        settings: settings of the objective.
     """
     active = batch.active_tokens
     if len(active) == 0:

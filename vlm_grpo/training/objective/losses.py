@@ -164,9 +164,6 @@ def policy_loss(
         totals: the normalizers of its step.
         settings: settings of the objective.
         surrogate, methods: as in ``compute_loss``.
-
-    Raises:
-        ValueError: as in ``compute_loss`` and ``completion_weights``.
     """
     weights = completion_weights(batch.lengths, batch.active, totals, settings, methods)
     spread = {name: values.to(batch.logprobs)[batch.completion] for name, values in weights.items()}
