@@ -303,7 +303,7 @@ class RolloutSampler:
         return [i for i, useful in every if useful], [i for i, useful in every if not useful]
 
     def _sample_round(self, begin: Callable[[], PendingRollout], task: Task) -> dict[int, Group]:
-        """Finish this rank's part of the round that ``begin`` returns; return its groups by index."""
+        """Finish this rank's part of the round that ``begin`` returns; its groups by index."""
         own, groups = [], []
         with self._fail_together():
             begun = begin()

@@ -137,7 +137,7 @@ def find_end_token(policy: Policy) -> int:
 
 
 def write_groups(prompts: Sequence[Prompt], writer: TargetWriter, task: Task) -> list[Group]:
-    """Write the target of each prompt; equal prompts share a group, and so one pass of the model."""
+    """Write the target of each prompt; equal prompts share a group, and so one pass."""
     alike: dict[Any, list[Prompt]] = {}
     for prompt in prompts:
         alike.setdefault((prompt.token_ids, prompt.example.images), []).append(prompt)
