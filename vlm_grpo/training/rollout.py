@@ -441,9 +441,13 @@ class RolloutSampler:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         minimum = longest + rollout.num_generations * rollout.max_completion_length
         arguments = self._build_arguments(prompts, indices)
+        # FSDP2 does not reshard a rank's weights after an error within a forward pass, and its
+        # ranks would then gather other tensors: they stop at the end of the round.
+        is_fsdp = not self.strategy.may_retry
+        check = (lambda: None) if is_fsdp else self._stop_request.check
         while True:
             try:
-                return self.policy.sample(*arguments, self.budget.tokens, self._stop_request.check)
+                return self.policy.sample(*arguments, self.budget.tokens, check)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
