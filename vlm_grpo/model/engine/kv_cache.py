@@ -18,15 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.model.engine import kernels, varlen
+from vlm_grpo.model.engine import kernels, recurrence, varlen
 from vlm_grpo.model.engine.attention import Layer, PrefillAttention
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
-from vlm_grpo.model.engine.recurrence import (
-    RECURRENT_TYPES,
-    CachedState,
-    RecurrentLayer,
-    count_state,
-)
 from vlm_grpo.model.transfer import copy_to
 
 Layers = dict[int, tuple[Tensor, ...]]
@@ -169,9 +163,9 @@ class KVCache:
         """Return the prompts' keys in one of the attention layers."""
         return next(tensors[0] for i, tensors in self.prompts.items() if i not in self._states)
 
-    def get_state(self, layer: int) -> CachedState:
+    def get_state(self, layer: int) -> recurrence.CachedState:
         names = self._states[layer]
-        return CachedState(dict(zip(names, self.completions[layer], strict=True)))
+        return recurrence.CachedState(dict(zip(names, self.completions[layer], strict=True)))
 
     def store_prompts(self, slots: Sequence[int], prefill: PrefillAttention) -> None:
         if not self.prompts:
@@ -269,8 +263,8 @@ def _count_bytes(config: Any, dtype: torch.dtype) -> tuple[int, int]:
     kinds = getattr(config, "layer_types", None) or [""] * len(layers)
     numbers, state = 0, 0
     for layer, kind in zip(layers, kinds, strict=True):
-        if kind in RECURRENT_TYPES:
-            state += count_state(layer, dtype)
+        if kind in recurrence.RECURRENT_TYPES:
+            state += recurrence.count_state(layer, dtype)
         else:
             width = getattr(layer, "head_dim", None)
             width = width or layer.hidden_size // layer.num_attention_heads
@@ -338,7 +332,7 @@ class DecodeAttention:
         output = torch.lerp(over_own, over_prompt, share)
         return output.view(places, 1, heads[0], -1)
 
-    def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
+    def recur(self, layer: int, run: recurrence.RecurrentLayer, hidden: Tensor) -> Tensor:
         return run(hidden, self.cache.get_state(layer))
 
     def _find_visible(self, layer: Layer, heads: tuple[int, int]) -> tuple[CachedKeys, CachedKeys]:

@@ -13,16 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine.cpu.onednn import has_onednn, multiply_by_onednn, reorder
-from vlm_grpo.model.engine.linear import (
-    cast_by_autocast,
-    cast_factors,
-    get_base,
-    get_dtype,
-    is_adapted,
-    merge,
-    restore_weight,
-)
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of layers of a module that usually read the same input."""
@@ -30,10 +22,10 @@ _SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 def can_reorder(layer: nn.Module) -> bool:
     """Return whether oneDNN has an order of its own for the layer's weights."""
-    base = get_base(layer)
+    base = linear.get_base(layer)
     if base.weight.device.type != "cpu" or not has_onednn():
         return False
-    dtype = get_dtype(base)
+    dtype = linear.get_dtype(base)
     if dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu"):
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
     return dtype != torch.float64
@@ -45,7 +37,8 @@ def join_products(model: nn.Module, layers: Collection[Any]) -> None:
         for names in _SIBLINGS:
             found: list[Any] = [getattr(module, name, None) for name in names]
             found = [layer for layer in found if layer in layers]
-            if len({(get_dtype(get_base(layer)), layer.in_features) for layer in found}) == 1:
+            kinds = {(linear.get_dtype(linear.get_base(x)), x.in_features) for x in found}
+            if len(kinds) == 1:
                 groups.append(found)
     grouped = {layer for group in groups for layer in group}
     for group in [*groups, *([layer] for layer in layers if layer not in grouped)]:
@@ -67,7 +60,7 @@ class JoinedProduct:
         self.layers = layers
         weights, biases, first, second, norms = zip(*map(_read, layers), strict=True)
         self.sizes = [len(weight) for weight in weights]
-        weight = cast_by_autocast(_concatenate(weights))
+        weight = linear.cast_by_autocast(_concatenate(weights))
         self.dtype = weight.dtype
         self.first: Tensor | None = None
         if any(factor is not None for factor in first):
@@ -128,10 +121,10 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 def _read(layer: Any) -> tuple[Tensor | None, ...]:
     """Return a layer's weights and bias, and the factors of an adapter that is not merged."""
-    base = get_base(layer)
-    if not is_adapted(layer):
-        return restore_weight(base), base.bias, None, None, None
-    if get_dtype(base) == torch.float32:
-        return merge(layer), base.bias, None, None, None
-    first, second, *norms = cast_factors(layer)
-    return restore_weight(base), base.bias, first, second, norms[0] if norms else None
+    base = linear.get_base(layer)
+    if not linear.is_adapted(layer):
+        return linear.restore_weight(base), base.bias, None, None, None
+    if linear.get_dtype(base) == torch.float32:
+        return linear.merge(layer), base.bias, None, None, None
+    first, second, *norms = linear.cast_factors(layer)
+    return linear.restore_weight(base), base.bias, first, second, norms[0] if norms else None
