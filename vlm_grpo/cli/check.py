@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,8 +21,11 @@ from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
+    from vlm_grpo.config.prompt import PromptSettings
     from vlm_grpo.data.checks import Measure
-    from vlm_grpo.types import ImageRef
+    from vlm_grpo.model.prompts import PromptBuilder
+    from vlm_grpo.task import Task
+    from vlm_grpo.types import Example, ImageRef
 
 _QWEN_MAX_PIXELS = 12_845_056
 """Default pixel budget of Qwen2-VL and Qwen2.5-VL."""
@@ -113,7 +116,7 @@ def check(
     builder = None if model is None else load_prompts(model, max_pixels, settings, prompt)
     if builder is not None:
         loaded = builder.adapt(loaded)
-    measure = _build_writer(prompt) if builder is None else builder.measure
+    measure = _build_measure(prompt, builder)
     count = None if token_side is None else _build_token_counter(token_side, max_pixels)
 
     def report_on(name: str, settings: DataSettings) -> DataReport:
@@ -148,19 +151,25 @@ def check(
             typer.echo(line)
 
 
-def _build_writer(prompt: Any) -> Measure:
-    """Build a function that writes every prompt as text, without a model."""
+def _build_measure(prompt: PromptSettings, builder: PromptBuilder | None) -> Measure:
+    """Build a function that writes every prompt: as text, or as a model's tokens, to count them."""
 
-    def write(examples: Any, task: Any) -> tuple[None, list[str]]:
-        problems = []
+    def measure(examples: Sequence[Example], task: Task) -> tuple[list[int] | None, list[str]]:
+        lengths, problems = [], []
         for example in examples:
             try:
-                prompt.write_chat(example, task)
+                if builder is None:
+                    prompt.write_chat(example, task)
+                else:
+                    built = builder.build(builder.with_resized_sizes(example), task)
+                    lengths.append(len(built.token_ids))
+            except UserError as error:
+                problems.append(str(error))
             except ValueError as error:
                 problems.append(f"{example.name}: {error}")
-        return None, problems
+        return None if builder is None else lengths, problems
 
-    return write
+    return measure
 
 
 def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:
