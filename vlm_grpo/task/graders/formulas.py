@@ -125,12 +125,9 @@ def _list_parts(node: Any, in_lines: bool) -> list[str]:
         parts = [part for child in children for part in child]
     else:  # the place of a child matters
         parts = [f"\x01{''.join(child)}\x02" for child in children]
-    return parts if is_flat else [*before, f"\x01{_mark(tag)}{''.join(parts)}\x02"]
-
-
-def _mark(tag: str) -> str:
-    """Return the name of a tag in letters of no formula: ``mtable`` must not contain ``ab``."""
-    return "".join(chr(0xF000 + ord(letter)) for letter in tag)
+    # The tag's name in letters of no formula: mtable must not contain ab.
+    mark = "".join(chr(0xF000 + ord(letter)) for letter in tag)
+    return parts if is_flat else [*before, f"\x01{mark}{''.join(parts)}\x02"]
 
 
 def _get_name(node: Any) -> str:
