@@ -104,10 +104,12 @@ TARGETS = {
         0.7,
         "dist/test_strategy.py test_wiring.py training/checkpoint/test_manager.py",
     ),
-    "utils/chat.py": (0.5, "utils/test_chat.py task/test_task_thinking.py"),
+    "utils/chat.py": (0.5, "utils/test_chat.py task/test_task.py"),
     "data/messages.py": (0.3, "data/test_messages.py"),
     "config/prompt.py": (0.4, "config/test_prompt.py"),
     "model/chat.py": (0.3, "model/test_chat.py"),
+    "model/policy.py": (0.2, "model/test_policy.py model/test_form_check.py"),
+    "model/engines.py": (0.3, "model/test_policy.py model/engine/test_shared.py"),
     "model/prompts.py": (
         0.1,
         "model/test_chat.py model/test_prompts.py training/test_trainer_chats.py",
