@@ -51,11 +51,8 @@ def _check_options(value: Any) -> Any:
 
 
 TaskOptions = Annotated[dict[str, Any], BeforeValidator(_check_options)]
-"""Options of a task by name."""
 TaskSetting = Annotated[str, BeforeValidator(_check_task)]
-"""A task by name or file."""
 Source = Annotated[str, BeforeValidator(_check_source)]
-"""A data source by name."""
 
 
 class VideoSettings(Frozen):
@@ -102,7 +99,6 @@ class SourceSettings(Frozen):
 
     @property
     def label(self) -> str:
-        """The name of the source."""
         if self.name is not None:
             return self.name
         if self.task is not None:
@@ -112,21 +108,18 @@ class SourceSettings(Frozen):
         return re.sub(r"[^A-Za-z0-9._-]", "-", stem) or "source"
 
 
-def tag_sources(value: Any) -> str:
-    """Return which branch of ``Sources`` a value is of."""
+def _tag_sources(value: Any) -> str:
     is_list = isinstance(value, list | tuple) and len(value) > 0
-    if is_list and all(
+    are_sources = is_list and all(
         isinstance(item, SourceSettings) or (isinstance(item, Mapping) and "source" in item)
         for item in value
-    ):
-        return "sources"
-    return "source"
+    )
+    return "sources" if are_sources else "source"
 
 
-_SourceList = Annotated[tuple[SourceSettings, ...], Tag("sources")]
 Sources = Annotated[
-    Annotated[Source, Tag("source")] | _SourceList,
-    Discriminator(tag_sources),
+    Annotated[Source, Tag("source")] | Annotated[tuple[SourceSettings, ...], Tag("sources")],
+    Discriminator(_tag_sources),
 ]
 """A source, or several with settings of their own."""
 
@@ -199,24 +192,20 @@ class DataSettings(Frozen):
 
     def complete(self, source: SourceSettings, split: Split) -> SourceSettings:
         """Return a source with the limit, columns, … that ``data`` sets for all."""
-        root = self.image_root
-        if split == "eval" and self.eval_image_root is not None:
-            root = self.eval_image_root
+        own_root = self.eval_image_root if split == "eval" else None
         defaults = {
             "limit": source.limit or (self.train_limit if split == "train" else self.eval_limit),
             "columns": {**self.columns, **source.columns},
             "default_question": source.default_question or self.default_question,
-            "image_root": source.image_root or root,
+            "image_root": source.image_root or own_root or self.image_root,
         }
         return source.model_copy(update=defaults)
 
     def describe(self, split: Split) -> str:
-        """Return the names of the sources of a split, for messages."""
         return ", ".join(source.source for source in self.get_sources(split))
 
     @property
     def has_held_out(self) -> bool:
-        """Whether the run has held-out examples."""
         return self.eval is not None or self.eval_share is not None
 
     @field_validator("filter")
@@ -228,12 +217,10 @@ class DataSettings(Frozen):
 
     @property
     def is_embedded(self) -> bool:
-        """Whether all examples are generated on the fly."""
         return not self._reads_files("train") and not self.evaluates_files
 
     @property
     def evaluates_files(self) -> bool:
-        """Whether held-out examples are not generated on the fly."""
         return self._reads_files("eval")
 
     def _reads_files(self, split: Split) -> bool:
@@ -241,7 +228,6 @@ class DataSettings(Frozen):
 
     @property
     def repeated_labels(self) -> list[str]:
-        """What is wrong where sources of a mixture have one name."""
         found = []
         for split in ("train", "eval"):
             labels = [source.label for source in self._get_mixture(split)]
@@ -251,17 +237,14 @@ class DataSettings(Frozen):
 
     @property
     def weighs_held_out(self) -> bool:
-        """Whether a held-out source has a weight."""
         return any(source.weight is not None for source in self._get_mixture("eval"))
 
     @property
     def trains_on_benchmark(self) -> bool:
-        """Whether a training source has a benchmark."""
         return any(source.benchmark is not None for source in self._get_mixture("train"))
 
     @property
     def is_mixed_by_size(self) -> bool:
-        """Whether there are several training sources without weights."""
         sources = self._get_mixture("train")
         return len(sources) > 1 and all(source.weight is None for source in sources)
 
@@ -271,5 +254,4 @@ class DataSettings(Frozen):
 
 
 def is_mixture(given: object) -> TypeGuard[tuple[SourceSettings, ...]]:
-    """Return whether ``data.train`` or ``data.eval`` is a list of sources."""
     return isinstance(given, tuple)

@@ -21,14 +21,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 class Filter:
-    """A filter of examples, such as ``0.1 < pass_rate < 0.9 and samples >= 8``.
-
-    Attributes:
-        names: the columns that it compares.
-
-    Raises:
-        ValueError: the text is not a filter.
-    """
+    """A filter of examples; ``names`` are the columns that it compares."""
 
     def __init__(self, text: str) -> None:
         parts = [_SIGNS.split(chain) for chain in re.split(r"\band\b", text)]
@@ -42,7 +35,6 @@ class Filter:
             )
 
     def accepts(self, values: Mapping[str, float]) -> bool:
-        """Return whether the values of the columns fulfill all comparisons."""
         return all(
             _COMPARE[sign](values.get(left, left), values.get(right, right))
             for chain in self._chains
@@ -58,5 +50,4 @@ def _read(text: str) -> Any:
 
 
 def check_number(value: Any) -> bool:
-    """Return whether a column's value can be compared."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value

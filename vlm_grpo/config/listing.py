@@ -22,17 +22,16 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True)
 class SettingReference:
-    """The documentation of a setting; its default is None if it is required."""
+    """The documentation of a setting."""
 
     key: str
     type: str
-    default: str | None
+    default: str | None  # None: it is required
     description: str
     on_resume: str
 
     @property
     def other_names(self) -> list[str]:
-        """Names in other trainers, such as ``learning_rate (TRL)``."""
         found = [other for other in list_other_settings() if self.key in other.keys]
         return [f"{other.name} ({other.trainer})" for other in found]
 
@@ -50,7 +49,6 @@ def list_settings(
 
 
 def list_blocks() -> dict[str, str]:
-    """Return the summary of each block of settings, by name."""
     blocks = {name: get_blocks(field.annotation) for name, field in Settings.model_fields.items()}
     return {
         name: inspect.getdoc(block[0]) or "" for name, block in blocks.items() if len(block) == 1

@@ -72,7 +72,6 @@ class NoiseSettings(MethodSettings):
         return int(self.strength * (1 - gate) / 2)
 
     def count(self, num_generations: int) -> int:
-        """Return how many of a group's completions are sampled for noisy images."""
         return min(max(1, math.floor(self.share * num_generations + 0.5)), num_generations - 1)
 
     @property
@@ -197,7 +196,6 @@ class PerceptionSettings(MethodSettings):
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether the policy gradient has weights by dependency on the image."""
         return self.top_share is not None or self.min_scale is not None
 
     @property
@@ -257,7 +255,6 @@ class WarmStartSettings(MethodSettings):
     of them; 0: no warmup."""
 
     def count(self, max_steps: int) -> int:
-        """Return the number of supervised steps of a run of ``max_steps`` steps."""
         return max_steps if self.steps == "all" else self.steps
 
 
@@ -314,7 +311,6 @@ class OwnMethod(Frozen):
 
 
 def load_method_file(entry: OwnMethod) -> ModuleType:
-    """Load a method's file; raise a ``UserError`` if it fails."""
     file = entry.file.expanduser()
     return _load_version(file, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -325,7 +321,6 @@ def _load_version(file: Path, changed: int) -> ModuleType:
 
 
 def read_own_settings(entry: OwnMethod) -> MethodSettings:
-    """Return the settings of a file's method; raise a ``UserError`` if they are wrong."""
     module = load_method_file(entry)
     found = [
         value
@@ -338,6 +333,5 @@ def read_own_settings(entry: OwnMethod) -> MethodSettings:
 
 
 def find_method_settings(*blocks: Frozen | Mapping[str, Any]) -> list[MethodSettings]:
-    """Return the settings of the methods that blocks of settings use."""
     fields = (value for block in blocks for _, value in dict(block).items())
     return [value for value in fields if isinstance(value, MethodSettings)]

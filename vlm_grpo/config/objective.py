@@ -171,12 +171,10 @@ class ObjectiveSettings(Frozen):
 
     @property
     def is_loss_file(self) -> bool:
-        """Whether ``loss`` has the form of a function in a file."""
         return self.loss is not None and ".py:" in self.loss
 
     @property
     def is_known_estimator(self) -> bool:
-        """Whether the advantage estimator is one of ours or a function in a file."""
         return self.advantage_estimator in _ESTIMATORS or ".py:" in self.advantage_estimator
 
     @property
@@ -186,12 +184,10 @@ class ObjectiveSettings(Frozen):
 
     @property
     def upper_bound(self) -> float:
-        """Largest ratio that is not clipped."""
         return 1.0 + self.upper_epsilon
 
     @property
     def sampler_correction_bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the sampler correction's weight."""
         low, high = self.sampler_correction_floor, self.sampler_correction_cap
         return 0.0 if low is None else low, math.inf if high is None else high
 
@@ -202,7 +198,6 @@ class ObjectiveSettings(Frozen):
 
     @property
     def method_terms(self) -> frozenset[str]:
-        """The terms that methods add to the loss, named as their blocks."""
         return frozenset(own.term for own in find_method_settings(self) if own.term is not None)
 
     @property

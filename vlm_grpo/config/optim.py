@@ -71,26 +71,19 @@ class OptimSettings(Frozen):
 
     @property
     def divides_evenly(self) -> bool:
-        """Whether the groups of a step can be divided into the mini-batches."""
         return self.prompts_per_step % self.mini_batches == 0
 
     @property
     def are_betas_valid(self) -> bool:
-        """Whether the decay rates are in [0, 1)."""
         return all(0 <= beta < 1 for beta in self.betas)
 
     @property
     def part_rates(self) -> dict[str, float]:
-        """Peak learning rates of the parts that have their own."""
         rates = {"vision": self.lr_vision, "projector": self.lr_projector}
         return {part: rate for part, rate in rates.items() if rate is not None}
 
     def with_steps(self, num_examples: int) -> OptimSettings:
-        """Return the settings with the number of steps that ``num_train_epochs`` amounts to.
-
-        Raises:
-            UserError: ``warmup_steps`` exceeds that number.
-        """
+        """Return the settings with the number of steps that ``num_train_epochs`` amounts to."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         if self.num_train_epochs is not None:
             prompts = self.num_train_epochs * num_examples

@@ -12,17 +12,11 @@ import yaml
 
 @dataclass(frozen=True)
 class OtherSetting:
-    """A setting of another trainer.
-
-    Attributes:
-        trainer: the first trainer of the table that has it.
-        name: its name there.
-        equivalent: our key, perhaps with a remark in parentheses, or ``none: `` and the reason.
-    """
+    """A setting of another trainer, the first of the table that has it."""
 
     trainer: str
     name: str
-    equivalent: str
+    equivalent: str  # our key, perhaps with a remark in parentheses, or "none: " and the reason
 
     @property
     def keys(self) -> list[str]:
@@ -40,7 +34,6 @@ class OtherSetting:
 
 @cache
 def list_other_settings() -> tuple[OtherSetting, ...]:
-    """Return every known setting of another trainer."""
     text = (resources.files("vlm_grpo.config") / "other_trainers.yaml").read_text("utf-8")
     table = yaml.safe_load(text)
     same = [

@@ -60,17 +60,14 @@ class LoraSettings(Frozen):
 
     @property
     def starts_from_base(self) -> bool:
-        """Whether the adapter is initialized from the base weights."""
         return self.init_lora_weights.startswith(("pissa", "olora"))
 
     @property
     def has_odd_rank(self) -> bool:
-        """Whether the rank of a layer is odd."""
         return any(rank % 2 for rank in (self.r, *self.rank_pattern.values()))
 
     @property
     def patterns(self) -> dict[str, dict[str, int]]:
-        """The patterns of ranks and of alphas by the names of the settings."""
         return {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
 
     @field_validator("init_lora_weights")
@@ -148,5 +145,4 @@ class PolicySettings(Frozen):
 
     @property
     def freezes_every_part(self) -> bool:
-        """Whether no part is left to train."""
         return {*self.freeze} == {*get_args(ModelPart)}

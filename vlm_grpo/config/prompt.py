@@ -53,15 +53,8 @@ class PromptSettings(Frozen):
         return value
 
     def write_chat(self, example: Example, task: Task) -> tuple[Turn, ...]:
-        """Return the chat of an example, in which each image has its ``<image>``.
-
-        Its last turn is the task's message; its system prompt is that of the example, or the one
-        here if the example has none.
-
-        Raises:
-            ValueError: the task or the template cannot write the message, or the chat has another
-                number of ``<image>`` than images.
-        """
+        """Return the chat of an example, in which each image has its ``<image>``; raise
+        ``ValueError`` if the task or the template cannot write it."""
         turns = example.history
         if self.system is not None and not (turns and turns[0].role == "system"):
             turns = Turn("system", self.system), *turns

@@ -1,8 +1,4 @@
-"""Recipes: YAML files of settings, with overrides from the command line or Python.
-
-``load_settings("counting", ["optim.lr=1e-5"])`` reads a recipe, applies the overrides and returns
-``Settings``.
-"""
+"""Recipes: YAML files of settings, with overrides from the command line or Python."""
 
 from __future__ import annotations
 
@@ -27,16 +23,15 @@ from vlm_grpo.task.registry import get_short_name
 
 logger = logging.getLogger(__name__)
 
+# Of text that is not YAML, or has a number of 5,000 digits, a list in the place of a mapping, or a
+# thousand nested lists.
 PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError)
-"""Errors of text that is not YAML, or that has a number of 5,000 digits, a list in the place of a
-mapping, or a thousand nested lists."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Settings as ``key=value``, or as a mapping of dotted or nested keys."""
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's recipes."""
     folder = resources.files("vlm_grpo.configs")
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name[-5:] == ".yaml")
 
@@ -161,11 +156,8 @@ def _drop_moved(given: dict[str, Any]) -> None:
 
 
 def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
-    """Let the user's length of a run replace the recipe's.
-
-    If the user gives one of steps and epochs, the recipe's other one is dropped. If the user gives
-    fewer steps than the recipe's warmup has, the warmup is shortened, and a warning is returned.
-    """
+    """Drop the recipe's steps if the user gives epochs, and the reverse. Shorten the recipe's
+    warmup to the user's steps, and return a warning."""
     optim = given.get("optim")
     if not isinstance(optim, dict):
         return None
@@ -192,10 +184,11 @@ def _validate(given: dict[str, Any]) -> Settings:
             return os.fspath(value)
         if isinstance(value, numbers.Real):  # NumPy's
             return getattr(value, "item", value.__float__)()
-        keys = [k for k, v in flatten(given).items() if any(v_ is value for v_ in _listed(v))]
-        key, kind = keys[0] if keys else "a setting", type(value).__name__
+        values = ((k, v if isinstance(v, list | tuple) else [v]) for k, v in flatten(given).items())
+        keys = (k for k, items in values if any(item is value for item in items))
+        key = next(keys, "a setting")
         remedy = _REMEDIES.get(key.partition(".")[0], "")
-        raise UserError(f"{key} must be text, not {kind}{remedy}")
+        raise UserError(f"{key} must be text, not {type(value).__name__}{remedy}")
 
     return Settings.model_validate_json(json.dumps(given, default=convert), strict=True)
 
@@ -205,10 +198,6 @@ _REMEDIES = {
     "task_options": ": give the task itself as an argument, train(settings, task=…)",
     "data": ": give rows as an argument, train(settings, data=rows)",
 }
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _read_recipe(recipe: str) -> Any:

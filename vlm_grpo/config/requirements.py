@@ -1,7 +1,4 @@
-"""What each setting needs of the others: the rows of ``requirements.yaml``, and those of methods.
-
-Settings check their rows when they are built; the reference of settings lists the same rows.
-"""
+"""What settings need of each other: the rows of ``requirements.yaml``, and those of methods."""
 
 from __future__ import annotations
 
@@ -23,14 +20,8 @@ _CONSTANTS = {"null": None, "true": True, "false": False}
 
 @dataclass(frozen=True)
 class Requirement:
-    """A combination of settings that is refused, or noted; ``requirements.yaml`` has the grammar.
-
-    Attributes:
-        say: what is wrong and the remedy; ``{key}`` is a setting's value.
-        when: the condition, or alternative conditions.
-        each: keys of which each that was changed is an ``{item}`` with a problem of its own.
-        of: key of a list whose items have a problem each.
-    """
+    """A combination of settings that is refused, or noted; ``requirements.yaml`` has the grammar
+    and explains each field."""
 
     say: str
     when: str | tuple[str, ...] = ()
@@ -44,7 +35,6 @@ class Requirement:
         return re.sub(r"\{.*?\}", "…", self.say.replace("{item}", items))
 
     def find(self, block: Any) -> Iterator[str]:
-        """Yield the problems of a block of settings."""
         conditions = (self.when,) if isinstance(self.when, str) else self.when
         if conditions and not any(_holds(condition, block) for condition in conditions):
             return
@@ -53,15 +43,13 @@ class Requirement:
                 yield self.say.format_map(_Values(block, item=item))
         elif self.each:
             for key in filter(lambda key: _is_changed(block, key), self.each.split()):
-                default = _get_field(block, key).default
+                default = _get_default(*_split(block, key))
                 yield self.say.format_map(_Values(block, item=key, default=default))
         else:
             yield self.say.format_map(_Values(block))
 
 
 class _Values(dict[str, Any]):
-    """The values of a block, for the texts of its rows."""
-
     def __init__(self, block: Any, **others: Any) -> None:
         super().__init__(others)
         self._block = block
@@ -95,7 +83,6 @@ def get_requirements(block: str) -> tuple[Requirement, ...]:
 
 
 def find_problems(block: Any) -> list[str]:
-    """Return the messages of all rows that refuse a block of settings."""
     rows = get_requirements(type(block).__name__)
     return list(dict.fromkeys(problem for row in rows for problem in row.find(block)))
 
@@ -148,14 +135,13 @@ def _split(block: Any, key: str) -> tuple[Any, str]:
     return (get(block, parent) if parent else block), name
 
 
-def _get_field(block: Any, key: str) -> Any:
-    owner, name = _split(block, key)
-    return type(owner).model_fields[name]
+def _get_default(owner: Any, name: str) -> Any:
+    return type(owner).model_fields[name].default
 
 
 def _is_changed(block: Any, key: str) -> bool:
     owner, name = _split(block, key)
-    return owner is not None and getattr(owner, name) != _get_field(block, key).default
+    return owner is not None and getattr(owner, name) != _get_default(owner, name)
 
 
 def _is_given(block: Any, key: str) -> bool:

@@ -120,7 +120,6 @@ class RolloutSettings(Frozen):
 
     @property
     def stops_at_once(self) -> bool:
-        """Whether every completion would end before its first token."""
         return "" in self.stop
 
 

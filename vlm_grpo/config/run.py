@@ -30,16 +30,11 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
-MIXED = "mixed"
-"""The setting ``task`` of a run whose sources all have tasks of their own."""
-EMBEDDED = "embedded"
-"""The setting ``model`` of the package's tiny model."""
-EMBEDDED_TASKS = ("counting", "grounding", "ocr")
-"""The tasks that the tiny model has learned, on synthetic images."""
-DDP_TIMEOUT = 1800
-"""Default of ``ddp_timeout``: that of transformers and accelerate."""
+MIXED = "mixed"  # the task of a run whose sources all have tasks of their own
+EMBEDDED = "embedded"  # the package's tiny model
+EMBEDDED_TASKS = ("counting", "grounding", "ocr")  # what it has learned, on synthetic images
+DDP_TIMEOUT = 1800  # as in transformers and accelerate
 RUNS = Path("runs")
-"""Default of ``output_dir``."""
 
 
 class EvaluationSettings(Frozen):
@@ -97,8 +92,7 @@ class LoggingSettings(Frozen):
 
     @property
     def last_profile_step(self) -> int:
-        """The last step to profile; -1: there is none."""
-        return max(self.profile_steps, default=-1)
+        return max(self.profile_steps, default=-1)  # -1: there is none
 
 
 class Settings(Frozen):
@@ -147,12 +141,10 @@ class Settings(Frozen):
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder, ``output_dir/name``."""
         return self.output_dir / (self.name or get_short_name(self.task))
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """The tasks of all training sources."""
         names: list[str] = []
         for source in self.data.get_sources("train"):
             task = self.task if source.task is None else source.task
@@ -165,18 +157,13 @@ class Settings(Frozen):
         return 0 if self.warm_start is None else self.warm_start.count(self.optim.max_steps)
 
     def with_steps(self, num_examples: int) -> Settings:
-        """Return the settings with the number of steps that ``num_train_epochs`` amounts to.
-
-        Raises:
-            UserError: other settings need more steps.
-        """
+        """Return the settings with the number of steps that ``num_train_epochs`` amounts to."""
         if self.optim.num_train_epochs is None:
             return self
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return Settings(**{**given, "optim": self.optim.with_steps(num_examples)})
 
     def is_supervised(self, step: int) -> bool:
-        """Return whether a step, numbered from 0, trains on gold answers."""
         every = self.warm_start is not None and self.warm_start.steps == "all"
         return every or step < self.supervised_steps
 
@@ -186,23 +173,19 @@ class Settings(Frozen):
 
     @property
     def phase_ends(self) -> tuple[int, int]:
-        """The numbers of steps after which the supervised and the sampled steps are done."""
         return self.supervised_steps, self.optim.max_steps
 
     @property
     def used_methods(self) -> list[MethodSettings]:
-        """The settings of the optional methods that the run uses, those of files last."""
         known = find_method_settings(self, self.data, self.rollout, self.objective)
         return [*known, *map(read_own_settings, self.methods)]
 
     @property
     def updates_per_step(self) -> int:
-        """The number of updates on the completions of one rollout."""
         return self.optim.mini_batches * self.objective.num_iterations
 
     @property
     def is_mixture(self) -> bool:
-        """Whether the run has a list of sources."""
         return is_mixture(self.data.train) or is_mixture(self.data.eval)
 
     @property
@@ -212,7 +195,6 @@ class Settings(Frozen):
 
     @property
     def lacks_task(self) -> bool:
-        """Whether some examples have no task."""
         return MIXED in self.task_names
 
     @property
@@ -223,7 +205,6 @@ class Settings(Frozen):
 
     @property
     def steps_after_warm_start(self) -> int:
-        """The number of steps that sample."""
         return self.optim.max_steps - self.supervised_steps
 
     @property
@@ -236,8 +217,7 @@ class Settings(Frozen):
     def _choose_correction(cls, given: ObjectiveSettings, info: ValidationInfo) -> Any:
         """Correct for the log-probs of vLLM unless the user chooses how."""
         rollout, policy = info.data.get("rollout"), info.data.get("policy")
-        is_given = "sampler_correction" in given.model_fields_set
-        if is_given or rollout is None or policy is None:
+        if "sampler_correction" in given.model_fields_set or rollout is None or policy is None:
             return given
         if rollout.sampler != "vllm" or policy.load_in != "none":
             return given
