@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 
-from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.dist.fsdp import FSDP
 from vlm_grpo.dist.launch import (
@@ -13,6 +12,7 @@ from vlm_grpo.dist.launch import (
     get_fsdp_plugin,
     is_offloaded,
 )
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.policy import Policy
 
 

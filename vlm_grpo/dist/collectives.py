@@ -81,7 +81,8 @@ def broadcast_weights(
 ) -> None:
     """Give all ranks the weights and buffers of the first one. All ranks must call it.
 
-    The model's own may be sharded; ``whole`` are the first rank's unsharded ones, by name."""
+    The model's own may be sharded; ``whole`` are the first rank's unsharded ones, by name.
+    """
     COLLECTIVES.count += 1
     for name, tensor in get_tensors(model).items():
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=accelerator.device)
@@ -138,8 +139,9 @@ def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
     ``shares`` has, for each rank, the costs of its items by the items' numbers, from 0. Moves cost
     time, so items stay where they are if possible: the rank with the highest total gives an item to
     another rank, or exchanges it for a cheaper one, whichever lowers the higher total of the two
-    most, until the highest total is near the mean or no such move is left. The result depends on the
-    arguments alone, so all ranks compute the same result without communication."""
+    most, until the highest total is near the mean or no such move is left. The result depends on
+    the arguments alone, so all ranks compute the same result without communication.
+    """
     totals, now = [sum(share.values()) for share in shares], [dict(share) for share in shares]
     while max(totals) > (1 + TOLERANCE) * sum(totals) / len(totals):
         high = totals.index(max(totals))
@@ -164,7 +166,8 @@ def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
 def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
     """All-reduce the tensors in place, many per collective; all ranks pass tensors of equal shapes.
 
-    An adapter has hundreds of small tensors; one collective for each would be bound by latency."""
+    An adapter has hundreds of small tensors; one collective for each would be bound by latency.
+    """
     if accelerator.num_processes == 1:
         return
     COLLECTIVES.count += 1
@@ -179,7 +182,8 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
 def split_into_buckets(tensors: Sequence[TensorT], size: int) -> list[list[TensorT]]:
     """Split the tensors, in order, into runs of one dtype and at most ``size`` bytes.
 
-    A larger tensor has a bucket to itself."""
+    A larger tensor has a bucket to itself.
+    """
     buckets: list[list[TensorT]] = []
     room, dtype = 0, None
     for tensor in tensors:

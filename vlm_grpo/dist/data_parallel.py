@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.dist.collectives import COLLECTIVES, split_into_buckets
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import Policy

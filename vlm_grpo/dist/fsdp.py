@@ -19,10 +19,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import Policy
 

@@ -59,7 +59,8 @@ def _on_cpu() -> bool:
 def _initialize_after_restart(timeout: float) -> None:
     """Initialize the process group after a restart by the launcher, under a prefix of its own.
 
-    Without it the ranks would read the addresses of dead processes and wait for them."""
+    Without it the ranks would read the addresses of dead processes and wait for them.
+    """
     if not _get_attempt() or distributed.is_initialized():
         return
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -76,7 +77,8 @@ def _initialize_after_restart(timeout: float) -> None:
 def connect_store(name: str, timeout: float, is_master: bool = False) -> Store:
     """Connect to the ranks' key-value store, which launchers keep for all attempts of a run.
 
-    ``name`` is a prefix of the keys, in addition to the attempt's; the master hosts the store."""
+    ``name`` is a prefix of the keys, in addition to the attempt's; the master hosts the store.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     seconds = timedelta(seconds=timeout)
     store = TCPStore(address, port, is_master=is_master, timeout=seconds, wait_for_workers=False)
@@ -84,7 +86,6 @@ def connect_store(name: str, timeout: float, is_master: bool = False) -> Store:
 
 
 def _get_attempt() -> int:
-    """Return the number of restarts by the launcher before this attempt."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -147,7 +148,6 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
 
 
 def is_offloaded(plugin: FullyShardedDataParallelPlugin) -> bool:
-    """Return whether the launch keeps the shards of FSDP2 in main memory."""
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
@@ -183,7 +183,6 @@ def check_deepspeed_installed() -> None:
 
 
 def _requests(feature: str) -> bool:
-    """Return whether the launch requests a feature of accelerate."""
     return parse_flag_from_env(f"ACCELERATE_USE_{feature}")
 
 

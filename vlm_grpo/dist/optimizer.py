@@ -32,10 +32,6 @@ def build_optimizer(
     Its groups of weights have two keys more: ``kind``, the name of their optimizer, and ``part``,
     the part of the model if it has a learning rate of its own. Weights in bfloat16 are rounded
     stochastically, with the seed.
-
-    Raises:
-        UserError: a setting fits none of the weights, the weights are sharded, which only AdamW
-            can update, or bitsandbytes is not installed.
     """
     rates = optim.part_rates
     if unused := sorted(rates.keys() - {find_part(name) for name, _ in trainable}):
@@ -178,9 +174,6 @@ def state_by_weight(
 
     Only the tensors of one weight at a time are read from the mapping. ``expected`` has
     ``describe_state`` of the trained weights by name.
-
-    Raises:
-        UserError: the state belongs to other weights or to another optimizer.
     """
     keys: dict[str, list[str]] = {}
     for key in tensors:

@@ -53,7 +53,6 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the full tensor."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 

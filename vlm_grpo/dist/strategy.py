@@ -32,10 +32,9 @@ class Strategy:
         trainable: names and values of the trained parameters.
         optimizer: the optimizer of ``trainable``, after ``attach_optimizer``.
         max_norm: maximum norm of the gradient over all weights; infinity disables clipping.
-        may_retry: True if a rank that runs out of memory may repeat its micro-batches alone.
     """
 
-    may_retry: bool
+    may_retry: bool  # True if a rank that runs out of memory may repeat its micro-batches alone
 
     def __init__(self, policy: Policy, accelerator: Accelerator) -> None:
         self.policy, self.accelerator = policy, accelerator
@@ -60,7 +59,8 @@ class Strategy:
     def gathered(self) -> Iterator[None]:
         """Gather the weights inside, where passes without gradient then need no communication.
 
-        All ranks enter and leave together."""
+        All ranks enter and leave together.
+        """
         yield
 
     def release(self) -> None:
@@ -78,8 +78,9 @@ class Strategy:
         self.reduce_gradients()
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """Yield the micro-batches to run forward and backward, and None for a dummy pass, which this
-        rank makes because the communication of other ranks needs it."""
+        """Yield the micro-batches to run forward and backward, and None for a dummy pass, which
+        this rank makes because the communication of other ranks needs it.
+        """
         yield from batches
 
     def dummy_loss(self) -> Tensor:
@@ -113,7 +114,6 @@ class Strategy:
         self.optimizer.state.clear()
 
     def drop_gradients(self) -> None:
-        """Drop this rank's accumulated gradients."""
         for _, weight in self.trainable:
             weight.grad = None
 

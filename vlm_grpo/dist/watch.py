@@ -104,7 +104,8 @@ class RankWatch:
 def watch_ranks(timeout: float) -> Iterator[RankWatch]:
     """Watch the ranks of a launch inside, and explain the errors of lost ones.
 
-    A rank that the others wait for ends the run after ``timeout`` seconds."""
+    A rank that the others wait for ends the run after ``timeout`` seconds.
+    """
     state = PartialState()
     rank, world_size = state.process_index, state.num_processes
     store: Any = connect_store("watch", timeout) if world_size > 1 else None

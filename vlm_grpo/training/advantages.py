@@ -28,35 +28,25 @@ from vlm_grpo.types import Group
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """The advantages of a step's completions.
+    """The advantages of a step's completions."""
 
-    Attributes:
-        own: (n,) advantages of this rank's completions, those of recalled groups last.
-        step: advantages of all ranks' sampled completions, with the statistics of the groups.
-        tokens: (T,) advantages of the tokens of this rank's completions, if they differ within a
-            completion.
-    """
-
-    own: Tensor
+    own: Tensor  # (n,) advantages of this rank's completions, those of recalled groups last
+    # advantages of all ranks' sampled completions, with the statistics of the groups
     step: Advantages
+    # (T,) advantages of the tokens of this rank's completions, if they differ within a completion
     tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """The estimator of a run's advantages.
-
-    Attributes:
-        objective: its settings.
-        over_step: computes them from all groups of a step; None: each group's are its own.
-    """
+    """The estimator of a run's advantages."""
 
     objective: ObjectiveSettings
+    # computes them from all groups of a step; None: each group's are its own
     over_step: StepEstimator | None = None
 
     @classmethod
     def load(cls, objective: ObjectiveSettings) -> Self:
-        """Load the estimator that the settings name; raises UserError if it cannot be used."""
         name = objective.advantage_estimator
         return cls(objective, None if name in ADVANTAGE_ESTIMATORS else load_estimator(name))
 
@@ -89,17 +79,11 @@ def compute_advantages(
 
 
 class _Part(NamedTuple):
-    """What advantages of one rank's completions depend on.
+    """What advantages of one rank's completions depend on."""
 
-    Attributes:
-        rewards: (n, k) rewards.
-        lengths: number of tokens of each completion, by group.
-        penalties: KL penalties of all their tokens; None: there are none.
-    """
-
-    rewards: Tensor
-    lengths: list[list[int]]
-    penalties: Tensor | None
+    rewards: Tensor  # (n, k) rewards
+    lengths: list[list[int]]  # number of tokens of each completion, by group
+    penalties: Tensor | None  # KL penalties of all their tokens; None: there are none
 
     @classmethod
     def of(
@@ -114,26 +98,18 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The rewards, (n, k), of n completions of all ranks, and what else advantages depend on.
-
-    Attributes:
-        weights: (k,) weight of each reward.
-        ids: number of each completion's group.
-        lengths: (n,) number of tokens of each completion.
-        penalties: (T,) KL penalties of each completion's tokens; None: there are none.
-        sizes: number of completions of each rank.
-    """
+    """The rewards, (n, k), of n completions of all ranks, and what else advantages depend on."""
 
     rewards: Tensor
-    weights: Tensor
-    ids: Sequence[int]
-    lengths: Tensor
+    weights: Tensor  # (k,) weight of each reward
+    ids: Sequence[int]  # number of each completion's group
+    lengths: Tensor  # (n,) number of tokens of each completion
+    # (T,) KL penalties of each completion's tokens; None: there are none
     penalties: Sequence[Tensor] | None
     sizes: Sequence[int]
 
     @classmethod
     def join(cls, parts: Sequence[_Part], reward_weights: Mapping[str, float]) -> Self:
-        """Join the parts of all ranks, in rank order."""
         every = [sizes for part in parts for sizes in part.lengths]
         lengths = [length for sizes in every for length in sizes]
         known = [part.penalties for part in parts if part.penalties is not None]
@@ -147,7 +123,6 @@ class _Inputs:
         )
 
     def rows_of(self, rank: int) -> slice:
-        """Return the rows of a rank's completions."""
         start = sum(self.sizes[:rank])
         return slice(start, start + self.sizes[rank])
 

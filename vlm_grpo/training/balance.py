@@ -24,10 +24,8 @@ BACKWARD_COST = 2
 def estimate_cost(
     group: Group, reward_weights: Mapping[str, float], settings: Settings, shared: bool
 ) -> int:
-    """Estimate the tokens of a group in forward passes after its rollout.
-
-    Args:
-        shared: the completions share one pass of their prompt.
+    """Estimate the tokens of a group in forward passes after its rollout; with ``shared``, its
+    completions share one pass of their prompt.
     """
     objective = settings.objective
     is_skipped = objective.can_skip_zero_advantages and objective.beta == 0
@@ -55,21 +53,11 @@ def balance_groups(
     """Divide the groups into mini-batches, and move them between the ranks so that the costs of
     each mini-batch are about equal. All ranks must call it.
 
-    Completions and scores are sent; the receiver loads the prompt from the data.
-
-    Args:
-        groups: this rank's groups by the stream's index.
-        costs: the cost of each of them.
-        load: returns the prompts at these indices, with their images encoded.
-        accelerator: the ranks.
-        mini_batches: number of mini-batches, which divides the number of groups of all ranks.
-
-    Returns:
-        This rank's groups now by index, the indices of those that it has received, and the number
-        of each index's mini-batch, from 0, for all ranks' groups.
-
-    Raises:
-        UserError: on all ranks, if one of them cannot load a prompt.
+    Completions and scores are sent; the receiver loads the prompt from the data, with ``load``,
+    which also encodes the images. Groups and costs have the stream's indices. ``mini_batches``
+    divides the number of groups of all ranks. It returns this rank's groups now by index, the
+    indices of those that it has received, and the number of each index's mini-batch, from 0, for
+    all ranks' groups.
     """
     rank, shares = accelerator.process_index, gather_object([dict(costs)])
     every = sorted(index for share in shares for index in share)

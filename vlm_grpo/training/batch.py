@@ -37,17 +37,12 @@ _TOKEN_FIELDS = {field.name for field in fields(TokenBatch)}
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the T tokens of n completions are in flat tensors: one completion after the other.
+    """Where the T tokens of n completions are in flat tensors: one completion after the other."""
 
-    Attributes:
-        lengths: (n,) number of tokens of each completion.
-    """
-
-    lengths: np.ndarray
+    lengths: np.ndarray  # (n,) number of tokens of each completion
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Self:
-        """Build the layout of completions with these numbers of tokens."""
         return cls(np.array(lengths, dtype=np.int64))
 
     @cached_property
@@ -57,7 +52,6 @@ class TokenLayout:
 
     @property
     def total(self) -> int:
-        """T."""
         return int(self.starts[-1])
 
     def index(self, rows: Sequence[int]) -> Tensor:
@@ -68,57 +62,41 @@ class TokenLayout:
         return torch.from_numpy(offsets.repeat(lengths) + np.arange(lengths.sum()))
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Split (T,) values into those of each completion."""
         return values.split(self.lengths.tolist())
 
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """A group of an earlier step without its prompt, which is loaded from the data again.
-
-    Attributes:
-        index: its index in the stream.
-        step: number of steps done before it was sampled.
-        completions: its completions, whose log-probs are those of the policy of that step.
-        scores: their scores.
-    """
+    """A group of an earlier step without its prompt, which is loaded from the data again."""
 
     index: int
-    step: int
+    step: int  # number of steps done before it was sampled
+    # its completions, whose log-probs are those of the policy of that step
     completions: tuple[Completion, ...]
     scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups of one step on this rank.
-
-    Attributes:
-        groups: the scored groups.
-        reward_weights: weight of each reward in the step, by name.
-        resampled: number of groups, over all ranks, that were sampled to replace groups whose
-            rewards were all equal.
-        rounds: for each round of sampling, the stream's indices that this rank sampled, including
-            indices of replaced groups; then those of the groups that it got from other ranks, and
-            of recalled ones.
-        num_tokens: number of tokens that this rank sampled.
-        step: number of steps done before it.
-        mini_batches: the number, from 0, of the mini-batch of each group, then of each recalled
-            one; empty: all are in one.
-        author: the method that wrote the completions, which have no rewards then; None: they were
-            sampled.
-        recalled: groups of earlier steps, on which the update trains once more.
-        metrics: metrics of the methods, over all ranks.
-    """
+    """The groups of one step on this rank."""
 
     groups: tuple[Group, ...]
+    # weight of each reward in the step, by name
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    # number of groups, over all ranks, that were sampled to replace groups whose rewards were all
+    # equal
     resampled: int = 0
+    # for each round of sampling, the stream's indices that this rank sampled, including indices of
+    # replaced groups; then those of the groups that it got from other ranks, and of recalled ones
     rounds: tuple[tuple[int, ...], ...] = ()
-    num_tokens: int = 0
-    step: int = 0
+    num_tokens: int = 0  # number of tokens that this rank sampled
+    step: int = 0  # number of steps done before it
+    # the number, from 0, of the mini-batch of each group, then of each recalled one; empty: all are
+    # in one
     mini_batches: tuple[int, ...] = ()
+    # the method that wrote the completions, which have no rewards then; None: they were sampled
     author: Method | None = None
+    # groups of earlier steps, on which the update trains once more
     recalled: tuple[Group, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -130,12 +108,10 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Number of completions of the step's own groups."""
         return sum(len(group.completions) for group in self.groups)
 
     @cached_property
     def layout(self) -> TokenLayout:
-        """The places of the completions' tokens in flat tensors."""
         return TokenLayout.of([len(c.token_ids) for c in self.completions])
 
     @cached_property
@@ -146,47 +122,35 @@ class Rollout:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The n completions of a step on this rank, with the inputs of the loss.
+    """The n completions of a step on this rank, with the inputs of the loss."""
 
-    Attributes:
-        mini_batches: the parts of the step, each with an update of its own: the completions that
-            have a gradient, by group.
-        layout: the places of the T tokens in ``values``.
-        advantages: (n,) advantage of each completion.
-        active: (n,) False for a truncated completion that is masked out.
-        weights: (n,) weight of each completion's tokens in each term of the loss, by the term's
-            name, with the normalizer over all ranks included. With m mini-batches, the weights are
-            m times those of the step, so that the mean of the mini-batches' gradients is the
-            step's, as in TRL.
-        values: values of the tokens, by the name of their field in ``TokenBatch`` or in its
-            ``scores``.
-        num_iterations: number of updates on each mini-batch.
-        recalled: index of the first token of recalled groups, whose old log-probs are the
-            sampler's; None: there are none.
-        behind_variant: (n,) True for a completion that was sampled behind another form of its
-            prompt; None: there is none.
-        is_written: whether the completions are targets that a method wrote.
-    """
-
+    # the parts of the step, each with an update of its own: the completions that have a gradient,
+    # by group
     mini_batches: tuple[tuple[GroupSlice, ...], ...]
-    layout: TokenLayout
+    layout: TokenLayout  # the places of the T tokens in ``values``
     advantages: Tensor
-    active: Tensor
+    active: Tensor  # (n,) False for a truncated completion that is masked out
+    # (n,) weight of each completion's tokens in each term of the loss, by the term's name, with the
+    # normalizer over all ranks included. With m mini-batches, the weights are m times those of the
+    # step, so that the mean of the mini-batches' gradients is the step's, as in TRL
     weights: Mapping[str, Tensor]
+    # values of the tokens, by the name of their field in ``TokenBatch`` or in its ``scores``
     values: Values
     num_iterations: int = 1
+    # index of the first token of recalled groups, whose old log-probs are the sampler's; None:
+    # there are none
     recalled: int | None = None
+    # (n,) True for a completion that was sampled behind another form of its prompt; None: there is
+    # none
     behind_variant: Tensor | None = None
-    is_written: bool = False
+    is_written: bool = False  # whether the completions are targets that a method wrote
 
     @property
     def num_updates(self) -> int:
-        """Number of updates of the step."""
         return len(self.mini_batches) * self.num_iterations
 
     @property
     def slices(self) -> tuple[GroupSlice, ...]:
-        """The completions of all mini-batches that have a gradient, by group."""
         return tuple(piece for part in self.mini_batches for piece in part)
 
     def select(self, micro: MicroBatch, device: torch.device) -> SelectedTokens:
@@ -221,25 +185,15 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class SelectedTokens:
-    """The inputs of the loss of the M tokens of a micro-batch, on the policy's device.
+    """The inputs of the loss of the M tokens of a micro-batch, on the policy's device."""
 
-    Attributes:
-        index: (M,) indices in the flat tensors of the step.
-        inputs: fields of ``TokenBatch``, and values for its ``scores``, by name.
-        weights: (M,) weights by term.
-    """
-
-    index: Tensor
-    inputs: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    index: Tensor  # (M,) indices in the flat tensors of the step
+    inputs: dict[str, Tensor]  # fields of ``TokenBatch``, and values for its ``scores``, by name
+    weights: dict[str, Tensor]  # (M,) weights by term
 
     def join(self, scores: TokenScores, old: Tensor | None) -> TokenBatch:
-        """Return the inputs of the loss, without waiting for the device.
-
-        Args:
-            scores: the policy's log-probs of the tokens.
-            old: (T,) log-probs of the step's tokens before its first update; None: they are the
-                policy's.
+        """Return the inputs of the loss, without waiting for the device. ``old`` has the (T,)
+        log-probs of the step's tokens before its first update; None: they are the policy's.
         """
         dtype = scores.logprobs.dtype
         found = self.inputs if old is None else {**self.inputs, "old_logprobs": old[self.index]}
@@ -275,7 +229,6 @@ def score_groups(
 
 
 def is_masked(completion: Completion, objective: ObjectiveSettings) -> bool:
-    """Return whether the completion is left out of the loss, as a truncated one may be."""
     return objective.mask_truncated_completions and completion.stop == "length"
 
 
@@ -289,10 +242,7 @@ def score_slices(
 ) -> Tensor:
     """Return log-probs of a step's tokens, (T,), with one pass over each prompt.
 
-    Args:
-        layout: the places of the step's tokens.
-        max_tokens: maximum number of tokens per pass.
-        others: (T,) the values of the completions that are not in the slices; None: 0.
+    ``others`` (T,) are the values of the completions that are not in the slices; None: 0.
     """
     batches = pack(slices, max_tokens)
     parts = [policy.score(micro).logprobs for micro in batches]
@@ -305,11 +255,8 @@ def score_slices(
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
-    """Build slices of the completions to keep; groups without any are left out.
-
-    Args:
-        groups: groups with n completions in all, numbered in order.
-        keep: n flags, True for each completion to keep.
+    """Build slices of the completions whose flag in ``keep`` is True, (n,) over all groups in
+    order; groups without any are left out.
     """
     slices, start = [], 0
     for group in groups:

@@ -16,27 +16,19 @@ GIB = 2**30
 
 @dataclass
 class TokenBudget:
-    """The number of tokens to process at once, which is halved when memory runs out.
-
-    Attributes:
-        tokens: the number of tokens; None: as many as fit into the free memory.
-        setting: name of the setting that holds its initial value.
-    """
+    """The number of tokens to process at once, which is halved when memory runs out."""
 
     tokens: int | None
-    setting: str
+    setting: str  # name of the setting that holds its initial value
 
     @property
     def limit(self) -> int:
-        """The number of tokens; a number that no batch reaches if it is None."""
+        """The number of tokens; one that no batch reaches if it is None."""
         return sys.maxsize if self.tokens is None else self.tokens
 
     def halve(self, used: int, minimum: int = 1) -> None:
-        """Halve the budget after an allocation failed, and log the setting to start with.
-
-        Args:
-            used: number of tokens that were being processed.
-            minimum: smallest value of the budget.
+        """Halve the budget, to ``minimum`` at least, after ``used`` tokens did not fit into the
+        memory, and log the setting to start with.
         """
         self.tokens = max(min(self.limit, used) // 2, minimum)
         logger.warning(

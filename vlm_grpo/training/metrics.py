@@ -35,7 +35,6 @@ class StepLog:
         write_atomic(self.path, b"".join(_line(row) for row in kept))
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Append a row and flush it to the disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         append_durable(self.path, _line({"step": step, **row}))
 
@@ -66,16 +65,13 @@ def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, f
 
 
 def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
-    """Return the metrics of one rank's sampled groups; names follow TRL's.
+    """Return the metrics of one rank's groups, sampled after ``step`` steps; names follow TRL's.
 
     They are the total reward and each reward, the task's metrics, lengths in tokens, the shares of
     completions that were truncated and that have an answer, the entropy in nats per token, and the
     staleness, in steps, of completions by an outside sampler. That does not tell entropies; the
     mean of −log p over sampled tokens estimates theirs without bias.
     Those sampled behind another form of their prompt do not count.
-
-    Args:
-        step: number of steps done before they were sampled.
     """
     completions = [c for group in groups for c in group.completions]
     scores = [s for group in groups for s in group.scores]
@@ -112,7 +108,6 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
 
 
 def _common_means(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
-    """Return the sum and number of the values that all tasks have."""
     completions = [c for group in groups for c in group.completions]
     scores = [s for group in groups for s in group.scores]
     return {
@@ -129,7 +124,6 @@ def _get_names(values: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def _spread_by_source(advantages: Advantages, sources: Sequence[str]) -> dict[str, float]:
-    """Return the spread of the rewards in the groups of each source of a mixture."""
     found = {}
     for source in sorted({*sources} - {""}):
         own = torch.tensor([other == source for other in sources])
@@ -156,7 +150,6 @@ def rollout_distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
 
 
 def _select_quantiles(values: Iterable[float]) -> list[float]:
-    """Return at most 64 of the values, at the middles of equal shares of their order."""
     ordered = sorted(values)
     count = min(len(ordered), DISTRIBUTION_VALUES)
     return [
@@ -165,6 +158,5 @@ def _select_quantiles(values: Iterable[float]) -> list[float]:
 
 
 def _sum_and_count(values: Iterable[float | None]) -> tuple[float, int]:
-    """Return the sum and the number of the values that are defined."""
     known = [value for value in values if value is not None]
     return sum(known), len(known)

@@ -22,30 +22,16 @@ MAX_NONFINITE_STEPS = 5
 
 class NonfiniteGuard:
     """A counter of consecutive steps with a non-finite gradient, which ends the run after
-    ``MAX_NONFINITE_STEPS``.
-
-    Args:
-        run_dir: the run's folder; the last step's completions are written to ``overflow`` in it.
-        rank: this process's rank.
-
-    Attributes:
-        count: number of consecutive steps with a skipped update.
+    ``MAX_NONFINITE_STEPS`` and then writes the last one's completions to ``overflow`` in its
+    folder.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.run_dir, self.rank, self.count = run_dir, rank, 0
 
     def check(self, step: int, skipped: bool, groups: Sequence[Group], advantages: Tensor) -> None:
-        """Count a step.
-
-        Args:
-            step: number of the step.
-            skipped: True if an update was skipped.
-            groups: this rank's groups, n completions in all.
-            advantages: (n,) advantage of each completion.
-
-        Raises:
-            UserError: too many consecutive steps were skipped; names the file with the last one.
+        """Count step number ``step``; ``advantages`` (n,) are those of all completions of the
+        groups.
         """
         self.count = self.count + 1 if skipped else 0
         if self.count == 1:

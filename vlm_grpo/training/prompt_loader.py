@@ -33,7 +33,7 @@ MAX_REPLACEMENTS = 8
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A prompt; ``is_replacement`` if it replaces one that could not be read."""
+    """A prompt, perhaps in place of one that could not be read."""
 
     prompt: Prompt
     is_replacement: bool
@@ -43,17 +43,10 @@ class PromptLoader:
     """A loader of prompts in the stream's order, which prepares the next step's in advance.
 
     Reading, resizing and splitting an image into patches needs no model, so a thread does it ahead
-    of time; image decoders and tensor operations release the interpreter's lock. With workers, one
-    thread per worker writes the questions and waits for the worker to prepare the images. The
-    prompts are the same.
-
-    Args:
-        policy: turns examples into prompts, and counts the work in its ``counters``.
-        task: writes the questions.
-        stream: the examples.
-        skip_unreadable: replace an example that cannot be read by a later one; otherwise it is an
-            error.
-        workers: number of worker processes; 0: prepare the images in the thread.
+    of time; image decoders and tensor operations release the interpreter's lock. With ``workers``
+    processes, one thread per worker writes the questions and waits for the worker to prepare the
+    images; the prompts are the same. With ``skip_unreadable``, an example that cannot be read is
+    replaced by a later one. The policy's ``counters`` count the work.
     """
 
     def __init__(
@@ -76,11 +69,7 @@ class PromptLoader:
             self._pool = WorkerPool(workers, context, names, _Worker.start, [policy.prompts])
 
     def load(self, indices: Sequence[int], variant: Variant | None = None) -> list[Prompt]:
-        """Return the prompts at these indices of the stream, with their other forms.
-
-        Raises:
-            UserError: an example cannot be read, or the worker processes end.
-        """
+        """Return the prompts at these indices of the stream, with their other forms."""
         self._submit(indices, variant)
         loaded = [self._pending.pop((index, variant)).result() for index in indices]
         prompts = [
@@ -98,7 +87,6 @@ class PromptLoader:
         self._submit(indices, variant)
 
     def close(self) -> None:
-        """Stop the threads and the workers."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._pool is not None:
             self._pool.close()

@@ -77,25 +77,16 @@ class RolloutSampler:
     """A sampler of the groups of each step, which also scores them.
 
     The prompts of a step are distributed over the ranks so that each has about the same number of
-    tokens; groups are moved after sampling so that this holds for the update too.
-
-    An outside sampler generates the completions of up to ``rollout.steps_ahead`` later steps in
-    the background. Everything else, with all communication, happens in the main thread.
-
-    Args:
-        strategy: the policy, which samples the completions, and the ranks.
-        task: writes the questions and scores the answers.
-        stream: the training examples in their order, at least one.
-        settings: the run's settings.
-        methods: the optional methods of the run, by name.
-        build_outside: builds the sampler that samples in place of the policy, before the first
-            step that samples; None: the policy does.
+    tokens; groups are moved after sampling so that this holds for the update too. An outside
+    sampler, which ``build_outside`` builds before the first step that samples, generates the
+    completions of up to ``rollout.steps_ahead`` later steps in the background. Everything else,
+    with all communication, happens in the main thread.
 
     Attributes:
         cursor: the place in the stream.
         budget: maximum number of tokens sampled at once.
         num_tokens: number of tokens sampled in the current step.
-        outside: the outside sampler, once it is built.
+        outside: the outside sampler, once it is built; None: the policy samples.
     """
 
     def __init__(
@@ -126,11 +117,9 @@ class RolloutSampler:
         self.scorer = build_scorer(settings, self.accelerator.process_index)
 
     def _find(self, hook: str) -> Method | None:
-        """Return the method that has a hook."""
         return next((method for method in self.methods if overrides(method, hook)), None)
 
     def close(self) -> None:
-        """Stop the outside sampler, and the threads and processes of the loader and the scorer."""
         if self.outside is not None:
             self.outside.close()
         self.loader.close()
@@ -148,17 +137,10 @@ class RolloutSampler:
         self._pending.clear()
 
     def sample(self, step: int, stop_request: StopRequest | None = None) -> Rollout:
-        """Sample and score the groups of one step.
+        """Sample and score the groups of the step after ``step`` finished ones.
 
-        Args:
-            step: number of steps done.
-            stop_request: ends the sampling; None: nothing does.
-
-        Raises:
-            UserError: on all ranks, if one of them could not make its groups, or if a reward failed
-                on every completion. The place in the stream is unchanged then.
-            StepInterrupted: on all ranks, if a stop was requested on one of them. The place in the
-                stream is unchanged then.
+        If that fails or is stopped on one rank, all ranks raise, and the place in the stream is
+        unchanged.
         """
         place, self.num_tokens = (self.cursor.position, self.unused), 0
         self._stop_request = stop_request or StopRequest()
@@ -188,7 +170,6 @@ class RolloutSampler:
         return self._author if self._author is not None and self._author.writes(step) else None
 
     def _write_step(self, step: int, author: Method) -> Rollout:
-        """Return the groups that a method writes for the stream's next examples."""
         groups, own = [], []
         with self.strategy.gathered():
             with self._fail_together():
@@ -230,14 +211,8 @@ class RolloutSampler:
     def _learn(
         self, task: Task, groups: Mapping[int, Group], rollout: Rollout, missing: int = 0
     ) -> Rollout:
-        """Let the methods learn from a step, and return it with the groups that they recall.
-
-        Args:
-            groups: all groups that this rank sampled, by the stream's index.
-            missing: maximum number of groups to recall, over all ranks.
-
-        Raises:
-            UserError: on all ranks; no method has learned then.
+        """Let the methods learn from a step, and return it with the groups that they recall: at
+        most ``missing`` over all ranks. If one rank fails, no method has learned.
         """
         step, ranks, count = rollout.step, self.accelerator, self.settings.optim.mini_batches
         recalled = {method.name: method.recall(missing, step) for method in self.methods}
@@ -270,7 +245,6 @@ class RolloutSampler:
         resampled: int,
         rounds: Sequence[tuple[int, ...]],
     ) -> Rollout:
-        """Return the rollout with its groups moved between the ranks."""
         weights, shared = task.reward_weights(), self.policy.shared
         costs = {
             index: estimate_cost(group, weights, self.settings, shared)
@@ -397,7 +371,6 @@ class RolloutSampler:
         return sums.tolist()
 
     def _own_indices(self, indices: Sequence[int]) -> list[int]:
-        """Return this rank's share of the indices."""
         if self.world_size == 1:
             return list(indices)
         examples = (self.stream[index] for index in indices)
@@ -421,10 +394,7 @@ class RolloutSampler:
             return score_groups(self.scorer, task, prompts, completions)
 
     def _count_generation(self, begun: PendingRollout) -> None:
-        """Count the seconds in which the outside sampler generated, whatever ran beside it.
-
-        It began when it was started, or when what was started before had ended.
-        """
+        """Count the seconds since the sampling began, or since the one before it had ended."""
         ended = begun.ended[0] if begun.ended else time.perf_counter()
         seconds = self.policy.stopwatch.seconds
         spent = ended - max(begun.began, self._last_end)
@@ -433,10 +403,7 @@ class RolloutSampler:
     def _sample_completions(
         self, prompts: Sequence[Prompt], indices: Sequence[int]
     ) -> list[tuple[Completion, ...]]:
-        """Sample what ``SamplingArguments`` has, and halve the token budget if memory runs out.
-
-        The completions do not depend on the budget.
-        """
+        """Sample with a token budget that is halved if memory runs out; the result is the same."""
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
         minimum = longest + rollout.num_generations * rollout.max_completion_length
@@ -480,10 +447,8 @@ class SamplingArguments(NamedTuple):
         settings: Settings,
         varied: int = 0,
     ) -> SamplingArguments:
-        """Build the arguments for the groups of prompts with these indices of the stream.
-
-        Args:
-            varied: number of completions to sample behind the other form of each prompt.
+        """Build the arguments for the groups of prompts with these indices of the stream, of which
+        ``varied`` completions are sampled behind the other form of their prompt.
         """
         rollout, size = settings.rollout, settings.rollout.num_generations
         clean = size - varied
@@ -538,7 +503,7 @@ def build_rollout_sampler(
     settings: Settings,
     methods: Mapping[str, Method] = MappingProxyType({}),
 ) -> RolloutSampler:
-    """Build the sampler that ``rollout.sampler`` names; arguments as for ``RolloutSampler``.
+    """Build the sampler that ``rollout.sampler`` names.
 
     Its servers are started at once, or after steps whose completions are written.
     """

@@ -62,12 +62,8 @@ def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
 class RunDir:
     """A writer of the files of a run besides its checkpoints; only the first rank writes.
 
-    Args:
-        held_out_task: scores the held-out examples.
-
-    Attributes:
-        monitored: the task whose primary metric is monitored on the sampled completions: the
-            held-out task if each completion has a value of its primary metric, else the task.
+    ``monitored`` is the task whose primary metric is monitored on the sampled completions: the
+    held-out task if each completion has a value of its primary metric, else the task.
     """
 
     def __init__(self, settings: Settings, task: Task, held_out_task: Task, is_main: bool) -> None:
@@ -95,11 +91,9 @@ class RunDir:
         self.report_time = time.monotonic()
 
     def open(self, step: int, written: int | None = None) -> None:
-        """Prepare to continue after ``step`` steps; the logs of later steps are dropped.
-
-        Args:
-            written: number of steps whose metrics are written, if the last one's evaluation is
-                still to be made.
+        """Prepare to continue after ``step`` steps, of which the metrics of ``written`` are written
+        (None: all), if the last one's evaluation is still to be made; the logs of later steps are
+        dropped.
         """
         if not self.is_main:
             return

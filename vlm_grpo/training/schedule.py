@@ -28,13 +28,10 @@ def _build_schedules(optimizer: Optimizer, settings: Settings) -> list[Callable[
 
 
 def build_schedule(settings: Settings, part: str = "") -> Callable[[int], float]:
-    """Build a function that returns the learning rate of a step of the run.
+    """Build a function that returns the learning rate of a step of the run for a part of the model.
 
-    The schedule of the supervised steps ends with them; that of ``optim`` begins after them.
-
-    Args:
-        settings: the run's settings.
-        part: part of the model; supervised steps have one rate for all.
+    The schedule of the supervised steps, which have one rate for all parts, ends with them; that of
+    ``optim`` begins after them.
     """
     optim, start, first = settings.optim, settings.warm_start, settings.supervised_steps
     peak = optim.part_rates.get(part, optim.lr)
@@ -48,7 +45,6 @@ def build_schedule(settings: Settings, part: str = "") -> Callable[[int], float]
 def _build_rate(
     block: OptimSettings | WarmStartSettings, peak: float, steps: int
 ) -> Callable[[int], float]:
-    """Build the learning rate by step of ``steps`` steps under a block's schedule."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=block.lr)
     warmup, name = count_warmup(block.warmup_steps, steps), block.schedule
     least = {"min_lr": block.min_lr} if isinstance(block, OptimSettings) and block.min_lr else None

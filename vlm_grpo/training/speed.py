@@ -50,14 +50,12 @@ class StepMeter:
         self.accelerator.print(f"profile    {path}.json.gz: open it at https://ui.perfetto.dev")
 
     def reset(self) -> None:
-        """Begin a step: reset the policy's counters and times."""
         self.policy.counters.reset()
         self.policy.stopwatch.reset()
 
     def measure(self, rollout: Rollout, batch: StepBatch) -> dict[str, float]:
-        """Return the metrics of a finished step over all ranks. All ranks must call it.
-
-        Times and memory are of this rank.
+        """Return the metrics of a finished step over all ranks; times and memory are of this rank.
+        All ranks must call it.
         """
         policy = self.policy
         seconds = dict(policy.stopwatch.seconds)

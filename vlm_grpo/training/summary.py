@@ -88,7 +88,6 @@ def _describe_mixture(
 
 
 def _image_line(policy: Policy, task: Task, examples: Sequence[Example]) -> Iterator[str]:
-    """Yield the range of image tokens for families whose images vary in size."""
     if policy.budget is None or not any(example.images for example in examples):
         return
     sizes = PromptCounter(examples, task, policy.prompts).count(policy.budget)
@@ -113,24 +112,16 @@ def _reference(objective: ObjectiveSettings) -> str:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        before: held-out evaluation of the loaded model; None without held-out data.
-        after: held-out evaluation after the last step; None without held-out data.
-        best: the best held-out value, including the loaded model's, with its step; None
-            without held-out data.
-        checkpoint: folder of the last checkpoint.
-        run_dir: the run's folder.
-        lower_is_better: True if the held-out primary metric is an error.
-    """
-
-    before: Scored | None
-    after: Scored | None
+    before: Scored | None  # held-out evaluation of the loaded model; None without held-out data
+    after: Scored | None  # held-out evaluation after the last step; None without held-out data
+    # the best held-out value, including the loaded model's, with its step; None without held-out
+    # data
     best: tuple[float, int] | None
     checkpoint: Path
     run_dir: Path
-    lower_is_better: bool = False
+    lower_is_better: bool = False  # True if the held-out primary metric is an error
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

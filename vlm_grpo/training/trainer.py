@@ -89,9 +89,6 @@ class Trainer:
     """A trainer of one policy on one task with GRPO.
 
     Args:
-        settings: the run's settings.
-        policy: the policy to train.
-        task: writes the questions and scores the answers.
         train_examples: the training examples, at least one.
         held_out: examples to evaluate before, during and after training; may be empty.
         accelerator: the processes of the run; None: built from the launch.
@@ -135,13 +132,7 @@ class Trainer:
         self.stop_request = StopRequest()
 
     def step(self) -> dict[str, float]:
-        """Run one step, and return its metrics.
-
-        Raises:
-            StepInterrupted: a stop was requested while the step was sampled. The state is that
-                before the step.
-            UserError: the step failed for a reason that the user can fix.
-        """
+        """Run one step, and return its metrics."""
         settings, ranks = self.settings, self.accelerator
         with self.meter.step(self.global_step):
             rollout = self._rollout()
@@ -168,7 +159,6 @@ class Trainer:
                 raise
 
     def _finish_step(self, rollout: Rollout, batch: StepBatch, is_skipped: bool) -> None:
-        """Write the step's samples, and check its gradients."""
         self.policy.engine.clear_image_features()
         groups, advantages = rollout.groups, batch.advantages[: rollout.num_sampled]
         self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
@@ -177,8 +167,7 @@ class Trainer:
     def run(self, stop_request: StopRequest | None = None) -> TrainResult:
         """Run the remaining steps with the evaluations and checkpoints due between them.
 
-        Args:
-            stop_request: ends the run early; None: signals and the time limit, counted from now.
+        ``stop_request`` ends the run early; None: signals and the time limit, counted from now.
 
         Raises:
             Stopped: the run was stopped on request, and its state was saved.
@@ -259,7 +248,6 @@ class Trainer:
     # Evaluation.
 
     def _evaluate(self) -> Scored | None:
-        """Evaluate the held-out examples and write the result."""
         evaluation = self.evaluator.evaluate(self.global_step)
         if evaluation is not None:
             shown, task = self.evaluator.first_examples(HELD_OUT_SHOWN), self.evaluator.task
@@ -267,7 +255,6 @@ class Trainer:
         return evaluation
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
-        """Evaluate after a step, and add the result to its metrics."""
         with self._save_on_error(), self.stop_request.finishing("evaluation"):
             evaluation = self._evaluate()
         if evaluation is not None:
@@ -278,16 +265,11 @@ class Trainer:
 
     @property
     def state(self) -> RunState:
-        """The state of the run outside its weights, optimizer and reference."""
         best, count = self.evaluator.best, self.nonfinite.count
         return RunState(self.global_step, best, count, self.unevaluated)
 
     def restore(self, checkpoint: Path) -> None:
-        """Resume from the checkpoint that the policy's weights were loaded from.
-
-        Raises:
-            UserError: it cannot be read, or does not fit the settings, data or model.
-        """
+        """Resume from the checkpoint that the policy's weights were loaded from."""
         state = self.checkpoints.restore(checkpoint)
         self.global_step, self.unevaluated = state.step, state.unevaluated
         self.evaluator.best, self.nonfinite.count = state.best, state.nonfinite_steps

@@ -45,34 +45,23 @@ from vlm_grpo.training.schedule import build_scheduler, get_rates
 
 @dataclass
 class Updater:
-    """The updater of the policy, which also scores completions in passes without gradient.
+    """The updater of the policy, which also scores completions in passes without gradient."""
 
-    Attributes:
-        strategy: distributes the policy's weights over ranks, and holds the optimizer.
-        scheduler: the learning-rate schedule, advanced once per step.
-        settings: the run's settings.
-        budget: maximum number of tokens per micro-batch.
-        offload: opens a context that moves the activations saved inside to the host.
-        surrogate: the user's loss; None: that of the settings' loss type.
-        methods: the optional methods of the run, by name.
-    """
-
-    strategy: Strategy
-    scheduler: Any
+    strategy: Strategy  # distributes the policy's weights over ranks, and holds the optimizer
+    scheduler: Any  # the learning-rate schedule, advanced once per step
     settings: Settings
-    budget: TokenBudget
+    budget: TokenBudget  # maximum number of tokens per micro-batch
+    # opens a context that moves the activations saved inside to the host
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    surrogate: Surrogate | None = None
+    surrogate: Surrogate | None = None  # the user's loss; None: that of the settings' loss type
     methods: Mapping[str, Method] = field(default_factory=dict)
 
     @property
     def policy(self) -> Policy:
-        """The policy that is trained."""
         return self.strategy.policy
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The metrics of the learning rates."""
         return get_rates(self.scheduler)
 
     # The passes without gradient.
@@ -160,8 +149,8 @@ class Updater:
         """Accumulate the gradient of an update of the step; return its metrics, and the losses of
         its micro-batches.
 
-        If memory runs out, the gradients so far are dropped and the update is repeated with
-        micro-batches of half the size, which gives the same gradient.
+        If memory runs out, the update is repeated with micro-batches of half the size, which gives
+        the same gradient.
         """
         slices = batch.mini_batches[number % len(batch.mini_batches)]
         while True:
@@ -187,11 +176,6 @@ class Updater:
             self.budget.halve(micro.num_tokens)
 
     def _check_can_halve(self, micro: MicroBatch, error: RuntimeError) -> None:
-        """Check that a step that ran out of memory can be repeated with smaller micro-batches.
-
-        Raises:
-            UserError: it cannot be repeated.
-        """
         if len(micro.rows) == 1:
             raise UserError(
                 f"out of memory on a single completion of {micro.num_tokens} tokens: lower "
@@ -265,11 +249,6 @@ def build_updater(
 
 
 def _check_offloading(strategy: Strategy) -> None:
-    """Check that activations can be moved to the host.
-
-    Raises:
-        UserError: they cannot.
-    """
     if strategy.accelerator.device.type != "cuda":
         raise UserError(
             "policy.activation_offloading moves activations from a GPU to the host's memory, and "

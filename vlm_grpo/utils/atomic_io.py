@@ -60,7 +60,8 @@ def create_folder(folder: Path) -> Iterator[None]:
 def create_whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` if the block ends without an error.
 
-    ``UserError``: it is a file, is not empty, or cannot be created."""
+    ``UserError``: it is a file, is not empty, or cannot be created.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: give another one")
     tmp_dir = folder.with_name(f".{folder.name}.tmp")

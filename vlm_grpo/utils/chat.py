@@ -58,17 +58,13 @@ def place_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
 
 @dataclass(frozen=True)
 class ThinkingTags:
-    """The texts before and after a model's thinking.
-
-    Attributes:
-        is_open: the prompt ends with ``opening``, so that a completion begins within the thinking.
-        is_native: the chat template lets the model think, without a request in words.
-    """
+    """The texts before and after a model's thinking."""
 
     opening: str = "<think>"
     closing: str = "</think>"
+    # the prompt ends with ``opening``, so that a completion begins within the thinking
     is_open: bool = False
-    is_native: bool = False
+    is_native: bool = False  # the chat template lets the model think, without a request in words
 
     def normalize(self, text: str) -> str:
         """Return a completion with its thinking, if it has any, in ``<think>…</think>``.

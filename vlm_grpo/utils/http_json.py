@@ -79,7 +79,8 @@ def post_command(url: str, body: Any = None, timeout: float = 60.0, retries: int
 def build_authorization(variable: str) -> dict[str, str]:
     """Return the header with the API key in an environment variable.
 
-    ``ValueError``: the variable holds no key; the message does not contain its value."""
+    ``ValueError``: the variable holds no key; the message does not contain its value.
+    """
     key = os.environ.get(variable, "").strip()
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(f"the environment variable {variable} holds no API key")

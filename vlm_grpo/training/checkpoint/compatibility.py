@@ -48,11 +48,8 @@ def check_same_settings(
 ) -> None:
     """Check that the settings of a run fit the checkpoint that it resumes from.
 
-    Args:
-        saved: ``flatten_settings`` of the run that wrote the checkpoint.
-        settings: settings of the resumed run.
-        checkpoint: the checkpoint's name, for the message.
-        task: the run's task; None: that of the settings.
+    ``saved`` has ``flatten_settings`` of the run that wrote it; the task None is that of the
+    settings.
     """
     task = load_run_task(settings) if task is None else task
     now = flatten_settings(settings)

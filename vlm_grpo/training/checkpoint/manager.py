@@ -54,18 +54,12 @@ LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
 
 @dataclass
 class RunState:
-    """The state of a run outside its weights, optimizer and reference.
-
-    Attributes:
-        step: number of finished steps.
-        best: the best held-out value with its step, or None.
-        nonfinite_steps: number of consecutive steps with a non-finite gradient.
-        unevaluated: the last step's metrics if its evaluation is due and was not made; else None.
-    """
+    """The state of a run outside its weights, optimizer and reference."""
 
     step: int = 0
-    best: tuple[float, int] | None = None
-    nonfinite_steps: int = 0
+    best: tuple[float, int] | None = None  # the best held-out value with its step, or None
+    nonfinite_steps: int = 0  # number of consecutive steps with a non-finite gradient
+    # the last step's metrics if its evaluation is due and was not made; else None
     unevaluated: dict[str, float] | None = None
 
 
@@ -96,11 +90,9 @@ class CheckpointManager:
         self.writer = AsyncWriter()
 
     def path(self, state: RunState) -> Path:
-        """Return the folder of this state's checkpoint."""
         return self.folder / get_name(state.step)
 
     def is_saved(self, state: RunState) -> bool:
-        """Return whether the last checkpoint has this state."""
         return self.last_saved == state.step
 
     def save(self, state: RunState) -> None:

@@ -76,12 +76,10 @@ def write_checkpoint(
 
 
 def get_name(step: int) -> str:
-    """Return the name of the checkpoint's folder after this number of steps."""
     return f"step-{step}"
 
 
 def get_tmp_dir(folder: Path, step: int) -> Path:
-    """Return the temporary folder of a checkpoint that is being written."""
     return folder / f".{get_name(step)}.tmp"
 
 

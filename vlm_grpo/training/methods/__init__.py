@@ -40,21 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """The run that methods are part of.
-
-    Attributes:
-        settings: its settings.
-        strategy: the policy, its optimizer and the ranks.
-        stream: the training examples in their order.
-    """
+    """The run that methods are part of."""
 
     settings: Settings
-    strategy: Strategy
+    strategy: Strategy  # the policy, its optimizer and the ranks
     stream: ExampleStream
 
     @property
     def policy(self) -> Policy:
-        """The policy that is trained."""
         return self.strategy.policy
 
 
@@ -77,12 +70,8 @@ class Variant:
 class Passes:
     """The completions of a step, and the passes without gradient that score them.
 
-    Args:
-        rollout: this rank's groups.
-        slices: their completions, by group.
-        strategy: the policy and the ranks.
-        score: returns the (T,) log-probs of slices under the current weights; ``others`` are
-            those of completions that are not in the slices.
+    ``slices`` has this rank's completions by group. ``score`` returns the (T,) log-probs of slices
+    under the current weights; its ``others`` are those of completions that are not in the slices.
     """
 
     def __init__(
@@ -138,25 +127,17 @@ class Method:
 
     Args:
         own: the method's settings; of a file's method, those of its class of settings.
-
-    Attributes:
-        name: the name of its term in the loss, and in files.
-        phase: the phase of its passes in the metrics of time; empty: ``name``.
-        block: key of its settings; of a file's method empty.
-        state_name: name of the file of its state in checkpoints; empty: ``method_NAME``.
-        is_alone: whether its term is the only one of the loss of its steps.
-        has_videos: whether it supports examples with videos.
-        pool: number of candidates of ``choose`` per prompt.
     """
 
-    name: ClassVar[str]
-    phase: ClassVar[str] = ""
-    block: ClassVar[str] = ""
+    name: ClassVar[str]  # the name of its term in the loss, and in files
+    phase: ClassVar[str] = ""  # the phase of its passes in the metrics of time; empty: ``name``
+    block: ClassVar[str] = ""  # key of its settings; of a file's method empty
+    # name of the file of its state in checkpoints; empty: ``method_NAME``
     state_name: ClassVar[str] = ""
-    has_videos: ClassVar[bool] = True
+    has_videos: ClassVar[bool] = True  # whether it supports examples with videos
     run: Run
-    is_alone: bool = False
-    pool: int = 1
+    is_alone: bool = False  # whether its term is the only one of the loss of its steps
+    pool: int = 1  # number of candidates of ``choose`` per prompt
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -199,17 +180,14 @@ class Method:
         return 0
 
     def recall(self, count: int, step: int) -> list[KeptGroup]:
-        """Return up to ``count`` groups of earlier steps to train on once more, equal on all ranks.
-
-        They take the places of groups without a gradient.
+        """Return up to ``count`` groups of earlier steps, equal on all ranks, to train on once more
+        in the places of groups without a gradient.
         """
         return []
 
     def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[Any]:
         """Return what to learn from this rank's groups, by the stream's index; learn nothing yet.
-
-        Raises:
-            UserError: it cannot be found out; no method learns from the step then.
+        If one rank raises ``UserError``, no method learns from the step.
         """
         return []
 
@@ -262,7 +240,6 @@ class Method:
 
     @property
     def state_file(self) -> str:
-        """Name of the file of its tensors in checkpoints."""
         return self.state_name or f"method_{self.name}"
 
     def state_dict(self) -> tuple[Any, Mapping[str, Any]]:
@@ -301,12 +278,7 @@ def _find_in(module: ModuleType) -> list[type[Method]]:
 def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
     """Build the methods that a run's settings use, by name.
 
-    Args:
-        settings: the settings of a run; or blocks of them, such as ``{"objective": objective}``,
-            for the loss alone.
-
-    Raises:
-        UserError: a file's method is wrong, or two methods would do the same.
+    The settings may be blocks of them, such as ``{"objective": objective}``, for the loss alone.
     """
     methods = {
         method.name: method(own)

@@ -31,14 +31,11 @@ class Curriculum(Method):
 
     Each source of a mixture has as many prompts as in the stream's own order. The choice depends
     only on the posterior, the seed and the place in the stream, so ranks agree on it.
-
-    Attributes:
-        posterior: (rows, 2) α and β of each example.
     """
 
     name, block = "curriculum", "data.curriculum"
     own: CurriculumSettings
-    posterior: np.ndarray
+    posterior: np.ndarray  # (rows, 2) α and β of each example
 
     def __init__(self, own: CurriculumSettings) -> None:
         super().__init__(own)
@@ -74,10 +71,8 @@ class Curriculum(Method):
     def learn(
         self, step: int, observed: list[Observation], recalled: Sequence[KeptGroup] = ()
     ) -> dict[str, float]:
-        """Update the posterior after a step; return the step's metrics.
-
-        They are the mean pass rate that was predicted and the one that was found, and the share of
-        prompts whose examples had not been sampled yet.
+        """Update the posterior after a step; return the mean pass rate that was predicted and the
+        one that was found, and the share of prompts whose examples had not been sampled yet.
         """
         if not observed:
             return {}

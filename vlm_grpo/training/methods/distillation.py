@@ -69,11 +69,7 @@ class Distillation(Method):
 
 
 def load_teacher(settings: Settings, name: str, policy: Policy) -> Policy:
-    """Load a model as the teacher, frozen, on the policy's device.
-
-    Raises:
-        UserError: it cannot be loaded, or reads other tokens or images than the policy.
-    """
+    """Load a model as the teacher, frozen, on the policy's device."""
     same = {key: getattr(settings.policy, key) for key in ("dtype", "engine", "trust_remote_code")}
     changed = {"model": name, "model_revision": None, "policy": PolicySettings(**same)}
     teacher = load_policy(settings.model_copy(update=changed), training=False)

@@ -39,13 +39,8 @@ def select_high_entropy(
     """Return (T,) factors of the tokens: 1 for the share of the tokens of the step with the highest
     entropy, 0 for the others (arXiv:2506.01939, section 5).
 
-    The threshold is the quantile 1 − share over all ranks, as in TRL. All ranks must call it.
-
-    Args:
-        entropies: of each completion, the entropy at each token when it was sampled; those
-            without are left out, and have factors of 1.
-        lengths: number of tokens of each completion.
-        share: share of the tokens, above 0 and below 1.
+    The threshold is the quantile 1 − share over all ranks, as in TRL. All ranks must call it. A
+    completion without entropies at sampling is left out, and has factors of 1.
     """
     every = gather_object([value for values in entropies for value in values])
     threshold = float(np.quantile(every, 1 - share)) if every else 0.0

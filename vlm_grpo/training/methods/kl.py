@@ -69,12 +69,7 @@ class ReferenceKL(Method):
 
 
 class Reference:
-    """The reference policy of a run.
-
-    Args:
-        trainable: names and values of the trained weights, of which a snapshot is taken.
-        objective: settings of the objective.
-    """
+    """The reference policy of a run, a snapshot of the trainable weights."""
 
     def __init__(
         self, trainable: list[tuple[str, nn.Parameter]], objective: ObjectiveSettings
@@ -86,13 +81,12 @@ class Reference:
         self.snapshot = dict(zip(self.trainable, copies, strict=True))
 
     def copy_policy(self) -> None:
-        """Copy the policy to the reference."""
         for name, part in self.snapshot.items():
             part.copy_(local_shard(self.trainable[name]).detach())
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the reference's weights into the model inside the context."""
+        """Swap the reference's weights into the model inside."""
         policy = {name: _values(weight) for name, weight in self.trainable.items()}
         try:
             for name, weight in self.trainable.items():
@@ -109,11 +103,6 @@ class Reference:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a saved snapshot.
-
-        Raises:
-            UserError: it does not hold the weights that these settings train.
-        """
         mismatch = UserError(
             "the checkpoint's reference policy holds other weights than these settings train: "
             "resume with the settings that wrote it"

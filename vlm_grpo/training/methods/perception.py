@@ -97,12 +97,8 @@ def weigh_by_dependency(
     A factor is 0 for tokens whose dependency is not among the ``top_share`` of their completion,
     and otherwise min_scale + (1 − min_scale)·s / mean(s), where s is the completion's mean
     dependency, mapped to 0 to 1 over all completions with images, on all ranks, whose mean factor
-    is then 1. All ranks must call it.
-
-    Args:
-        dependency: that of each token on the image, by completion; others have factors of 1.
-        lengths: number of tokens of each completion.
-        settings: the share and the scale.
+    is then 1. ``dependency`` is that of each token on the image, by completion; others have factors
+    of 1. All ranks must call it.
     """
     means = {row: values.mean().item() for row, values in dependency.items()}
     every = gather_object([*means.values()])

@@ -18,14 +18,11 @@ from vlm_grpo.types import Completion, Group, Score
 
 
 class Replay(Method):
-    """A buffer of groups with different rewards, each of which is replayed once at most.
+    """A buffer of groups with different rewards, the oldest first; each is replayed once at most.
 
     As RePO's recency-based strategy (Li et al., arXiv:2506.09340), it replays the newest first,
     whose ratios are nearest to 1. There, groups of the step's own prompts are replayed beside all
     prompts; here any group, and only beside groups without a gradient. All ranks hold the same.
-
-    Attributes:
-        groups: the groups, the oldest first.
     """
 
     name, block = "replay", "objective.replay"
@@ -36,12 +33,10 @@ class Replay(Method):
         self.groups: list[KeptGroup] = []
 
     def recall(self, count: int, step: int) -> list[KeptGroup]:
-        """Return up to ``count`` groups, the newest first; they stay in the buffer."""
         oldest = step - self.own.max_age
         return [group for group in reversed(self.groups) if group.step >= oldest][:count]
 
     def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[KeptGroup]:
-        """Return the groups that have different rewards."""
         weights, objective = task.reward_weights(), self.run.settings.objective
         useful = []
         for index, group in groups.items():
@@ -55,8 +50,7 @@ class Replay(Method):
     def learn(
         self, step: int, observed: list[KeptGroup], recalled: Sequence[KeptGroup]
     ) -> dict[str, float]:
-        """Remove the replayed groups and add the useful ones; metrics: the number of the former,
-        and their mean age in steps."""
+        """Replace the replayed groups by the useful ones; the metrics are of the former."""
         used = {group.index for group in recalled}
         kept = [group for group in self.groups if group.index not in used]
         sampled = sorted(observed, key=lambda group: group.index)

@@ -54,7 +54,6 @@ class WarmStart(Method):
                 scheduler.step()
 
     def term(self, inputs: LossInputs) -> Tensor:
-        """Return −log π of each target token."""
         return -inputs.batch.logprobs
 
     def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
@@ -73,12 +72,7 @@ class TargetWriter:
         self.rollout, self.end = settings.rollout, find_end_token(policy)
 
     def write(self, example: Example, task: Task) -> Completion:
-        """Write the target of an example.
-
-        Raises:
-            UserError: the task cannot write it, it has a control token, or the sampler could not
-                generate it: it is too long or too short. The message names the example.
-        """
+        """Write the target of an example; ``UserError``: the sampler could not generate it."""
         text = self._get_text(example, task)
         if self.prompts.remove_control_tokens(text) != text:
             raise UserError(
@@ -151,7 +145,6 @@ def write_groups(prompts: Sequence[Prompt], writer: TargetWriter, task: Task) ->
 
 
 def _read(text: str, example: Example, task: Task) -> Score:
-    """Return a score without rewards, with the answer in the text."""
     try:
         return Score(task.read(text, example), {}, None, {})
     except FAILURES:  # a user's parser may raise anything

@@ -19,33 +19,26 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of n completions, and statistics of their g groups in order of first appearance.
+    """Advantages of n completions, and statistics of their g groups by first appearance."""
 
-    Attributes:
-        values: advantage of each completion; exactly 0 where the group gives no signal.
-        group_stds: standard deviation (ddof 1) of each group's scorable rewards; 0 with fewer
-            than two of them.
-        zero_spread: True for a group whose advantages are all 0: its rewards are equal, or fewer
-            than two of its completions are scorable.
-        scorable: True for a completion that has a reward.
-        tokens: (T,) advantages of each completion's tokens, of which ``values`` has the means;
-            None: they are all the completion's.
-    """
-
+    # advantage of each completion; exactly 0 where the group gives no signal
     values: Float[Tensor, " n"]
+    # standard deviation (ddof 1) of each group's scorable rewards; 0 with fewer than two of them
     group_stds: Float[Tensor, " g"]
+    # True for a group whose advantages are all 0: its rewards are equal, or fewer than two of its
+    # completions are scorable
     zero_spread: Bool[Tensor, " g"]
-    scorable: Bool[Tensor, " n"]
+    scorable: Bool[Tensor, " n"]  # True for a completion that has a reward
+    # (T,) advantages of each completion's tokens, of which ``values`` has the means; None: they are
+    # all the completion's
     tokens: tuple[Tensor, ...] | None = None
 
     @property
     def frac_reward_zero_std(self) -> float:
-        """Fraction of the groups whose advantages are all 0."""
         return self.zero_spread.double().mean().item() if len(self.zero_spread) else 0.0
 
     @property
     def unscorable(self) -> int:
-        """Number of completions without a reward."""
         return int((~self.scorable).sum())
 
 
@@ -85,18 +78,12 @@ ADVANTAGE_ESTIMATORS: Mapping[str, Baseline] = {"grpo": group_mean, "rloo": leav
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What a step estimator computes advantages from: the scorable completions of all ranks.
+    """What a step estimator computes advantages from: the scorable completions of all ranks."""
 
-    Attributes:
-        rewards: total reward of each completion, without KL penalties.
-        groups: index in 0..g−1 of each completion's group.
-        lengths: number of tokens of each completion.
-        penalties: (T,) KL penalties of each completion's tokens; None without a KL in the reward.
-    """
-
-    rewards: Float[Tensor, " n"]
-    groups: Int[Tensor, " n"]
-    lengths: Int[Tensor, " n"]
+    rewards: Float[Tensor, " n"]  # total reward of each completion, without KL penalties
+    groups: Int[Tensor, " n"]  # index in 0..g−1 of each completion's group
+    lengths: Int[Tensor, " n"]  # number of tokens of each completion
+    # (T,) KL penalties of each completion's tokens; None without a KL in the reward
     penalties: Sequence[Tensor] | None = None
 
     @property
@@ -166,9 +153,6 @@ def step_advantages(
         lengths: number of tokens of each completion.
         estimator: computes the advantages of the completions that have a reward.
         penalties: (T,) KL penalties of each completion's tokens; None: there are none.
-
-    Raises:
-        ValueError: a reward is infinite, or there are not n ids.
     """
     groups = group_advantages(rewards, group_ids, scale_rewards="none")  # for their statistics
     rows = groups.scorable.nonzero().flatten().tolist()
@@ -196,20 +180,13 @@ def group_advantages(
 ) -> Advantages:
     """Compute A_i = (r_i − baseline_i) / (std + 1e-4), ddof 1 (arXiv:2402.03300, section 4.1.2).
 
-    Groups are identified by id, in any order and of any size. A completion without a reward is
-    left out of the mean and the deviation, and its advantage is 0. So is the advantage of every
-    completion in a group with fewer than two rewards, or with equal rewards. Pass the
-    completions of all ranks: otherwise groups and the batch's deviation may be incomplete.
-
-    Args:
-        rewards: total reward of each completion; NaN where it has none (unscorable).
-        group_ids: group id of each completion.
-        estimator: a name in ``ADVANTAGE_ESTIMATORS``.
-        scale_rewards: divide by the deviation of the ``group`` or of the ``batch``, or by 1
-            (``none``; "Dr. GRPO", arXiv:2503.20783).
-
-    Raises:
-        ValueError: a reward is infinite, there are not n ids, or a name is unknown.
+    Groups are identified by id, in any order and of any size. A completion without a reward (NaN)
+    is left out of the mean and the deviation, and its advantage is 0. So is the advantage of every
+    completion in a group with fewer than two rewards, or with equal rewards. Pass the completions
+    of all ranks: otherwise groups and the batch's deviation may be incomplete. ``scale_rewards``
+    divides by the deviation of the ``group`` or of the ``batch``, or by 1 (``none``; "Dr. GRPO",
+    arXiv:2503.20783). ``ValueError``: a reward is infinite, there are not n ids, or a name is
+    unknown.
     """
     scorable = _find_scorable(rewards, group_ids)
     index, count = _index_groups(group_ids, rewards.device)
@@ -236,19 +213,11 @@ def per_reward_advantages(
     """Normalize each reward in its group, sum by weight, divide by the batch's deviation (GDPO).
 
     Summing first lets a reward with a wide spread dominate the others, and maps different
-    combinations to one total; normalizing first keeps them distinct (GDPO, arXiv:2601.05242).
-    The sum needs no centering over the batch: its mean in each group is 0 already.
-
-    Args:
-        rewards: k rewards per completion; NaN where one could not be computed. A NaN with a
-            weight other than 0 makes the completion unscorable.
-        weights: weight of each reward.
-        group_ids: group id of each completion.
-        estimator: a name in ``ADVANTAGE_ESTIMATORS``.
-
-    Returns:
-        The advantages. ``group_stds`` describes the weighted sum of the raw rewards; a group has
-        zero spread when each of its weighted rewards has zero spread.
+    combinations to one total; normalizing first keeps them distinct (GDPO, arXiv:2601.05242). The
+    sum needs no centering over the batch: its mean in each group is 0 already. A NaN among the k
+    rewards, with a weight other than 0, makes the completion unscorable. ``group_stds`` describes
+    the weighted sum of the raw rewards; a group has zero spread when each of its weighted rewards
+    has.
     """
     used = rewards[:, weights != 0]
     total = (used * weights[weights != 0]).sum(dim=1)

@@ -13,45 +13,35 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The M tokens of N complete completions, without padding. Log-probs are in nats.
+    """The M tokens of N complete completions, without padding. Log-probs are in nats."""
 
-    Attributes:
-        logprobs: log-probs under the trained policy, with gradient.
-        completion: index in 0..N−1 of each token's completion.
-        advantages: advantage of each completion.
-        lengths: number of tokens of each completion.
-        old_logprobs: log-probs under the policy before the step's first update, without gradient;
-            None in the first update, where they equal ``logprobs``.
-        reference_logprobs: log-probs under the reference policy, without gradient; None if no
-            separate reference is kept.
-        token_factors: factor of each token's weight in the policy loss; None: 1.
-        sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
-        behind_variant: True for a completion sampled behind another form of its prompt, whose
-            sampler log-probs are not compared with the policy's; None: there is none.
-        entropies: entropy of the policy's distribution at each token, with gradient if there is
-            an entropy bonus.
-        active: False for a completion that is masked out (truncated); None: all are active.
-        is_top: whether each token is the policy's likeliest; None: unknown.
-        token_advantages: advantage of each token; None: that of its completion.
-        weights: weight of each token in each term of the loss, by the term's name,
-            with the normalizer of the step included.
-        scores: what methods scored of each token, by name, without gradient.
-    """
-
-    logprobs: Float[Tensor, " M"]
-    completion: Int[Tensor, " M"]
+    logprobs: Float[Tensor, " M"]  # log-probs under the trained policy, with gradient
+    completion: Int[Tensor, " M"]  # index in 0..N−1 of each token's completion
     advantages: Float[Tensor, " N"]
     lengths: Int[Tensor, " N"]
+    # log-probs under the policy before the step's first update, without gradient; None in the first
+    # update, where they equal ``logprobs``
     old_logprobs: Float[Tensor, " M"] | None = None
+    # log-probs under the reference policy, without gradient; None if no separate reference is kept
     reference_logprobs: Float[Tensor, " M"] | None = None
+    # factor of each token's weight in the policy loss; None: 1
     token_factors: Float[Tensor, " M"] | None = None
     sampler_logprobs: Float[Tensor, " M"] | None = None
+    # True for a completion sampled behind another form of its prompt, whose sampler log-probs are
+    # not compared with the policy's; None: there is none
     behind_variant: Bool[Tensor, " N"] | None = None
+    # entropy of the policy's distribution at each token, with gradient if there is an entropy bonus
     entropies: Float[Tensor, " M"] | None = None
+    # False for a completion that is masked out (truncated); None: all are active
     active: Bool[Tensor, " N"] | None = None
+    # whether each token is the policy's likeliest; None: unknown
     is_top: Bool[Tensor, " M"] | None = None
+    # advantage of each token; None: that of its completion
     token_advantages: Float[Tensor, " M"] | None = None
+    # weight of each token in each term of the loss, by the term's name, with the normalizer of the
+    # step included
     weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
+    # what methods scored of each token, by name, without gradient
     scores: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
 
     if not TYPE_CHECKING:  # type checkers then report unknown names
@@ -63,7 +53,6 @@ class TokenBatch:
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:
-        """The advantage of each token."""
         if self.token_advantages is not None:
             return self.token_advantages
         return self.advantages[self.completion]
@@ -89,16 +78,11 @@ class StepTotals:
     """Normalizers of a step's loss, counted over all its micro-batches and all ranks.
 
     If data-parallel training averages gradients over R ranks, multiply each loss by R.
-
-    Attributes:
-        completions: number of completions, masked ones included (as TRL counts).
-        active_tokens: number of tokens of completions that are not masked out.
-        max_completion_length: length limit of the sampler, in tokens.
     """
 
-    completions: int
-    active_tokens: int
-    max_completion_length: int
+    completions: int  # number of completions, masked ones included (as TRL counts)
+    active_tokens: int  # number of tokens of completions that are not masked out
+    max_completion_length: int  # length limit of the sampler, in tokens
 
     @classmethod
     def from_lengths(
@@ -107,6 +91,5 @@ class StepTotals:
         active: Bool[Tensor, " n"] | None,
         max_completion_length: int,
     ) -> StepTotals:
-        """Count the completions and tokens of a complete step."""
         counted = lengths if active is None else lengths[active]
         return cls(len(lengths), int(counted.sum()), max_completion_length)

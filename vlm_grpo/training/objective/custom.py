@@ -32,11 +32,9 @@ def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
     The function gets the importance ratio of each token, (M,), the ``TokenBatch`` with its
     ``old_logprobs``, and the settings, and returns the policy loss of each token, (M,), before
     weighting. Its values for a completion must not depend on the other completions of the
-    micro-batch, whose number is up to ``optim.max_tokens_per_batch``.
-
-    Raises:
-        UserError: there is no such function, it fails, its result has another shape or no gradient,
-            or it depends on how a step is cut into micro-batches.
+    micro-batch, whose number is up to ``optim.max_tokens_per_batch``. ``UserError``: there is no
+    such function, it fails, its result has another shape or no gradient, or it depends on how a
+    step is cut into micro-batches.
     """
     if settings.loss is None:
         return None
@@ -48,11 +46,8 @@ def load_estimator(name: str) -> StepEstimator:
 
     The function gets ``AdvantageInputs`` and returns one advantage per completion, (n,), or a
     sequence of (T,) advantages. The order of the groups, which depends on the ranks, must not
-    change them.
-
-    Raises:
-        UserError: there is no such function, it fails, its result has another shape or is not
-            finite, or it depends on the order of the groups.
+    change them. ``UserError``: there is no such function, it fails, its result has another shape or
+    is not finite, or it depends on that order.
     """
     if name in STEP_ESTIMATORS:
         return STEP_ESTIMATORS[name]
@@ -60,11 +55,7 @@ def load_estimator(name: str) -> StepEstimator:
 
 
 def _load(setting: str, value: str, find_problem: Callable[[Any], str | None]) -> Any:
-    """Load the function that a setting names, and check it.
-
-    Raises:
-        UserError: there is none, it fails, or there is a problem.
-    """
+    """Load the function that a setting names, and check it."""
     path, _, name = value.rpartition(":")
     function = getattr(load_file(Path(path), setting.replace("_", " ")), name, None)
     if not callable(function):

@@ -31,19 +31,14 @@ class MetricAccumulator:
 
     Parts are micro-batches, updates or ranks. A value is a number, or a scalar tensor without
     gradient, which stays on its device until ``cpu`` or ``values`` is called.
-
-    Attributes:
-        means: sum and count of each mean by name.
-        minima: smallest value by name.
-        maxima: largest value by name.
-        sums: sum by name.
-        samples: all values by name, reported as ``NAME/mean`` and ``NAME/std``.
     """
 
+    # sum and count of each mean by name
     means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
     minima: Mapping[str, Number] = field(default_factory=dict)
     maxima: Mapping[str, Number] = field(default_factory=dict)
     sums: Mapping[str, int] = field(default_factory=dict)
+    # all values by name, reported as ``NAME/mean`` and ``NAME/std``
     samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __add__(self, other: MetricAccumulator) -> MetricAccumulator:
@@ -74,10 +69,8 @@ class MetricAccumulator:
         return replace(self, means=means, minima=minima, maxima=maxima)
 
     def values(self, empty: float | None = None) -> dict[str, float | int]:
-        """Return every metric as a number; a deviation of fewer than two samples is NaN.
-
-        Args:
-            empty: value of a mean with count 0; None: leave the mean out.
+        """Return every metric as a number; a deviation of fewer than two samples is NaN. ``empty``
+        is the value of a mean with count 0; None: the mean is left out.
         """
         found: dict[str, float | int] = {}
         for name, (total, count) in self.means.items():
@@ -94,7 +87,6 @@ class MetricAccumulator:
 
 
 def _merge(a: Mapping[str, T], b: Mapping[str, T], combine: Callable[[T, T], T]) -> dict[str, T]:
-    """Return the values of both mappings, combined under the names that both have."""
     merged = dict(a)
     for name, value in b.items():
         merged[name] = combine(merged[name], value) if name in merged else value
@@ -128,11 +120,6 @@ def loss_metrics(
     of KL(policy ‖ reference), in nats per token, from the old policy's samples. ``clip_ratio``
     is the fraction of tokens (at sequence level, of completions) whose gradient the clip removes;
     ``capped`` and ``rejected`` that of the sampler correction's weights at or beyond a bound.
-
-    Args:
-        old: log-probs under the policy before the step's first update.
-        ratio: importance ratio of each token (at sequence level, its completion's).
-        correction: weights of the sampler correction, or None.
     """
     active = batch.active_tokens
     if len(active) == 0:

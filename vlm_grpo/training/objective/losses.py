@@ -42,17 +42,11 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the terms of the loss are computed from; properties are computed where a term uses them.
-
-    Attributes:
-        batch: the tokens of a micro-batch.
-        settings: settings of the objective.
-        surrogate: computes the policy loss of each token.
-    """
+    """What the terms of the loss are computed from; its properties on first use."""
 
     batch: TokenBatch
     settings: ObjectiveSettings
-    surrogate: Surrogate
+    surrogate: Surrogate  # computes the policy loss of each token
 
     @cached_property
     def old(self) -> Float[Tensor, " M"]:
@@ -71,27 +65,19 @@ class LossInputs:
 
     @cached_property
     def correction(self) -> Float[Tensor, " M"] | None:
-        """Weights of the sampler correction; None without one."""
         return sampler_weights(replace(self.batch, old_logprobs=self.old), self.settings)
 
     @cached_property
     def reference(self) -> Float[Tensor, " M"] | None:
-        """Log-probs under the reference policy; None if there is none."""
         return get_reference_logprobs(self.batch, self.old, self.settings)
 
 
 class Shares(NamedTuple):
-    """What weights of the tokens of n completions are made from.
+    """What weights of the tokens of n completions are made from."""
 
-    Attributes:
-        policy: (n,) weight of each completion's tokens in the policy loss.
-        kept: (n,) 1.0 for a completion that counts, 0.0 for a masked one.
-        tokens: number of active tokens in the step; ``kept / tokens`` gives a mean over them.
-    """
-
-    policy: Tensor
-    kept: Tensor
-    tokens: int
+    policy: Tensor  # (n,) weight of each completion's tokens in the policy loss
+    kept: Tensor  # (n,) 1.0 for a completion that counts, 0.0 for a masked one
+    tokens: int  # number of active tokens in the step; ``kept / tokens`` gives a mean over them
 
 
 @runtime_checkable
@@ -118,14 +104,8 @@ def compute_loss(
 ) -> LossOutput:
     """Compute the sum over terms and tokens of the term's value times the token's weight in it.
 
-    Args:
-        batch: the tokens of a micro-batch, with their weights in each term.
-        settings: settings of the objective.
-        surrogate: computes the policy loss of each token; None: that of ``loss_type``.
-        methods: the optional methods by name, with the terms of the loss that are not in ``TERMS``.
-
-    Raises:
-        ValueError: a term needs log-probs or entropies that the batch lacks.
+    ``surrogate`` computes the policy loss of each token; None: that of ``loss_type``. ``methods``
+    are the optional methods by name, with the terms of the loss that are not in ``TERMS``.
     """
     surrogate = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
     inputs = LossInputs(batch, settings, surrogate)
@@ -157,13 +137,8 @@ def policy_loss(
     surrogate: Surrogate | None = None,
     methods: Mapping[str, LossMethod] = MappingProxyType({}),
 ) -> LossOutput:
-    """Compute the loss of a micro-batch with the weights that the settings give its tokens.
-
-    Args:
-        batch: the tokens of a micro-batch, without weights.
-        totals: the normalizers of its step.
-        settings: settings of the objective.
-        surrogate, methods: as in ``compute_loss``.
+    """Compute the loss of a micro-batch, without weights yet, with those that the settings give its
+    tokens; ``surrogate`` and ``methods`` as in ``compute_loss``.
     """
     weights = completion_weights(batch.lengths, batch.active, totals, settings, methods)
     spread = {name: values.to(batch.logprobs)[batch.completion] for name, values in weights.items()}
@@ -191,7 +166,6 @@ def kl_term(inputs: LossInputs) -> Float[Tensor, " M"]:
 
 
 def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
-    """Return the entropy of the policy at each token."""
     if inputs.batch.entropies is None:
         raise ValueError("entropy_coef needs entropies in the batch")
     return inputs.batch.entropies
@@ -293,21 +267,12 @@ def completion_weights(
 ) -> dict[str, Float[Tensor, " n"]]:
     """Compute the weight of each token of n completions in each term of the loss.
 
-    ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300,
-    eq. 3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo
-    1 / completions (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step
-    (arXiv:2503.14476, eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens.
-    The methods add the weights of their terms. All are 0 for masked completions.
-
-    Args:
-        lengths: number of tokens of each completion.
-        active: False for a completion that is masked out; None: all are active.
-        totals: the normalizers of the step.
-        settings: settings of the objective.
-        methods: the optional methods by name.
-
-    Raises:
-        ValueError: the settings use a method with a term, and ``methods`` lacks it.
+    ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300, eq.
+    3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo 1 / completions
+    (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step (arXiv:2503.14476,
+    eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens. The methods add the
+    weights of their terms. All are 0 for masked completions, whose ``active`` is False; None: all
+    are active.
     """
     if missing := sorted(settings.method_terms - methods.keys()):
         raise ValueError(
@@ -344,9 +309,6 @@ def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Ten
     the trainer's, or by an earlier policy. ``sequence`` takes the ratio of the full completion.
     Beyond the bounds it is clipped (truncated importance sampling, E. Ionides, J. Comput. Graph.
     Stat. 17(2), 2008), or with ``_mask`` 0; the loss's normalizers still count it, as in TRL.
-
-    Raises:
-        ValueError: ``sampler_correction`` is set and the batch has no sampler_logprobs.
     """
     if settings.sampler_correction == "none":
         return None
