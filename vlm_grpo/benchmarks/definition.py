@@ -43,7 +43,7 @@ def build_benchmark_task(
 
     Args:
         base: the task of the rows; it scores answers.
-        prompt: the question's template, with ``{question}`` in it.
+        prompt: the question's template.
         metrics: rewards or metrics of ``base``, or rules of ``benchmarks.rules``; the first is the
             official one and becomes the primary metric. Empty: those of ``base``.
         group: the official metric, a rule of single answers, is the mean of the means of these
@@ -92,7 +92,6 @@ def build_benchmark_task(
 
 
 def is_error_metric(base: type[Task], name: str) -> bool:
-    """Return whether lower is better for a metric of a task."""
     return name in ERROR_METRICS or (name == base.primary_metric and base.lower_is_better)
 
 
@@ -101,50 +100,39 @@ def _rebuild(arguments: Sequence[Any], options: dict[str, Any]) -> Task:
 
 
 def _build_method(name: str) -> Callable[[Task, Any, Example], float]:
-    """Return a metric that calls a rule, for outputs without an answer too."""
-
     def rule(self: Task, answer: Any, example: Example) -> float:
         return float(RULES[name](answer, example))
 
     rule.__qualname__ = name
     marked = metric()(rule)
-    marked.rule = replace(marked.rule, needs_answer=False)
+    marked.rule = replace(marked.rule, needs_answer=False)  # an output without one has a value too
     return marked
 
 
 def mean_over_groups(values: Sequence[float], groups: Sequence[str]) -> float:
-    """Return the mean of the means of the groups."""
-    means = [
-        np.mean([value for value, other in zip(values, groups, strict=True) if other == group])
-        for group in dict.fromkeys(groups)
-    ]
-    return float(np.mean(means))
+    parts: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        parts.setdefault(group, []).append(value)
+    return float(np.mean([np.mean(part) for part in parts.values()]))
 
 
 class Published(Frozen):
     """A published result on a benchmark."""
 
-    model: str
-    """The model, and how it was run if that matters."""
-    value: float
-    """The result in the benchmark's unit (see ``Benchmark.scale``)."""
-    split: str
-    """One of the benchmark's splits."""
-    source: str
-    """Location of the number: a paper and its table, or a page of a repository."""
-    verified: bool = False
-    """The number was compared with the source."""
+    model: str  # and how it was run if that matters
+    value: float  # in the benchmark's unit (see ``Benchmark.scale``)
+    split: str  # one of the benchmark's splits
+    source: str  # a paper and its table, or a page of a repository
+    verified: bool = False  # the number was compared with the source
 
 
 class Benchmark(Frozen):
     """Prompt and scoring of a public benchmark."""
 
     title: str
-    """Full name."""
     converter: str | None = None
     """Module of ``vlm_grpo.data_scripts`` that converts its published files; None: no module."""
     task: str
-    """Task of its rows."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
     prompt: str = "{question}"
@@ -205,9 +193,8 @@ class Benchmark(Frozen):
     def load_task(self, frame: CoordinateFrame | None = None, **options: Any) -> Task:
         """Build the task with this benchmark's prompt and metrics, ``metric`` as its primary one.
 
-        Args:
-            frame: coordinate frame of the model; the benchmark's frame has precedence.
-            options: options of the task; they override those of the benchmark.
+        The benchmark's frame has precedence over ``frame``, that of the model, and ``options`` of
+        the task over those of the benchmark.
         """
         base = load_task_class(self.task)
         group = self.groups[0] if self.average == "groups" else None
@@ -219,7 +206,6 @@ class Benchmark(Frozen):
         return build_task(task, self.task, {**plain, **frames, **self.options, **options})
 
     def check_split(self, split: str | None) -> None:
-        """Raise ``UserError``, naming the splits, if the benchmark has no such split."""
         if split is not None and split not in self.splits:
             raise UserError(
                 f"{self.title} has no split {split!r}{nearest(split, self.splits)}: its splits are "
@@ -228,12 +214,10 @@ class Benchmark(Frozen):
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether the official metric is an error."""
         return is_error_metric(load_task_class(self.task), self.metric)
 
     @property
     def places(self) -> int:
-        """Decimal places of printed results."""
         return 1 if self.scale > 1 else 3
 
 
@@ -249,7 +233,6 @@ def _get_task_metrics(task: str) -> set[str]:
 
 
 def benchmark_names() -> list[str]:
-    """Return the names of the benchmarks in the package."""
     return sorted(file.name[:-5] for file in _get_folder().iterdir() if file.name[-5:] == ".yaml")
 
 
@@ -260,10 +243,9 @@ def load_benchmark(name: str) -> Benchmark:
     elif name.endswith(".yaml") and Path(name).is_file():
         text = Path(name).read_text("utf-8")
     else:
-        names = benchmark_names()
         raise UserError(
-            f"there is no benchmark {name!r}{nearest(name, names)}: "
-            f"give one of {', '.join(names)}, or the path of a .yaml file"
+            f"there is no benchmark {name!r}{nearest(name, benchmark_names())}: "
+            f"give one of {', '.join(benchmark_names())}, or the path of a .yaml file"
         )
     try:
         content = yaml.safe_load(text)

@@ -17,7 +17,6 @@ def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
     """Compute OCRBench v1: 1 if the text contains an answer.
 
     Case is ignored; for handwritten formulas (dataset HME100k) spaces are ignored instead.
-
     Source: Liu et al. 2024, OCRBench; the authors' example.py.
 
     >>> ocrbench("It says CENTRE.", ["centre"], "IIIT5K")
@@ -31,15 +30,10 @@ def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
 
 
 def ocrbench_v2(text: str, answers: Sequence[str], kind: str, rule: str | None = None) -> float:
-    """Compute OCRBench v2 for types of questions with short answers; see ``OCRBENCH_V2``.
+    """Compute OCRBench v2 for the types of questions in ``OCRBENCH_V2``, which have short answers.
 
-    Args:
-        text: answer of the model.
-        answers: the accepted answers.
-        kind: ``type`` of the question, for example "text recognition en".
-        rule: ``eval`` field of the question: "multiple choice", "case sensitive", "exact match",
-            "regression", or None.
-
+    ``kind`` is the question's ``type``, ``rule`` its ``eval`` field: "multiple choice", "case
+    sensitive", "exact match", "regression", or None.
     Source: Fu et al. 2025, OCRBench v2; the authors' eval.py and vqa_metric.py.
 
     >>> ocrbench_v2("the answer is B", ["B"], "science QA en", "multiple choice")
@@ -90,13 +84,8 @@ def vqa_accuracy(text: str, answers: Sequence[str], annotators: int = 10) -> flo
     """Compute VQA accuracy as defined by TextVQA.
 
     The mean, over the annotators' answers, of min(1, matches among the other answers / 3). Both
-    sides are normalized, even if all annotators agree.
-
-    Args:
-        text: answer of the model.
-        answers: answers of the annotators; some may be missing.
-        annotators: number of annotators, including those whose answer is missing.
-
+    sides are normalized, even if all annotators agree. Some answers may be missing: ``annotators``
+    is the number with them.
     Source: Antol et al. 2015, VQA; Singh et al. 2019, TextVQA; the M4C evaluator.
 
     >>> vqa_accuracy("two", ["2", "2", "2"] + ["3"] * 7)
@@ -139,7 +128,6 @@ def anls_rrc(text: str, answers: Sequence[str]) -> float:
     It differs from the paper (``scoring.anls``) in two ways: a similarity of exactly 0.5 counts,
     and the distance is computed on stripped texts in lower case but divided by the length of the
     unstripped ones in upper case, so that padding an answer with spaces raises it.
-
     Source: lmms-eval, api/metrics.py, and Qwen-VL, infographicsvqa_eval.py, after the script of
     https://rrc.cvc.uab.es.
 
@@ -168,11 +156,7 @@ def word_recognition(text: str, answers: Sequence[str]) -> float:
 def error_rate(texts: Sequence[str], golds: Sequence[str], words: bool = False) -> float:
     """Compute the character or word error rate of a dataset: (S + D + I) / N, summed first.
 
-    It may exceed 1. Words are separated by white space, so the word error rate is meaningless for
-    Chinese.
-
-    Raises:
-        ValueError: all gold texts are empty.
+    It may exceed 1. Words are separated by white space, which Chinese texts do not have.
 
     >>> error_rate(["ab", "c"], ["ax", "cdef"])
     0.6666666666666666
@@ -194,7 +178,6 @@ def _match_or_anls(text: str, answer: str, separator: str | None, short: int) ->
 
 
 def _score_count(text: str, answer: str, rule: str | None) -> float:
-    """Score a count: contained in the text, or 1 − relative error if above 0.5, by the rule."""
     if rule == "exact match":
         return float(_join_lines(answer.lower()) in text)
     number = re.search(r"\d+", text)
@@ -242,7 +225,6 @@ _TWO_APOSTROPHES = (
 
 
 def _build_contractions() -> dict[str, str]:
-    """Map contractions with one apostrophe missing to correct ones."""
     table = {word.replace("'", ""): word for word in _ONE_APOSTROPHE.split()}
     for word in _TWO_APOSTROPHES.split():
         first, *rest, last = word.split("'")
@@ -259,7 +241,6 @@ def relaxed_accuracy(text: str, answers: Sequence[str]) -> float:
     """Compute ChartQA's relaxed accuracy: a relative error of at most 5 %, else equal texts.
 
     A text that ends in a percent sign is a hundredth of its number. Case is ignored.
-
     Source: Masry et al. 2022, ChartQA, section 5.1; pix2struct's metrics.py. Qwen-VL and lmms-eval
     copy its function for one accepted answer.
 
@@ -288,12 +269,7 @@ def mathvista(text: str, answer: str, meta: Mapping[str, Any]) -> float:
 
     Among choices the answer is a letter in brackets, a letter alone, or the choice with the least
     edit distance. Integers are truncated, other numbers rounded to the question's precision.
-
-    Args:
-        text: the extracted answer.
-        answer: the gold answer, among choices one of them.
-        meta: ``choices``, ``answer_type`` and ``precision`` of the question.
-
+    ``meta`` has the ``choices``, ``answer_type`` and ``precision`` of the question.
     Source: Lu et al. 2024, MathVista; the authors' calculate_score.py.
 
     >>> mathvista("(b) 4", "4", {"choices": ["3", "4"]})

@@ -23,15 +23,10 @@ from vlm_grpo.types import Example
 
 @dataclass(frozen=True)
 class Reader:
-    """A parser of outputs.
+    """A parser of outputs."""
 
-    Attributes:
-        read: maps ``(text, example, task)`` to an answer in the form of ``task.parse``, or to None.
-        description: what it reads, and the script whose rule it follows.
-    """
-
-    read: Callable[[str, Example, Task], Any | None]
-    description: str
+    read: Callable[[str, Example, Task], Any | None]  # to an answer in the form of ``task.parse``
+    description: str  # what it reads, and the script whose rule it follows
 
 
 def unwrap(text: str) -> str:
@@ -85,8 +80,6 @@ def _read_tagged_count(text: str, example: Example, task: Task) -> int | None:
 
 _N = r"(-?\d+(?:\.\d+)?)"
 _BRACKETS = re.compile(rf"\[\s*{_N},\s*{_N},\s*{_N},\s*{_N}\s*\]")
-_INTEGERS = re.compile(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)\]")
-_LOCATIONS = re.compile(r"<loc(\d{4})>" * 4)
 
 
 def _find_brackets(text: str) -> Sequence[str] | None:
@@ -105,7 +98,7 @@ def _find_parentheses(text: str) -> Sequence[str] | None:
 
 
 def _find_locations(text: str) -> Sequence[str] | None:
-    found = _LOCATIONS.search(text)
+    found = re.search(r"<loc(\d{4})>" * 4, text)
     return None if found is None else [found[i] for i in (2, 1, 4, 3)]
 
 
@@ -120,7 +113,7 @@ def _read_first_box(text: str, example: Example, task: Task) -> tuple[Box, ...] 
 def _read_last_integer_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
     answer = _get_first_tagged(text, task) or ""
     inside = answer[answer.find("{") + 1 : max(0, answer.rfind("}"))] if "{" in answer else ""
-    found = _INTEGERS.findall(inside)
+    found = re.findall(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)\]", inside)
     return _convert(found[-1] if found else None, example, task)
 
 
@@ -137,9 +130,6 @@ def _convert(numbers: Sequence[str] | None, example: Example, task: Task) -> tup
     return (box,) if all(map(math.isfinite, box)) else None
 
 
-_QUOTED_ANSWER = re.compile(r'The answer is "(.*)"\.')
-
-
 def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
     answer = unwrap(text)
     _, boxed, rest = answer.rpartition("\\boxed{")
@@ -148,7 +138,7 @@ def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
         depth += (character == "{") - (character == "}")
         if not depth:
             return rest[:place].strip()
-    quoted = _QUOTED_ANSWER.search(answer)
+    quoted = re.search(r'The answer is "(.*)"\.', answer)
     return quoted[1] if quoted else answer.strip()
 
 
@@ -171,12 +161,9 @@ def _read_objects(text: str, example: Example, task: Task) -> Any | None:
     return tuple(objects) if objects or parse_boxes(answer) == [] else None
 
 
-_CLICK_KEYS = re.compile(r'"(?:point|bbox|box)_2d"')
-_CLICK_NUMBERS = re.compile(r"-?\d+\.?\d*")
-
-
 def _read_click(text: str, example: Example, task: Task) -> Any | None:
-    numbers = [float(n) for n in _CLICK_NUMBERS.findall(_CLICK_KEYS.sub("", unwrap(text)))]
+    plain = re.sub(r'"(?:point|bbox|box)_2d"', "", unwrap(text))
+    numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", plain)]
     if len(numbers) == 4:
         numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
     return task.parse(json.dumps(numbers), example) if len(numbers) == 2 else None
@@ -188,12 +175,9 @@ def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
     return task.parse(found[1], example) if found and found[1].upper() in letters else None
 
 
-_SPAN = re.compile(r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)")
-
-
 def _read_last_interval(text: str, example: Example, task: Task) -> tuple[float, float] | None:
-    found = [*_SPAN.finditer(text)]
-    start, end = map(float, found[-1].groups()) if found else (math.inf, math.inf)
+    found = re.findall(r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)", text)
+    start, end = map(float, found[-1]) if found else (math.inf, math.inf)
     return (start, end) if math.isfinite(start + end) else None
 
 

@@ -19,7 +19,6 @@ CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
 
 _ROUNDING = 1e-9
 """Margin at a threshold of IoU, so that floating-point rounding does not decide."""
-_COCO_SIZES = ((32**2, "small"), (96**2, "medium"), (float("inf"), "large"))
 _THRESHOLDS = np.arange(0.5, 1.0, 0.05)
 
 
@@ -31,10 +30,9 @@ def apply_rule(name: str, answers: Sequence[Any | None], examples: Sequence[Exam
 def get_group(name: str, example: Example) -> str:
     """Return the group of an example, as text.
 
-    Args:
-        name: "answer" (the gold answer itself), "size" (of the gold box, by COCO's areas),
-            "size_128" (by Ref-L4's), or a key of ``Example.meta``; a missing key gives "unknown".
-            Examples without exactly one box have no size; their group is the number of boxes.
+    ``name`` is "answer" (the gold answer itself), "size" (of the gold box, by COCO's areas),
+    "size_128" (by Ref-L4's), or a key of ``Example.meta``; a missing key gives "unknown". Examples
+    without exactly one box have no size; their group is the number of boxes.
     """
     if name == "answer":
         return str(example.answer)
@@ -43,15 +41,11 @@ def get_group(name: str, example: Example) -> str:
         if len(boxes) != 1:
             return f"{len(boxes)} boxes"
         x1, y1, x2, y2 = boxes[0]
-        return _get_size(name, (x2 - x1) * (y2 - y1))
+        area = (x2 - x1) * (y2 - y1)
+        if name == "size":
+            return "small" if area <= 32**2 else "medium" if area <= 96**2 else "large"
+        return "small" if area**0.5 < 128 else "medium" if area**0.5 <= 256 else "large"
     return str(example.meta.get(name, "unknown"))
-
-
-def _get_size(name: str, area: float) -> str:
-    if name == "size":
-        return next(size for largest, size in _COCO_SIZES if area <= largest)
-    side = area**0.5
-    return "small" if side < 128 else "medium" if side <= 256 else "large"
 
 
 def _get_golds(example: Example) -> list[str]:
@@ -71,7 +65,6 @@ def _compute_iou(answer: Sequence[Box] | None, example: Example) -> float:
 
 
 def _compute_rmse(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
-    """Compute the root mean squared error; an output without a count counts as 0."""
     return float(np.sqrt(np.mean(np.square(apply_rule("mae", answers, examples)))))
 
 

@@ -11,9 +11,6 @@ from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.types import Example
 from vlm_grpo.utils.atomic_io import create_whole_folder
 
-_MAX_BYTES = 255
-"""Maximum length of a file's name."""
-
 
 def _name_by_page(identity: str) -> str:
     match = re.fullmatch(r"(.*)\.pdf-(\d+)", identity, re.DOTALL)
@@ -34,11 +31,7 @@ of the page, ``scans/a.pdf-1``.
 
 
 def name_files(form: str, examples: Sequence[Example]) -> list[str]:
-    """Return the path of each example's file in the folder, a key of ``FILE_NAMES`` given.
-
-    Raises:
-        UserError: a file cannot have that path, or two files have the same; all are named.
-    """
+    """Return the path of each example's file in the folder, of the form ``FILE_NAMES[form]``."""
     names = [str(PurePosixPath(FILE_NAMES[form](example.id))) for example in examples]
     ids: dict[str, list[str]] = {}
     for name, example in zip(names, examples, strict=True):
@@ -61,17 +54,14 @@ def _is_valid(name: str) -> bool:
     if name.startswith("/") or "\0" in name:
         return False
     try:
-        return all(part != ".." and len(part.encode()) <= _MAX_BYTES for part in name.split("/"))
+        # File systems take names of up to 255 bytes.
+        return all(part != ".." and len(part.encode()) <= 255 for part in name.split("/"))
     except UnicodeEncodeError:  # half of a character, from JSON
         return False
 
 
 def write_files(form: str, folder: Path, examples: Sequence[Example], texts: Sequence[str]) -> None:
-    """Write one file per example into a folder, which is replaced as a whole.
-
-    Raises:
-        UserError: as ``name_files``; or the folder cannot be created.
-    """
+    """Write one file per example into a folder, which is replaced as a whole."""
     names = name_files(form, examples)
     if folder.is_dir():
         shutil.rmtree(folder)

@@ -39,37 +39,21 @@ _MAX_GROUPS = 40
 
 @dataclass(frozen=True)
 class Report:
-    """Results on a benchmark.
-
-    Attributes:
-        benchmark: the benchmark.
-        scored: the scored outputs.
-        value: the official metric, on the benchmark's scale.
-        interval: its 95 % bootstrap interval; None for a corpus metric.
-        metrics: the benchmark's metrics by name, unscaled.
-        tables: of each grouping of the benchmark, the rows: ``group``, ``n``, and the unscaled
-            ``mean`` with its interval ``low`` to ``high``.
-        baseline: name of the naive answer, and its official metric.
-        strict: the official metric, and the share of outputs with an answer, by the answers that
-            the reward's parser reads; None if both are the same, or the benchmark has no parser of
-            its own.
-    """
+    """Results on a benchmark."""
 
     benchmark: Benchmark
     scored: Scored
-    value: float
-    interval: tuple[float, float] | None
-    metrics: Mapping[str, float]
+    value: float  # the official metric, on the benchmark's scale
+    # the official metric of each example, None where it is undefined; None: a corpus metric
+    values: Sequence[float | None] | None
+    interval: tuple[float, float] | None  # 95 % bootstrap interval; None: a corpus metric
+    metrics: Mapping[str, float]  # the benchmark's metrics by name, unscaled
+    # of each grouping, rows of group, n, and the unscaled mean with its interval from low to high
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
-    baseline: tuple[str, float] | None
+    baseline: tuple[str, float] | None  # name of the naive answer, and its official metric
+    # the official metric and the share of outputs with an answer as the reward's parser reads
+    # them; None: they are the same, or the benchmark has no parser of its own
     strict: tuple[float, float] | None = None
-
-    @property
-    def values(self) -> list[float | None] | None:
-        """The official metric of each example, None where it is undefined without an answer; None
-        for a corpus metric."""
-        column = self.scored.get_column(self.benchmark.metric)
-        return column if any(value is not None for value in column) else None
 
 
 def build_report(
@@ -83,15 +67,7 @@ def build_report(
     """Build the report of scored outputs, without a strict reading.
 
     A metric that is undefined without an answer (the error of a count) is a mean over the examples
-    with an answer.
-    ``UserError``: a metric failed, or the official one is undefined on all examples.
-
-    Args:
-        benchmark: the benchmark.
-        task: the task that scored the outputs, with their coordinate frame.
-        examples: the examples, with the resized sizes of their images.
-        texts, scores: the output of each, and its score.
-        seed: seed of the bootstrap.
+    with an answer. ``examples`` have the resized sizes of their images.
     """
     names = (benchmark.metric, *benchmark.variants)
     for example, score in zip(examples, scores, strict=True):
@@ -100,30 +76,22 @@ def build_report(
             raise UserError(f"{failed[0]} of example {example.id} cannot be computed: {reason}")
     scored = summarize(task, examples, texts, scores, seed)
     metrics = {name: scored.metrics[name] for name in names if name in scored.metrics}
-    report = Report(benchmark, scored, 0.0, None, metrics, {}, None)
-    if (values := report.values) is None:
-        value = scored.value
-        if np.isnan(value):
+    baseline = _score_baseline(benchmark, task, examples)
+    values, scale = scored.get_column(benchmark.metric), benchmark.scale
+    if all(value is None for value in values):
+        if np.isnan(scored.value):
             raise UserError(
                 f"{benchmark.metric} of {benchmark.title} is undefined here: no output holds an "
                 "answer, or the data have no gold objects"
             )
-        report = replace(report, value=value * benchmark.scale)
-    else:
-        is_mean = benchmark.average == "examples"
-        value = _mean(values) if is_mean else scored.value
-        strata = None if is_mean else [get_group(benchmark.groups[0], e) for e in examples]
-        low, high = bootstrap_interval(*_split(values, strata).values(), seed=seed)
-        report = replace(
-            report,
-            value=value * benchmark.scale,
-            interval=(low * benchmark.scale, high * benchmark.scale),
-            tables={
-                name: build_group_table(values, [get_group(name, e) for e in examples], seed)
-                for name in benchmark.groups
-            },
-        )
-    return replace(report, baseline=_score_baseline(benchmark, task, examples))
+        return Report(benchmark, scored, scored.value * scale, None, None, metrics, {}, baseline)
+    groups = {name: [get_group(name, e) for e in examples] for name in benchmark.groups}
+    tables = {name: build_group_table(values, groups[name], seed) for name in groups}
+    is_mean = benchmark.average == "examples"
+    strata = None if is_mean else groups[benchmark.groups[0]]
+    low, high = bootstrap_interval(*_split(values, strata).values(), seed=seed)
+    value, interval = _mean(values) if is_mean else scored.value, (low * scale, high * scale)
+    return Report(benchmark, scored, value * scale, values, interval, metrics, tables, baseline)
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -142,14 +110,10 @@ def _split(values: Sequence[float | None], groups: Sequence[str] | None) -> dict
 def build_group_table(
     values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return n, mean and interval of every group, in natural order (numbers by size)."""
-
-    def get_place(item: tuple[str, Any]) -> tuple[int, float, str]:
-        group = item[0]
-        return (0, float(group), "") if group.isdecimal() else (1, 0.0, group)
-
-    rows = []
-    for group, part in sorted(_split(values, groups).items(), key=get_place):
+    """Return n, mean and interval of every group: numbers by size, then names."""
+    parts, rows = _split(values, groups), []
+    for group in sorted(parts, key=lambda g: (0, float(g), "") if g.isdecimal() else (1, 0.0, g)):
+        part = parts[group]
         low, high = bootstrap_interval(part, seed=seed)
         row = {"group": group, "n": len(part), "mean": _mean(part), "low": low, "high": high}
         rows.append(row)
@@ -159,7 +123,7 @@ def build_group_table(
 def _score_baseline(
     benchmark: Benchmark, task: Task, examples: Sequence[Example]
 ) -> tuple[str, float] | None:
-    """Return the name of the naive answer, equal for every example, and its official metric."""
+    """Return the name of the answer that is given to every example, and its official metric."""
     if benchmark.task in ("counting", "ocr"):
         common, _ = Counter(map(task.gold, examples)).most_common(1)[0]
         name, outputs = f"always {unwrap(common)[:40]!r}", [common] * len(examples)
@@ -183,7 +147,7 @@ def compare(
 
 
 def _describe_test(test: PairedTest, benchmark: Benchmark) -> dict[str, Any]:
-    """Return the comparison of ``results.json``, in the unit of the metric."""
+    """Return the comparison as ``results.json`` has it."""
     better, worse = test.higher, test.lower
     if benchmark.lower_is_better:
         better, worse = worse, better
@@ -193,7 +157,7 @@ def _describe_test(test: PairedTest, benchmark: Benchmark) -> dict[str, Any]:
 
 
 def format_comparison(test: PairedTest, benchmark: Benchmark) -> str:
-    """Format a comparison as one line, in the unit of a benchmark."""
+    """Format a comparison in the unit of a benchmark."""
     found = _describe_test(test, benchmark)
     difference, low, high = (
         f"{found[name] * benchmark.scale:+.{benchmark.places}f}"
@@ -276,17 +240,15 @@ def evaluate_benchmark(
 
     Outputs are written as they are generated, and a stopped evaluation resumes from them. The ranks
     share the examples; rank 0 scores, prints, and writes ``results.json`` and what the benchmark's
-    official script reads to the run's folder.
+    official script reads to the run's folder, and the other ranks return an empty list.
 
     Args:
         name: name of a benchmark, or a ``.yaml`` file that defines one.
         settings: model, policy, task options, and the rows of the benchmark as ``data.eval``.
-        checkpoint: a checkpoint of the model, to compare with it example by example.
+        checkpoint: a checkpoint of the model, to compare with it example by example; its report is
+            the second of the two.
         split: split whose published results to print; None: all.
         server: address of the model; None: its weights are loaded here.
-
-    Returns:
-        The reports of the model and of the checkpoint; on ranks other than 0 an empty list.
     """
     if settings.evaluation.samples > 1:
         raise UserError(
@@ -330,16 +292,11 @@ def score_benchmark(
     frame: CoordinateFrame | None = None,
     split: str | None = None,
 ) -> Report:
-    """Score the outputs of any model on a benchmark, and print the report.
+    """Score the outputs of any model as ``evaluate_benchmark``, and print the report.
 
     ``results-predictions.json`` and what the benchmark's official script reads are written to the
-    run's folder.
-
-    Args:
-        name, settings, split: as for ``evaluate_benchmark``; no model is loaded.
-        path: the file of the outputs.
-        layout: its format, as for ``read_outputs``.
-        frame: coordinate frame of the outputs' boxes; None: pixels of the original image.
+    run's folder. ``path`` and ``layout`` are those of ``read_outputs``; ``frame`` is that of the
+    outputs' boxes, by default pixels of the original image.
     """
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
@@ -387,12 +344,10 @@ def _score(
 def _write_script_outputs(
     benchmark: Benchmark, task: Task, examples: Sequence[Example], texts: Sequence[str], name: Path
 ) -> None:
-    """Write the answers in ``texts`` for the official script, if the benchmark has a form for it.
-
-    The script names its results after the folder, so the folder's name has the run's in it.
-    """
+    """Write the answers in ``texts`` for the official script, if the benchmark names its form."""
     form = benchmark.script_outputs
     if form is not None:
+        # The script names its results after the folder: it has the name of the run.
         folder = name.parent / f"{name.parent.name}-{name.name}-{form}"
         answers = [task.read(text, e) or "" for text, e in zip(texts, examples, strict=True)]
         write_files(form, folder, examples, answers)
@@ -400,7 +355,7 @@ def _write_script_outputs(
 
 
 def _finish(path: Path, name: str, reports: Mapping[str, Report], split: str | None) -> None:
-    """Print the reports, compare the second with the first, and write the results as JSON."""
+    """Print the reports and the comparison of the second with the first; write them as JSON."""
     results: dict[str, Any] = {"benchmark": name}
     for title, report in reports.items():
         if len(reports) > 1:

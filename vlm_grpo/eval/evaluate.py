@@ -44,7 +44,7 @@ def evaluate_policy(
     The ranks share the examples; each returns the evaluation of all, or raises ``UserError``. The
     completions of an example depend only on the seed and on the example's index.
     """
-    return _evaluate(LocalModel(policy, settings), task, examples, scorer)
+    return _evaluate(LocalModel(policy, settings), task, examples, scorer, None)
 
 
 def _evaluate(
@@ -52,7 +52,7 @@ def _evaluate(
     task: Task,
     examples: Sequence[Example],
     scorer: RewardScorer,
-    log: PredictionLog | None = None,
+    log: PredictionLog | None,
 ) -> Scored:
     resized, texts = generate_all(model, task, examples, log)
     scores = score_all(task, resized, texts, scorer)
@@ -135,16 +135,9 @@ def evaluate(
 def score_outputs(
     task: Task, data: DataSettings, path: Path, layout: str | None = None
 ) -> tuple[Scored, int]:
-    """Score the outputs of any model in a file by a task.
+    """Score the outputs of any model for ``data.train`` by a task; see ``read_outputs``.
 
-    Args:
-        task: the task.
-        data: the examples are those of ``data.train``.
-        path: the file.
-        layout: its format, as for ``read_outputs``.
-
-    Returns:
-        The table, and the number of examples that have no output in the file.
+    Also return the number of examples that have no output in the file.
     """
     loaded = load_examples(data.train, task, data)
     examples, texts = read_outputs(path, layout, loaded, task.frame == RESIZED)
@@ -155,12 +148,10 @@ def score_outputs(
 
 
 def name_served(model: EvaluatedModel) -> str:
-    """Return the name of the folder of a server's outputs."""
     return "served-" + re.sub(r"[^\w.-]", "-", model.identity["served_model"])
 
 
 def check_weights(checkpoint: Path | None, server: Endpoint | str | None) -> None:
-    """Raise ``UserError`` if there are two models, or the checkpoint is not a folder."""
     if checkpoint is not None and server is not None:
         raise UserError(
             "a server has its own weights: leave out the checkpoint, or the server; the settings "
@@ -175,11 +166,6 @@ class HeldOutEvaluator:
 
     The examples are scored by the task of ``evaluation.benchmark``, if there is one. Those that the
     model cannot use are left out or an error, as ``data.on_bad_row`` says.
-
-    Attributes:
-        task: the task that scores the examples.
-        best: the best value of the primary metric and the number of steps after which it was
-            reached; None before the first evaluation.
     """
 
     def __init__(
@@ -195,17 +181,16 @@ class HeldOutEvaluator:
         self.task, self.scorer = get_held_out_task(settings, task), scorer
         skip = settings.data.on_bad_row == "skip"
         self.examples = self.policy.prompts.select_usable(examples, self.task, skip)
+        # The best value of the primary metric, and the number of steps before it.
         self.best: tuple[float, int] | None = None
 
     @property
     def best_step(self) -> int | None:
-        """Number of steps after which the primary metric was best; None before any evaluation."""
         return None if self.best is None else self.best[1]
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after ``step`` steps."""
-        every, settings = self.settings.evaluation.every, self.settings
-        is_last = step in settings.phase_ends
+        every, is_last = self.settings.evaluation.every, step in self.settings.phase_ends
         return bool(self.examples) and (is_last or (bool(every) and step % every == 0))
 
     def evaluate(self, step: int) -> Scored | None:
@@ -221,7 +206,4 @@ class HeldOutEvaluator:
         return evaluation
 
     def first_examples(self, count: int) -> list[Example]:
-        """Return the first examples, with their images' resized sizes."""
-        return [
-            self.policy.prompts.with_resized_sizes(example) for example in self.examples[:count]
-        ]
+        return [*map(self.policy.prompts.with_resized_sizes, self.examples[:count])]

@@ -16,36 +16,24 @@ from typing import Any
 
 from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.eval.predictions import read_predictions
+from vlm_grpo.eval.predictions import is_size, read_predictions
 from vlm_grpo.types import Example
 
-PREDICTIONS = "predictions"
-"""Name of vlm-grpo's own format of outputs, next to ``LAYOUTS``."""
 _BOX_TOLERANCE = 1.0
 """Tolerance between the edges of equal gold boxes, which datasets round differently."""
 
 
 @dataclass(frozen=True)
 class ForeignRow:
-    """One output, with its file's information about the example; missing fields are None.
+    """One output, with its file's information about the example; missing fields are None."""
 
-    Attributes:
-        location: file and row, for messages.
-        output: text of the model.
-        image: path of the image in the other project.
-        question: the question or the full prompt.
-        gold: the gold answer in the other project's format.
-        resized_size: width and height to which the model resized the image.
-        index: index of the example in its dataset.
-    """
-
-    location: str
+    location: str  # file and row, for messages
     output: str
-    image: str | None = None
-    question: str | None = None
-    gold: Any = None
-    resized_size: tuple[int, int] | None = None
-    index: int | None = None
+    image: str | None = None  # its path in the other project
+    question: str | None = None  # or the full prompt
+    gold: Any = None  # in the other project's format
+    resized_size: tuple[int, int] | None = None  # width, height
+    index: int | None = None  # of the example in its dataset
 
 
 def read_outputs(
@@ -54,7 +42,7 @@ def read_outputs(
     examples: Sequence[Example],
     needs_resized_size: bool = False,
 ) -> tuple[list[Example], list[str]]:
-    """Read outputs in vlm-grpo's format, and match them with examples, or in another project's.
+    """Read outputs in vlm-grpo's format, or in another project's, and match them with examples.
 
     Args:
         path: the file.
@@ -66,23 +54,17 @@ def read_outputs(
     Returns:
         The matched examples in the order of the dataset, with the resized sizes of their images
         if the file has them, and one output per example.
-
-    Raises:
-        UserError: there is no such layout, the file does not fit it, or rows match no example;
-            every such row is named.
     """
-    if layout in (None, PREDICTIONS):
+    if layout in (None, "predictions"):
         return read_predictions(path, examples, needs_resized_size)
     if layout not in LAYOUTS:
-        known = [PREDICTIONS, *LAYOUTS]
+        known = ["predictions", *LAYOUTS]
         raise UserError(
             f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
         )
-    rows = LAYOUTS[layout](path)
-    matcher = _Matcher(examples)
+    matcher, problems = _Matcher(examples), []
     found: dict[int, ForeignRow] = {}
-    problems = []
-    for row in rows:
+    for row in LAYOUTS[layout](path):
         if needs_resized_size and row.resized_size is None:
             problems.append(f"{row.location}: --frame resized needs the size of the resized image")
             continue
@@ -94,13 +76,12 @@ def read_outputs(
         raise UserError(f"rows that do not match the examples:\n{bullets(problems)}")
     if not found:
         raise UserError(f"{path} has no outputs")
-    order = sorted(found)
-    matched = []
-    for index in order:
-        example, size = examples[index], found[index].resized_size
-        sizes = [image.resized_size if size is None else size for image in example.images]
-        matched.append(example.with_resized_sizes(sizes))
-    return matched, [found[index].output for index in order]
+    matched, outputs = [], []
+    for index, row in sorted(found.items()):
+        sizes = [row.resized_size or image.resized_size for image in examples[index].images]
+        matched.append(examples[index].with_resized_sizes(sizes))
+        outputs.append(row.output)
+    return matched, outputs
 
 
 class _Matcher:
@@ -115,7 +96,7 @@ class _Matcher:
                 self.by_image[PurePosixPath(image.name).name].append(index)
 
     def match(self, row: ForeignRow) -> int:
-        """Return the index of the row's example; ``ValueError``: the part that does not match."""
+        """Return the index of the row's example; a ``ValueError`` names what does not match."""
         index = self._match_index(row) if row.index is not None else self._match_content(row)
         gold = self.examples[index].answer
         if row.index is None and not _same_gold(row.gold, gold):
@@ -160,14 +141,12 @@ class _Matcher:
 
 
 def _read_vlm_r1(path: Path) -> list[ForeignRow]:
-    """Read ``{"accuracy", "results": [{"image", "question", "ground_truth", "model_output", …}]}``.
+    """Read ``{"results": [{"image", "question", "ground_truth", "model_output", …}], …}``.
 
     Source: VLM-R1, src/eval/test_rec_r1.py and its siblings.
     """
-    return [
-        _build_row(location, result, result, "image")
-        for location, result in _read_results(path, "vlm_r1", str)
-    ]
+    results = _read_results(path, "vlm_r1", str)
+    return [_build_row(location, result, result, "image") for location, result in results]
 
 
 def _read_r1_v(path: Path) -> list[ForeignRow]:
@@ -175,9 +154,9 @@ def _read_r1_v(path: Path) -> list[ForeignRow]:
 
     Source: R1-V, src/eval/test_qwen2vl_counting_superclevr.py and its siblings.
     """
+    results = _read_results(path, "r1_v", dict)
     return [
-        _build_row(location, result, result["question"], "image_path")
-        for location, result in _read_results(path, "r1_v", dict)
+        _build_row(where, result, result["question"], "image_path") for where, result in results
     ]
 
 
@@ -187,22 +166,16 @@ def _build_row(
     image, size = asked.get(image_key), result.get("input_size")
     if not all(isinstance(text, str) for text in (result["model_output"], image or "")):
         raise UserError(f"{location}: its output and its image must be strings")
-    if size is not None and not _is_size(size):
+    if size is not None and not is_size(size):
         raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
-    return ForeignRow(
-        location,
-        result["model_output"],
-        image=image,
-        question=asked.get("question"),
-        gold=result["ground_truth"],
-        resized_size=None if size is None else (size[1], size[0]),
-    )
+    resized, question = None if size is None else (size[1], size[0]), asked.get("question")
+    output, gold = result["model_output"], result["ground_truth"]
+    return ForeignRow(location, output, image, question, gold, resized)
 
 
 def _read_results(
     path: Path, layout: str, question_type: type
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the ``results`` of a JSON file, each with its location."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -226,10 +199,9 @@ def _read_results(
 
 
 def _read_lmms_eval(path: Path) -> list[ForeignRow]:
-    """Read lines of ``{"doc_id", "input", "resps", "filtered_resps", "target", …}``.
+    """Read lines of ``{"doc_id", "input", "resps", "filtered_resps", …}``.
 
     ``resps`` is the model's output; it is missing if the filters changed nothing.
-
     Source: lmms-eval, EvaluationTracker.save_results_samples, for ``--log_samples``.
     """
     rows = []
@@ -246,8 +218,8 @@ def _read_lmms_eval(path: Path) -> list[ForeignRow]:
         if not isinstance(responses, str):
             count = len(responses)
             raise UserError(f"{row.location}: it has {count} responses; only one can be scored")
-        prompt = row.values.get("input")
-        prompt = prompt if isinstance(prompt, str) else None
+        given = row.values.get("input")
+        prompt = given if isinstance(given, str) else None
         rows.append(ForeignRow(row.location, responses, question=prompt, index=index))
     return rows
 
@@ -260,14 +232,6 @@ LAYOUTS: dict[str, Callable[[Path], list[ForeignRow]]] = {
 """Readers of the files of other projects, by the value of ``--format``."""
 
 
-def _is_size(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(side, int) and side > 0 for side in value)
-    )
-
-
 def _normalize(text: str) -> str:
     return " ".join(text.casefold().split())
 
@@ -277,11 +241,9 @@ def _same_gold(given: Any, answer: Any) -> bool:
     if given is None:
         return True
     if isinstance(answer, Mapping):
-        boxes = answer.get("boxes")
         several = isinstance(given, list) and given and isinstance(given[0], list)
-        rows = given if several else [given]
         try:
-            first, second = _numbers(rows), _numbers(boxes)
+            first, second = _numbers(given if several else [given]), _numbers(answer.get("boxes"))
         except (TypeError, ValueError):
             return True
         pairs = zip(first, second, strict=False)

@@ -31,26 +31,19 @@ for every rank."""
 _LINE_SECONDS = 15.0
 """Seconds between two progress lines when the output is not a terminal."""
 
-
 Seed = tuple[int | str, ...]
 """The parts of the seed of an example's random numbers."""
 
 
 class EvaluatedModel(Protocol):
-    """A model that is evaluated: a policy in this process, or a model behind an address.
-
-    Attributes:
-        prompts: writes its prompts.
-        settings: settings of the run.
-        identity: what determines its outputs and is not in the settings.
-    """
+    """A model that is evaluated: a policy in this process, or a model behind an address."""
 
     prompts: PromptWriter
     settings: Settings
-    identity: dict[str, str]
+    identity: dict[str, str]  # what determines its outputs and is not in the settings
 
     def split(self, examples: Sequence[Example]) -> list[range]:
-        """Split the indices of ``examples``, as in ``generate``, into chunks for ``generate``."""
+        """Split the indices of the examples of ``generate`` into chunks for it."""
         ...
 
     def generate(
@@ -58,15 +51,14 @@ class EvaluatedModel(Protocol):
     ) -> Iterator[tuple[range, list[Completion]]]:
         """Yield the chunks of ``todo`` in any order, with a completion of each item.
 
+        An example that has no output is a ``UserError`` after all others.
+
         Args:
             task: writes the prompts.
             examples: examples with the resized sizes of their images, each ``evaluation.samples``
                 times, one after the other.
             seeds: seed of each item; those of an example share a prefix.
             todo: the chunks to generate.
-
-        Raises:
-            UserError: an example cannot be read, or has no output, after all others.
         """
         ...
 
@@ -80,8 +72,7 @@ class LocalModel:
         self.identity: dict[str, str] = {}
 
     def split(self, examples: Sequence[Example]) -> list[range]:
-        """Split as ``split_into_chunks``, with all samples of an example together."""
-        count = self.settings.evaluation.samples
+        count = self.settings.evaluation.samples  # all samples of an example are in one chunk
         chunks = split_into_chunks(examples[::count])
         return [range(chunk.start * count, chunk.stop * count) for chunk in chunks]
 
@@ -123,23 +114,13 @@ def generate_all(
 ) -> tuple[list[Example], list[str]]:
     """Generate ``evaluation.samples`` outputs per example, and return all on every rank.
 
-    Rank r of n generates every n-th chunk, starting with chunk r, of those that are not in the log.
-    The outputs of an example depend on the seed and on its index, not on the rank.
-
-    Args:
-        model: the model.
-        task: builds the prompts.
-        examples: all examples, identical on every rank.
-        log: file of the outputs; examples with an output in it are not generated again. It is
-            finished here: its file then has all outputs in the order of the examples.
+    Rank r of n generates every n-th chunk, starting with chunk r, of those that are not in the log,
+    which is finished here. The outputs of an example depend on the seed and on its index, not on
+    the rank. Examples that the model cannot use are named before any output is generated.
 
     Returns:
         The examples with the resized sizes of their images, and their outputs: all of the first
         example, then all of the second, and so on.
-
-    Raises:
-        UserError: the model cannot use some examples, which are named before any is generated; or,
-            on all ranks, one of them cannot read an example, or has no output for some.
     """
     state = initialize_distributed()
     usable = model.prompts.select_usable(examples, task)
@@ -186,11 +167,7 @@ def generate(
     settings: Settings,
     seeds: Sequence[Sequence[int | str]],
 ) -> list[Completion]:
-    """Generate ``evaluation.samples`` completions per prompt at ``evaluation.temperature``.
-
-    Returns:
-        The completions of the first prompt, then those of the second, and so on.
-    """
+    """Generate ``evaluation.samples`` completions of each prompt, one prompt after the other."""
     evaluation, rollout = settings.evaluation, settings.rollout
     distribution = replace(policy.distribution, temperature=evaluation.temperature)
     sampling = SamplingSettings(distribution, rollout.max_completion_length, rollout.stop)
@@ -203,8 +180,10 @@ def generate(
 def _show_progress(
     results: Iterable[tuple[range, list[Completion]]], remaining: int, total: int, visible: bool
 ) -> Iterator[tuple[range, list[Completion]]]:
-    """Yield the results, and show a progress bar in a terminal or an occasional line elsewhere."""
-    # ``total`` has the outputs of this rank that are done already, too.
+    """Yield the results, and show a progress bar in a terminal or an occasional line elsewhere.
+
+    ``total`` has the outputs of this rank that are done already, too.
+    """
     done = max(0, total - remaining)
     total = done + remaining
     console = Console(stderr=True)

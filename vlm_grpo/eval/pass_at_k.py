@@ -29,11 +29,6 @@ def merge_scores(task: Task, example: Example, scores: Sequence[Score]) -> Score
     ``mean_at_k``, ``pass_at_j`` and ``majority_at_k`` are those of the task's primary metric; they
     are undefined if it is for one of the samples. The answer is that of the first sample. A single
     score is returned as it is.
-
-    Args:
-        task: the task, or a mixture.
-        example: the example.
-        scores: scores of its k samples.
     """
     if len(scores) == 1:
         return scores[0]
@@ -53,9 +48,8 @@ def merge_scores(task: Task, example: Example, scores: Sequence[Score]) -> Score
             found[start + metric] = estimate_best(known, int(size), own.lower_is_better)
         else:
             found[start + metric] = known[find_majority(task, example, scores)]
-    rewards, metrics = (
-        _average([getattr(score, field) for score in scores]) for field in ("rewards", "metrics")
-    )
+    rewards = _average([score.rewards for score in scores])
+    metrics = _average([score.metrics for score in scores])
     total = _average([{"": score.total} for score in scores])[""]
     return replace(scores[0], rewards=rewards, total=total, metrics={**metrics, **found})
 
@@ -63,13 +57,8 @@ def merge_scores(task: Task, example: Example, scores: Sequence[Score]) -> Score
 def estimate_best(values: Sequence[float], size: int, lower_is_better: bool = False) -> float:
     """Estimate the mean of the best of ``size`` samples from n of them, without bias.
 
-    It is the mean over all subsets of this size. Of values 0 and 1 it is pass@k, which is
-    1 − C(n − c, k) / C(n, k) for c values of 1 (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-
-    Args:
-        values: value of each sample.
-        size: number of samples of which the best counts, from 1 to n.
-        lower_is_better: the best value is the lowest one.
+    It is the mean over all subsets of this size, from 1 to n. Of values 0 and 1 it is pass@k, which
+    is 1 − C(n − c, k) / C(n, k) for c values of 1 (Chen et al. 2021, arXiv:2107.03374, eq. 1).
 
     >>> estimate_best([0, 1, 0, 0], 2)
     0.5
@@ -102,7 +91,7 @@ def find_majority(task: Task, example: Example, scores: Sequence[Score]) -> int:
 
 
 def _average(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Return the mean of each column over its values that are not None; None if it has none."""
+    """Return the mean of each column's values that are not None; None if all are."""
     means: dict[str, float | None] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [value for row in rows if (value := row.get(name)) is not None]

@@ -35,22 +35,14 @@ an image, a PIL image, or a ``Clip`` of other forms."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """A model's answer to one question.
+    """A model's answer to one question."""
 
-    Attributes:
-        completion: the generated tokens and text, and why generation ended.
-        has_task: a task parsed the answer; False: the text itself is the answer.
-        answer: the parsed answer; None if the text contains none.
-        resized_sizes: width and height of each image, or of a clip's frames, after the model's
-            resize.
-        picture: a copy of the first image, or of frames of a clip side by side, with the answer
-            drawn on it; None without an image.
-    """
-
-    completion: Completion
-    has_task: bool
-    answer: Any
+    completion: Completion  # the generated tokens and text, and why generation ended
+    has_task: bool  # a task parsed the answer; False: the text itself is the answer
+    answer: Any  # the parsed answer; None: the text contains none
+    # width and height of each image, or of a clip's frames, after the model's resize
     resized_sizes: tuple[tuple[int, int], ...]
+    # a copy of the first image, or of frames of a clip side by side, with the answer drawn on it
     picture: Image.Image | None
 
     @property
@@ -92,12 +84,10 @@ class Predictor:
 
     @cached_property
     def model(self) -> EvaluatedModel:
-        """The model, loaded or connected to when first used."""
         return load_evaluated_model(self.settings, self.checkpoint, self.server)
 
     @cached_property
     def task(self) -> Task:
-        """The task, with the model's coordinate frame and tags of a thinking."""
         return self.model.prompts.adapt(self._task)
 
     def __call__(self, images: ImageInput | Sequence[ImageInput], question: str) -> Prediction:
@@ -139,13 +129,10 @@ class Predictor:
             raise UserError(
                 f"the task's parser failed on {completion.text!r}: {error!r}"
             ) from error
-        return Prediction(
-            completion,
-            not isinstance(self.task, PlainQuestion),
-            answer,
-            tuple(image.resized_size for image in example.images),
-            _draw(self.task, example, answer, completion.text) if references else None,
-        )
+        has_task = not isinstance(self.task, PlainQuestion)
+        sizes = tuple(image.resized_size for image in example.images)
+        picture = _draw(self.task, example, answer, completion.text) if references else None
+        return Prediction(completion, has_task, answer, sizes, picture)
 
 
 def predict(
@@ -179,11 +166,9 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
     name = get_task_name(task) if isinstance(task, type) else str(task)
     if task is None or name == settings.task:
         return load_task(task or settings.task, **settings.task_options)
-    # Only these options exist in every task.
-    common = {"tags", "thinking"} & set(settings.task_options)
     options = settings.task_options
-    if settings.task != NO_TASK:
-        options = {key: options[key] for key in common}
+    if settings.task != NO_TASK:  # every task has these options
+        options = {key: options[key] for key in ("tags", "thinking") if key in options}
     return load_task(task, **options)
 
 
@@ -200,7 +185,6 @@ def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
 
 
 def _recognize_clip(value: Any) -> Any:
-    """Return what is given, or the clip at a path."""
     if isinstance(value, str | Path):
         path = Path(value)
         if path.suffix.lower() in VIDEO_SUFFIXES or path.is_dir():
@@ -220,7 +204,7 @@ def _read(value: Any, data: DataSettings) -> ImageRef:
 
 
 def _draw(task: Task, example: Example, answer: Any, text: str) -> Image.Image:
-    """Draw the answer on its image, or write the text below it if the task draws nothing."""
+    # A task that draws nothing has the text below the image.
     image = task.target_image(example).load()
     if answer is not None:
         drawn = task.draw(image, answer, example, PREDICTED_COLOR)

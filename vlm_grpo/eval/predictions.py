@@ -25,7 +25,6 @@ _REQUEST_SETTINGS = {
 }
 """Settings that change the outputs, in addition to those of ``evaluation`` and ``data``."""
 
-
 OutputKey = tuple[str, int]
 """The id of an example, and the number of its output, from 0."""
 
@@ -33,11 +32,10 @@ OutputKey = tuple[str, int]
 class PredictionLog:
     """A log of outputs, from which a stopped evaluation of the same request resumes.
 
-    Each process writes ``folder/predictions-N.jsonl`` (``rank_path``) and reads those of all
-    processes, however many there were. ``finish`` merges them into ``folder/predictions.jsonl``
-    (``path``), with a line ``{"id", "output", "seen"}`` per example, which
-    ``evaluate --predictions`` reads; "seen" has the resized sizes of the images. Further outputs of
-    an example have their number as "sample". Process 0 must create its log first.
+    Each process writes ``predictions-N.jsonl`` and reads those of all processes, however many there
+    were. ``finish`` merges them into ``predictions.jsonl`` with a line per example: "id", "output"
+    and "seen", the resized sizes of the images; further outputs of an example have their number as
+    "sample". Process 0 must create its log first.
     """
 
     def __init__(self, folder: Path, request: Mapping[str, Any], rank: int = 0) -> None:
@@ -63,7 +61,6 @@ class PredictionLog:
             self.outputs |= {(row["id"], row.get("sample", 0)): row["output"] for row in rows}
 
     def add_outputs(self, outputs: Iterable[tuple[OutputKey, str]]) -> None:
-        """Add keys and outputs that other processes have read."""
         self.outputs |= dict(outputs)
 
     def is_missing_any(self, keys: Sequence[OutputKey]) -> bool:
@@ -74,7 +71,7 @@ class PredictionLog:
     def append(
         self, keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[str]
     ) -> None:
-        """Write the outputs of a chunk durably, so that they survive the end of the process."""
+        """Write the outputs of a chunk, which then survive the end of the process."""
         self.outputs |= zip(keys, outputs, strict=True)
         lines = "".join(_format_lines(keys, examples, outputs))
         append_durable(self.rank_path, lines.encode(errors="backslashreplace"))
@@ -107,12 +104,9 @@ def build_request(
         prompts.update(repr((example.id, *texts, sizes)).encode())
     files = sorted(weights.iterdir()) if weights else []
     states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return {
-        **chosen,
-        "weights": str(weights),
-        "files": hashlib.sha256(repr(states).encode()).hexdigest(),
-        "questions": prompts.hexdigest(),
-    }
+    digest = hashlib.sha256(repr(states).encode()).hexdigest()
+    more = {"weights": str(weights), "files": digest, "questions": prompts.hexdigest()}
+    return {**chosen, **more}
 
 
 def _format_lines(
@@ -140,15 +134,10 @@ def _list_differences(path: Path, digest: str, request: Mapping[str, Any]) -> li
 def read_predictions(
     path: Path, examples: Sequence[Example], needs_resized_size: bool = False
 ) -> tuple[list[Example], list[str]]:
-    """Read the outputs in a file of predictions, one per example, in the order of the examples.
+    """Read one output per example from lines of ``{"id", "output"[, "seen": [[width, height]]]}``.
 
-    Args:
-        path: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``.
-        examples: the examples; those returned have the resized sizes in the file.
-        needs_resized_size: every line must have "seen", the resized sizes of the images.
-
-    Raises:
-        UserError: a line is malformed, or ids do not match one to one; all problems are named.
+    The examples are returned with the resized sizes in "seen", which ``needs_resized_size`` asks
+    of every line.
     """
     by_id = {example.id: example for example in examples}
     found: dict[str, Mapping[str, Any]] = {}
@@ -181,17 +170,18 @@ def read_predictions(
     resized = []
     for example in examples:
         sizes: Any = found[example.id].get("seen")
-        has_sizes = _are_valid_sizes(sizes, example)
-        resized.append(
-            example.with_resized_sizes([(w, h) for w, h in sizes]) if has_sizes else example
-        )
+        if _are_valid_sizes(sizes, example):
+            example = example.with_resized_sizes([(w, h) for w, h in sizes])
+        resized.append(example)
     return resized, [found[example.id]["output"] for example in examples]
 
 
 def _are_valid_sizes(sizes: Any, example: Example) -> bool:
-    return (
-        isinstance(sizes, list)
-        and len(sizes) == len(example.images)
-        and all(isinstance(size, list) and len(size) == 2 for size in sizes)
-        and all(isinstance(side, int) and side > 0 for size in sizes for side in size)
-    )
+    has_all = isinstance(sizes, list) and len(sizes) == len(example.images)
+    return has_all and all(map(is_size, sizes))
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value from JSON has two sides in pixels."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and all(isinstance(side, int) and side > 0 for side in value)

@@ -127,7 +127,6 @@ class RemoteModel:
         return answer.with_text(self.prompts.remove_control_tokens(answer.completion.text))
 
     def _load_media(self, example: Example) -> list[Image.Image | str]:
-        """Return the example's resized images, and the URLs of its clips, in their order."""
         images = (image for image, _ in self.prompts.load_images(example))
         media = example.images
         try:
@@ -136,7 +135,7 @@ class RemoteModel:
             raise UserError(f"{example.name}: {error}") from error
 
     def _build_options(self) -> dict[str, Any]:
-        """Return the fields of every request; a policy in this process samples by the same."""
+        # A policy in this process samples by the same settings.
         rollout = self.settings.rollout
         options: dict[str, Any] = {
             "temperature": self.settings.evaluation.temperature,
@@ -154,31 +153,24 @@ class RemoteModel:
         if arguments:
             options["chat_template_kwargs"] = arguments
         if isinstance(self.prompts, PromptBuilder):  # box markers are special tokens
-            options |= {**_NEUTRAL, "skip_special_tokens": False}
-            options |= _KEEP_STOP if rollout.stop else {}
+            stop = _KEEP_STOP if rollout.stop else {}
+            options |= {**_NEUTRAL, "skip_special_tokens": False, **stop}
         return options
 
     def _check_length(self, answer: Answer, task: Task, example: Example) -> None:
         """Warn if the server counts other tokens in a prompt than the model's processor."""
-        prompts = self.prompts
-        if (
-            not self._unchecked
-            or not isinstance(prompts, PromptBuilder)
-            or not answer.prompt_tokens
-        ):
+        prompts, counted = self.prompts, answer.prompt_tokens
+        if not (self._unchecked and isinstance(prompts, PromptBuilder) and counted):
             return
         self._unchecked -= 1
         expected = len(prompts.build(example, task).token_ids)
-        if answer.prompt_tokens != expected:
+        if counted != expected:
             self._unchecked = 0
             logger.warning(
                 "the server counts %d tokens in the prompt of %s, and the processor of %s %d: its "
                 "model, chat template, pixel budget or choice of a clip's frames differs, so its "
                 "outputs may, too",
-                answer.prompt_tokens,
-                example.name,
-                self.settings.model,
-                expected,
+                *(counted, example.name, self.settings.model, expected),
             )
 
 
@@ -238,7 +230,6 @@ class _Usage:
 
 
 def _load_prompts(endpoint: Endpoint, settings: Settings) -> PromptWriter:
-    """Load the writer of prompts: that of the settings' model, or a generic one."""
     if settings.model != UNKNOWN:
         if endpoint.frame is not None:
             raise UserError(
@@ -259,10 +250,7 @@ def _is_refusal(failure: Exception) -> bool:
 def _describe_failures(
     failures: Mapping[int, Exception], examples: Sequence[Example], missing: int
 ) -> str:
-    """Return the message for ``missing`` examples without an output.
-
-    ``failures`` has the last failure of each example that was asked, by its index.
-    """
+    """Return the message for ``missing`` examples without an output, with the failures by index."""
     reasons: dict[str, list[int]] = {}
     for index, failure in sorted(failures.items()):
         reasons.setdefault(str(failure), []).append(index)

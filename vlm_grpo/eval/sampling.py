@@ -33,14 +33,11 @@ from vlm_grpo.utils.atomic_io import write_atomic
 
 @dataclass(frozen=True)
 class SampledExamples:
-    """Training examples with k scored samples each.
-
-    ``texts`` and ``scores`` have those of each example; ``prompts`` writes the model's prompts.
-    """
+    """Training examples, and the texts and scores of the k samples of each."""
 
     settings: Settings
     task: Task
-    prompts: PromptWriter
+    prompts: PromptWriter  # writes the prompts of the model
     examples: Sequence[Example]
     texts: Sequence[Sequence[str]]
     scores: Sequence[Sequence[Score]]
@@ -52,23 +49,16 @@ def sample_examples(
     checkpoint: Path | None = None,
     server: Endpoint | str | None = None,
 ) -> SampledExamples:
-    """Sample the training examples as rollouts do, and score the samples.
+    """Sample each training example ``count`` times as rollouts do, and score the samples.
 
     The samples are written to the folder ``sampled`` of the run as they come, and a stopped command
-    continues from them. The ranks share the examples; each returns all.
-
-    Args:
-        settings: settings of the run; ``rollout`` has the sampling distribution.
-        count: samples per example.
-        checkpoint: the weights; None: those of ``settings.model``.
-        server: address of the model, whose weights are then not loaded here.
+    continues from them. The ranks share the examples; each returns all. The weights are those of
+    the checkpoint, of a model behind an address, or else of ``settings.model``.
     """
     check_weights(checkpoint, server)
     disable_progress_bar()
-    limit = settings.evaluation.max_tokens_per_batch
-    given = EvaluationSettings(
-        samples=count, temperature=settings.rollout.temperature, max_tokens_per_batch=limit
-    )
+    limit, temperature = settings.evaluation.max_tokens_per_batch, settings.rollout.temperature
+    given = EvaluationSettings(samples=count, temperature=temperature, max_tokens_per_batch=limit)
     settings = settings.model_copy(update={"evaluation": given})
     run_task = load_run_task(settings)
     only_train = settings.data.model_copy(update={"eval": None})
@@ -86,15 +76,9 @@ def sample_examples(
     resized, flat = generate_all(model, task, examples, log)
     with build_scorer(settings, state.process_index) as scorer:
         scores = score_all(task, resized, flat, scorer)
-    starts = range(0, len(flat), count)
-    return SampledExamples(
-        settings,
-        task,
-        model.prompts,
-        resized,
-        [flat[start : start + count] for start in starts],
-        [scores[start : start + count] for start in starts],
-    )
+    own = [slice(start, start + count) for start in range(0, len(flat), count)]
+    samples = [flat[part] for part in own], [scores[part] for part in own]
+    return SampledExamples(settings, task, model.prompts, resized, *samples)
 
 
 def write_difficulty(found: SampledExamples, path: Path) -> list[float]:
@@ -118,14 +102,10 @@ def write_completions(
 ) -> tuple[int, int]:
     """Write the examples with the completions that earned enough, as rows for training on them.
 
-    A truncated completion, and one with the text of a control token, is left out.
-
-    Args:
-        least: the reward that a completion must have earned; None: the full one.
-        keep: maximum number of completions per example: the best, of equal ones the first.
-
-    Returns:
-        The number of rows, and of the examples that have one.
+    A truncated completion, and one with the text of a control token, is left out. At most ``keep``
+    of an example are written: those with the highest reward, of equal ones the first. ``least`` is
+    the reward that they must have earned; None: the full one. Return the number of rows, and of
+    the examples that have one.
     """
     tasks = _name_tasks(found.settings)
     rows, count = [], 0
@@ -167,7 +147,7 @@ def _is_complete(text: str, found: SampledExamples) -> bool:
 def _build_row(
     example: Example, settings: Settings, folder: Path, tasks: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return an example as a row in the canonical form, with the columns' names of the source."""
+    """Return an example as a row that names its columns as the source does."""
     row: dict[str, Any] = {"id": example.id}
     if example.source:
         row["task"] = tasks[example.source]
@@ -186,13 +166,13 @@ def _build_row(
 
 
 def _column(settings: Settings, name: str) -> str:
-    """Return the name of a column in the source; in a mixture, the canonical one."""
-    names: dict[str, str] = {**settings.data.columns}
-    return name if is_mixture(settings.data.train) else names.get(name, name)
+    if is_mixture(settings.data.train):
+        return name
+    return dict(settings.data.columns).get(name, name)
 
 
 def _write_image(image: ImageRef, folder: Path) -> str:
-    """Return the path of an image, relative to the folder that contains it, or else its content."""
+    """Return the path of an image, from the folder if that contains it, or else its content."""
     if image.path is None:
         content = base64.b64encode(image.read_bytes()).decode()
         return f"data:image;base64,{content}"
@@ -214,9 +194,9 @@ def _name_tasks(settings: Settings) -> dict[str, str]:
 def find_outside_folder(found: SampledExamples, path: Path) -> Path | None:
     """Return the folder of the images that are not in the folder of a file; None if all are."""
     folder = os.path.realpath(path.parent)
-    paths = [image.path for example in found.examples for image in example.images]
-    outside = [os.path.realpath(p.parent) for p in paths if p is not None]
-    outside = [p for p in outside if not Path(p).is_relative_to(folder)]
+    images = [image.path for example in found.examples for image in example.images]
+    paths = [Path(os.path.realpath(file.parent)) for file in images if file is not None]
+    outside = [file for file in paths if not file.is_relative_to(folder)]
     return Path(os.path.commonpath(outside)) if outside else None
 
 

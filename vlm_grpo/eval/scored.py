@@ -30,14 +30,11 @@ _COUNTS = ("answered", "unscorable")
 
 
 class Output(TypedDict):
-    """An output of a model, its parsed answer (None: it has none) and its values by name.
-
-    ``reward`` is the weighted sum of the rewards; None if one of them failed.
-    """
+    """An output of a model and its values by name."""
 
     output: str
-    answer: Any
-    reward: float | None
+    answer: Any  # None: it has none
+    reward: float | None  # weighted sum of the rewards; None: one of them failed
     rewards: Mapping[str, float | None]
     metrics: Mapping[str, float | None]
 
@@ -46,11 +43,11 @@ class Row(Output):
     """An example with its output.
 
     With several outputs, these are the first output and the means of the values, and ``samples``
-    has every output with its own. ``source`` is that of the example in a mixture.
+    has every output with its own.
     """
 
     id: str
-    source: NotRequired[str]
+    source: NotRequired[str]  # in a mixture
     samples: NotRequired[list[Output]]
 
 
@@ -58,34 +55,24 @@ class Row(Output):
 class Scored:
     """Scored outputs of n examples, with one or several outputs each.
 
-    Attributes:
-        rows: one per example, each a dictionary: see ``Row``.
-        primary_metric: name of the task's primary metric; empty if a file does not have it.
-        metrics: mean of every reward and metric by name, over the examples where it is defined,
-            and metrics of the full set, such as average precision; ``answered`` is the share of
-            outputs with an answer, ``unscorable`` the number of outputs on which a weighted reward
-            failed.
-        lower_is_better: the primary metric is an error.
-        intervals: 95 % bootstrap intervals that do not follow from the rows alone.
-        seed: seed of the bootstrap.
-        path: file of the table; None: it was not written.
-        step: number of steps that the policy had been trained for, in an evaluation of training.
-        is_complete: False for a file whose summary is missing, damaged or of other rows.
+    ``metrics`` has the mean of every reward and metric, over the examples where it is defined, and
+    metrics of the full set, such as average precision; ``answered`` is the share of outputs with an
+    answer, ``unscorable`` the number of outputs on which a weighted reward failed.
     """
 
-    rows: tuple[Row, ...]
-    primary_metric: str
+    rows: tuple[Row, ...]  # one per example
+    primary_metric: str  # empty if a file does not have it
     metrics: Mapping[str, float]
-    lower_is_better: bool = False
+    lower_is_better: bool = False  # the primary metric is an error
+    # 95 % bootstrap intervals that do not follow from the rows alone
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    seed: int = 0
-    path: Path | None = None
-    step: int = 0
-    is_complete: bool = True
+    seed: int = 0  # of the bootstrap
+    path: Path | None = None  # file of the table; None: it was not written
+    step: int = 0  # number of steps that the policy had been trained for
+    is_complete: bool = True  # False: the file's summary is missing, damaged or of other rows
 
     @property
     def n(self) -> int:
-        """Number of examples."""
         return len(self.rows)
 
     @property
@@ -95,7 +82,6 @@ class Scored:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % bootstrap interval of the primary metric; NaN for a metric of the full set."""
         return self.get_interval(self.primary_metric)
 
     @cached_property
@@ -114,7 +100,6 @@ class Scored:
         }
 
     def get_column(self, name: str) -> list[float | None]:
-        """Return a metric's value of each example; None where it is undefined or not known."""
         return [row["rewards"].get(name, row["metrics"].get(name)) for row in self.rows]
 
     @property
@@ -125,7 +110,6 @@ class Scored:
 
     @property
     def names(self) -> list[str]:
-        """Names of the task's metrics."""
         return [*self.values, *self.corpus]
 
     def get_interval(self, name: str) -> tuple[float, float]:
@@ -154,11 +138,7 @@ class Scored:
         return f"{self.primary_metric} {value}{interval} (n = {self.n})"
 
     def write(self, path: Path) -> Scored:
-        """Write the rows as JSON Lines, and the summary to the ``.json`` file next to them.
-
-        Returns:
-            The table with its path.
-        """
+        """Write the rows as JSON Lines, and the summary as JSON; return the table with its path."""
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(format_row(row) + "\n" for row in self.rows)
         write_atomic(path, lines.encode(errors="backslashreplace"))
@@ -191,11 +171,7 @@ def read_scored(
 ) -> Scored:
     """Read a table, as far as its files can be read: without a summary, the means are the rows'.
 
-    Args:
-        path: the file of the rows.
-        seed: seed of the bootstrap.
-        rows: the rows of the file, if it is read already.
-        step: number of steps that the policy had been trained for.
+    ``rows`` are those of the file, if it is read already.
     """
     read = tuple(map(_read_row, read_valid_rows(path) if rows is None else rows))
     found = Scored(read, "", {}, seed=seed, step=step, is_complete=False)
@@ -223,15 +199,9 @@ def _read_row(row: Mapping[str, Any]) -> Row:
         else {}
         for key in ("rewards", "metrics")
     )
-    found: Any = {
-        **row,
-        "id": str(row.get("id")),
-        "output": str(row.get("output", "")),
-        "answer": row.get("answer"),
-        "reward": row.get("reward"),
-        "rewards": rewards,
-        "metrics": metrics,
-    }
+    given = {"id": str(row.get("id")), "output": str(row.get("output", ""))}
+    given |= {name: row.get(name) for name in ("answer", "reward")}
+    found: Any = {**row, **given, "rewards": rewards, "metrics": metrics}
     return found
 
 
@@ -245,7 +215,7 @@ def _mean(column: Mapping[str, float]) -> float:
 
 
 def format_row(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON; answers may be of any type."""
+    """Return a row, whose answer may be of any type, as a line of JSON."""
     return json.dumps(row, ensure_ascii=False, default=_to_json)
 
 
@@ -262,15 +232,7 @@ def summarize(
     scores: Sequence[Score],
     seed: int,
 ) -> Scored:
-    """Build the table of scored outputs.
-
-    Args:
-        task: the task that scored the outputs.
-        examples: the examples.
-        texts: the outputs, as many of each example, one example after the other.
-        scores: score of each output.
-        seed: seed of the bootstrap.
-    """
+    """Build the table of outputs: as many of each example, one example after the other."""
     count = len(texts) // len(examples)
     items = [example for example in examples for _ in range(count)]
     own_scores = [scores[start : start + count] for start in range(0, len(scores), count)]
@@ -283,7 +245,7 @@ def summarize(
             if value is not None:
                 columns[name].append(value)
     metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
-    metrics["answered"] = get_answered(scores)
+    metrics["answered"] = _get_answered(scores)
     metrics["unscorable"] = sum(score.total is None for score in scores)
     # The values by source of the primary metric, which has no name here, and of those of samples.
     parts: dict[str, list[tuple[float, list[float]]]] = {}
@@ -293,7 +255,7 @@ def summarize(
         corpus = _compute_corpus_metrics(own, own_items, [items[i] for i in indices])
         metrics |= {start + name: value for name, value in corpus.items()}
         if source:
-            metrics[f"{source}/answered"] = get_answered(own_items)
+            metrics[f"{source}/answered"] = _get_answered(own_items)
         is_corpus = own.primary_metric in corpus
         for name in ("", *([] if is_corpus else list_sample_metrics(count))):
             # It is undefined on every example if, for example, every reward failed.
@@ -327,13 +289,12 @@ def _build_output(text: str, score: Score) -> Output:
     }
 
 
-def get_answered(scores: Sequence[Score]) -> float:
-    """Return the share of outputs with an answer."""
+def _get_answered(scores: Sequence[Score]) -> float:
     return float(np.mean([has_answer(score.answer) for score in scores]))
 
 
 def has_answer(answer: Any) -> bool:
-    """Return whether an output has an answer; an empty text is none."""
+    """Return whether a parsed answer is one; an empty text is none."""
     return answer is not None and not (isinstance(answer, str) and not answer)
 
 

@@ -15,19 +15,14 @@ _BATCH = 100
 """Resamples in memory at once."""
 _TAILS = ((1 - 0.95) / 2, 1 - (1 - 0.95) / 2)
 SIGN_FLIPS = 10_000
-"""Number of random assignments of signs, where there are too many to enumerate."""
-_ENUMERATED = 13
-"""Most differences whose signs are enumerated: 2 ** 13 assignments are fewer than 10,000."""
 _CHUNK = 500
+"""Assignments of signs in memory at once."""
 
 
 def bootstrap_interval(*samples: Sequence[float] | np.ndarray, seed: int) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the mean of the samples' means.
 
-    Each sample is resampled by itself, 2,000 times; of one sample it is the interval of the mean.
-
-    Returns:
-        Lower and upper bound; NaN if a sample is empty.
+    Each sample is resampled by itself, 2,000 times. Both bounds are NaN if a sample is empty.
     """
     if not samples or not all(len(sample) for sample in samples):
         return math.nan, math.nan
@@ -59,48 +54,27 @@ def format_value(value: float, is_error: bool = False, space: str = "") -> str:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """The result of a paired test of B against A.
+    """The result of a paired test of B against A."""
 
-    Attributes:
-        test: "McNemar" for values of 0 and 1, otherwise "sign flips".
-        n: number of pairs.
-        a, b: mean of each side.
-        interval: 95 % bootstrap interval of the mean of b - a.
-        p_value: two-sided, under the hypothesis that A and B are exchangeable on every example.
-        higher, lower: number of pairs in which B has the higher, or the lower, value.
-    """
-
-    test: str
-    n: int
-    a: float
+    test: str  # "McNemar" for values of 0 and 1, otherwise "sign flips"
+    n: int  # number of pairs
+    a: float  # mean of each side
     b: float
-    interval: tuple[float, float]
-    p_value: float
-    higher: int
+    interval: tuple[float, float]  # 95 % bootstrap interval of the mean of b - a
+    p_value: float  # two-sided; A and B are exchangeable on every example under the hypothesis
+    higher: int  # pairs in which B has the higher value
     lower: int
 
 
 def compare_pairs(a: Sequence[float], b: Sequence[float], seed: int = 0) -> PairedTest:
-    """Test B against A: by McNemar's exact test if all values are 0 or 1, else by sign flips.
-
-    Args:
-        a, b: values of the same examples, in the same order; at least one.
-        seed: seed of the bootstrap and of the sign flips.
-    """
+    """Test B against A: by McNemar's exact test if all values are 0 or 1, else by sign flips."""
     differences = [second - first for first, second in zip(a, b, strict=True)]
     higher, lower = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     binary = {*a, *b} <= {0.0, 1.0}
     p_value = mcnemar_p_value(higher, lower) if binary else sign_flip_p_value(differences, seed)
-    return PairedTest(
-        "McNemar" if binary else "sign flips",
-        len(differences),
-        float(np.mean(a)),
-        float(np.mean(b)),
-        bootstrap_interval(differences, seed=seed),
-        p_value,
-        higher,
-        lower,
-    )
+    name, means = "McNemar" if binary else "sign flips", (float(np.mean(a)), float(np.mean(b)))
+    interval = bootstrap_interval(differences, seed=seed)
+    return PairedTest(name, len(differences), *means, interval, p_value, higher, lower)
 
 
 def mcnemar_p_value(gained: int, lost: int) -> float:
@@ -108,7 +82,6 @@ def mcnemar_p_value(gained: int, lost: int) -> float:
 
     Under the null hypothesis, each of the pairs that differ is a fair coin:
     ``p = min(1, 2 · P(X <= min(gained, lost)))`` with X ~ Binomial(gained + lost, 1/2).
-
     Source: McNemar 1947, Psychometrika 12; exact form: Agresti 2013, Categorical Data Analysis,
     section 11.1.
 
@@ -138,7 +111,7 @@ def sign_flip_p_value(differences: Sequence[float], seed: int = 0) -> float:
     if not len(changed):
         return 1.0
     limit = abs(changed.sum()) * (1 - 1e-9)  # sums in another order differ by rounding
-    if len(changed) <= _ENUMERATED:
+    if 2 ** len(changed) < SIGN_FLIPS:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(changed))))
         return float(np.mean(np.abs(signs @ changed) >= limit))
     rng = np.random.default_rng(seed)
