@@ -32,32 +32,22 @@ def fail_some(failure: Reply, which: Callable[[str], bool]) -> Callable[[str, in
 
 @dataclass
 class ChatModel:
-    """The model of a server.
+    """The model of a server."""
 
-    Attributes:
-        answer: text of the answer to a question and its first image.
-        fail: the failure of a request by its question and the number of earlier requests that
-            were equal; None: it is answered.
-        prompt_tokens: the reported number of tokens of every prompt; None: no usage is reported.
-        models: names that the server lists.
-        bodies: body of each question so far.
-        most: largest number of questions that were open at once.
-    """
-
-    answer: Answer = count_by_checksum
+    answer: Answer = count_by_checksum  # to a question and its first image
+    # The failure by the question and the number of equal ones before; None: it is answered.
     fail: Callable[[str, int], Reply | None] = lambda text, earlier: None
-    prompt_tokens: int | None = 100
+    prompt_tokens: int | None = 100  # that it reports; None: it does not
     models: tuple[str, ...] = ("policy",)
     seconds: float = 0.0
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    most: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of the questions so far
+    most: int = 0  # questions that were open at once
 
     def __post_init__(self) -> None:
         self._lock, self._open, self._asked = threading.Lock(), 0, Counter[str]()
 
     @property
     def questions(self) -> list[str]:
-        """The text of each question so far."""
         return [get_text(body) for body in self.bodies]
 
     def respond(self, body: Any) -> Reply:
@@ -91,7 +81,6 @@ class ChatModel:
 
 
 def get_text(body: Any) -> str:
-    """Return the text of a request's last message."""
     return body["messages"][-1]["content"][-1]["text"]
 
 
@@ -105,6 +94,5 @@ def get_images(body: Any) -> list[Image.Image]:
 
 @contextmanager
 def serve(model: ChatModel) -> Iterator[JudgeServer]:
-    """Run a server of the model."""
     with run_judge(model.respond) as server:
         yield server

@@ -68,12 +68,8 @@ def _build(
 ) -> tuple[Any, Any]:
     """Build a random model of the type and its processor.
 
-    Args:
-        model_type: transformers' name of the architecture.
-        processor: builds the processor.
-        tokens: special tokens whose ids the configuration has, under ``NAME_token_id``.
-        text: settings of the language model other than the common ones.
-        config: the other settings.
+    The configuration has the ids of ``tokens``, under ``NAME_token_id``; ``text`` are settings of
+    the language model.
     """
     built = processor()
     tokenizer = built.tokenizer
@@ -147,7 +143,6 @@ def _build_fast_vlm() -> tuple[Any, Any]:
 
 
 def _build_mllama() -> tuple[Any, Any]:
-    """Build Mllama, which looks at images in layers of cross-attention alone."""
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,

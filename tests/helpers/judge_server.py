@@ -30,19 +30,13 @@ class Reply:
 
 @dataclass
 class JudgeServer:
-    """A running server.
+    """A running server."""
 
-    Attributes:
-        address: its address up to ``/v1``.
-        requests: path, headers and body of each request so far.
-    """
-
-    address: str
-    requests: list[tuple[str, Mapping[str, str], Any]] = field(default_factory=list)
+    address: str  # up to /v1
+    requests: list[tuple[str, Mapping[str, str], Any]] = field(default_factory=list)  # with headers
 
     @property
     def texts(self) -> list[str]:
-        """The text of each request's last message."""
         return [body["messages"][-1]["content"][-1]["text"] for _, _, body in self.requests]
 
 

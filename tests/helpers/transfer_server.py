@@ -16,9 +16,7 @@ from judge_server import Reply, run_judge
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_tensor
 
-GPU = "GPU-1"
-"""The identifier of the only device."""
-
+GPU = "GPU-1"  # the identifier of the only device
 
 ANSWERS: dict[str, Any] = {
     "/get_world_size": {"world_size": 2},
@@ -30,30 +28,18 @@ ANSWERS: dict[str, Any] = {
 
 
 class TransferServer:
-    """The state of a server, as its requests change it.
-
-    Attributes:
-        url: its address.
-        calls: the paths of its requests, without those that only ask.
-        weights: what it has received since the last start of an update.
-        fails: paths of requests that it refuses.
-        fails_once: it refuses each of them once.
-        nccl: what takes the place of NCCL.
-        identifier: of the group that it has joined.
-        answer: returns the response to a request for completions.
-        name: name of its weights.
-    """
+    """The state of a server, as its requests change it."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.calls: list[str] = []
-        self.weights: dict[str, Tensor] = {}
-        self.fails: set[str] = set()
-        self.fails_once = False
+        self.calls: list[str] = []  # paths, without those that only ask
+        self.weights: dict[str, Tensor] = {}  # received since the last start of an update
+        self.fails: set[str] = set()  # paths that it refuses
+        self.fails_once = False  # it refuses each of them once
         self.nccl = FakeNccl()
-        self.identifier = b""
-        self.answer: Callable[[Any], dict[str, Any]] = lambda body: {}
-        self.name = "default"
+        self.identifier = b""  # of the group that it has joined
+        self.answer: Callable[[Any], dict[str, Any]] = lambda body: {}  # to a prompt
+        self.name = "default"  # of its weights
 
     def respond(self, path: str, body: Any) -> dict[str, Any]:
         """Return the response to a request."""
@@ -124,7 +110,6 @@ class FakeNccl:
 
 @contextmanager
 def run_transfer_server() -> Iterator[TransferServer]:
-    """Run a server."""
     server = TransferServer()
 
     def respond(body: Any) -> Reply:

@@ -29,7 +29,6 @@ from vlm_grpo.model.loading import (
 
 
 def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Path) -> None:
-    """The dropout comes from the configuration of the user's model, not from a setting."""
     folder = tmp_path / "model"
     shutil.copytree(get_model_source("embedded"), folder)
     config = json.loads((folder / "config.json").read_text())

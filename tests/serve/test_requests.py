@@ -209,7 +209,6 @@ def read_tensor(part: Any) -> np.ndarray:
 
 
 def build(policy: Policy, example: Example) -> tuple[Any, Any]:
-    """Return an example's prompt and the request for it."""
     prompt = make_prompt(policy, example)
     sampling = SamplingSettings(policy.distribution, 4)
     return prompt, build_request(policy, prompt, sampling, range(2), (0, 0))

@@ -50,7 +50,6 @@ def assert_nothing_is_left(settings: Settings, fake: Path) -> None:
 
 
 def write(settings: Settings, folder: Path) -> Path:
-    """Write the settings as a file for the command line."""
     path = folder / "run.yaml"
     path.write_text(settings.model_dump_json())
     return path
@@ -108,7 +107,6 @@ def find_whole(settings: Any, whole_runs: Any, tmp_path_factory: Any, model_fold
 def test_a_server_that_fails_in_mid_rollout_is_restarted(
     settings: Any, fake: Path, find_whole: Any, caplog: Any, fault: str, ahead: int
 ) -> None:
-    """The run is the same as one without a failure."""
     rollout = {"steps_ahead": ahead}
     # The 6th request is the 2nd of the second step: before it are the check's and three.
     plan = {"faults": {GENERATE: {"6": fault}}, "has_child": True}
@@ -125,7 +123,6 @@ def test_a_server_that_fails_in_mid_rollout_is_restarted(
 def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
     settings: Any, fake: Path, find_whole: Any, capsys: Any, tmp_path: Path
 ) -> None:
-    """The first step is made; the next one's first request fails at every start."""
     # The requests of the first start: the check's, and one of each of two steps; of the second
     # one: the check's, and the same prompt's again.
     plan = {"faults": {GENERATE: {"3": "die", "5": "die"}}}

@@ -52,7 +52,6 @@ def test_whether_a_server_fits_a_run(
 
 
 def test_when_a_server_is_ready(tmp_path: Path, model_folder: Path) -> None:
-    """A refusal will not pass by waiting; what is missing is told by ``check``."""
     assert not Server(f"http://127.0.0.1:{find_free_port()}", 5).is_ready()
     faults = {"1": "503", "2": "500", "3": "401"}
     with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:
@@ -64,7 +63,6 @@ def test_when_a_server_is_ready(tmp_path: Path, model_folder: Path) -> None:
 def test_new_weights_are_loaded_while_the_server_is_paused(
     tmp_path: Path, model_folder: Path, kind: str
 ) -> None:
-    """Both caches are emptied before a request can be answered from older weights."""
     fake, folder = tmp_path / "fake", str(model_folder)
     loads: list[tuple[str, Any]] = [
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
@@ -177,7 +175,6 @@ def build(folder: Path, model: Path, **plan: object) -> tuple[ServerProcess, int
 
 
 def find_pids(folder: Path) -> list[int]:
-    """Return the numbers of a server and its child."""
     return [read_calls(folder / "fake")[0]["pid"], int((folder / "fake/child").read_text())]
 
 
@@ -186,7 +183,6 @@ def find_pids(folder: Path) -> list[int]:
 def test_a_server_is_stopped_with_its_children(
     tmp_path: Path, model_folder: Path, stubborn: bool
 ) -> None:
-    """Two threads may stop it: the run's end and a failed request can meet."""
     process, port = build(tmp_path, model_folder, has_child=True, ignores_sigterm=stubborn)
     assert not process.is_running
     process.start()
@@ -241,7 +237,6 @@ def test_a_python_that_cannot_be_run(tmp_path: Path, name: str) -> None:
 def test_a_server_ends_with_the_process_that_started_it(
     tmp_path: Path, model_folder: Path, number: signal.Signals
 ) -> None:
-    """However that ends, the server, its children and its port are gone."""
     process, port = build(tmp_path, model_folder, has_child=True)
     code = (
         # A job in the background of a shell ignores SIGINT, and so would all that it starts.

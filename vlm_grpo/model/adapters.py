@@ -1,12 +1,9 @@
 """Low-rank adapters of PEFT: adding them to a model, or freezing parts; saving and loading them.
 
-A run's adapters are built from its settings, and a checkpoint's values are loaded into them, so a
-resumed run trains what the first one did. An adapter that is initialized from the base weights
-(PiSSA, OLoRA) starts with a product ``s B₀ A₀`` that is not zero. PEFT subtracts it from the base
-weights, and rounds them. Here they stay as they are: the layer subtracts ``s B₀ A₀`` itself
-(``engine/linear.py``), and files have the rank 2r, ``[B, −B₀] [A; A₀]``, which PEFT, vLLM and a
-merge add to the base weights as a plain adapter (PEFT's own conversion: Meng et al., 2024,
-arXiv:2404.02948, appendix C).
+An adapter that is initialized from the base weights (PiSSA, OLoRA) starts with a product
+``s B₀ A₀`` that is not zero. PEFT subtracts it from the base weights, and rounds them. Here the
+layer subtracts it (``engine/linear.py``), and files have the rank 2r, ``[B, −B₀] [A; A₀]``, a plain
+adapter (PEFT's own conversion: Meng et al., 2024, arXiv:2404.02948, appendix C).
 """
 
 from __future__ import annotations
@@ -41,17 +38,15 @@ from vlm_grpo.model.engine.linear import INITIAL_FACTORS, is_quantized, restore
 from vlm_grpo.model.families import find_part
 from vlm_grpo.utils.jsonl import read_object
 
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
-"""Errors of missing and damaged files, and of weights with other shapes (RuntimeError)."""
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)  # RuntimeError: other shapes
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # PEFT's name of the only adapter
 
 
 class TrainedModule(ModulesToSaveWrapper):
-    """A module that is trained in full beside the adapters (``policy.lora.modules_to_save``).
+    """A module that is trained in full, in float32, because bfloat16 would lose small updates.
 
-    Its weights are in float32, because rounding to bfloat16 would lose small updates. They are
-    rounded for each pass, which computes in the dtype of the original module.
+    Its weights are rounded for each pass, which computes in the dtype of the original module.
     """
 
     def _forward_wrapped(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +62,7 @@ def apply_lora_or_freeze(
     """Add the adapters of the settings and return the PEFT model, or freeze their parts.
 
     The adapter takes the values of the one in the folder ``start``. Without ``has_values``, those
-    of the model's weights are only known to another process. ``UserError``: the model has no such
-    part, layer or module, or the adapter of ``start`` cannot be loaded.
+    of the model's weights are only known to another process.
     """
     if (settings := policy.lora) is None:
         freeze_parts(model, policy.freeze)
@@ -95,7 +89,6 @@ def apply_lora_or_freeze(
 
 
 def find_adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the names and modules of the layers that have adapters."""
     return ((n, m) for n, m in model.named_modules() if isinstance(m, lora.LoraLayer))
 
 
@@ -123,7 +116,6 @@ def _initialize_from_base(name: str, layer: Any, settings: LoraSettings) -> None
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Return whether a name in the state of a PEFT model is that of an adapter's weight."""
     is_trained = "lora_" in name or f".modules_to_save.{_NAME}." in name
     return is_trained or name.endswith(INITIAL_FACTORS)
 
@@ -289,10 +281,12 @@ def _find_modules(names: Sequence[str], model: Any) -> list[str]:
     found = []
     for name in names:
         matching = {n: m for n, m in model.named_modules() if f".{n}".endswith(f".{name}")}
-        if not any(any(True for _ in module.parameters()) for module in matching.values()):
+        if not any([*module.parameters()] for module in matching.values()):
+            parts = [n for n, _ in model.named_modules() if find_part(n) == "projector"]
+            outermost = [part for part in parts if part.rpartition(".")[0] not in parts]
             raise UserError(
                 f"policy.lora.modules_to_save: no module with weights is called {name}; the "
-                f"projector of this model is {', '.join(_find_projectors(model)) or 'not known'}"
+                f"projector of this model is {', '.join(outermost) or 'not known'}"
             )
         if any(vocabulary & set(module.modules()) for module in matching.values()):
             raise UserError(
@@ -307,11 +301,6 @@ def _find_modules(names: Sequence[str], model: Any) -> list[str]:
             )
         found += matching
     return found
-
-
-def _find_projectors(model: Any) -> list[str]:
-    names = [name for name, _ in model.named_modules() if find_part(name) == "projector"]
-    return [name for name in names if name.rpartition(".")[0] not in names]
 
 
 def _find_targets(target: str | Sequence[str], model: Any) -> list[str]:

@@ -16,8 +16,8 @@ from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.utils.chat import IMAGE, Role, ThinkingTags, Turn
 
+# transformers' own tag, which Jinja does not know.
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""transformers' own tag, which Jinja does not know."""
 _SET_BY_RENDERER = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("raise_exception", "strftime_now"),
@@ -29,8 +29,7 @@ _QUESTION, _PROBE = Turn("user", "?"), "Be brief."
 class ChatTemplate:
     """A model's chat template, which writes the turns of a chat as a prompt.
 
-    ``settings`` have the system prompt and the template's arguments. ``UserError``: the template
-    has no such argument, or no place for a system prompt.
+    ``settings`` have the system prompt and the template's arguments.
     """
 
     def __init__(self, processor: Any, settings: PromptSettings | None = None) -> None:
@@ -49,13 +48,16 @@ class ChatTemplate:
                 ) from error
 
     def render(self, turns: Sequence[Turn], kinds: Iterable[str] = repeat("image")) -> str:
-        """Return the prompt of a chat whose last turn is the user's.
+        """Return the prompt of a chat; ``kinds`` tell what each ``<image>`` in it stands for.
 
-        ``kinds`` tell what each ``<image>`` in it stands for, "image" or "video". ``TemplateError``
-        and ``ValueError``: the template refuses the chat, or has no place for a role.
+        ``TemplateError`` and ``ValueError``: the template refuses the chat, or has no place for a
+        role.
         """
-        parts = ({"type": kind} for kind in kinds)
-        return self._render([self._to_message(turn, parts) for turn in turns], self.arguments)
+        parts, messages = ({"type": kind} for kind in kinds), []
+        for turn in turns:
+            self.check_role(turn.role)
+            messages.append(_build_message(turn, self._is_text.get(turn.role, False), parts))
+        return self._render(messages, self.arguments)
 
     @cached_property
     def moves_images(self) -> bool:
@@ -99,10 +101,6 @@ class ChatTemplate:
             return self._render([_build_message(_QUESTION)], arguments)
         except (TemplateError, TypeError, ValueError):  # such as one that needs an image
             return ""
-
-    def _to_message(self, turn: Turn, parts: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        self.check_role(turn.role)
-        return _build_message(turn, self._is_text.get(turn.role, False), parts)
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         return self.processor.apply_chat_template(

@@ -18,7 +18,6 @@ from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_distribution
-from vlm_grpo.model.families import Family
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
@@ -34,13 +33,8 @@ def diagnose(
 ) -> Iterator[str]:
     """Load a model, run both forms on one prompt, and yield the lines of a report.
 
-    Args:
-        model: folder of a model, hub name, or ``embedded``.
-        image: image of the prompt; None: noise of 448 × 448 pixels.
-        dtype: ``float32`` or ``bfloat16``.
-
-    Raises:
-        UserError: the model cannot be loaded.
+    ``model`` is a folder, a hub name, or ``embedded``; without an ``image`` the prompt has noise of
+    448 × 448 pixels. ``UserError``: the model cannot be loaded.
     """
     disable_progress_bar()
     settings = Settings.model_validate(
@@ -61,8 +55,8 @@ def diagnose(
     config = loaded.model.config
     weights = sum(weight.numel() for weight in loaded.model.parameters())
     yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
-    family = type(loaded.family)
-    name = "none of the known ones" if family is Family else family.__name__
+    name = type(loaded.family).__name__
+    name = "none of the known ones" if name == "Family" else name
     yield f"family       {name}, coordinate frame {policy.prompts.frame.name!r}"
     if image is None:
         noise = np.random.default_rng(0).integers(0, 256, (448, 448, 3), dtype=np.uint8)
@@ -110,7 +104,6 @@ def _compare_forms(shared: Policy, repeated: Policy, prompt: Prompt) -> Iterator
 
 
 def _time_second(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of the second of two runs, and its result."""
     run()
     start = time.perf_counter()
     result = run()

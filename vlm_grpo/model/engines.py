@@ -1,8 +1,4 @@
-"""The two ways to sample and score completions: with one pass over their prompt, or with several.
-
-An ``Engine`` needs nothing but transformers' own forward; it repeats the prompt and its images for
-each completion. A ``SharedEngine`` needs to know the model's layers.
-"""
+"""The two ways to sample and score completions: with one pass over their prompt, or with many."""
 
 from __future__ import annotations
 
@@ -48,15 +44,15 @@ class Counters:
 
 
 class Engine:
-    """Samples and scores by transformers' own forward, with repeated prompts.
+    """Samples and scores by transformers' own forward, with the prompt repeated.
 
     ``pad_token`` fills rows to the length of the longest.
     """
 
     shares_prompts = False
-    # A chunk's prompts are processed at once, and their activations take more than keys.
+    # Most tokens to cache at once, however much memory is free: a chunk's prompts are processed at
+    # once, and their activations take more than keys.
     most_tokens = DEFAULT_ROLLOUT_TOKENS
-    """Most tokens to cache at once, however much memory is free."""
     capture: GraphCapture | None = None
 
     def __init__(self, loaded: LoadedModel, pad_token: int) -> None:
@@ -76,7 +72,6 @@ class Engine:
     def score(
         self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
-        """Score the batch's completion tokens."""
         prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
         counters.encoder_passes += sum(len(p.example.images) for p in prompts)
         counters.update_tokens += sum(len(p.token_ids) for p in prompts)
@@ -108,9 +103,7 @@ class Engine:
 class SharedEngine(Engine):
     """Samples and scores all completions of a prompt behind one pass over it.
 
-    Args:
-        capture: captures decode steps; None: steps run eagerly.
-        stopwatch: times the phases of sampling and the vision tower.
+    ``capture`` captures decode steps; without it they run eagerly.
     """
 
     shares_prompts = True

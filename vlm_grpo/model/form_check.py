@@ -1,9 +1,8 @@
 """A check of the shared-prefix form on the very model that is used.
 
-The same completions are sampled and scored with a shared prompt, and scored by transformers' own
-forward with the prompt repeated. The differences of their log-probabilities are rounding, or the
-model computes something that the shared form does not know. What follows is the policy's decision
-(``Policy.follow``).
+Completions are sampled and scored with a shared prompt, and scored by transformers' own forward
+with the prompt repeated. Their log-probabilities differ by rounding, or the model computes
+something that the shared form does not know.
 """
 
 from __future__ import annotations
@@ -19,23 +18,19 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engines import Engine
 from vlm_grpo.types import Group, Prompt
 
-ROLLOUT_LENGTH = 8
-"""Number of tokens of the completions sampled by the first check."""
+ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples
+# Largest mean difference of log-probabilities, in nats, that is taken for rounding: recurrent
+# layers compute in float32, and lose more digits than attention does.
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3}
-"""Largest mean difference of log-probabilities, in nats, that is taken for rounding: recurrent
-layers compute in float32, and lose more digits than attention does."""
-HALF_BOUND = 0.05
-"""The same bound in half precision."""
-GROWTH = 2
-"""A shape is checked if it exceeds all checked ones by this factor."""
+HALF_BOUND = 0.05  # the same in half precision
+GROWTH = 2  # a shape is checked if it exceeds all checked ones by this factor
 
 
 class Verdict(NamedTuple):
     """How the forms differ, or how the model fails; None: they differ by rounding."""
 
     shared: str | None = None
-    captured: str | None = None
-    """The same in captured decode steps, if eager ones are right."""
+    captured: str | None = None  # in captured decode steps, if eager ones are right
 
 
 class FormCheck:
@@ -46,8 +41,7 @@ class FormCheck:
 
     def __init__(self, must_share: bool) -> None:
         self.must_share = must_share
-        # Greatest number of tokens of a prompt and of a completion in any check.
-        self.checked: tuple[int, int] | None = None
+        self.checked: tuple[int, int] | None = None  # most tokens of a prompt, and of a completion
         self.has_seen_images = False
 
     def choose(self, prompts: Sequence[Prompt]) -> Prompt | None:

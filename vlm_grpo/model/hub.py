@@ -16,19 +16,14 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from vlm_grpo.errors import UserError
 
-SECONDS = 5.0
-"""Time limit of a connection to the hub."""
-HEAD_LINES = 24
-"""Number of lines of the model card that a dry run shows."""
+SECONDS = 5.0  # time limit of a connection to the hub
+HEAD_LINES = 24  # of the model card, which a dry run shows
+# Errors of the client, of its HTTP library (whose name differs by version), and of uploads.
 _HUB_ERRORS: tuple[Any, ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
-"""Errors of the client, of its HTTP library (whose name differs by version), and of uploads."""
 
 
 def check_reachable(source: str, revision: str = "main") -> None:
-    """Raise ``ConnectionError`` for a hub name that is neither cached nor reachable.
-
-    The hub's client would retry first.
-    """
+    """Raise ``ConnectionError`` for a hub name that is neither cached nor reachable, at once."""
     if Path(source).is_dir() or constants.HF_HUB_OFFLINE or urllib.request.getproxies():
         return  # through a proxy, only the client itself can tell
     try:
@@ -57,10 +52,7 @@ def check_connection() -> None:
 
 
 def check_pushable(name: str) -> None:
-    """Check that a model can be pushed as ``name``, before it is exported.
-
-    ``UserError``: the name is wrong, or the hub cannot be reached or refuses the token.
-    """
+    """Check that a model can be pushed as ``name``, before it is exported."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -78,10 +70,7 @@ def check_pushable(name: str) -> None:
 
 
 def push(folder: Path, name: str, public: bool) -> str:
-    """Upload a folder to a model repository of the hub, new if there is none; return its address.
-
-    ``UserError``: the upload failed; the folder stays.
-    """
+    """Upload a folder to a model repository, new if there is none; return its address."""
     remedy = f"the model is in {folder}: upload it with hf upload {name} {folder}"
     with _explain_errors(name, remedy):
         url = HfApi().create_repo(name, private=not public, exist_ok=True)

@@ -1,13 +1,13 @@
 """Loading of a model: weights, processor, family, and adapters or frozen parts.
 
-In a run of several processes only the first reads the weights, which saves host memory and file
-reads. The others build the model with uninitialized weights, which occupy no memory until they are
-used. After the strategy has placed the model on the devices, its weights are broadcast one at a
-time (``dist/collectives.py``).
+Of several processes only the first reads the weights. The others build the model with uninitialized
+ones, which occupy no memory until the strategy has placed the model on the devices and the values
+are broadcast one at a time (``dist/collectives.py``).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,8 +46,6 @@ from vlm_grpo.model.quantization import build_quantization, check_quantization
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED_MODEL = "tiny-vlm"
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -69,16 +67,10 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that the settings name, and add their adapters or freeze their parts.
 
-    Trained full weights are in ``policy.master_weights``: float32, because in bfloat16 rounding to
-    the nearest would lose small updates, or bfloat16, which the optimizer rounds stochastically.
-    Base weights of adapters, and weights that are only evaluated, are in ``policy.dtype``.
-
-    ``checkpoint`` is a folder with weights that replace the model's, or with an adapter that is
-    added to them. Without ``training`` the model is only evaluated.
-
-    Raises:
-        UserError: the model cannot be loaded, is not an image-text model, or cannot be trained
-            with these settings; the message names the setting and the remedy.
+    Trained full weights are in ``policy.master_weights``; base weights of adapters, and weights
+    that are only evaluated, are in ``policy.dtype``. ``checkpoint`` is a folder with weights that
+    replace the model's, or with an adapter that is added to them. Without ``training`` the model is
+    only evaluated.
     """
     if training:
         check_quantization(settings.policy)
@@ -93,18 +85,13 @@ def load_model(
         logger.warning(
             "policy.trust_remote_code=true: running the Python code that comes with %s", weights
         )
+    config = load_config(settings, weights)
     # A checkpoint's processor has the pixel budget of its training.
-    config, processor = (
-        load_config(settings, weights),
-        load_processor(settings, str(checkpoint or weights)),
-    )
+    processor = load_processor(settings, str(checkpoint or weights))
     chat = ChatTemplate(processor, settings.prompt)
     whole = settings.policy.load_in == "none"  # quantized weights are not broadcast
     one_reader = training and whole and has_one_reader()
-
-    def read() -> Any:
-        return _read_weights(weights, config, settings, dtype)
-
+    read = functools.partial(_read_weights, weights, config, settings, dtype)
     model = read_once(read, config, dtype, remote_code) if one_reader else read()
     family = load_family(model.config)
     if adapter is not None:
@@ -145,7 +132,6 @@ def _check_vocabulary(model: Any, tokenizer: Any, name: str, adapter: Path) -> N
 
 
 def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
-    """Return the largest dropout probability in the model, and its module's name."""
     largest = (0.0, "")
     for name, module in model.named_modules():  # attention layers store theirs as an attribute
         rates = [v for key, v in vars(module).items() if "dropout" in key and isinstance(v, float)]
@@ -169,7 +155,7 @@ def _check_dropout(model: nn.Module, settings: Settings) -> None:
 def get_model_source(name: str) -> str:
     """Return the folder or Hub name of the setting ``model``; refuse a folder that is missing."""
     if name == "embedded":
-        return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)
+        return str(resources.files("vlm_grpo") / "embedded" / "tiny-vlm")
     # A Hub name is NAME or OWNER/NAME: what is longer, starts like a path or has a folder of runs
     # as its OWNER can only be a folder.
     folder = Path(name).parent
@@ -236,10 +222,7 @@ def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dty
 
 
 def load_config(settings: Settings, source: str | None = None) -> Any:
-    """Load the configuration of ``source``, by default of the model that the settings name.
-
-    ``UserError``: it cannot be loaded, or the model takes no images.
-    """
+    """Load the configuration of ``source``, by default of the model that the settings name."""
     source = source or get_model_source(settings.model)
     config = _load(AutoConfig, source, settings)
     remote = getattr(config, "auto_map", None) or {}
@@ -253,7 +236,7 @@ def load_config(settings: Settings, source: str | None = None) -> Any:
 
 
 def load_processor(settings: Settings, source: str | None = None) -> Any:
-    """Load a processor as ``load_config`` does; ``UserError``: also one without a template."""
+    """Load a processor as ``load_config`` does; refuse one without a chat template."""
     source = source or get_model_source(settings.model)
     processor = _load(AutoProcessor, source, settings)
     if not (processor.chat_template or processor.tokenizer.chat_template):
@@ -274,10 +257,8 @@ def _load(kind: Any, source: str, settings: Settings) -> Any:
 
 
 def _hub_arguments(settings: Settings) -> dict[str, Any]:
-    return {
-        "trust_remote_code": settings.policy.trust_remote_code,
-        "revision": settings.model_revision or "main",
-    }
+    revision = settings.model_revision or "main"
+    return {"trust_remote_code": settings.policy.trust_remote_code, "revision": revision}
 
 
 def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> PixelBudget | None:

@@ -51,12 +51,6 @@ class Policy:
 
     Tokens are sampled and scored under ``distribution``, with the logits of ``chunk_tokens`` tokens
     (0: of all) at once in scoring. ``capture`` captures decode steps over shared prompts.
-
-    Attributes:
-        form_check: what to check of the shared form; None: nothing.
-        stopwatch: seconds by phase of sampling and scoring.
-        root: root module of all computation with the model, to which a strategy that shards the
-            weights attaches its hooks.
     """
 
     def __init__(
@@ -76,11 +70,11 @@ class Policy:
         self.autocast, self.one_reader = loaded.autocast, loaded.one_reader
         self.distribution, self.chunk_tokens = distribution, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
-        self.root = CallRoot(loaded.model)
+        self.root = CallRoot(loaded.model)  # to which a strategy that shards attaches its hooks
         limit = get_context_length(loaded.model.config)
         chat = loaded.chat or ChatTemplate(loaded.processor)
         self.prompts = PromptBuilder(chat, self.family, self.budget, limit)
-        self.form_check: FormCheck | None = None
+        self.form_check: FormCheck | None = None  # of the shared form; None: nothing is checked
         pad = self.tokenizer.pad_token_id
         pad = distribution.eos[0] if pad is None else pad
         self._repeated = Engine(loaded, pad)
@@ -98,11 +92,9 @@ class Policy:
 
     @property
     def shared(self) -> bool:
-        """Whether completions share one pass over their prompt."""
         return self.engine.shares_prompts
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and values of the parameters that are trained."""
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def view(self, repeated: bool = False) -> Policy:
@@ -128,16 +120,12 @@ class Policy:
         max_tokens: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> list[tuple[Completion, ...]]:
-        """Sample completions of each prompt.
-
-        The completions of a prompt depend only on its seed and the weights, not on the other
-        prompts. ``UserError``: ``form_check`` failed, and the prompt must be shared.
+        """Sample completions of each prompt, which depend only on its seed and the weights.
 
         Args:
             num_generations: completions per prompt, G; or their numbers for each prompt.
             seeds: seed of each prompt's random streams, which a completion's number extends.
-            max_tokens: maximum number of tokens cached at once; None: as many as fit into the
-                GPU's free memory.
+            max_tokens: most tokens cached at once; None: as many as fit into the GPU's free memory.
             check: called every few tokens; may raise to end the sampling.
         """
         self.check_form(prompts)
@@ -175,9 +163,8 @@ class Policy:
         self.engine.generate(prompts, state, most, self.counters)
 
     def _build_completions(self, state: SamplerState) -> Iterator[Completion]:
-        names = ("tokens", "logprobs", "entropies", "lengths")
-        columns = (getattr(state, name)[:-1].tolist() for name in names)
-        rows = zip(*columns, strict=True)
+        columns = (state.tokens, state.logprobs, state.entropies, state.lengths)
+        rows = zip(*(column[:-1].tolist() for column in columns), strict=True)
         for row, (tokens, logprobs, entropies, length) in enumerate(rows):
             token_ids = tuple(tokens[:length])
             stop: StopReason = "stop" if row in state.stopped else "length"
@@ -223,7 +210,7 @@ class Policy:
     # The form.
 
     def check_form(self, prompts: Sequence[Prompt]) -> None:
-        """Check the shared form on the first prompts; errors as in ``sample``."""
+        """Check the shared form on the first prompts; ``UserError``: it must be used, and fails."""
         check = self.form_check
         if check is None or not (self.shared and prompts):
             return
@@ -237,7 +224,7 @@ class Policy:
         """Check the shared form on the group that exceeds what was checked the most.
 
         Without a group the model still runs as often as on other ranks. A completion that does not
-        fit into the memory in one of the forms is not checked. Errors as in ``sample``.
+        fit into the memory in one of the forms is not checked.
         """
         batch = self.form_check.choose_batch(groups) if self.form_check is not None else None
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -293,7 +280,6 @@ class Policy:
         self.repeat_prompts()
 
     def repeat_prompts(self) -> None:
-        """Repeat the prompt for each completion from now on."""
         self.engine.release()
         self.engine = self._repeated
 
@@ -332,10 +318,9 @@ class Policy:
 
 
 class CallRoot(nn.Module):
-    """A module that holds the model and whose forward pass calls a function.
+    """A module whose forward pass runs sampling and scoring, which call parts of the model.
 
-    FSDP2 gathers and releases weights around the forward pass of its root module. Sampling and
-    scoring call several parts of the model, so they run inside this module's forward pass.
+    FSDP2 gathers and releases weights around the forward pass of its root module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -349,7 +334,7 @@ class CallRoot(nn.Module):
 def load_policy(
     settings: Settings, checkpoint: str | Path | None = None, training: bool = True
 ) -> Policy:
-    """Load the policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
+    """Load the policy of a run; arguments as in ``load_model``."""
     folder = None if checkpoint is None else Path(checkpoint)
     loaded = load_model(check_settings(settings), folder, training)
     distribution = build_sampling_distribution(

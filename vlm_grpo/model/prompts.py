@@ -57,7 +57,7 @@ class ImageCache:
 class PromptWriter:
     """A writer of chats and of the images in them, for a generic model.
 
-    Without a pixel budget, images keep their size here.
+    Without a pixel budget, images keep their size.
     """
 
     def __init__(
@@ -74,10 +74,7 @@ class PromptWriter:
         self._images = ImageCache(self._load_image, RECENT_IMAGES)
 
     def with_resized_sizes(self, example: Example) -> Example:
-        """Return the example with the ``resized_size`` that the model gives each image.
-
-        ``ValueError``: the model cannot resize an image.
-        """
+        """Return the example with each image's ``resized_size``; ``ValueError``: it has none."""
         if (budget := self.budget) is None:
             return example
         return example.with_resized_sizes(
@@ -89,10 +86,7 @@ class PromptWriter:
         return replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
-        """Return the chat of an example, as ``PromptSettings.write_chat``.
-
-        ``UserError``: it cannot be written, or has a clip that the model cannot get.
-        """
+        """Return the chat of an example, as ``PromptSettings.write_chat``."""
         if not self.takes_videos and any(image.kind == "video" for image in example.images):
             raise UserError(
                 f"{example.name}: it has a video, which only Qwen2-VL, Qwen2.5-VL, Qwen3-VL and "
@@ -104,10 +98,7 @@ class PromptWriter:
             raise UserError(f"{example.name}: {error}") from error
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
-        """Return the example's resized images with their noise, and whether this call decoded each.
-
-        Clips are left out. ``UserError``: an image cannot be read.
-        """
+        """Return the example's images with their noise, and whether this call decoded each."""
         images = [image for image in example.images if image.kind == "image"]
         try:
             loaded = [(i.noise, *self._images.load(i.clean)) for i in images]
@@ -116,10 +107,7 @@ class PromptWriter:
         return [(noise(image) if noise else image, is_new) for noise, image, is_new in loaded]
 
     def load_videos(self, example: Example) -> list[tuple[VideoRef, list[Image.Image]]]:
-        """Return the example's clips with their resized frames, which are not kept.
-
-        ``UserError``: a clip cannot be read.
-        """
+        """Return the example's clips with their resized frames, which are not kept."""
         videos = [image for image in example.images if isinstance(image, VideoRef)]
         try:
             return [(v, v.load_frames(partial(self._fit, reference=v))) for v in videos]
@@ -135,11 +123,8 @@ class PromptWriter:
     ) -> Sequence[Example]:
         """Return the examples that the model can use, as far as can be told without their pixels.
 
-        ``check`` raises ``UserError`` for an example that cannot be used for another reason.
-
-        Raises:
-            UserError: all examples are unusable, or some are and ``skip`` does not leave them out
-                with a warning. The message names all of them.
+        ``check`` raises ``UserError`` for an example that cannot be used for another reason. With
+        ``skip`` unusable examples are left out, but not if all are.
         """
         usable, problems = array("Q"), []
         for index, example in enumerate(examples):
@@ -186,9 +171,7 @@ class PromptWriter:
 class PromptBuilder(PromptWriter):
     """A builder of one model's prompts, which needs the model's processor but not its weights.
 
-    Args:
-        budget: pixel budget of the images; None: the processor resizes to a fixed size.
-        max_tokens: number of tokens in the model's context; None: unknown.
+    Without a ``budget`` the processor resizes; ``max_tokens`` fit into the context (None: unknown).
     """
 
     def __init__(
@@ -221,11 +204,7 @@ class PromptBuilder(PromptWriter):
         return image_tokens + sum(map(len, texts)) // 3
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
-        """Return the chat of an example, as ``PromptWriter`` does.
-
-        ``UserError``: also if the chat template has no place for a turn, or a text has a control
-        token of the model, which would end the turn or stand for an image.
-        """
+        """Return the chat of an example, without a control token of the model in a text."""
         turns = super().write(example, task)
         for turn in turns:
             try:
@@ -248,19 +227,11 @@ class PromptBuilder(PromptWriter):
         return turns
 
     def build(self, example: Example, task: Task) -> Prompt:
-        """Build a prompt: decode and preprocess the images, tokenize the text.
-
-        The example has the resized sizes of its images. Errors are those of ``write`` and
-        ``encode``.
-        """
+        """Build the prompt of an example that has the resized sizes of its images."""
         return self.encode(example, self.write(example, task))
 
     def encode(self, example: Example, turns: Sequence[Turn]) -> Prompt:
-        """Build the prompt of a chat, as from ``write``.
-
-        ``UserError``: an image cannot be read, the chat template cannot write the text, the
-        processor refuses the prompt, or it exceeds the model's context.
-        """
+        """Build the prompt of a chat, as from ``write``."""
         try:
             text = self.chat.render(turns, (image.kind for image in example.images))
         except (ValueError, TemplateError) as error:
@@ -268,7 +239,7 @@ class PromptBuilder(PromptWriter):
         return self.encode_text(example, text)
 
     def encode_text(self, example: Example, text: str) -> Prompt:
-        """Build the prompt of a text that the chat template wrote; errors as in ``encode``."""
+        """Build the prompt of a text that the chat template wrote."""
         loaded, videos = self.load_images(example), self.load_videos(example)
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         if videos:

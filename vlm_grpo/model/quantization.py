@@ -19,8 +19,6 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.families import find_part
 
-_OPTIONS = {"quant_type", "double_quant", "quantized_parts"}
-
 
 def check_quantization(policy: PolicySettings) -> None:
     """Refuse settings by which quantized weights would be trained themselves, or sharded."""
@@ -54,10 +52,6 @@ def build_quantization(source: str, config: Any, policy: PolicySettings) -> dict
     """Build the arguments of ``from_pretrained`` that quantize the weights of model ``source``.
 
     There are none if the weights are whole, or quantized in their files already.
-
-    Raises:
-        UserError: bitsandbytes is missing, the model has no such parts, or the weights in its files
-            are quantized in another way.
     """
     name, held = f"policy.load_in={policy.load_in}", _describe_files(config)
     if held not in ("whole", policy.load_in):
@@ -70,7 +64,8 @@ def build_quantization(source: str, config: Any, policy: PolicySettings) -> dict
             f"{name} needs the package bitsandbytes: pip install 'vlm-grpo[quantization]'"
         )
     if held != "whole":
-        if ignored := sorted(policy.model_fields_set & _OPTIONS):
+        options = {"quant_type", "double_quant", "quantized_parts"}
+        if ignored := sorted(policy.model_fields_set & options):
             raise UserError(
                 f"policy.{ignored[0]} has no effect on model {source}, whose files have quantized "
                 "weights: remove it"

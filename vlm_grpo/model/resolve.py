@@ -19,10 +19,8 @@ from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.registry import IN_SESSION
 from vlm_grpo.utils.jsonl import read_object, read_rows
 
-NO_TASK = "none"
-"""``Settings.task`` of a model that was not trained by a run."""
-UNKNOWN = "none"
-"""``Settings.model`` of a server's model whose processor is not known here."""
+NO_TASK = "none"  # Settings.task of a model that was not trained by a run
+UNKNOWN = "none"  # Settings.model of a server's model whose processor is not known here
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
@@ -36,17 +34,11 @@ class ResolvedModel:
 
 
 def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
-    """Find the weights and settings of a model.
+    """Find the weights and settings of a model; ``overrides`` are as for ``load_settings``.
 
-    Args:
-        name: ``embedded``, a hub name, the folder of a model, the folder of a run or its name in
-            ``runs``, or the folder of a checkpoint. ``RUN@step`` is the run's checkpoint of that
-            step, ``RUN@best`` the best one by the held-out primary metric; ``RUN`` and ``RUN@last``
-            are the newest.
-        overrides: as for ``load_settings``; they override the settings of the run.
-
-    Raises:
-        UserError: the run has no such checkpoint, or there is no such model.
+    ``name`` is ``embedded``, a hub name, the folder of a model, the folder of a run or its name in
+    ``runs``, or the folder of a checkpoint. ``RUN@step`` is the run's checkpoint of that step,
+    ``RUN@best`` the best one by the held-out primary metric, ``RUN`` and ``RUN@last`` the newest.
     """
     folder, step = _find_folder(name), None
     if folder is None and "@" in name:
@@ -76,7 +68,6 @@ def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
 
 
 def resolve_unknown(overrides: Overrides = ()) -> ResolvedModel:
-    """Return the settings for a server's model of which nothing is known here."""
     return ResolvedModel(_build_default_settings(UNKNOWN, overrides))
 
 
@@ -93,11 +84,8 @@ def find_checkpoint(folder: str | Path | None) -> Path | None:
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoints in a run's ``checkpoints`` with their numbers of steps, oldest first.
-
-    Incomplete ones have other names.
-    """
-    paths = folder.iterdir() if folder.is_dir() else ()
+    """Return the checkpoints in a folder with their numbers of steps, oldest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()  # incomplete ones have other names
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths if path.is_dir()]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
@@ -154,10 +142,8 @@ def _resolve_run(run: Path, overrides: Overrides, step: int | str | None) -> Res
 
 
 def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
-    """Read the held-out means of a metric from ``metrics.jsonl``, by number of finished steps.
-
-    The evaluation in a line came after the step in that line, which counts from 0.
-    """
+    """Read the held-out means of a metric from ``metrics.jsonl``, by number of finished steps."""
+    # The evaluation in a line came after the step in that line, which counts from 0.
     path, name = run / "metrics.jsonl", f"eval/{metric}"
     rows = read_rows(path) if path.is_file() else []
     return {row["step"] + 1: row[name] for row in rows if math.isfinite(row.get(name, math.nan))}

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PINNED_BLOCK = 2**30
-"""Bytes of a block of pinned memory."""
+PINNED_BLOCK = 2**30  # bytes of a block of pinned memory
 
 
 def copy_to(device: torch.device, array: np.ndarray | Tensor) -> Tensor:
@@ -23,8 +22,7 @@ def copy_to(device: torch.device, array: np.ndarray | Tensor) -> Tensor:
 def snapshot_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of the tensors in host memory, pinned for those on a GPU.
 
-    From pinned memory a GPU reads and writes at the speed of its link. The copies share blocks,
-    because torch rounds each pinned block up to a power of two.
+    The copies share blocks, because torch rounds each pinned block up to a power of two.
     """
     sizes = [-(-tensor.nbytes // 64) * 64 if tensor.is_cuda else 0 for tensor in tensors]
     block, end, left, copies = torch.empty(0, dtype=torch.uint8), 0, sum(sizes), []

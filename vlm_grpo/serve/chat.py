@@ -20,10 +20,8 @@ from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError, build_authorization, get_json, post_json
 
+# Environment variable whose API key is sent if it is set and no other one is named.
 DEFAULT_KEY = "OPENAI_API_KEY"
-"""Environment variable whose API key is sent if it is set and no other one is named."""
-_LISTING_RETRIES = 1
-"""Repetitions of the first request: a wrong address must not take a minute to be named."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class Endpoint:
 
     @property
     def base(self) -> str:
-        """The address to which the names of methods are appended."""
         url = self.url.rstrip("/")
         return url if urllib.parse.urlsplit(url).path else f"{url}/v1"
 
@@ -85,16 +82,11 @@ class Answer:
     seconds: float
 
     def with_text(self, text: str) -> Answer:
-        """Return the answer with another text."""
         return replace(self, completion=replace(self.completion, text=text))
 
 
 class ChatClient:
-    """A client of one ``model`` at an address, which may be used from several threads.
-
-    ``UserError``: the address does not answer, refuses the API key or does not serve one model
-    whose name could be taken, or the environment variable has no key.
-    """
+    """A client of one ``model`` at an address, which may be used from several threads."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -117,11 +109,8 @@ class ChatClient:
         """Return the answer to messages of ``build_messages``.
 
         ``options`` are further fields of the request. Thinking that the server returns apart from
-        the text is marked by ``tags``.
-
-        Raises:
-            ServiceError: this request failed or was refused, or the response has no answer.
-            UserError: every request would fail: the API key or the model's name is wrong.
+        the text is marked by ``tags``. ``ServiceError``: this request failed; ``UserError``: every
+        request would.
         """
         start = time.monotonic()
         url = f"{self.endpoint.base}/chat/completions"
@@ -142,10 +131,10 @@ class ChatClient:
         return _read_answer(response, url, time.monotonic() - start, tags)
 
     def _list_models(self) -> list[str]:
-        """Return the names of the models at the address; none if it does not list them."""
         url = f"{self.endpoint.base}/models"
         try:
-            response = get_json(url, self._headers, retries=_LISTING_RETRIES)
+            # A wrong address must not take a minute to be named.
+            response = get_json(url, self._headers, retries=1)
             return [str(entry["id"]) for entry in response["data"]]
         except ServiceError as error:
             if error.status in (401, 403):
@@ -185,14 +174,11 @@ def build_messages(
     turns: Sequence[Turn], media: Sequence[Image.Image | str]
 ) -> list[dict[str, Any]]:
     """Build the messages of turns; ``media`` are an image or a clip's URL for each ``<image>``."""
-    parts = map(_build_part, media)
-    return [
-        {
-            "role": turn.role,
-            "content": turn.build_content(parts) if turn.role == "user" else turn.text,
-        }
-        for turn in turns
-    ]
+    parts, messages = map(_build_part, media), []
+    for turn in turns:
+        content = turn.build_content(parts) if turn.role == "user" else turn.text
+        messages.append({"role": turn.role, "content": content})
+    return messages
 
 
 def _build_part(medium: Image.Image | str) -> dict[str, Any]:
@@ -204,10 +190,7 @@ def _build_part(medium: Image.Image | str) -> dict[str, Any]:
 
 
 def encode_clip(clip: VideoRef) -> str:
-    """Return a clip's file as a ``data:`` URL, or its frames as vLLM takes them.
-
-    ``ValueError``: it cannot be read.
-    """
+    """Return a clip's file as a ``data:`` URL, or its frames as vLLM takes them."""
     if not clip.frames:
         kind = mimetypes.guess_type(clip.name)[0] or "video/mp4"
         return f"data:{kind};base64,{base64.b64encode(clip.read_bytes()).decode()}"

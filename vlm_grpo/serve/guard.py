@@ -17,12 +17,10 @@ import sys
 import threading
 from typing import Any
 
-STOP_SECONDS = 10.0
-"""Seconds that the command has to end by itself after SIGTERM."""
+STOP_SECONDS = 10.0  # for the command to end by itself after SIGTERM
 
 
 def main() -> int:
-    """Run the command, and return its exit status."""
     _handle_signals(signal.SIG_IGN)  # of the terminal: the run decides when to stop
     child = subprocess.Popen(
         sys.argv[1:],

@@ -25,12 +25,11 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.server import SERVED_NAME
 from vlm_grpo.utils.jsonl import read_object
 
-ENVIRONMENT = {
+ENVIRONMENT = {  # of a server for rollouts
     "VLLM_SERVER_DEV_MODE": "1",  # versions of weights, pauses and caches
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Variables that a server for rollouts needs."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,10 @@ def describe_model(
     for_rollouts: bool = False,
     on_gpu: bool | None = None,
 ) -> LaunchedModel:
-    """Describe a model without loading its weights; ``UserError``: its other files cannot be.
+    """Describe a model, or its ``checkpoint``, without loading the weights.
 
-    Args:
-        checkpoint: folder with its weights or adapter; None: those of ``settings.model``.
-        for_rollouts: the adapter of the settings is still to be trained.
-        on_gpu: whether the server has a GPU; None: if this machine has one.
+    ``for_rollouts``: the adapter of the settings is still to be trained. ``on_gpu``: whether the
+    server has a GPU; None: if this machine has one.
     """
     has_adapter = checkpoint is not None and (checkpoint / CONFIG).is_file()
     source = get_model_source(settings.model)
@@ -172,7 +169,6 @@ def _format_command(model: LaunchedModel, options: dict[str, Any]) -> list[str]:
 
 
 def build_program(python: Path) -> list[str]:
-    """Return the start of the command that runs vLLM in an environment."""
     return [str(python), "-m", "vllm.entrypoints.cli.main"]
 
 
@@ -188,9 +184,8 @@ def build_environment(settings: Settings, device: torch.device | None = None) ->
     index = device.index or 0
     own = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
     if choose_transfer(settings, on_gpu) == "ipc":
-        own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
-            "1"  # handles, which only we send: see weights.py
-        )
+        # Of handles, which only we send: see weights.py.
+        own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return ENVIRONMENT | own
 
 

@@ -29,12 +29,11 @@ from vlm_grpo.serve.server import ADAPTER_NAME, SERVED_NAME, WeightLabel
 from vlm_grpo.types import Completion, Prompt, StopReason
 from vlm_grpo.utils.http_json import ServiceError
 
+# Addition to a banned token's logit, the largest that vLLM takes: a probability of e⁻¹⁰⁰.
 BAN = -100.0
-"""Addition to a banned token's logit, the largest that vLLM takes: a probability of e⁻¹⁰⁰."""
+# Largest distance of a pixel's value from a whole number; rounding in float32 is far smaller.
 _TOLERANCE = 0.01
-"""Largest distance of a pixel's value from a whole number; rounding in float32 is far smaller."""
-_TENSOR = 3
-"""vLLM's number for the bytes of a tensor among MessagePack's extensions."""
+_TENSOR = 3  # vLLM's number for the bytes of a tensor among MessagePack's extensions
 
 
 def build_request(
@@ -145,10 +144,7 @@ def build_features(policy: Policy, prompt: Prompt) -> dict[str, Any]:
 def revert_normalization(
     patches: Float[Tensor, "patches values"], image_processor: Any
 ) -> UInt8[Tensor, "patches values"]:
-    """Return the pixels of normalized patches, which vLLM normalizes in the model.
-
-    ``ValueError``: they were normalized unlike images.
-    """
+    """Return the pixels of normalized patches, which vLLM normalizes in the model."""
     mean, std = (
         torch.tensor(getattr(image_processor, f"image_{name}"))[:, None] for name in ("mean", "std")
     )

@@ -34,12 +34,8 @@ from vlm_grpo.utils.http_json import ServiceError
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY = 64
-"""Maximum number of prompts that a server is asked for at once."""
-
-
-Completions = tuple[Completion, ...]
-"""Those of one prompt."""
+CONCURRENCY = 64  # most prompts that a server is asked for at once
+Completions = tuple[Completion, ...]  # of one prompt
 
 
 @dataclass
@@ -102,8 +98,7 @@ class VllmSampler:
     def publish(self, version: int) -> None:
         """Give what is started from now on the policy's weights after ``version`` steps.
 
-        All ranks call it between two steps, in their main thread. ``UserError`` on all ranks: a
-        server does not get ready, or the weights cannot be sent.
+        All ranks call it between two steps, in their main thread, and have the same errors.
         """
         if self.version < 0:
             with fail_together(self.ranks):
@@ -130,11 +125,7 @@ class VllmSampler:
         num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
     ) -> Future[list[Completions]]:
-        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``.
-
-        The future raises ``UserError`` if all servers have failed, or one tokenizes a prompt
-        differently.
-        """
+        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``."""
         job = _Job(prompts, sampling, num_generations, seeds, self.version)
         self._jobs.put(job)
         self._last = job.future
@@ -150,7 +141,6 @@ class VllmSampler:
         self.transfer.close()
 
     def _work(self) -> None:
-        """Serve the jobs, in a thread."""
         try:
             for server in self.servers:
                 self._wait_until_ready(server)

@@ -16,22 +16,14 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.serve import guard
 from vlm_grpo.utils.http_json import ServiceError, get_json, post_command, post_json
 
-SERVED_NAME = "policy"
-"""Name of the model on servers for rollouts."""
-ADAPTER_NAME = "policy-adapter"
-"""Name of its adapter there."""
-SHORT_TIMEOUT = 10.0
-"""Seconds in which a server must answer a question about its state."""
-OLDEST = (0, 32)
-"""The oldest version of vLLM whose interface is known to fit."""
+SERVED_NAME = "policy"  # of the model on servers for rollouts
+ADAPTER_NAME = "policy-adapter"  # of its adapter there
+SHORT_TIMEOUT = 10.0  # seconds in which a server must answer a question about its state
+OLDEST = (0, 32)  # the oldest version of vLLM whose interface is known to fit
 START_AS = "start it by vlm-grpo serve, which sets what a run needs"
-"""The remedy for a server that cannot sample for a run."""
-POLL_SECONDS = 0.2
-"""Seconds between two questions whether a server is ready, or has been given the weights."""
-REPORT_SECONDS = 15.0
-"""Seconds between two lines of progress."""
-_SHOWN_LINES = 12
-"""Number of lines of the log in a message."""
+POLL_SECONDS = 0.2  # between two questions whether a server is ready, or has the weights
+REPORT_SECONDS = 15.0  # between two lines of progress
+_SHOWN_LINES = 12  # of the log, in a message
 
 
 class WeightLabel(NamedTuple):
@@ -140,14 +132,8 @@ class Server:
     """The vLLM server at ``url``, without ``/v1``. Each request may raise ``ServiceError``.
 
     Sampling and loading must end within ``timeout`` seconds. A server on a CPU runs with
-    ``worker/vlm_grpo_worker.py``.
-
-    Attributes:
-        process: its process, if the run has started it.
-        sleep_level: what it frees while it rests (``rollout.vllm.sleep_level``); None: it does not.
-        version: version of its weights; None: not the run's.
-        problem: the failure after which it was not yet asked again; empty: none.
-        failures: number of failures since it last took part in a finished rollout.
+    ``worker/vlm_grpo_worker.py``. ``process`` is that which the run has started, if any.
+    ``sleep_level`` is what it frees while it rests (``rollout.vllm.sleep_level``).
     """
 
     def __init__(
@@ -160,8 +146,10 @@ class Server:
     ) -> None:
         self.url, self.timeout, self.is_on_cpu = url, timeout, is_on_cpu
         self.process, self.sleep_level = process, sleep_level
-        self.version: int | None = None
-        self.problem, self.failures, self.is_asleep = "", 0, False
+        self.version: int | None = None  # of its weights; None: not the run's
+        self.problem = ""  # the failure after which it was not yet asked again
+        self.failures = 0  # since it last took part in a finished rollout
+        self.is_asleep = False
 
     # Its start.
 
@@ -176,10 +164,7 @@ class Server:
     def wait_until_ready(
         self, timeout: float, closed: threading.Event, tell: Callable[[str], None]
     ) -> None:
-        """Wait until the server answers or ``closed`` is set; ``tell`` writes lines of progress.
-
-        ``UserError``: its process ends, it is not ready in time, or it does not fit a run.
-        """
+        """Wait until the server answers or ``closed`` is set; ``tell`` writes lines of progress."""
         process, start = self.process, time.monotonic()
         last = start
         while not closed.is_set():
@@ -226,7 +211,6 @@ class Server:
     # Its work.
 
     def generate(self, request: Mapping[str, Any]) -> Any:
-        """Return the response to a request of ``build_request``."""
         return self._post("/inference/v1/generate", request)
 
     def get_name(self) -> str:
@@ -240,31 +224,25 @@ class Server:
     # Its weights: between ``open`` and ``resume``.
 
     def load_adapter(self, folder: Path) -> None:
-        """Load an adapter in place of the one before."""
         body = {"lora_name": ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
         self._command("/v1/load_lora_adapter", body)
 
     def load_files(self, folder: Path) -> None:
-        """Load full weights from safetensors files."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", call)
         if self.is_on_cpu:
             self._post("/collective_rpc", {"method": "pack_tied_weights"})
 
     def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Prepare to receive weights in memory."""
         self._command("/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:
-        """Begin to receive them."""
         self._command("/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """Receive some of them."""
         self._command("/update_weights", {"update_info": info})
 
     def finish_update(self) -> None:
-        """Use what was received."""
         self._command("/finish_weight_update", {})
 
     # Its memory.

@@ -33,12 +33,9 @@ from vlm_grpo.serve.server import Server
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.http_json import ServiceError
 
-KEPT = 3
-"""Number of versions whose files are kept: one for each rollout that may not have begun."""
-PART_BYTES = 256 * 2**20
-"""Bytes that are sent at once; a larger tensor is sent alone."""
-Sharded = (DTensor, Deferred)
-"""Types of weights that all ranks must gather together."""
+KEPT = 3  # versions whose files are kept: one for each rollout that may not have begun
+PART_BYTES = 256 * 2**20  # sent at once; a larger tensor is sent alone
+Sharded = (DTensor, Deferred)  # weights that all ranks must gather together
 
 
 class FileTransfer:
@@ -69,11 +66,8 @@ class FileTransfer:
 
     def load(self, server: Server, version: int) -> None:
         """Load a version that was staged into a server that is paused."""
-        folder = self._find(version).absolute()
-        if self.policy.adapters is None:
-            server.load_files(folder)
-        else:
-            server.load_adapter(folder)
+        load = server.load_files if self.policy.adapters is None else server.load_adapter
+        load(self._find(version).absolute())
 
     def forget(self, server: Server) -> None:
         """Do nothing: files serve any server."""
@@ -103,7 +97,6 @@ class IpcChannel:
         server.init_transfer({"packed": True})
 
     def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """Send tensors of one dtype."""
         sizes = [tensor.nbytes for tensor in tensors]
         buffer = self._get_buffer(sum(sizes))
         for place, tensor in zip(buffer[: sum(sizes)].split(sizes), tensors, strict=True):
@@ -159,7 +152,6 @@ class NcclChannel:
         self._groups[server.url] = self._run_beside(lambda: server.init_transfer(info), join)
 
     def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """Send tensors of one dtype."""
         info, group = _describe(names, tensors), self._groups[server.url]
 
         def broadcast() -> None:
@@ -309,7 +301,6 @@ def _describe(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Any]
 
 
 def get_device_id(device: torch.device) -> str:
-    """Return the identifier by which a server knows a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -92,7 +92,6 @@ def test_a_capped_head_caps_its_logits() -> None:
 def test_a_family_that_is_unknown_shares_its_prompt(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A family under another name, as a new version of transformers might bring it."""
     known = build_family_policy(name, torch.float64, shared=True, banned=())
     prompt = make_prompt(known, noise_example("a", [(60, 40), (90, 30)]))
     config = known.model.config

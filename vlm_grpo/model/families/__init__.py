@@ -27,11 +27,11 @@ __all__ = [
     "load_family",
 ]
 
+# Families with facts of their own; all other models have those of ``Family``.
 FAMILIES = (
     *(Qwen2VL, Qwen25VL, Qwen3VL, Qwen35, InternVL, Glm),
     *(Gemma4, PaliGemma, Llava, Lfm2VL, PaddleOCRVL, Mistral3, KimiVL),
 )
-"""Families with facts of their own; all other models have those of ``Family``."""
 
 
 def load_family(config: Any) -> Family:

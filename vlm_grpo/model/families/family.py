@@ -19,6 +19,7 @@ from transformers.video_utils import VideoMetadata
 from vlm_grpo.model.families.shared_form import SharedForm
 from vlm_grpo.types import ImageRef, VideoRef
 
+# Names that transformers gives to the modules of each part, over all its image-text models.
 _PARTS = {
     "language": ("language_model", "text_model", "lm_head"),
     "projector": (
@@ -29,15 +30,13 @@ _PARTS = {
     ),
     "vision": ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embedder"),
 }
-"""Names that transformers gives to the modules of each part, over all its image-text models."""
 _PART_OF = {name: part for part, names in _PARTS.items() for name in names}
 
 
 def find_part(name: str) -> str | None:
-    """Return the part of the model that a weight or module belongs to by its name.
+    """Return the part of a weight or module by its name: "vision", "projector" or "language".
 
-    It is "vision", "projector" (also inside the vision module), "language", or None for weights of
-    other parts, such as an audio tower.
+    A projector may be inside the vision module. None: another part, such as an audio tower.
     """
     parts = [_PART_OF[component] for component in name.split(".") if component in _PART_OF]
     if parts[:1] == ["vision"] and "projector" in parts:
@@ -45,16 +44,16 @@ def find_part(name: str) -> str | None:
     return parts[0] if parts else None
 
 
+# Names that configurations and processors give to the tokens of images, videos and audio.
 _MEDIA_SETTING = re.compile(
     r"(^|_)(image|img|video|vision|visual|audio|[be]o[iav])(_\w+)?_token(_ids?|_index)?$"
 )
-"""Names that configurations and processors give to the tokens of images, videos and audio."""
 _MEDIA_TOKEN = re.compile(r"(?i).*(im(age|g)|video|audio|\brow_\d+_col_).*|TILE\w*")
+# Names that image processors give to what determines the size of an image.
 _SIZE_SETTINGS = (
     *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
     *("min_patches", "max_patches", "min_image_tokens", "max_image_tokens", "max_soft_tokens"),
 )
-"""Names that image processors give to what determines the size of an image."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ class PixelBudget:
 
     min_pixels: int
     max_pixels: int
-    video_pixels: int | None = None
-    """Upper bound on the pixels of all frames of a clip; None: there is none."""
+    video_pixels: int | None = None  # at most, of all frames of a clip; None: no bound
 
     def share(self, image: ImageRef) -> PixelBudget:
         """Return the budget of an image, or of each frame of a clip."""
@@ -77,30 +75,24 @@ class PixelBudget:
 class Family(SharedForm):
     """A model family: its coordinate frame, special tokens and image processing.
 
-    The base class supports any image-text model of transformers. Its pixel budget is that of the
-    image processor, if it has one.
+    The base class supports any image-text model of transformers.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    frame: ClassVar[str] = "permille"
-    """Name of the coordinate frame of the family's boxes."""
+    frame: ClassVar[str] = "permille"  # name of the coordinate frame of boxes
+    # Where the frame is documented; empty: nowhere, so that only the prompt states its units.
     frame_source: ClassVar[str] = ""
-    """Where the frame is documented; empty: nowhere, so that only the prompt states its units."""
+    # Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
+    # padding, image) are removed from completions' texts.
     answer_tokens: ClassVar[str] = ""
-    """Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
-    padding, image) are removed from completions' texts."""
-
-    thinking_tags: ClassVar[tuple[str, str]] = ("<think>", "</think>")
-    """The family's thinking tags, as its chat templates write them."""
-    completion_type: ClassVar[int | None] = None
-    """Token type of completions; None: that of the prompt's last token."""
+    thinking_tags: ClassVar[tuple[str, str]] = ("<think>", "</think>")  # as in chat templates
+    completion_type: ClassVar[int | None] = None  # token type; None: of the prompt's last token
     takes_videos: ClassVar[bool] = False
-    """Whether it accepts videos."""
+    # A clip's pairs of frames are encoded as images, with texts between them.
     has_texts_between_frames: ClassVar[bool] = False
-    """Whether a clip's pairs of frames are encoded as images, with texts between them."""
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
-        """Return the processor's budget, or None if its resizing has no budget that is known."""
+        """Return the processor's budget; None: its resizing has none that is known."""
         if (frames := _count_frames(processor)) is None:
             return None
         size = processor.image_processor.size
@@ -117,37 +109,29 @@ class Family(SharedForm):
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
         """Set the processor's pixel budget, which is saved with the model."""
         frames = _count_frames(processor) or 1
-        edges = {
-            "shortest_edge": budget.min_pixels * frames,
-            "longest_edge": budget.max_pixels * frames,
-        }
-        processor.image_processor.size = type(processor.image_processor.size)(**edges)
+        processor.image_processor.size = type(processor.image_processor.size)(
+            shortest_edge=budget.min_pixels * frames, longest_edge=budget.max_pixels * frames
+        )
 
     def resized_size(
         self, size: tuple[int, int], budget: PixelBudget, processor: Any
     ) -> tuple[int, int]:
-        """Return an image's (width, height) in pixels after resizing within the budget.
-
-        ``ValueError``: the image is too narrow.
-        """
+        """Return an image's (width, height) after resizing; ``ValueError``: it is too narrow."""
         frames = _count_frames(processor) or 1
-        bounds = {
-            "min_pixels": budget.min_pixels * frames,
-            "max_pixels": budget.max_pixels * frames,
-        }
-        if frames > 1:
-            bounds |= {"num_frames": frames, "temporal_factor": frames}
+        clip = {"num_frames": frames, "temporal_factor": frames} if frames > 1 else {}
         resize: Any = smart_resize if _is_qwen_processor(processor) else _find_resize(processor)
         height, width = resize(
-            height=size[1], width=size[0], factor=_token_edge(processor), **bounds
+            height=size[1],
+            width=size[0],
+            factor=_token_edge(processor),
+            min_pixels=budget.min_pixels * frames,
+            max_pixels=budget.max_pixels * frames,
+            **clip,
         )
         return width, height
 
     def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
-        """Return the number of tokens of an image; 0 if it is not known.
-
-        ``size`` is its width and height, after resizing if there is a budget.
-        """
+        """Return the number of tokens of an image, resized if there is a budget; 0: not known."""
         if _count_frames(processor) is not None:
             return size[0] * size[1] // _token_edge(processor) ** 2
         if (count := getattr(processor, "_get_num_multimodal_tokens", None)) is None:
@@ -158,10 +142,7 @@ class Family(SharedForm):
             return 0
 
     def count_tokens(self, image: ImageRef, processor: Any) -> int:
-        """Return the number of tokens of an image or a clip; 0 if it is not known.
-
-        It leaves out texts between a clip's frames, such as their times.
-        """
+        """Return the tokens of an image, or of a clip without the texts between its frames."""
         tokens = self.image_tokens(image.resized_size, processor)
         if not image.num_frames:
             return tokens
@@ -176,10 +157,9 @@ class Family(SharedForm):
         if not _is_qwen_processor(processor):
             size = self.resized_size(image.size, budget, processor)
             return image.resize(size, processor.image_processor.resample)
-        bounds: dict[str, Any] = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
-        return fetch_image(
-            {"image": image, **bounds}, image_patch_size=processor.image_processor.patch_size
-        )
+        bounds = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
+        edge = processor.image_processor.patch_size
+        return fetch_image({"image": image, **bounds}, image_patch_size=edge)
 
     def processor_kwargs(self, processor: Any) -> dict[str, Any]:
         """Return additional arguments for the processor's call on images."""
@@ -191,11 +171,7 @@ class Family(SharedForm):
     def prepare_videos(
         self, text: str, videos: Sequence[tuple[VideoRef, Sequence[Image.Image]]], processor: Any
     ) -> dict[str, Any]:
-        """Return the arguments for the processor's call on a prompt's text and its clips.
-
-        The clips come with their resized frames. The processor itself writes their times into the
-        prompt, or returns them.
-        """
+        """Return the arguments for the processor's call on a text and clips with resized frames."""
         metadata = [
             VideoMetadata(
                 total_num_frames=round(video.seconds * 1000),
@@ -256,7 +232,6 @@ class Family(SharedForm):
 
 
 def _is_qwen_processor(processor: Any) -> bool:
-    """Return whether images are resized within a pixel budget as Qwen2-VL's are."""
     kinds = Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
     return isinstance(getattr(processor, "image_processor", None), kinds)
 
@@ -284,5 +259,5 @@ def _count_frames(processor: Any) -> int | None:
 
 
 def _token_edge(processor: Any) -> int:
-    """Return the width in pixels of one image token."""
+    """Return the side of an image token in pixels."""
     return processor.image_processor.patch_size * processor.image_processor.merge_size

@@ -78,10 +78,7 @@ class QwenVL(Family):
         ]
 
     def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
-        """Compute the indices of a pass through the tower, by the names of its arguments.
-
-        ``grids`` are the numbers of patches of each image in time, height and width.
-        """
+        """Compute the indices of a pass through the tower, by the names of its arguments."""
         positions = get_vision_position_ids(grids, tower.spatial_merge_size)
         return {"position_ids": positions, "cu_seqlens": get_vision_cu_seqlens(grids)}
 
@@ -126,8 +123,7 @@ class QwenVL(Family):
         features: Sequence[ImageFeatures],
         embeds: Float[Tensor, "rows T width"],
     ) -> dict[str, Any]:
-        """Return the language model's arguments for rows with images, without reading from the
-        device."""
+        """Return the language model's arguments for rows with images; the device is not read."""
         device, config = embeds.device, model.config
         is_image = np.isin(token_ids, (config.image_token_id, config.video_token_id))
         image_embeds = torch.cat([image.embeds for image in features]).to(embeds.dtype)

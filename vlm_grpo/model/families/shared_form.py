@@ -1,9 +1,8 @@
 """The shared-prefix form of any image-text model of transformers.
 
-The model's own forward does everything up to its language model: it merges image features into
-the embeddings and computes positions and masks. The prompt alone is run up to that border, to learn
-the positions of its tokens and which of them see each other. Afterwards the same forward runs rows
-of prompts and completions, with given positions and attention computed by the engine.
+The prompt alone is run up to the language model, to learn the positions of its tokens and which of
+them see each other. Then the same forward runs rows of prompts and completions, with these
+positions and attention computed by the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ from transformers import AutoModelForImageTextToText, Cache
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt
 
-RECURRENT_TYPES = {"linear_attention", "conv"}
-"""Types of layers with a recurrent state, as transformers' configurations name them."""
-LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES
-"""Types of layers that can share a prompt."""
-ALL_LAYERS = ""
-"""Key of a prompt's mask that holds for layers of all types."""
+RECURRENT_TYPES = {"linear_attention", "conv"}  # as transformers' configurations name them
+LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES  # can share a prompt
+ALL_LAYERS = ""  # key of a prompt's mask that holds for layers of all types
 
 Unit = tuple[ImageRef, ...]
 """Images that are encoded together: those of one prompt, or a single one."""
@@ -42,39 +38,34 @@ class ImageFeatures:
     """The vision tower's output for the images of one unit."""
 
     embeds: Float[Tensor, "tokens width"]
+    # One tensor per layer, of families whose first language layers get features from inside the
+    # tower.
     deepstack: tuple[Float[Tensor, "tokens width"], ...] = ()
-    """One tensor per layer, in families that feed features from inside the tower into the first
-    language layers."""
-    common: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other outputs, by name; they do not depend on the images."""
-    is_list: bool = True
-    """Whether the tower returns lists with a tensor per image; otherwise tensors."""
+    common: Mapping[str, Tensor] = field(default_factory=dict)  # what depends on no image, by name
+    is_list: bool = True  # whether the tower returns lists with a tensor per image
 
 
 @dataclass(frozen=True)
 class PromptLayout:
     """What the language model receives besides the embeddings of a prompt."""
 
-    positions: Int[np.ndarray, "axes T"]
-    """Rotary positions; in families with several axes, one row per axis."""
-    masks: Masks = field(default_factory=dict)
-    """Masks of layers in which the prompt is not causal, with the window of a sliding layer."""
+    positions: Int[np.ndarray, "axes T"]  # rotary
+    masks: Masks = field(default_factory=dict)  # with the window of a sliding layer
 
 
 class SharedForm:
     """How a family's model runs prompts and their completions in one row.
 
-    The methods here need only what transformers' image-text models have in common; a family
-    overrides one where its model differs, or where it can be faster.
+    The methods need only what transformers' image-text models have in common; a family overrides
+    one where its model differs, or where it can be faster.
     """
 
-    passes_features: ClassVar[bool] = True
-    """Whether ``run`` passes image features to the model's own forward."""
+    passes_features: ClassVar[bool] = True  # whether ``run`` gives the model's own forward images
 
     def why_not_shared(self, config: Any) -> str | None:
         """Return the reason why completions cannot share a prompt, or None if they may.
 
-        Only the first steps of a run show whether they can (``model/form_check.py``).
+        The first steps of a run show whether they can (``model/form_check.py``).
         """
         text = config.get_text_config()
         model: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)  # noqa: SLF001
