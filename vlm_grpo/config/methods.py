@@ -1,14 +1,17 @@
 """Settings of the optional methods: what each needs of other settings, and what a step costs.
 
-``vlm_grpo/training/methods`` has one file with the hooks of each. Their settings are here because
-commands read settings without loading torch.
+``vlm_grpo/training/methods`` has one file with the hooks of each. The settings of those that have a
+block are here because commands read settings without loading torch. A method that ``methods``
+names has its settings in its file.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -18,8 +21,12 @@ from pydantic import Field, model_validator
 from vlm_grpo.config.optim import Schedule, WarmupSteps
 from vlm_grpo.config.requirements import Requirement, require
 from vlm_grpo.config.section import FREE, Frozen
+from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.media.images import MAX_NOISE_STEPS
 from vlm_grpo.task.registry import load_file
+
+BUILT_IN = "vlm_grpo.training.methods"
+"""The package of the built-in methods."""
 
 
 class MethodSettings(Frozen):
@@ -296,11 +303,12 @@ require(
 
 
 class OwnMethod(Frozen):
-    """A method of the user's own: a Python file with one subclass of ``Method``, and perhaps one of
+    """A method by its file: one with a subclass of ``Method``, and perhaps one of
     ``MethodSettings``."""
 
     file: Path
-    """The file, which this setting runs."""
+    """A Python file of the user's, which this setting runs; or the name of a built-in method that
+    has its settings in its file."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Values of the settings that the method declares."""
 
@@ -311,6 +319,15 @@ class OwnMethod(Frozen):
 
 
 def load_method_file(entry: OwnMethod) -> ModuleType:
+    """Load a method's file; raise a ``UserError`` if it fails."""
+    if (name := str(entry.file)).isidentifier():
+        named = _find_named()
+        if name not in named:
+            raise UserError(
+                f"methods: there is no method {name}{nearest(name, named)}: give "
+                f"{', '.join((*named, 'the path of a .py file'))}; others have blocks of settings"
+            )
+        return named[name]
     file = entry.file.expanduser()
     return _load_version(file, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -320,15 +337,27 @@ def _load_version(file: Path, changed: int) -> ModuleType:
     return load_file(file, "method")
 
 
-def read_own_settings(entry: OwnMethod) -> MethodSettings:
-    module = load_method_file(entry)
-    found = [
+@cache
+def _find_named() -> dict[str, ModuleType]:
+    """Return the built-in methods whose settings are in their files, by the names of the files."""
+    found = pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__)
+    modules = {m.name: importlib.import_module(f"{BUILT_IN}.{m.name}") for m in found}
+    return {name: module for name, module in modules.items() if _find_settings(module)}
+
+
+def _find_settings(module: ModuleType) -> list[type[MethodSettings]]:
+    return [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, MethodSettings)
         and value.__module__ == module.__name__
     ]
+
+
+def read_own_settings(entry: OwnMethod) -> MethodSettings:
+    """Return the settings of a file's method; raise a ``UserError`` if they are wrong."""
+    found = _find_settings(load_method_file(entry))
     return (found[0] if found else MethodSettings)(**entry.options)
 
 

@@ -133,8 +133,9 @@ class Settings(Frozen):
     warm_start: WarmStartSettings | None = None
     """Supervised steps before the first rollout; None: there are none."""
     methods: Annotated[tuple[OwnMethod, ...], FREE] = ()
-    """Methods of your own: a list of Python files, or of mappings with ``file`` and ``options``,
-    the values of the settings that the method declares. Empty: there are none."""
+    """Methods by their files: a list of Python files of your own, names of built-in methods, or
+    mappings with ``file`` and ``options``, the values of the settings that the method declares.
+    Empty: there are none."""
     evaluation: Annotated[EvaluationSettings, FREE] = EvaluationSettings()
     checkpoint: Annotated[CheckpointSettings, FREE] = CheckpointSettings()
     logging: Annotated[LoggingSettings, FREE] = LoggingSettings()

@@ -62,6 +62,12 @@ def test_a_file_is_a_method_with_options(settings: Any) -> None:
     assert "first_tokens.py" in (run.run_dir / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("name", ["replay", "kl", "nothing"])
+def test_a_name_is_of_a_method_with_its_settings_in_its_file(settings: Any, name: str) -> None:
+    with pytest.raises(UserError, match=f"there is no method {name}.* the path of a .py file"):
+        build_methods(settings(methods=[name]))
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

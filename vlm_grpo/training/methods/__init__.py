@@ -1,4 +1,7 @@
-"""Optional methods: each is one file in this folder, or a file of the user's (``methods``).
+"""Optional methods: each is one file in this folder, or a file of the user's.
+
+A method of this folder has a block of settings, or its settings in its file; ``methods`` then has
+its name, as it has the path of a user's file.
 
 A method asks for passes and gives terms: it may write or choose the prompts and groups of a step,
 sample behind other forms of a prompt, score completions in passes of its own, weigh tokens and add
@@ -131,7 +134,7 @@ class Method:
 
     name: ClassVar[str]  # the name of its term in the loss, and in files
     phase: ClassVar[str] = ""  # the phase of its passes in the metrics of time; empty: ``name``
-    block: ClassVar[str] = ""  # key of its settings; of a file's method empty
+    block: ClassVar[str] = ""  # key of its settings; empty: in its file
     # name of the file of its state in checkpoints; empty: ``method_NAME``
     state_name: ClassVar[str] = ""
     has_videos: ClassVar[bool] = True  # whether it supports examples with videos
@@ -144,8 +147,9 @@ class Method:
 
     @classmethod
     def find(cls, settings: Settings | Mapping[str, Any]) -> Any:
-        """Return the method's settings if a run's, or blocks of them by name, use it, else None."""
-        return get(settings, cls.block)
+        """Return the method's settings if a run's, or blocks of them by name, use it, else None;
+        None of a method that ``methods`` names."""
+        return get(settings, cls.block) if cls.block else None
 
     def start(self, run: Run) -> None:
         """Prepare for a run; raises ``UserError`` if the method cannot be used."""
@@ -287,7 +291,8 @@ def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
     }
     for entry in get(settings, "methods") or ():
         method = load_own(entry)
-        if method.name in {known.name for known in find_methods()} | methods.keys():
+        others = {known.name for known in find_methods() if known is not type(method)}
+        if method.name in others | methods.keys():
             raise UserError(f"methods: {entry.file} has the name {method.name!r} of another method")
         methods[method.name] = method
     for hook in ("choose", "variant", "write"):
@@ -298,7 +303,7 @@ def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
 
 
 def load_own(entry: OwnMethod) -> Method:
-    """Load a method from a user's file; raises ``UserError`` if there is none, or a wrong one."""
+    """Load a method from its file; raises ``UserError`` if there is none, or a wrong one."""
     found = _find_in(load_method_file(entry))
     if len(found) != 1:
         names = ", ".join(method.__name__ for method in found) or "none"
