@@ -182,6 +182,13 @@ class Settings(Frozen):
         return [*known, *map(read_own_settings, self.methods)]
 
     @property
+    def can_skip_zero_advantages(self) -> bool:
+        """Whether a completion with advantage 0 has no gradient, also of a file's method."""
+        return self.objective.can_skip_zero_advantages and not any(
+            read_own_settings(entry).trains_all for entry in self.methods
+        )
+
+    @property
     def updates_per_step(self) -> int:
         return self.optim.mini_batches * self.objective.num_iterations
 

@@ -28,7 +28,7 @@ def estimate_cost(
     completions share one pass of their prompt.
     """
     objective = settings.objective
-    is_skipped = objective.can_skip_zero_advantages and objective.beta == 0
+    is_skipped = settings.can_skip_zero_advantages and objective.beta == 0
     is_skipped = is_skipped and not has_spread(group, reward_weights, objective)
     masked = objective.mask_truncated_completions
     every = [True] * len(group.completions)

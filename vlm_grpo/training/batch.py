@@ -301,7 +301,8 @@ def pack_step(
     if advantages.tokens is not None:
         values["token_advantages"] = advantages.tokens
         signal = torch.stack([part.abs().max() for part in layout.split(advantages.tokens)])
-    keep = needs_update(signal, active, objective)
+    can_skip = settings.can_skip_zero_advantages
+    keep = needs_update(signal, active, objective) if can_skip else active
     count = 1 if author is not None else settings.optim.mini_batches
     numbers = rollout.mini_batches or (0,) * len(groups)
     sizes = [len(group.completions) for group in groups]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import make_trainer
+from small_runs import TASK, make_trainer
 
 import vlm_grpo.training
 from vlm_grpo.errors import UserError
@@ -25,6 +25,24 @@ from vlm_grpo.training.methods import Method
 
 class Own(Method):
     name = "{name}"
+"""
+TERM = """
+from vlm_grpo.config.methods import MethodSettings
+from vlm_grpo.training.methods import Method
+
+class TermSettings(MethodSettings):
+    @property
+    def term(self):
+        return "certainty"
+
+class Certainty(Method):
+    name = "certainty"
+
+    def add_weights(self, weights, shares, objective):
+        weights["certainty"] = shares.policy
+
+    def term(self, inputs):
+        return -inputs.batch.logprobs
 """
 
 
@@ -43,7 +61,16 @@ def test_no_other_file_names_a_method(file: str) -> None:
 
 
 def test_every_method_is_found() -> None:
-    names = ["curriculum", "distillation", "kl", "noise", "perception", "replay", "top_entropy"]
+    names = [
+        "counterfactual",
+        "curriculum",
+        "distillation",
+        "kl",
+        "noise",
+        "perception",
+        "replay",
+        "top_entropy",
+    ]
     assert [method.name for method in find_methods()] == [*names, "warm_start"]
 
 
@@ -60,6 +87,16 @@ def test_a_file_is_a_method_with_options(settings: Any) -> None:
         assert torch.equal(part, torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1.0])[: len(part)])
     run.save(run.run_dir / "config.yaml")  # as load_settings reads it again
     assert "first_tokens.py" in (run.run_dir / "config.yaml").read_text()
+
+
+def test_a_term_of_a_file_trains_groups_with_equal_rewards(settings: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TERM)
+    (tmp_path / "equal.py").write_text(re.sub("return len.*", "return 1.0", TASK))
+    norms = []
+    for methods in ([], [str(tmp_path / "own.py")]):
+        trainer = make_trainer(settings(task=str(tmp_path / "equal.py"), methods=methods))
+        norms.append(trainer.step()["grad_norm"])
+    assert norms[0] == 0 < norms[1]
 
 
 @pytest.mark.parametrize("name", ["replay", "kl", "nothing"])
