@@ -26,7 +26,7 @@ from vlm_grpo.training.checkpoint.store import CheckpointState, write_sharded_ch
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
-from vlm_grpo.utils.timing import StopRequest
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
 class SelfTermination(StopRequest):
@@ -36,13 +36,15 @@ class SelfTermination(StopRequest):
 
     @property
     def reason(self) -> str | None:
+        """The reason, which the trainer reads before each step."""
         self.steps += 1
         return super().reason
 
     def check(self) -> None:
-        if self.steps == 3:
+        if self.steps == 3 and self.signal is None:
             os.kill(os.getpid(), signal.SIGTERM)
-        super().check()
+        if self.signal is not None:
+            raise StepInterrupted
 
 
 def train_and_read(settings: Settings) -> list[dict[str, float]]:

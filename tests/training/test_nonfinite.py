@@ -72,8 +72,8 @@ def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_batch_that_ended_
     before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
     score = trainer.policy.score
 
-    def score_infinite(batch: Any, with_entropy: bool = False) -> TokenScores:
-        return TokenScores(score(batch, with_entropy).logprobs * torch.inf)
+    def score_infinite(*args: Any) -> TokenScores:
+        return TokenScores(score(*args).logprobs * torch.inf)
 
     monkeypatch.setattr(trainer.policy, "score", score_infinite)
     with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr") as ended:

@@ -33,7 +33,7 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert expected.resampled == 0  # without dynamic sampling
 
     def sample_within_limit(*args: Any) -> Any:
-        if (args[-1] or sys.maxsize) > limit:
+        if (args[-2] or sys.maxsize) > limit:  # the last one checks for a stop
             raise torch.OutOfMemoryError("out of memory")
         return sample(*args)
 
@@ -125,7 +125,8 @@ def test_a_failure_of_another_rank_ends_the_rollout(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = make_trainer(settings()).sampler
-    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: True)
+    # Of the flags of all ranks, that of a failure is set.
+    monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
     with pytest.raises(UserError, match="another process"):
         sampler.sample(0)
 

@@ -21,7 +21,8 @@ from vlm_grpo.utils.jsonl import read_object, read_rows
 
 NO_TASK = "none"  # Settings.task of a model that was not trained by a run
 UNKNOWN = "none"  # Settings.model of a server's model whose processor is not known here
-_CHECKPOINT = re.compile(r"step-(\d+)")
+# Version 0.1.0 also saved within a step: step-12-1.
+_CHECKPOINT = re.compile(r"step-(\d+)(?:-\d+)?")
 
 
 @dataclass(frozen=True)
