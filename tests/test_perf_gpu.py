@@ -84,6 +84,7 @@ def plan(perf: Any, case: dict[str, Any]) -> int:
     )
     shape = read_model_shape(config, settings.policy)
     shape = measure_layers(shape, settings.policy, on_cpu=False)
+    shape = replace(shape, checkpointing=settings.policy.gradient_checkpointing)
     side = case["image"] // 14
     prompt = PromptSize(side**2 // 4 + 40, 0, side**2 * 1176, case["image"] ** 2)
     return estimate_memory(shape, estimate_workload(settings, prompt, shape)).peak
