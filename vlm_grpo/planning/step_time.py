@@ -115,18 +115,13 @@ def count_vision_flops(model: ModelShape, patches: int) -> float:
 def count_token_flops(model: ModelShape, cached: int, tokens: int) -> float:
     """Return the FLOPs of a causal pass of the decoder layers over tokens after cached ones."""
     text, keys = model.text, cached + (tokens + 1) / 2
-    return text.layers * tokens * (_count_linear_flops(model) + 4 * text.query * keys)
+    linear = 2 * (text.weights_per_token + model.lora_rank * text.adapter_widths)
+    return text.layers * tokens * (linear + 4 * text.query * keys)
 
 
 def _count_group_flops(model: ModelShape, prompt: int, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of the decoder layers for a prompt's completions of these lengths, each
-    without its last token, which is never an input."""
+    # The last token of a completion is never an input.
     return sum(count_token_flops(model, prompt, length - 1) for length in lengths)
-
-
-def _count_linear_flops(model: ModelShape) -> float:
-    text = model.text
-    return 2 * (text.weights_per_token + model.lora_rank * text.adapter_widths)
 
 
 def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> PhaseCosts | None:
@@ -149,7 +144,7 @@ def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> Phase
 
 
 def _count_decode_bytes(model: ModelShape, work: Workload) -> float:
-    """Return the bytes that decoding reads: weights, keys and values for every token."""
+    # Weights, keys and values are read for every token.
     text = model.text
     rounds = -(-work.num_prompts // work.concurrent_prompts)
     weights = text.layers * text.layer_weights + text.hidden * text.vocabulary
