@@ -61,15 +61,6 @@ def test_one_source_is_a_list_of_one() -> None:
     assert data.describe("train") == "a.jsonl"
 
 
-def test_sources_survive_being_saved(tmp_path: Path) -> None:
-    sources = [{**COUNT, "weight": 2.0, "task_options": {"tags": True}}, {"source": "b.jsonl"}]
-    settings = Settings(
-        task="ocr", data={"train": sources, "eval": [COUNT], "mixing_temperature": None}
-    )
-    settings.save(path := tmp_path / "config.yaml")
-    assert load_settings(path).data == settings.data
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -99,6 +90,7 @@ def test_sources_survive_being_saved(tmp_path: Path) -> None:
         ({"train": [COUNT], "eval_share": 1.0}, "data.eval_share=1.0 should be less than 1"),
         ({"train": [{"source": "a.jsonl"}]}, "data.train: the source a has no task: give it task"),
         ({"train": "a.jsonl"}, "task has no value"),
+        ({"train": [COUNT], "difficulty": "d.jsonl"}, "has no effect without data.filter"),
         ({"train": [COUNT], "task_options": {"tags": True}}, "task_options has no effect"),
     ],
 )
@@ -153,8 +145,3 @@ def test_a_filter_compares_numbers(text: str, accepted: list[float]) -> None:
 def test_anything_else_is_refused_when_the_settings_are_read(text: str) -> None:
     with pytest.raises(UserError, match="is no filter: write comparisons"):
         DataSettings(train="rows.jsonl", filter=text)
-
-
-def test_a_file_of_pass_rates_needs_a_filter() -> None:
-    with pytest.raises(ValueError, match=r"data\.difficulty has no effect without data\.filter"):
-        DataSettings.model_validate({"train": "rows.jsonl", "difficulty": "d.jsonl"})

@@ -25,7 +25,6 @@ def get_error(*overrides: str, recipe: str = "counting") -> str:
 
 def test_later_overrides_take_precedence_over_earlier_ones_and_the_recipe():
     settings = load_settings("counting", ["optim.lr=1e-6", "optim.lr=3e-6", "policy.lora.r=4"])
-
     assert settings.optim.lr == 3e-6
     assert settings.policy.lora is not None
     assert settings.policy.lora.r == 4
@@ -43,7 +42,6 @@ def test_run_name_defaults_to_the_recipe_or_an_overridden_task(overrides, name):
 
 def test_all_missing_values_of_a_recipe_are_named():
     message = get_error(recipe="grounding_qwen2_5_vl_3b")
-
     assert "data.train has no value" in message
     assert "data.eval has no value" in message
 
@@ -62,7 +60,6 @@ def test_python_values_override_texts_and_the_recipe():
         policy=PolicySettings(lora=LoraSettings(r=4)),
         output_dir=Path("elsewhere"),
     )
-
     assert settings.optim.lr == 3e-6
     assert settings.optim.weight_decay == 0.5
     assert settings.optim.betas == (0.9, 0.95)
@@ -72,9 +69,7 @@ def test_python_values_override_texts_and_the_recipe():
 
 def test_overrides_may_be_a_mapping_with_dotted_keys():
     overrides = {"optim.lr": 3e-6, "policy.lora": {}, "rollout": {"stop": ["${x}"]}}
-
     settings = load_settings("counting", overrides)
-
     assert settings.optim.lr == 3e-6
     assert settings.policy.lora == LoraSettings()
     assert settings.rollout.stop == ("${x}",)  # Python text is literal
@@ -87,7 +82,6 @@ def test_overrides_may_be_a_mapping_with_dotted_keys():
 def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("task: counting\ndata: ???\n")
-
     assert str(load_settings(recipe, values).data.train).startswith("a")
     with pytest.raises(UserError, match="data has no value"):
         load_settings(recipe)
@@ -106,7 +100,6 @@ def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
     overrides, values, warmup, caplog
 ):
     settings = load_settings("counting", overrides, **values)
-
     assert settings.optim.warmup_steps == warmup
     note = "optim.warmup_steps=20 of the recipe is shortened to optim.max_steps=5"
     assert (note in caplog.text) == (warmup == 5)

@@ -21,27 +21,22 @@ def get_error(*overrides: str) -> str:
 
 def test_flatten_joins_keys_by_dots_and_drops_empty_blocks():
     values: dict[Any, Any] = {"a": {"b": {"c": 1}, "d": {}}, 2: 3}
-
     assert flatten(values) == {"a.b.c": 1, "2": 3}
 
 
 def test_merge_leaves_the_merged_values_unchanged():
     recipe = {"optim": {"lr": 1}}
     target: dict[str, Any] = {}
-
     merge(target, recipe)
     merge(target, {"optim.lr": 2, "policy": None})
     merge(target, {"policy.lora": {}})
-
     assert target == {"optim": {"lr": 2}, "policy": {"lora": {}}}
     assert recipe == {"optim": {"lr": 1}}
 
 
 def test_merge_keeps_dots_inside_the_mapping_of_an_option():
     target: dict[str, Any] = {"task_options": {"tags": True}}
-
     merge(target, {"task_options.labels": {"a.b": {"c.d": 1}}, "task_options": {"x": {"y.z": 2}}})
-
     assert target["task_options"] == {"tags": True, "labels": {"a.b": {"c.d": 1}}, "x": {"y.z": 2}}
 
 
@@ -57,7 +52,6 @@ def test_merge_keeps_dots_inside_the_mapping_of_an_option():
 )
 def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
     message = get_error(override)
-
     assert f"unknown key {override.partition('=')[0]}" in message
     assert ("did you mean" in message) == (suggestion is not None)
     assert suggestion is None or f"did you mean {suggestion}?" in message
@@ -102,7 +96,6 @@ def test_wrong_value_error_names_the_expected_type(override, expected):
 
 def test_all_problems_are_reported_at_once():
     message = get_error("optim.lr=abc", "zebra=1", "policy.dtype=fp16")
-
     assert message.count("\n  - ") == 3
     assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -23,6 +24,7 @@ from vlm_grpo.model.engine import norms, varlen
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.loading import load_model
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.memory import count_cache_bytes, estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -47,47 +49,52 @@ def measure(family: str, name: str, on_cpu: bool = True) -> ModelShape:
     return measure_layers(read_model_shape(policy.model.config, settings), settings, on_cpu)
 
 
-def count_planned(shape: ModelShape, prompt: Prompt, tokens: int, part: Checkpointing) -> int:
+def measure_last(
+    family: str,
+    values: dict[str, Any],
+    recomputed: Checkpointing = "none",
+    depths: tuple[int, int] = (2, 3),
+    part: str = "text",
+    side: int = 112,
+) -> tuple[int, Policy, Prompt]:
+    """Return what the last layer of a part saves, exact to the byte, its policy and the prompt."""
+    saved = []
+    for depth in depths:
+        policy, _ = build_policy(family, values, **{part: depth})
+        enable_gradient_checkpointing(policy.model.train(), recomputed)
+        prompt = build_prompt(policy, side)
+        saved.append(measure_saved_bytes(policy, build_batch(prompt)))
+    return saved[1] - saved[0], policy, prompt
+
+
+def count_planned(shape: ModelShape, prompt: Prompt, part: Checkpointing = "none") -> int:
     """Return what a plan counts of a decoder layer for three completions."""
-    layer = shape.layer
-    assert layer is not None
-    repeated = layer.prompt + 3 * layer.repeat
-    return layer.count_kept(tokens, part) + len(prompt.token_ids) * repeated
+    rows = build_batch(prompt).num_tokens, len(prompt.token_ids), 3
+    return shape.measured_layer.count_kept(part, *rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("recomputed", ["none", "mlp"])
+CASES = [*product(FAMILIES, POLICIES, ("none", "mlp")), ("qwen2_5_vl", "lora-bfloat16", "full")]
+
+
+@pytest.mark.parametrize(("family", "name", "recomputed"), CASES)
 def test_a_decoder_layer_saves_what_a_plan_measures(
     family: str, name: str, recomputed: Checkpointing
 ) -> None:
     values = POLICIES[name]
     if "lora" not in values:
         values = values | {"freeze": ("vision", "projector")}
-    saved = {}
-    for layers in (2, 3):
-        policy, _ = build_policy(family, values, text=layers)
-        enable_gradient_checkpointing(policy.model.train(), recomputed)
-        prompt = build_prompt(policy)
-        batch = build_batch(prompt)
-        saved[layers] = measure_saved_bytes(policy, batch)
-    # The difference is the third layer's share, exact to the byte.
-    planned = count_planned(measure(family, name), prompt, batch.num_tokens, recomputed)
-    assert saved[3] - saved[2] == planned
+    saved, _, prompt = measure_last(family, values, recomputed)
+    assert saved == count_planned(measure(family, name), prompt, recomputed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
 def test_variants_of_lora_are_measured(variant: dict[str, Any], dtype: str) -> None:
     values = {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **variant}}
-    saved = {}
-    for layers in (2, 3):
-        policy, settings = build_policy("qwen2_5_vl", values, text=layers)
-        prompt = build_prompt(policy, 224)
-        batch = build_batch(prompt)
-        saved[layers] = measure_saved_bytes(policy, batch)
+    saved, policy, prompt = measure_last("qwen2_5_vl", values, side=224)
+    settings = PolicySettings.model_validate(values)
     shape = measure_layers(read_model_shape(policy.model.config, settings), settings, True)
-    assert saved[3] - saved[2] == count_planned(shape, prompt, batch.num_tokens, "none")
+    assert saved == count_planned(shape, prompt)
     added = [weight for name, weight in policy.weights().items() if "lora_" in name]
     assert shape.num_trained == sum(weight.numel() for weight in added)
     kept = sum(weight.numel() for weight in policy.weights().values()) - shape.num_trained
@@ -117,8 +124,7 @@ def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(
         saved[layers] = measure_saved_bytes(policy, build_batch(prompt))
     monkeypatch.undo()
     shape = measure("qwen2_5_vl", "lora-bfloat16", on_cpu=False)
-    planned = count_planned(shape, prompt, build_batch(prompt).num_tokens, "none")
-    assert saved[3] - saved[2] == planned
+    assert saved[3] - saved[2] == count_planned(shape, prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,21 +133,16 @@ def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(
 def test_a_vision_block_saves_what_a_plan_measures(
     family: str, name: str, recomputed: Checkpointing
 ) -> None:
-    saved = {}
     depths = (1, 2) if family != "qwen3_vl" else (2, 3)  # deepstack taps blocks 0 and 1
-    for depth in depths:
-        policy, _ = build_policy(family, POLICIES[name], vision=depth)
-        enable_gradient_checkpointing(policy.model.train(), recomputed)
-        prompt = build_prompt(policy)
-        saved[depth] = measure_saved_bytes(policy, build_batch(prompt))
+    saved, _, prompt = measure_last(family, POLICIES[name], recomputed, depths, part="vision")
     block = measure(family, name).block
     assert block is not None
     patches = len(prompt.vision["pixel_values"])
-    planned = block.count_kept(patches, recomputed)
+    planned = block.count_kept(recomputed, patches)
     if name == "full-bfloat16" and family != "qwen2_5_vl":
         # Fake tensors have the means and deviations of two layer norms in bfloat16.
         planned += patches * 4 * 2
-    assert saved[depths[1]] - saved[depths[0]] == planned
+    assert saved == planned
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -156,18 +157,6 @@ def test_layers_are_measured_for_a_gpu_that_is_not_there(name: str) -> None:
         assert on_gpu.token <= on_cpu.token
         assert on_cpu.fixed <= on_gpu.fixed <= on_cpu.fixed + 32
         assert on_gpu.input == on_cpu.input
-
-
-def test_full_checkpointing_keeps_the_inputs_of_layers() -> None:
-    saved = {}
-    for layers in (2, 3):
-        policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)
-        enable_gradient_checkpointing(policy.model.train(), "full")
-        prompt = build_prompt(policy)
-        saved[layers] = measure_saved_bytes(policy, build_batch(prompt))
-    layer = measure("qwen2_5_vl", "lora-bfloat16").layer
-    assert layer is not None
-    assert saved[3] - saved[2] == layer.count_kept(build_batch(prompt).num_tokens, "full")
 
 
 def test_the_cache_holds_keys_and_values_of_all_tokens() -> None:

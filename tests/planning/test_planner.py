@@ -24,6 +24,7 @@ from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.planner import Planner, plan
 from vlm_grpo.planning.search import SHARDING, with_changes
+from vlm_grpo.types import Prompt
 
 H100 = find_device("H100")
 
@@ -215,6 +216,11 @@ def test_a_wrong_argument_is_an_error(
         plan(planner.settings, "24GB", **arguments)
 
 
+def build_prompts(policy: Policy, planner: Planner) -> list[Prompt]:
+    examples = map(policy.prompts.with_resized_sizes, planner.prompts.examples)
+    return [policy.prompts.build(example, planner.task) for example in examples]
+
+
 # FastVLM's configuration does not have the sizes of its tower.
 @pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"fast_vlm"}))
 def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Path) -> None:
@@ -224,13 +230,9 @@ def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Pat
     overrides = [f"model={tmp_path}", "data.train_limit=5", "optim.prompts_per_step=4"]
     planner = Planner(load_settings("counting", overrides), find_device("24GB"))
     found = planner.plan()
-    prompts = [
-        policy.prompts.build(policy.prompts.with_resized_sizes(example), planner.task)
-        for example in planner.prompts.examples
-    ]
-    assert [size.tokens for size in found.step.prompts] == sorted(
-        len(prompt.token_ids) for prompt in prompts
-    )
+    prompts = build_prompts(policy, planner)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    assert [size.tokens for size in found.step.prompts] == sorted(lengths)
     shape, vision = found.step.shape, policy.model.config.vision_config
     values = prompts[0].vision["pixel_values"].numel()
     edge = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
@@ -351,9 +353,10 @@ def make_settings(*overrides: str) -> Settings:
         ((OWN, "rollout.vllm.sleep_level=1", "policy.lora.r=8"), SERVER, 1),
         ((OWN, "rollout.steps_ahead=1"), SERVER, None),
         ((OWN, "rollout.vllm.gpu_memory_utilization=0.5"), GPU.memory // 2, 2),
+        ((SHARED,), 0, None),  # servers elsewhere take nothing here
     ],
 )
-def test_a_server_of_the_run_takes_its_share_while_it_samples(
+def test_a_server_takes_its_share_while_it_samples(
     overrides: tuple[str, ...], server: int, level: int | None
 ) -> None:
     planner = Planner(make_settings("rollout.sampler=vllm", *overrides), GPU)
@@ -368,14 +371,7 @@ def test_a_server_of_the_run_takes_its_share_while_it_samples(
     assert step.memory.backward == alone.backward + left
 
 
-def test_servers_elsewhere_take_nothing_here() -> None:
-    planner = Planner(make_settings("rollout.sampler=vllm", SHARED), GPU)
-    memory = planner.estimate_step(planner.settings).memory
-    assert memory.rollout == memory.persistent
-    assert (memory.server, memory.resting) == (0, 0)
-
-
-def test_the_plan_names_the_server(tmp_path: Path) -> None:
+def test_the_plan_names_the_server() -> None:
     settings = make_settings("rollout.sampler=vllm", OWN)
     text = str(plan(settings, "80GB"))
     assert "server          24.00  rollout: a vLLM server on this device" in text
@@ -392,10 +388,7 @@ def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
         loaded, build_sampling_distribution(loaded.model, loaded.processor, loaded.family, rollout)
     )
     sizes = planner.estimate_step(planner.settings).prompts
-    prompts = [
-        policy.prompts.build(policy.prompts.with_resized_sizes(example), planner.task)
-        for example in planner.prompts.examples
-    ]
+    prompts = build_prompts(policy, planner)
     assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in prompts)
     values = [prompt.vision["pixel_values"].numel() for prompt in prompts]
     assert sorted(size.values for size in sizes) == sorted(values)

@@ -16,27 +16,17 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True)
 class Device:
-    """A device that a step runs on.
-
-    Attributes:
-        rates: FLOP/s of dense matrix products in float32 and bfloat16; None if unknown.
-        bandwidth: memory bandwidth in bytes/s.
-        layer_seconds: least time of one layer in a decoding step, in which Python launches its
-            kernels.
-        efficiency: share of ``rates`` reached by passes over full sequences.
-        decode_efficiency: share of ``rates`` reached by decoding, with one token per completion.
-        reserved: share of the memory that other processes use.
-    """
+    """A device that a step runs on."""
 
     name: str
     memory: int
-    rates: dict[str, float] | None = None
-    bandwidth: float = 0.0
-    layer_seconds: float = 0.0
-    efficiency: float = 0.4
-    decode_efficiency: float = 0.4
+    rates: dict[str, float] | None = None  # FLOP/s of dense products by precision; None: unknown
+    bandwidth: float = 0.0  # of its memory in bytes/s
+    layer_seconds: float = 0.0  # least time in which Python launches a decoding layer's kernels
+    efficiency: float = 0.4  # share of ``rates`` reached by passes over full sequences
+    decode_efficiency: float = 0.4  # the same by decoding, with one token per completion
     is_cpu: bool = False
-    reserved: float = 0.0
+    reserved: float = 0.0  # share of the memory that other processes use
 
     @property
     def usable(self) -> int:
@@ -45,27 +35,18 @@ class Device:
         return int(free) if self.is_cpu else int(free * (1 - FRAGMENTATION)) - CONTEXT
 
     def holds(self, size: int) -> bool:
-        """Return whether a run can use this number of bytes."""
         return size <= self.usable
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """The data sheet of a GPU.
+    """The data sheet of a GPU."""
 
-    Attributes:
-        reported: pattern of the names that its driver reports, without "NVIDIA" or "AMD".
-        memory: GiB as PyTorch reports them.
-        float32: dense TFLOP/s without TF32.
-        bfloat16: dense TFLOP/s with float32 accumulation.
-        bandwidth: of its memory, in GB/s.
-    """
-
-    reported: str
-    memory: float
-    float32: float
-    bfloat16: float
-    bandwidth: float
+    reported: str  # pattern of the names that its driver reports, without "NVIDIA" or "AMD"
+    memory: float  # GiB as PyTorch reports them
+    float32: float  # dense TFLOP/s without TF32
+    bfloat16: float  # dense TFLOP/s with float32 accumulation
+    bandwidth: float  # of its memory, in GB/s
 
 
 # The rates are those of NVIDIA's whitepapers (GA102, AD102, GB202, GH100) and data sheets, of AWS's

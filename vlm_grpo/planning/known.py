@@ -17,8 +17,8 @@ from vlm_grpo.config.recipes import Overrides, build_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.planning.devices import find_device
-from vlm_grpo.planning.plan_text import TABLE_GENERATIONS
-from vlm_grpo.planning.search import CARDS, COUNTED_LATER, StepPlanner, Weights
+from vlm_grpo.planning.plan import Weights
+from vlm_grpo.planning.search import CARDS, COUNTED_LATER, StepPlanner
 from vlm_grpo.planning.shape import LayerBytes, ModelShape
 from vlm_grpo.planning.workload import PromptSize
 
@@ -26,6 +26,8 @@ IMAGE_TOKENS, TEXT_TOKENS = 1000, 100
 """Tokens of the only image, and of the text, of an assumed prompt."""
 TABLE_CARDS = (12, 16, 24, 48, 80, 141)
 """Memory of the GPUs in a table, in GB."""
+TABLE_GENERATIONS = 64
+"""The largest group that is tried in a table."""
 TABLE_KINDS = {
     "LoRA, 4 bits": ("policy.lora.r=64", "policy.load_in=4bit"),
     "LoRA": ("policy.lora.r=64",),
@@ -44,7 +46,7 @@ def load_known_models() -> dict[str, Any]:
 
 
 def describe_known(model: str) -> str:
-    """Return the advice for a model whose files cannot be read; empty if it is not known."""
+    """Return the advice for a known model whose files cannot be read."""
     if model not in load_known_models():
         return ""
     return f"; vlm-grpo plan {model} plans it without any, with assumed prompts"
@@ -99,7 +101,8 @@ class KnownPlanner(StepPlanner):
                 state_bytes=states,
             )
         if policy.load_in != "none":
-            shape = shape.quantize(shape.text.matrices, policy)
+            matrices = shape.text.matrices(shape.text.intermediate_total)
+            shape = shape.quantize(shape.text.layers * matrices, policy)
         return shape
 
     def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:

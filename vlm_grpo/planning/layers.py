@@ -32,7 +32,6 @@ from vlm_grpo.model.engine.norms import use_fused_norms
 from vlm_grpo.model.engine.varlen import GroupSpan
 from vlm_grpo.planning.shape import LayerBytes, ModelShape, Precision
 
-_STEP = 32  # tokens by which measured rows differ; kernels round lengths up to 32
 _SEGMENTS = "flash_measured"  # transformers looks for "flash" in the name
 _ADAPTED = {f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
 
@@ -108,7 +107,7 @@ def _measure(
         with _use_fakes(model, *place):
             return _count_saved(lambda: run(rows), model, layers)
 
-    n = _STEP
+    n = 32  # kernels round lengths up to it
     least, longer = count((n, 1, n)), count((n, 1, 2 * n))
     token = (longer - least) // n
     repeat = (count((n, 2, n)) - least) // n - token
@@ -158,10 +157,8 @@ def _build_layers(shape: ModelShape, policy: PolicySettings) -> Any:
 def _attend_segments(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the engine's attention of a vision tower.
-
-    Without a GPU, PyTorch would choose products that keep the scores for float32 on one.
-    """
+    """Compute the engine's attention of a vision tower."""
+    # Without a GPU, PyTorch would choose products that keep the scores for float32 on one.
     if query.is_cuda and query.dtype == torch.float32:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
         output = kernel(query, key, value, None, True, scale=kwargs["scaling"])[0]
@@ -199,15 +196,13 @@ def _use_fakes(model: nn.Module, precision: Precision, device: torch.device) -> 
     autocast does if the precision asks for it, also for a GPU that is not there."""
     with FakeTensorMode(), device:
         for module in model.modules():
-            for name, weight in module._parameters.items():  # noqa: SLF001
-                if weight is not None:
-                    values = torch.empty(weight.shape, dtype=weight.dtype)
-                    fake = nn.Parameter(values, weight.requires_grad)
-                    module._parameters[name] = fake  # noqa: SLF001
-            for name, values in module._buffers.items():  # noqa: SLF001
-                if values is not None:
-                    fake = torch.empty(values.shape, dtype=values.dtype)
-                    module._buffers[name] = fake  # noqa: SLF001
+            own = {**module._parameters, **module._buffers}  # noqa: SLF001
+            for name, tensor in own.items():
+                if tensor is not None:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    setattr(module, name, fake)
         before = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         torch.set_autocast_enabled(device.type, precision == "autocast")
         torch.set_autocast_dtype(device.type, torch.bfloat16)
@@ -221,14 +216,16 @@ def _use_fakes(model: nn.Module, precision: Precision, device: torch.device) -> 
 
 def _count_saved(run: Callable[[], Any], model: nn.Module, layers: Sequence[nn.Module]) -> int:
     """Return the bytes that the second layer saves."""
-    weights = [*model.parameters(), *model.buffers()]
-    # The storages are kept, so that their addresses stay theirs.
-    storages = {_identify(weight): weight.untyped_storage() for weight in weights}
+    storages: dict[int, Any] = {}  # kept, so that their addresses stay theirs
     totals: list[int] = []
 
     def record(tensor: Tensor) -> Tensor:
-        storages.setdefault(_identify(tensor), tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage._cdata, storage)  # noqa: SLF001
         return tensor
+
+    for weight in (*model.parameters(), *model.buffers()):
+        record(weight)
 
     def mark(*_: Any) -> None:
         totals.append(sum(storage.nbytes() for storage in storages.values()))
@@ -238,7 +235,3 @@ def _count_saved(run: Callable[[], Any], model: nn.Module, layers: Sequence[nn.M
     with starts, ends, saved_tensors_hooks(record, lambda tensor: tensor):
         run()
     return totals[1] - totals[0]
-
-
-def _identify(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001

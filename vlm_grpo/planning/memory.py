@@ -9,38 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vlm_grpo.config.rollout import RolloutSettings, choose_adapter_level
 from vlm_grpo.model.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
-from vlm_grpo.planning.shape import LayerBytes, ModelShape
+from vlm_grpo.planning.devices import CONTEXT, Device
+from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.workload import Workload
 
+# Bytes that libraries use on a CPU, by the bytes of a value: code, buffers, and in bfloat16 the
+# kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``.
 LIBRARIES = {4: 60_000_000, 2: 120_000_000}
-"""Bytes that libraries use on a CPU, by the bytes of a value: code, buffers, and in bfloat16 the
-kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
-
-    Attributes:
-        gradients: gradients of the trained weights, at the end of the backward pass.
-        first_gradients: those that exist while all activations are still saved: with several
-            micro-batches all, with one those of the output head.
-        libraries: memory of libraries on a CPU, in addition to tensors.
-        inputs: pixel values and decoded images; on a machine with a GPU, in its main memory.
-        folded: repacked or merged copies of weights, which speed up decoding.
-        copied: bytes that it copies between main memory and the device in a step.
-    """
+    """Bytes on one device."""
 
     weights: int
     optimizer: int
     reference: int
-    gradients: int
+    gradients: int  # of the trained weights, at the end of the backward pass
+    # Gradients that exist while all activations are still saved: with several micro-batches all,
+    # with one those of the output head.
     first_gradients: int
-    libraries: int
-    inputs: int
+    libraries: int  # memory of libraries on a CPU, in addition to tensors
+    inputs: int  # pixel values and decoded images; on a machine with a GPU, in its main memory
     features: int
-    folded: int
+    folded: int  # repacked or merged copies of weights, which speed up decoding
     cache: int
     sampling: int
     activations: int
@@ -48,7 +42,7 @@ class Memory:
     stepping: int = 0
     offloaded: int = 0
     host: int = 0
-    copied: int = 0
+    copied: int = 0  # between main memory and the device in a step
     teacher: int = 0
     server: int = 0
     resting: int = 0
@@ -91,8 +85,10 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         features = work.num_prompts * tokens * text.hidden * model.value_bytes
     activations, offloaded = _count_activation_bytes(model, work), 0
     if model.offloads:  # a layer's are still being copied, or are fetched ahead
-        layer = _count_layer_bytes(model, work)
+        layer = model.measured_layer.count(*work.micro_rows)
         activations, offloaded = min(layer, activations), activations
+    restored = model.largest_quantized * model.value_bytes  # a matrix, for its product
+    passes = (_count_encoding_bytes, _count_prefill_bytes, _count_decoding_bytes)
     return Memory(
         weights=_count_weight_bytes(model),
         optimizer=model.state_bytes[work.optimizer],
@@ -105,14 +101,9 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         features=features + (inputs if on_cpu else 0),
         folded=_count_folded_bytes(model, on_cpu),
         cache=count_cache_bytes(model, work),
-        sampling=max(
-            _count_encoding_bytes(model, work),
-            _count_prefill_bytes(model, work),
-            _count_decoding_bytes(model, work),
-        )
-        + model.largest_quantized * model.value_bytes,  # restored for its product
+        sampling=max(count(model, work) for count in passes) + restored,
         activations=activations,
-        update=_count_update_bytes(model, work) + model.largest_quantized * model.value_bytes,
+        update=_count_update_bytes(model, work) + restored,
         stepping=model.count_step_bytes(work.optimizer),
         offloaded=offloaded,
     )
@@ -126,9 +117,9 @@ def _count_weight_bytes(model: ModelShape) -> int:
 
 
 def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
-    """Count copies for sampling (``engine/rollout_weights.py``): float32 weights with merged
-    adapters, and autocast's casts; on the CPU all linear modules, in oneDNN's layout. The planner
-    adds those of quantized weights on a GPU."""
+    # Copies for sampling (``engine/rollout_weights.py``): float32 weights with merged adapters, and
+    # autocast's casts; on the CPU all linear modules, in oneDNN's layout. The planner adds those of
+    # quantized weights on a GPU.
     if on_cpu or model.precision == "autocast":
         return model.num_linear * model.value_bytes
     if model.quantized_weights:
@@ -138,32 +129,14 @@ def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
 
 def _count_activation_bytes(model: ModelShape, work: Workload) -> int:
     """Count the bytes that the largest micro-batch saves for its backward pass."""
-    tokens, patches = work.micro_tokens, work.micro_patches
-    layer, block = _get_layer(model), model.block
-    saved = model.text.layers * layer.count_kept(tokens, model.checkpointing)
-    if model.checkpointing != "full":
-        saved += model.text.layers * _count_repeated_bytes(model, work)
-    if block is not None:
-        saved += model.vision.layers * block.count_kept(patches, model.checkpointing)
-        saved += 3 * patches * model.vision.hidden * 4  # the merger
+    kept = model.measured_layer.count_kept(model.checkpointing, *work.micro_rows)
+    saved = model.text.layers * kept
+    if model.block is not None:
+        kept = model.block.count_kept(model.checkpointing, work.micro_patches)
+        saved += model.vision.layers * kept
+        saved += 3 * work.micro_patches * model.vision.hidden * 4  # the merger
     # The embeddings, the final norm, and the hidden states that predict tokens.
-    return saved + 4 * tokens * model.text.hidden * 4
-
-
-def _get_layer(model: ModelShape) -> LayerBytes:
-    if model.layer is None:
-        raise ValueError("the layers are not measured: call measure_layers")
-    return model.layer
-
-
-def _count_repeated_bytes(model: ModelShape, work: Workload) -> int:
-    """Count the bytes of a layer's keys and values that are repeated for completions or heads."""
-    layer = _get_layer(model)
-    return work.micro_prompt_tokens * (layer.prompt + work.num_generations * layer.repeat)
-
-
-def _count_layer_bytes(model: ModelShape, work: Workload) -> int:
-    return _get_layer(model).count(work.micro_tokens) + _count_repeated_bytes(model, work)
+    return saved + 4 * work.micro_tokens * model.text.hidden * 4
 
 
 def _count_update_bytes(model: ModelShape, work: Workload) -> int:
@@ -179,10 +152,10 @@ def _count_update_bytes(model: ModelShape, work: Workload) -> int:
     layer = layer * model.value_bytes + gradients
     encoding = _count_encoding_bytes(model, work) if model.trains_vision else 0
     if model.checkpointing == "full":
-        layer += _count_layer_bytes(model, work)
+        layer += model.measured_layer.count(*work.micro_rows)
         encoding += 0 if model.block is None else model.block.count(work.micro_patches)
     elif model.checkpointing == "mlp":
-        layer += _get_layer(model).count_mlp(work.micro_tokens)
+        layer += model.measured_layer.count_mlp(work.micro_tokens)
     if model.has_norms:  # s B A, and its sum with W
         layer += 2 * 4 * text.hidden * max(text.intermediate, text.query)
     return max(logits, layer, encoding)
@@ -210,8 +183,8 @@ def _count_encoding_bytes(model: ModelShape, work: Workload) -> int:
 
 
 def _count_prefill_bytes(model: ModelShape, work: Workload) -> int:
-    """Count the bytes of a prefill pass: one layer's values, and the keys and values of all layers
-    before they are copied into the cache."""
+    """Count the bytes of one layer's values, and of the keys and values of all layers before they
+    are copied into the cache."""
     text = model.text
     tokens = work.prefill_prompts * work.prompt_tokens
     layer = 5 * text.hidden + max(3 * text.intermediate, 5 * text.query)
@@ -219,8 +192,8 @@ def _count_prefill_bytes(model: ModelShape, work: Workload) -> int:
 
 
 def _count_decoding_bytes(model: ModelShape, work: Workload) -> int:
-    """Count the bytes of a decoding step: attention scores and weights over prompt and completion,
-    or the logits and their copies."""
+    """Count the bytes of attention scores and weights over prompt and completion, or of the logits
+    and their copies."""
     text = model.text
     rows = work.concurrent_prompts * work.num_generations
     keys = text.heads * (work.prompt_tokens + work.completion_tokens)
@@ -228,60 +201,73 @@ def _count_decoding_bytes(model: ModelShape, work: Workload) -> int:
     return max(scores, rows * text.vocabulary * (model.value_bytes + LOGIT_BYTES))
 
 
-def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
-    """Return the memory per device if FSDP2 shards the weights and streams the layers.
+def shard_memory(
+    memory: Memory, model: ModelShape, work: Workload, devices: int, offloads: bool
+) -> Memory:
+    """Return the memory per device if FSDP2 shards the weights and streams the layers, and perhaps
+    keeps the shards in main memory (docs/scaling.md has the formulas).
 
     Each device keeps a part of the weights, their gradients and the optimizer's moments. What is
-    outside the language model's layers stays gathered; the layers are gathered for the rollout,
-    and two of them at once in the update (docs/scaling.md has the formulas). Adapters are not
-    sharded.
+    outside the language model's layers stays gathered, with its gradients; the layers are gathered
+    for the rollout, and two of them at once in the update. Adapters are not sharded.
+
+    Shards in main memory are copied to the device once for the rollout, and in the update twice for
+    each pass; gradients of full weights are copied back.
     """
     layers = model.text.layers * model.text.layer_weights
     outside = model.num_weights - layers
+    shards = model.weight_bytes * (model.num_weights // devices)
     changed = {
-        "weights": model.weight_bytes * (outside + model.num_weights // devices),
+        "weights": model.weight_bytes * outside + shards,
         "update": memory.update + 2 * model.text.layer_weights * model.value_bytes,
     }
+    per_weight = model.trained_bytes
+    trained_shards = per_weight * (model.num_trained // devices)
     if model.lora_rank:
         changed["weights"] += 4 * model.num_trained
     else:
-        trained_outside = min(outside, model.num_trained)
-        changed["optimizer"] = memory.optimizer // devices
-        changed["reference"] = memory.reference // devices
-        per_weight = model.trained_bytes
-        gradients = per_weight * (trained_outside + model.num_trained // devices)
+        changed |= {name: getattr(memory, name) // devices for name in ("optimizer", "reference")}
+        gradients = per_weight * min(outside, model.num_trained) + trained_shards
         accumulates = memory.first_gradients == memory.gradients
         first = gradients if accumulates else min(memory.first_gradients, gradients)
         changed |= {"gradients": gradients, "first_gradients": first}
     if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
         changed["update"] += 2 * outside
-        casts = _get_layer(model).fixed * (model.checkpointing != "full")
-        casts -= _get_layer(model).mlp_fixed * (model.checkpointing == "mlp")
+        layer = model.measured_layer
+        casts = layer.fixed * (model.checkpointing != "full")
+        casts -= layer.mlp_fixed * (model.checkpointing == "mlp")
         changed["activations"] = memory.activations - model.text.layers * casts
     else:
         changed["folded"] = memory.folded + layers * model.value_bytes
-    return replace(memory, **changed)
-
-
-def offload_memory(memory: Memory, model: ModelShape, work: Workload, devices: int) -> Memory:
-    """Return the memory per device if FSDP2 keeps the shards of ``shard_memory`` in main memory.
-
-    What is outside the layers stays gathered on the device, with its gradients. The shards are
-    copied to the device once for the rollout, and in the update twice for each pass
-    (docs/scaling.md has the formulas); gradients of full weights are copied back.
-    """
-    layers = model.text.layers * model.text.layer_weights
-    outside = model.num_weights - layers
+    memory = replace(memory, **changed)
+    if not offloads:
+        return memory
     passes = work.num_micro_batches * work.iterations
-    shards = model.weight_bytes * (model.num_weights // devices)
     changed = {"weights": memory.weights - shards, "host": shards}
     changed["copied"] = model.weight_bytes * (2 * outside + (1 + 2 * passes) * layers) // devices
     if not model.lora_rank:
-        per_weight = model.trained_bytes
-        gradients = per_weight * (model.num_trained // devices)
-        changed["host"] += memory.optimizer + memory.reference + gradients
+        changed["host"] += memory.optimizer + memory.reference + trained_shards
         changed |= {"optimizer": 0, "reference": 0, "stepping": 0}
-        changed["gradients"] = memory.gradients - gradients
+        changed["gradients"] = memory.gradients - trained_shards
         changed["first_gradients"] = min(memory.first_gradients, changed["gradients"])
         changed["copied"] += per_weight * (outside + passes * layers) // devices
     return replace(memory, **changed)
+
+
+def add_server(
+    memory: Memory, model: ModelShape, rollout: RolloutSettings, device: Device
+) -> Memory:
+    """Return the memory of a step in which the servers of the settings sample, not the policy.
+
+    A server that the run starts takes its share of the GPU while it samples, whatever it samples.
+    During the update it keeps what its sleep level leaves, and the driver's memory.
+    """
+    vllm, server, resting = rollout.vllm, 0, 0
+    if vllm is not None and vllm.python is not None and not device.is_cpu:
+        server = int(vllm.gpu_memory_utilization * device.memory)
+        weights = model.served_bytes
+        level = vllm.sleep_level
+        if level is None and model.lora_rank:
+            level = choose_adapter_level(weights, device.memory)
+        resting = server if rollout.steps_ahead else CONTEXT + (weights if level == 0 else 0)
+    return replace(memory, folded=0, cache=0, sampling=0, server=server, resting=resting)

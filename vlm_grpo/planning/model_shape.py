@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -24,13 +23,8 @@ from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShap
 
 
 def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
-    """Return the shape of a configuration's model under the policy's settings.
-
-    The model is built on the meta device, without weights, so all counts are exact.
-
-    Raises:
-        UserError: the configuration lacks a size, or a setting has no effect on the model.
-    """
+    """Return the shape of a configuration's model, which is built on the meta device, so that all
+    counts are exact."""
     family = load_family(config)
     shares_prompts = policy.engine != "repeated" and family.why_not_shared(config) is None
     try:
@@ -75,26 +69,21 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         num_initial=sum(factor.numel() for factor in initial),
         has_norms=policy.lora is not None and policy.lora.use_dora,
     )
+    dtype = torch.bfloat16 if shape.trained_bytes == 2 else torch.float32
     state_bytes = {
-        name: count_state_bytes(trained, name, shape.trained_bytes)
+        name: sum(_count_state(n, w, name, dtype) for n, w in trained)
         for name in get_args(OptimizerName)
     }
     return replace(shape.quantize(held, policy), state_bytes=state_bytes)
 
 
-def count_state_bytes(
-    trained: Sequence[tuple[str, nn.Parameter]], name: OptimizerName, trained_bytes: int
+def _count_state(
+    name: str, weight: nn.Parameter, optimizer: OptimizerName, dtype: torch.dtype
 ) -> int:
-    """Count the bytes of an optimizer's state; 8-bit moments share their code tables."""
-    held = torch.bfloat16 if trained_bytes == 2 else torch.float32
-    return sum(
-        math.prod(size) * dtype.itemsize
-        for weight_name, weight in trained
-        for key, (size, dtype) in describe_state(
-            get_kind(weight_name, weight.shape, name), weight.shape, held
-        ).items()
-        if not key.startswith("qmap")
-    )
+    """Count the bytes of a weight's state; 8-bit moments share their code tables."""
+    state = describe_state(get_kind(name, weight.shape, optimizer), weight.shape, dtype)
+    tensors = (tensor for key, tensor in state.items() if not key.startswith("qmap"))
+    return sum(math.prod(size) * held.itemsize for size, held in tensors)
 
 
 def _read_text_shape(config: Any) -> TextShape:
@@ -134,9 +123,7 @@ def _read_vision_shape(config: Any) -> VisionShape:
     intermediate = getattr(config, "intermediate_size", None) or int(hidden * config.mlp_ratio)
     full_attention = getattr(config, "fullatt_block_indexes", None)
     gated = full_attention is not None
-    window = None
-    if full_attention is not None:
-        window = (config.window_size // config.patch_size) ** 2
+    window = (config.window_size // config.patch_size) ** 2 if gated else None
     names = ("in_channels", "in_chans", "num_channels")
     channels = next((getattr(config, name) for name in names if hasattr(config, name)), 3)
     edge = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
@@ -149,7 +136,7 @@ def _read_vision_shape(config: Any) -> VisionShape:
         gated=gated,
         activation=getattr(config, "hidden_act", None) or "gelu_pytorch_tanh",
         window=window,
-        full_attention_layers=layers if full_attention is None else len(full_attention),
+        full_attention_layers=len(full_attention) if gated else layers,
         patch_values=channels * getattr(config, "temporal_patch_size", 1) * edge**2,
         merge=getattr(config, "spatial_merge_size", 1) ** 2,
     )

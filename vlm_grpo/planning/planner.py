@@ -20,8 +20,9 @@ from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.known import describe_known
 from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.plan import Plan, Weights
 from vlm_grpo.planning.prompt_sizes import PromptCounter
-from vlm_grpo.planning.search import Plan, StepPlanner, Weights
+from vlm_grpo.planning.search import StepPlanner
 from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.this_device import detect_device
 from vlm_grpo.planning.workload import PromptSize
@@ -48,7 +49,9 @@ def plan(
         task, data: Python objects in place of those of the settings, as for ``train``.
 
     Raises:
-        UserError: as for ``Planner``, or the GPU is unknown, or an argument is out of range.
+        UserError: an argument is out of range, or the GPU is unknown; data, task or configuration
+            cannot be loaded, or the configuration lacks a size; or there are more devices than
+            prompts, or the weights cannot be held so.
     """
     check_settings(settings)
     if gpu is not None and not isinstance(gpu, str):
@@ -65,11 +68,7 @@ def plan(
 
 
 class Planner(StepPlanner):
-    """An estimator of a recipe's memory and time on a device, also with changed settings.
-
-    Raises:
-        UserError: data, task or configuration cannot be loaded, or the configuration lacks a size.
-    """
+    """An estimator of a recipe's memory and time on a device, also with changed settings."""
 
     def __init__(
         self,

@@ -39,24 +39,15 @@ class PromptCounter:
         self._process = cache(self._process)
 
     def _count_text_tokens(self, turns: Sequence[Turn], images: Sequence[ImageRef]) -> int:
-        """Count the tokens without image tokens; each image has one placeholder in the text.
-
-        The times between a clip's frames are text, too.
-        """
+        # Each image has one placeholder in the text; the times between a clip's frames are text.
         templated = self.chat.render(turns, (image.kind for image in images))
         texts = [templated, *(self.family.write_times(i, self.processor) for i in images)]
         counts = (len(self.processor.tokenizer(text)["input_ids"]) for text in texts if text)
         return sum(counts) - len(images)
 
     def count(self, budget: PixelBudget | None) -> list[PromptSize]:
-        """Return the prompt sizes in ascending order of tokens.
-
-        Args:
-            budget: the pixel budget; None: the processor is run on blank images of each size.
-
-        Raises:
-            UserError: the model cannot resize some images; the message names all of them.
-        """
+        """Return the prompt sizes in ascending order of tokens; without a pixel budget, the
+        processor is run on blank images of each size."""
         sizes, problems = [], []
         for example, text_tokens in zip(self.examples, self._text_tokens, strict=True):
             images = example.images

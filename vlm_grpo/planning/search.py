@@ -5,31 +5,26 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import replace
+from typing import Any, Self
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS, choose_adapter_level
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
-from vlm_grpo.planning.devices import CONTEXT, Device, find_device
+from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.memory import (
     Memory,
+    add_server,
     count_key_bytes,
     estimate_memory,
-    offload_memory,
     shard_memory,
 )
-from vlm_grpo.planning.plan_text import MAX_GENERATIONS, format_plan
+from vlm_grpo.planning.plan import MAX_GENERATIONS, Plan, StepEstimate, Weights
 from vlm_grpo.planning.shape import ModelShape
-from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
+from vlm_grpo.planning.step_time import estimate_seconds
 from vlm_grpo.planning.workload import PromptSize, Workload, estimate_workload
-
-Weights = Literal["replicated", "sharded", "offloaded"]
-"""How the weights are held: all on each device, sharded over the devices by FSDP2, or these shards
-in main memory."""
-
 
 CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)
 """Memory of common GPUs in GB."""
@@ -42,75 +37,12 @@ PIXEL_STEP, MAX_PIXELS = 28 * 28, 1 << 25
 """Step and limit of the search for the largest image."""
 
 
-@dataclass(frozen=True)
-class StepEstimate:
-    """The memory and time of one step of a recipe on one device.
-
-    The counted prompts are in ascending order of their size. Memory and work are those of prompts
-    that are all as long as the longest, seconds those of the median prompt; None if the device's
-    speed is unknown, or vLLM samples.
-    """
-
-    settings: Settings
-    shape: ModelShape
-    prompts: list[PromptSize]
-    memory: Memory
-    seconds: PhaseCosts | None
-    work: Workload
-    weights: Weights = "replicated"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Memory and time of a recipe on a device; as text, the output of ``vlm-grpo plan``.
-
-    Attributes:
-        rows: number of rows of the training data; 0: prompts are assumed.
-        largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
-        changes: changes of settings that make the recipe fit, each in addition to those before it
-            and with the resulting step; empty if the recipe fits.
-        largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
-            changes; 0 if the recipe does not fit even with them.
-        largest_image: the largest ``policy.max_pixels`` that fits if all images fill it; 0 if none
-            does, or the processor has no pixel budget.
-        smallest_card: the smallest of ``CARDS`` that holds the unchanged recipe; None: none does.
-    """
-
-    device: Device
-    num_devices: int
-    rows: int
-    step: StepEstimate
-    largest_group: int
-    changes: tuple[tuple[str, StepEstimate], ...]
-    largest_batch: int
-    largest_image: int = 0
-    smallest_card: int | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the recipe fits without changes."""
-        return self.device.holds(self.step.memory.peak)
-
-    def __str__(self) -> str:
-        return "\n".join(format_plan(self))
-
-
 class StepPlanner(ABC):
-    """An estimator of steps on a device; a subclass knows the model and the prompts.
+    """An estimator of steps on a device; a subclass knows the model and the prompts."""
 
-    Raises:
-        UserError: there are more devices than prompts, or the weights cannot be held so.
-
-    Attributes:
-        num_rows: number of rows of the training data; 0: prompts are assumed.
-        images_per_prompt: largest number of images in a prompt, at least 1.
-        min_pixels: pixels to which the processor enlarges images; None: it has no pixel budget.
-        teacher_weights: number of weights of the models of methods; 0: there is none.
-    """
-
-    num_rows: int
-    images_per_prompt: int
-    min_pixels: int | None
+    num_rows: int  # of the training data; 0: prompts are assumed
+    images_per_prompt: int  # largest number of images in a prompt, at least 1
+    min_pixels: int | None  # to which images are enlarged; None: there is no pixel budget
 
     def __init__(
         self,
@@ -133,7 +65,7 @@ class StepPlanner(ABC):
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
-        self.teacher_weights = 0
+        self.teacher_weights = 0  # number of weights of the models of methods
 
     @abstractmethod
     def read_shape(self, policy: PolicySettings) -> ModelShape:
@@ -166,7 +98,7 @@ class StepPlanner(ABC):
         typical = estimate_workload(settings, sizes[len(sizes) // 2], shape, *place)
         memory = self._estimate_memory(shape, work, weights)
         if settings.rollout.vllm is not None:
-            memory = add_server(memory, shape, settings, self.device)
+            memory = add_server(memory, shape, settings.rollout, self.device)
             return StepEstimate(settings, shape, sizes, memory, None, work, weights)
         if settings.rollout.max_tokens_per_batch is None and not self.device.is_cpu:
             budget = self._find_rollout_budget(shape, work, memory)
@@ -180,14 +112,11 @@ class StepPlanner(ABC):
         matrices, free = shape.quantized_weights * shape.value_bytes, self.device.usable
         if 0 < 2 * matrices <= free - memory.persistent and not self.device.is_cpu:
             memory = replace(memory, folded=matrices)  # restored once (engine/rollout_weights.py)
-        if weights in ("sharded", "offloaded"):
-            memory = shard_memory(memory, shape, self.num_devices)
-        if weights == "offloaded":
-            memory = offload_memory(memory, shape, work, self.num_devices)
-        return memory
+        if weights == "replicated":
+            return memory
+        return shard_memory(memory, shape, work, self.num_devices, weights == "offloaded")
 
     def _find_rollout_budget(self, shape: ModelShape, work: Workload, memory: Memory) -> int:
-        """Return the tokens that a run samples at once in a GPU's memory (``fit_tokens``)."""
         free = self.device.usable - memory.persistent - memory.folded
         place = shape.text.vocabulary * (shape.value_bytes + LOGIT_BYTES)
         completions = work.num_prompts * work.num_generations, work.completion_tokens
@@ -214,8 +143,7 @@ class StepPlanner(ABC):
         return self.device.holds(self.estimate_step(settings, weights).memory.peak)
 
     def find_largest_group(self, most: int = MAX_GENERATIONS) -> int:
-        """Return the largest ``rollout.num_generations`` up to ``most`` that fits; 0 if not even 2
-        fits."""
+        """Return the largest group that fits, up to ``most``; 0: not even 2 fits."""
 
         def fits(group: int) -> bool:
             return self.fits(with_changes(self.settings, "rollout", num_generations=group))
@@ -223,8 +151,7 @@ class StepPlanner(ABC):
         return _find_largest(fits, 2, most)
 
     def find_largest_image(self) -> int:
-        """Return the largest ``policy.max_pixels`` with which a step of images of that size fits;
-        0 if there is none."""
+        """Return the largest size of all images, in pixels, that fits; 0: none does."""
 
         def fits(steps: int) -> bool:
             pixels = {"min_pixels": steps * PIXEL_STEP, "max_pixels": steps * PIXEL_STEP}
@@ -235,13 +162,12 @@ class StepPlanner(ABC):
         return PIXEL_STEP * _find_largest(fits, 1, MAX_PIXELS // PIXEL_STEP)
 
     def find_smallest_card(self) -> int | None:
-        """Return the smallest of ``CARDS`` that a step fits on; None if there is none."""
+        """Return the smallest of ``CARDS`` that a step fits on; None: there is none."""
         sizes = (size for size in CARDS if self.on(find_device(f"{size}GB")).fits(self.settings))
         return next(sizes, None)
 
     def find_largest_batch(self, step: StepEstimate) -> int:
-        """Return the largest useful ``optim.max_tokens_per_batch`` with which the step fits; 0 if
-        the step does not fit."""
+        """Return the largest useful micro-batch in tokens that fits; 0: the step does not fit."""
         if not self.device.holds(step.memory.peak):
             return 0
         work = step.work
@@ -255,28 +181,6 @@ class StepPlanner(ABC):
         return _find_largest(fits, least, work.num_groups * work.prompt_tokens + completions)
 
 
-def add_server(memory: Memory, model: ModelShape, settings: Settings, device: Device) -> Memory:
-    """Return the memory of a step in which the servers of the settings sample, not the policy.
-
-    A server that the run starts takes its share of the GPU while it samples, whatever it samples.
-    During the update it keeps what its sleep level leaves, and the driver's memory.
-    """
-    vllm = settings.rollout.vllm
-    if vllm is None:
-        return memory
-    server = resting = 0
-    if vllm.python is not None and not device.is_cpu:
-        server = int(vllm.gpu_memory_utilization * device.memory)
-        weights = model.served_bytes
-        level = vllm.sleep_level
-        if level is None and model.lora_rank:
-            level = choose_adapter_level(weights, device.memory)
-        resting = CONTEXT + (weights if level == 0 else 0)
-        if settings.rollout.steps_ahead:
-            resting = server
-    return replace(memory, folded=0, cache=0, sampling=0, server=server, resting=resting)
-
-
 def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     """Return the largest number from ``low`` to ``high`` that fits, by bisection; 0 if none."""
     if not fits(low):
@@ -287,11 +191,8 @@ def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-MIN_PIXELS = 128 * 28 * 28
-"""Smallest pixel budget that is suggested; below it images lose too much detail."""
-SHARDING = "weights sharded over the devices (FSDP2)"
-"""The change that is not a setting but another launch."""
-
+MIN_PIXELS = 128 * 28 * 28  # the least that is suggested; below it images lose too much detail
+SHARDING = "weights sharded over the devices (FSDP2)"  # not a setting but another launch
 Change = tuple[str, StepEstimate]
 """Settings as they are written on the command line, and the step with them."""
 _Proposal = Callable[[StepPlanner, StepEstimate], Change | None]
@@ -309,7 +210,6 @@ def suggest_changes(planner: StepPlanner, step: StepEstimate) -> Iterator[Change
 
 
 def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
-    """Return the settings with changed values in one block."""
     return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
 
 
@@ -376,14 +276,7 @@ def _halve_pixels(planner: StepPlanner, step: StepEstimate) -> Change | None:
 
 
 def _set(applies: Callable[[StepEstimate], bool], block: str, **values: Any) -> _Proposal:
-    """Return a proposal of fixed values for the steps that it applies to."""
     return lambda planner, step: _change(planner, step, block, **values) if applies(step) else None
-
-
-def _can_be_quantized(step: StepEstimate) -> bool:
-    policy = step.settings.policy
-    is_plain = policy.load_in == "none" and step.weights == "replicated"
-    return policy.lora is not None and is_plain
 
 
 # In this order: free changes, changes that cost time, changes of the training, smaller images.
@@ -405,7 +298,15 @@ _CHANGES: tuple[_Proposal, ...] = (
         reference_refresh_every=1,
     ),
     _use_adapters,
-    _set(_can_be_quantized, "policy", load_in="4bit"),
+    _set(
+        lambda s: (
+            s.settings.policy.lora is not None
+            and s.settings.policy.load_in == "none"
+            and s.weights == "replicated"
+        ),
+        "policy",
+        load_in="4bit",
+    ),
     _halve_pixels,
     _halve_pixels,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,36 +17,30 @@ Precision = Literal["float32", "bfloat16", "autocast"]
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes that one layer saves for its backward pass.
+    """Bytes that one layer saves for its backward pass."""
 
-    Attributes:
-        token: of each token, or patch of an image.
-        fixed: whatever the number of tokens: casts of weights.
-        mlp_token, mlp_fixed: of these two, what the feed-forward part saves.
-        input: of each token of the layer's input.
-        prompt: of each prompt token in addition.
-        repeat: of each prompt token and each of its completions in addition.
-    """
-
-    token: int
-    fixed: int
-    mlp_token: int
+    token: int  # of each token, or patch of an image
+    fixed: int  # whatever the number of tokens: casts of weights
+    mlp_token: int  # of these two, what the feed-forward part saves
     mlp_fixed: int
-    input: int
-    prompt: int = 0
-    repeat: int = 0
+    input: int  # of each token of the layer's input
+    prompt: int = 0  # of each prompt token in addition
+    repeat: int = 0  # of each prompt token and each of its completions in addition
 
-    def count(self, tokens: int) -> int:
-        return self.token * tokens + self.fixed
+    def count(self, tokens: int, prompt_tokens: int = 0, generations: int = 0) -> int:
+        """Count the bytes of tokens, of which some are in prompts with so many completions."""
+        repeated = prompt_tokens * (self.prompt + generations * self.repeat)
+        return self.token * tokens + self.fixed + repeated
 
     def count_mlp(self, tokens: int) -> int:
         return self.mlp_token * tokens + self.mlp_fixed
 
-    def count_kept(self, tokens: int, checkpointing: Checkpointing) -> int:
-        """Count the bytes that are not recomputed."""
+    def count_kept(self, checkpointing: Checkpointing, tokens: int, *prompts: int) -> int:
+        """Count the bytes that are not recomputed, as ``count``."""
         if checkpointing == "full":
             return self.input * tokens
-        return self.count(tokens) - self.count_mlp(tokens) * (checkpointing == "mlp")
+        mlp = self.count_mlp(tokens) if checkpointing == "mlp" else 0
+        return self.count(tokens, *prompts) - mlp
 
     def extrapolate(self, other: LayerBytes, factor: float) -> LayerBytes:
         """Return the bytes on the line through these (factor 0) and others (factor 1)."""
@@ -55,43 +50,29 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class TextShape:
-    """The language model: ``layers`` decoder layers with a gated MLP.
-
-    Attributes:
-        hidden, intermediate: widths of the residual stream and of the MLP; with a mixture of
-            experts, of the experts that a token uses.
-        intermediate_total: width of the MLP over all experts.
-        heads, key_heads: numbers of query heads and of key heads.
-        query, key: total widths of the queries and of the keys of all heads.
-        qk_norm: whether queries and keys are normalized (Qwen3).
-        fuses_norms: whether a GPU computes its norms by one kernel (``engine/norms.py``).
-    """
+    """The language model: ``layers`` decoder layers with a gated MLP."""
 
     layers: int
-    hidden: int
-    intermediate: int
-    intermediate_total: int
+    hidden: int  # width of the residual stream
+    intermediate: int  # width of the MLP; of a mixture of experts, of those that a token uses
+    intermediate_total: int  # width of the MLP over all experts
     heads: int
     key_heads: int
-    query: int
+    query: int  # total width of the queries of all heads
     key: int
     vocabulary: int
-    qk_norm: bool
-    fuses_norms: bool = True
+    qk_norm: bool  # whether queries and keys are normalized (Qwen3)
+    fuses_norms: bool = True  # whether a GPU computes norms by one kernel (``engine/norms.py``)
+
+    def matrices(self, intermediate: int) -> list[tuple[int, int]]:
+        """Return rows and columns of a layer's matrices, with an MLP of this width."""
+        up, down = (intermediate, self.hidden), (self.hidden, intermediate)
+        query, key = (self.query, self.hidden), (self.key, self.hidden)
+        return [query, key, key, query[::-1], up, up, down]
 
     @property
     def layer_weights(self) -> int:
-        return 2 * self.hidden * (self.query + self.key) + self.mlp_weights
-
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices of all layers."""
-        wide, narrow = (
-            (self.intermediate_total, self.hidden),
-            (self.hidden, self.intermediate_total),
-        )
-        attention = [(self.query, self.hidden), *[(self.key, self.hidden)] * 2]
-        return self.layers * [*attention, (self.hidden, self.query), wide, wide, narrow]
+        return sum(map(math.prod, self.matrices(self.intermediate_total)))
 
     @property
     def mlp_weights(self) -> int:
@@ -100,37 +81,27 @@ class TextShape:
     @property
     def weights_per_token(self) -> int:
         """Number of a layer's weights that a token is multiplied with."""
-        unused = self.intermediate_total - self.intermediate
-        return self.layer_weights - 3 * self.hidden * unused
+        return sum(map(math.prod, self.matrices(self.intermediate)))
 
     @property
     def adapter_widths(self) -> int:
         """Inputs plus outputs of a layer's linear modules: its adapters' weights per rank."""
-        attention = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
-        return attention + 3 * (self.hidden + self.intermediate)
+        return sum(map(sum, self.matrices(self.intermediate)))
 
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The vision tower: ``layers`` blocks over patches; ``merge`` patches become one token.
-
-    Attributes:
-        gated: whether the MLP has three matrices (Qwen2.5) instead of two.
-        activation: the MLP's activation, by transformers' name.
-        window: patches per attention window; None: attention is always over the full image.
-        full_attention_layers: number of blocks with attention over the full image.
-        patch_values: pixel values per patch.
-    """
+    """The vision tower: ``layers`` blocks over patches; ``merge`` patches become one token."""
 
     layers: int
     hidden: int
     intermediate: int
     heads: int
-    gated: bool
-    activation: str
-    window: int | None
+    gated: bool  # whether the MLP has three matrices (Qwen2.5) instead of two
+    activation: str  # the MLP's, by transformers' name
+    window: int | None  # patches per attention window; None: attention is over the full image
     full_attention_layers: int
-    patch_values: int
+    patch_values: int  # pixel values per patch
     merge: int
 
     @property
@@ -144,46 +115,36 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that determine memory and time.
-
-    Attributes:
-        num_weights: number of weights without adapters; of them, those in all linear modules
-            (``num_linear``) and in the ones that have adapters (``num_adapted``).
-        num_trained: number of trained weights; with LoRA, of the adapters.
-        shares_prompts: whether a group's completions share their prompt.
-        lora_rank: mean rank of the adapters, with the initial factors; 0 for full weights.
-        num_initial: number of an adapter's initial values, which are kept (PiSSA).
-        has_norms: whether the norms of adapted rows are trained (DoRA).
-        offloads: whether activations are kept in main memory.
-        quantized_weights: number of weights held in 4 or 8 bits, in ``quantized_bytes`` with their
-            scales; the largest of their matrices has ``largest_quantized``.
-        state_bytes: bytes of the state of each optimizer.
-        layer, block: what a decoder layer saves, and a block of a trained vision tower
-            (``layers.py``); None: they are not measured.
-    """
+    """The sizes of a model that determine memory and time."""
 
     name: str
     text: TextShape
     vision: VisionShape
-    num_weights: int
-    num_trained: int
-    num_linear: int
-    num_adapted: int
-    shares_prompts: bool
-    lora_rank: int
+    num_weights: int  # without adapters
+    num_trained: int  # with LoRA, of the adapters
+    num_linear: int  # weights in all linear modules
+    num_adapted: int  # weights in those that have adapters
+    shares_prompts: bool  # whether a group's completions share their prompt
+    lora_rank: int  # mean rank of the adapters, with the initial factors; 0 for full weights
     trains_vision: bool
     head_frozen: bool
     precision: Precision
     checkpointing: Checkpointing = "none"
-    offloads: bool = False
-    quantized_weights: int = 0
-    num_initial: int = 0
-    has_norms: bool = False
-    quantized_bytes: int = 0
-    largest_quantized: int = 0
-    state_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
-    layer: LayerBytes | None = None
-    block: LayerBytes | None = None
+    offloads: bool = False  # whether activations are kept in main memory
+    quantized_weights: int = 0  # number of weights held in 4 or 8 bits
+    num_initial: int = 0  # number of an adapter's initial values, which are kept (PiSSA)
+    has_norms: bool = False  # whether the norms of adapted rows are trained (DoRA)
+    quantized_bytes: int = 0  # of the quantized weights with their scales
+    largest_quantized: int = 0  # number of weights of their largest matrix
+    state_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)  # by optimizer
+    layer: LayerBytes | None = None  # what a decoder layer saves; None: it is not measured
+    block: LayerBytes | None = None  # the same for a block of a trained vision tower
+
+    @property
+    def measured_layer(self) -> LayerBytes:
+        if self.layer is None:
+            raise ValueError("the layers are not measured: call measure_layers")
+        return self.layer
 
     def recomputed_share(self, part: TextShape | VisionShape) -> float:
         """Return the share of a layer's products that the backward pass recomputes."""
@@ -193,7 +154,7 @@ class ModelShape:
 
     def quantize(self, matrices: Sequence[tuple[int, int]], policy: PolicySettings) -> ModelShape:
         """Return the shape with matrices of these sizes held in 4 or 8 bits."""
-        sizes = [rows * columns for rows, columns in matrices]
+        sizes = [*map(math.prod, matrices)]
         return replace(
             self,
             quantized_weights=sum(sizes),
@@ -211,17 +172,14 @@ class ModelShape:
         return 4 if self.lora_rank else self.weight_bytes
 
     def count_step_bytes(self, name: OptimizerName) -> int:
-        """Count short-lived tensors of the optimizer's step, which takes one weight at a time.
-
-        They are two of its size in float32 for Adafactor and Muon, and for weights in bfloat16 the
-        weight, its gradient and its moments in float32, and the random bits of the rounding.
-        """
+        """Count short-lived tensors of the optimizer's step, which takes one weight at a time."""
         if self.lora_rank:
             return 0  # adapters are small
-        size = 4 * self.text.hidden * self.text.vocabulary  # the largest weight
+        size = 4 * self.text.hidden * self.text.vocabulary  # the largest weight, in float32
         needed = 2 * size if name in ("adafactor", "muon") else 0
         if self.trained_bytes == 4:
             return needed
+        # The weight, its gradient and moments in float32, and the random bits of the rounding.
         return needed + 2 * size + (2 * size if name == "adamw" else 0) + 4 * ROUNDED_AT_ONCE
 
     @property

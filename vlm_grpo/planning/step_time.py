@@ -115,44 +115,33 @@ def count_vision_flops(model: ModelShape, patches: int) -> float:
 def count_token_flops(model: ModelShape, cached: int, tokens: int) -> float:
     """Return the FLOPs of a causal pass of the decoder layers over tokens after cached ones."""
     text, keys = model.text, cached + (tokens + 1) / 2
-    return text.layers * tokens * (_count_linear_flops(model) + 4 * text.query * keys)
+    linear = 2 * (text.weights_per_token + model.lora_rank * text.adapter_widths)
+    return text.layers * tokens * (linear + 4 * text.query * keys)
 
 
 def _count_group_flops(model: ModelShape, prompt: int, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of the decoder layers for a prompt's completions of these lengths, each
-    without its last token, which is never an input."""
+    # The last token of a completion is never an input.
     return sum(count_token_flops(model, prompt, length - 1) for length in lengths)
-
-
-def _count_linear_flops(model: ModelShape) -> float:
-    text = model.text
-    return 2 * (text.weights_per_token + model.lora_rank * text.adapter_widths)
 
 
 def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> PhaseCosts | None:
     """Return the seconds of a step, or None if the device's rates are unknown."""
     if device.rates is None:
         return None
-    flops = count_flops(model, work)
+    flops, text = count_flops(model, work), model.text
     rate = device.rates["float32" if model.precision == "float32" else "bfloat16"]
     full_pass_rate = rate * device.efficiency
-    reading = _count_decode_bytes(model, work) / device.bandwidth
-    computing = flops.decode / (rate * device.decode_efficiency)
     token_steps = -(-work.num_prompts // work.concurrent_prompts) * work.completion_tokens
-    launching = token_steps * model.text.layers * device.layer_seconds
+    # Weights, keys and values are read for every token.
+    weights = text.layers * text.layer_weights + text.hidden * text.vocabulary
+    cached_tokens = work.prompt_tokens + work.num_generations * work.completion_tokens / 2
+    cache = 2 * text.layers * text.key * work.concurrent_prompts * cached_tokens
+    reading = token_steps * (weights + cache) * model.value_bytes / device.bandwidth
+    computing = flops.decode / (rate * device.decode_efficiency)
+    launching = token_steps * text.layers * device.layer_seconds
     return PhaseCosts(
         flops.vision / full_pass_rate,
         flops.prefill / full_pass_rate,
         max(reading, computing, launching),
         flops.update / full_pass_rate,
     )
-
-
-def _count_decode_bytes(model: ModelShape, work: Workload) -> float:
-    """Return the bytes that decoding reads: weights, keys and values for every token."""
-    text = model.text
-    rounds = -(-work.num_prompts // work.concurrent_prompts)
-    weights = text.layers * text.layer_weights + text.hidden * text.vocabulary
-    cached_tokens = work.prompt_tokens + work.num_generations * work.completion_tokens / 2
-    cache = 2 * text.layers * text.key * work.concurrent_prompts * cached_tokens
-    return rounds * work.completion_tokens * (weights + cache) * model.value_bytes

@@ -17,16 +17,11 @@ from vlm_grpo.types import Example, Prompt
 
 @dataclass(frozen=True)
 class PromptSize:
-    """The size of one prompt.
+    """The size of one prompt."""
 
-    Attributes:
-        tokens: number of tokens, including image tokens.
-        values: number of pixel values that the vision tower receives.
-    """
-
-    tokens: int
+    tokens: int  # including image tokens
     image_tokens: int
-    values: int
+    values: int  # pixel values that the vision tower receives
     pixels: int
 
 
@@ -36,38 +31,25 @@ class Workload:
 
     In the repeated form each completion has a copy of the prompt: its step is that of G times as
     many prompts with one completion each, except for its micro-batches.
-
-    Attributes:
-        num_prompts: prompts per step on this device, counting copies.
-        num_generations: completions per copy of a prompt: G, and 1 in the repeated form.
-        patches: image patches per prompt, before merging.
-        rollout_budget, update_budget: largest numbers of tokens generated at once, and in a
-            micro-batch of the update.
-        head_chunk_tokens: tokens whose logits are computed at once in the update; 0: all.
-        image_pixels: pixels of a prompt's resized images.
-        copies: copies of each prompt: 1, and G in the repeated form.
-        teacher_weights: number of weights of the models of methods; 0: there is none.
-        extra_passes: passes of all completions for other images, as methods make.
-        views: forms of a prompt that a group is sampled for: 1, and more with some methods.
     """
 
-    num_prompts: int
-    num_generations: int
+    num_prompts: int  # per step on this device, counting copies
+    num_generations: int  # completions per copy of a prompt: G, and 1 in the repeated form
     prompt_tokens: int
-    patches: int
+    patches: int  # image patches per prompt, before merging
     completion_tokens: int
-    rollout_budget: int
-    update_budget: int
-    head_chunk_tokens: int
+    rollout_budget: int  # largest number of tokens generated at once
+    update_budget: int  # the same in a micro-batch of the update
+    head_chunk_tokens: int  # tokens whose logits are computed at once in the update; 0: all
     iterations: int = 1
     uses_reference: bool = False
-    image_pixels: int = 0
-    copies: int = 1
+    image_pixels: int = 0  # of a prompt's resized images
+    copies: int = 1  # of each prompt: 1, and G in the repeated form
     optimizer: OptimizerName = "adamw"
     mini_batches: int = 1
-    teacher_weights: int = 0
-    extra_passes: int = 0
-    views: int = 1
+    teacher_weights: int = 0  # number of weights of the models of methods; 0: there is none
+    extra_passes: int = 0  # of all completions for other images, as methods make
+    views: int = 1  # forms of a prompt that a group is sampled for: with some methods more than 1
 
     @property
     def num_groups(self) -> int:
@@ -75,13 +57,11 @@ class Workload:
 
     @property
     def concurrent_prompts(self) -> int:
-        """Number of prompts that are decoded at once."""
         row = self.views * self.prompt_tokens + self.num_generations * self.completion_tokens
         return min(self.num_prompts, max(1, self.rollout_budget // row))
 
     @property
     def prefill_prompts(self) -> int:
-        """Number of prompts in one prefill pass."""
         most = self.concurrent_prompts
         return most if self.copies > 1 else min(most, max(1, PREFILL_TOKENS // self.prompt_tokens))
 
@@ -106,12 +86,16 @@ class Workload:
 
     @property
     def micro_tokens(self) -> int:
-        """Largest number of tokens in a micro-batch."""
         return max(self._count_tokens(*batch) for batch in self._batches)
 
     @property
     def micro_prompt_tokens(self) -> int:
         return self._micro_prompts * self.prompt_tokens
+
+    @property
+    def micro_rows(self) -> tuple[int, int, int]:
+        """Arguments of ``LayerBytes.count`` for the largest micro-batch."""
+        return self.micro_tokens, self.micro_prompt_tokens, self.num_generations
 
     @property
     def micro_patches(self) -> int:

@@ -1,21 +1,80 @@
-"""The text of a plan, which ``vlm-grpo plan`` prints."""
+"""The plan of a recipe, and its text, which ``vlm-grpo plan`` prints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import Literal
 
+from vlm_grpo.config.run import Settings
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device
+from vlm_grpo.planning.memory import Memory
+from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.step_time import PhaseCosts
-
-if TYPE_CHECKING:
-    from vlm_grpo.planning.search import Plan, StepEstimate
+from vlm_grpo.planning.workload import PromptSize, Workload
 
 PCIE_BANDWIDTH = 25e9
 """Bytes per second between main memory and a GPU, assumed for PCIe 4.0 x16 (32 GB/s at most)."""
-MAX_GENERATIONS, TABLE_GENERATIONS = 1024, 64
-"""The largest group that is tried, in a plan and in a table."""
+MAX_GENERATIONS = 1024
+"""The largest group that is tried."""
+Weights = Literal["replicated", "sharded", "offloaded"]
+"""How the weights are held: all on each device, sharded over the devices by FSDP2, or these shards
+in main memory."""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The memory and time of one step of a recipe on one device.
+
+    Memory and work are those of prompts that are all as long as the longest, seconds those of the
+    median prompt.
+    """
+
+    settings: Settings
+    shape: ModelShape
+    prompts: list[PromptSize]  # in ascending order
+    memory: Memory
+    seconds: PhaseCosts | None  # None: the device's speed is unknown, or vLLM samples
+    work: Workload
+    weights: Weights = "replicated"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and time of a recipe on a device; as text, the output of ``vlm-grpo plan``.
+
+    Attributes:
+        rows: number of rows of the training data; 0: prompts are assumed.
+        largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
+        changes: changes of settings that make the recipe fit, each in addition to those before it
+            and with the resulting step; empty if the recipe fits.
+        largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
+            changes; 0 if the recipe does not fit even with them.
+        largest_image: the largest ``policy.max_pixels`` that fits if all images fill it; 0 if none
+            does, or the processor has no pixel budget.
+        smallest_card: memory in GB of the smallest common GPU that holds the unchanged recipe;
+            None: none does.
+    """
+
+    device: Device
+    num_devices: int
+    rows: int
+    step: StepEstimate
+    largest_group: int
+    changes: tuple[tuple[str, StepEstimate], ...]
+    largest_batch: int
+    largest_image: int = 0
+    smallest_card: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the recipe fits without changes."""
+        return self.device.holds(self.step.memory.peak)
+
+    def __str__(self) -> str:
+        return "\n".join(_format(self))
+
 
 _DESCRIPTIONS = {
     "weights": "model and adapters",
@@ -38,7 +97,7 @@ _DESCRIPTIONS = {
 }
 
 
-def format_plan(plan: Plan) -> Iterator[str]:
+def _format(plan: Plan) -> Iterator[str]:
     step, device = plan.step, plan.device
     shape, sizes = step.shape, step.prompts
     trained = f"{'LoRA, ' if shape.lora_rank else ''}{shape.num_trained:,} trained"
