@@ -59,13 +59,7 @@ LONG = "one two three four five"  # 23 characters; five words are not short any 
         ("Exit", ["EXIT"], "text recognition en", None, 1),
         # 9 of 10: 1 − 1/10.
         ("9 words", ["10"], "text counting en", "regression", 0.9),
-        (
-            "5",
-            ["10"],
-            "text counting en",
-            "regression",
-            0,
-        ),  # exactly one half is not enough
+        ("5", ["10"], "text counting en", "regression", 0),  # exactly one half is not enough
         ("20", ["10"], "text counting en", "regression", 0),
         ("0", ["10"], "text counting en", "regression", 0),
         ("many", ["10"], "text counting en", "regression", 0),

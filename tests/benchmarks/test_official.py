@@ -225,16 +225,8 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
 
 @pytest.mark.parametrize(
     ("output", "expected"),
-    [
-        ("B", 1),
-        ("(b) dog", 1),
-        ("Bird", 1),
-        ("<answer>(A)</answer>", 0),
-        ("C", None),
-        ("It", None),
-        ("", None),
-        ("[A]", None),
-    ],
+    [("B", 1), ("(b) dog", 1), ("Bird", 1), ("<answer>(A)</answer>", 0)]
+    + [(output, None) for output in ("C", "It", "", "[A]")],
 )
 def test_a_choice_is_the_first_letter(output, expected):
     example = make_example({"options": ["cat", "dog"], "answer": "dog"})

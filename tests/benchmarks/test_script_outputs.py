@@ -56,11 +56,7 @@ def test_a_file_is_named_after_its_pdf_and_page(tmp_path, identity, name):
 @pytest.mark.parametrize(
     ("form", "ids", "problems"),
     [
-        (
-            "markdown",
-            ["x/a.jpg", "b.jpg", "y/a.png"],
-            ["'x/a.jpg' and 'y/a.png' would both be 'a.md'"],
-        ),
+        ("markdown", ["x/a.jpg", "b.jpg", "y/a.png"], ["and 'y/a.png' would both be 'a.md'"]),
         ("markdown", ["a" * 253 + ".jpg"], ["cannot be a file"]),  # 256 bytes with .md
         (
             "markdown",

@@ -64,10 +64,7 @@ def test_a_truncated_output_is_reported(capsys):
     [
         (["--image", "none.png"], "image none.png cannot be read: No such file"),
         (["--image", "text.png"], "corrupt or of a format other than"),
-        (
-            ["--image", "thin.png"],
-            "image thin.png cannot be resized for the model: absolute aspect",
-        ),
+        (["--image", "thin.png"], "thin.png cannot be resized for the model: absolute aspect"),
         (["--image", "a.png", "--task", "countin"], "did you mean counting?"),
         (["--image", "a.png", "--out", "a.png"], "a.png exists already"),
         (["--image", "a.png", "--out", "no/b.png"], "there is no folder no"),

@@ -12,6 +12,7 @@ from vlm_grpo import cli
 from vlm_grpo.eval.predictions import PredictionLog
 
 FEW = ["data.train_limit=6", "data.eval_limit=2"]
+CORRECTED = "objective.sampler_correction=token"
 
 
 def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
@@ -54,14 +55,8 @@ def test_both_files_are_of_the_same_samples(
         (["counting", "--out", "missing/d.jsonl"], "its folder does not exist"),
         (["counting", "--out", "rows.jsonl"], "--out rows.jsonl exists: delete it"),
         (["counting", "--out", "rows.jsonl"], "call are in runs/counting/sampled and are not"),
-        (
-            ["counting", "rollout.top_p=0.9", "objective.sampler_correction=token"],
-            "rollout.top_p=0.9 has no effect here",
-        ),
-        (
-            ["counting", "rollout.min_p=0.1", "objective.sampler_correction=token"],
-            "add rollout.min_p=null",
-        ),
+        (["counting", "rollout.top_p=0.9", CORRECTED], "rollout.top_p=0.9 has no effect here"),
+        (["counting", "rollout.min_p=0.1", CORRECTED], "add rollout.min_p=null"),
         (["counting", "--difficulty", "rows.jsonl"], "--difficulty rows.jsonl exists: delete it"),
         (["counting", "--difficulty", "d.jsonl", "--keep", "2"], "--keep need --out"),
         (["counting", "--concurrency", "3"], "--concurrency needs --server"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.recipes import load_settings
@@ -88,23 +86,19 @@ def test_errors_are_printed_with_three_places():
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "warning"),
+    ("name", "count", "split", "warning"),
     [
-        ("super_clevr_200", None, "its test has 200 examples; this is a part"),
-        ("fsc147", "val", "its val has 1286 examples; this is a part"),
-        ("fsc147", None, "its test has 1190, val has 1286 examples; this is a part"),
-        ("clevr", None, None),  # its number of examples is not published
+        ("super_clevr_200", 2, None, "its test has 200 examples; this is a part"),
+        ("super_clevr_200", 200, None, None),
+        ("fsc147", 2, "val", "its val has 1286 examples; this is a part"),
+        ("fsc147", 2, None, "its test has 1190, val has 1286 examples; this is a part"),
+        ("clevr", 2, None, None),  # its number of examples is not published
     ],
 )
-def test_a_report_warns_of_missing_rows_with_and_without_a_split(name, split, warning):
-    report = make_report(name, make_examples([1, 2]), ["1", "2"])
+def test_a_report_warns_of_missing_rows_with_and_without_a_split(name, count, split, warning):
+    report = make_report(name, make_examples([1] * count), ["1"] * count)
     text = "\n".join(format_report(report, split))
     assert warning in text if warning else "this is a part" not in text
-
-
-def test_a_report_of_all_rows_has_no_warning():
-    report = make_report("super_clevr_200", make_examples([1] * 200), ["1"] * 200)
-    assert "this is a part" not in "\n".join(format_report(report))
 
 
 def test_ocrbench_v2_is_a_mean_of_category_means():
@@ -141,15 +135,6 @@ def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
         make_report(str(path), make_examples([1, 2]), ["x", "y"])
 
 
-def test_interval_agrees_with_scipy():
-    values = np.random.default_rng(0).binomial(1, 0.7, 200).astype(float)
-    ours = bootstrap_interval(values, seed=0)
-    theirs = stats.bootstrap((values,), np.mean, n_resamples=9999, method="percentile",
-                             rng=np.random.default_rng(1)).confidence_interval  # fmt: skip
-    # Both are Monte Carlo: a mean of 200 draws moves in steps of 1/200.
-    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.015)
-
-
 def test_interval_of_group_means_is_wide_if_a_group_is_small():
     rng = np.random.default_rng(0)
     large, small = rng.binomial(1, 0.5, 2000).astype(float), np.array([0.0, 1.0, 0.0, 1.0])
@@ -177,22 +162,10 @@ def test_comparison_is_paired():
         compare([None, 1.0], [1.0, None])
 
 
-@pytest.mark.parametrize("wins", [35, 30, 26])
-def test_comparison_of_binary_scores_agrees_with_the_sign_test(wins):
-    # 50 of 500 examples differ; the exact sign test applies to them.
-    first = [1.0] * wins + [0.0] * (50 - wins) + [1.0] * 450
-    second = [0.0] * wins + [1.0] * (50 - wins) + [1.0] * 450
-    comparison = compare(first, second)
-    assert comparison.p_value == pytest.approx(stats.binomtest(wins, 50).pvalue, rel=1e-9)
-    line = format_comparison(comparison, load_benchmark("tallyqa"))
-    assert f"(McNemar, n = 500; {wins} better, {50 - wins} worse)" in line
-
-
-def test_the_same_seed_gives_the_same_report():
-    rng = random.Random(0)
-    examples = make_examples([rng.randint(1, 5) for _ in range(50)], kind=["a"] * 50)
-    texts = [str(rng.randint(1, 5)) for _ in range(50)]
-    assert make_report("tallyqa", examples, texts) == make_report("tallyqa", examples, texts)
+def test_a_comparison_of_binary_scores_counts_the_better_and_the_worse():
+    first, second = [1.0] * 3 + [0.0] * 2 + [1.0] * 45, [0.0] * 3 + [1.0] * 47
+    line = format_comparison(compare(first, second), load_benchmark("tallyqa"))
+    assert "(McNemar, n = 50; 3 better, 2 worse)" in line
 
 
 BENCHMARK = """
@@ -206,18 +179,7 @@ published:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    """40 counting examples on disk."""
-    folder = tmp_path / "shapes"
-    assert (
-        make_shapes.draw_examples.main(["--count", "40", "--seed", "5", "--out", str(folder)]) == 0
-    )
-    return folder / "counting.jsonl"
-
-
-@pytest.fixture
 def benchmark(tmp_path: Path) -> str:
-    """The definition of a benchmark of these examples."""
     path = tmp_path / "shapes.yaml"
     path.write_text(BENCHMARK)
     return str(path)
@@ -305,10 +267,8 @@ def test_the_written_predictions_score_the_same_again(tmp_path: Path) -> None:
     # The embedded model writes boxes in pixels of the resized image.
     again = score_benchmark(str(definition), settings, path, frame=FRAMES["resized"])
     assert again.values == report.values
-    saved = [
-        json.loads((settings.run_dir / f"results{part}.json").read_text())
-        for part in ("", "-predictions")
-    ]
+    files = [settings.run_dir / f"results{part}.json" for part in ("", "-predictions")]
+    saved = [json.loads(file.read_text()) for file in files]
     assert saved[0]["model"]["value"] == saved[1]["predictions"]["value"] == report.value
 
 

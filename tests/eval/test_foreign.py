@@ -56,6 +56,11 @@ def score_as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> lis
     return [json.loads(line) for line in out.splitlines()]
 
 
+def predictions(path: Path, layout: str, frame: str | None = None) -> list[object]:
+    given: list[object] = ["--predictions", path, "--format", layout]
+    return given if frame is None else [*given, "--frame", frame]
+
+
 def boxed(box: list[int]) -> str:
     return f'<think>I see.</think><answer>```json\n[{{"bbox_2d": {box}}}]\n```</answer>'
 
@@ -65,17 +70,9 @@ def test_vlm_r1_boxes_are_in_pixels_of_the_resized_image(capsys, tmp_path: Path)
         vlm_r1_result("the red cup", [0, 0, 100, 100], boxed([0, 0, 50, 50])),  # the full box
         vlm_r1_result("the cup", [64, 48, 320, 240], boxed([32, 24, 160, 72])),  # its upper half
     ]
-    given = [
-        "--predictions",
-        write_results(tmp_path, rows),
-        "--format",
-        "vlm_r1",
-        "--frame",
-        "resized",
-    ]
-    first, second, total = score_as_json(
-        capsys, "grounding", "--data", grounding_data(tmp_path), *given
-    )
+    given = predictions(write_results(tmp_path, rows), "vlm_r1", "resized")
+    data = grounding_data(tmp_path)
+    first, second, total = score_as_json(capsys, "grounding", "--data", data, *given)
     # In the order of the dataset, matched by image name, expression and gold box.
     assert (first["id"], first["rewards"]["iou"]) == ("row 0", pytest.approx(0.5))
     assert (second["id"], second["rewards"]["iou"]) == ("row 1", pytest.approx(1.0))
@@ -84,14 +81,7 @@ def test_vlm_r1_boxes_are_in_pixels_of_the_resized_image(capsys, tmp_path: Path)
 
 def test_examples_without_an_output_are_counted(capsys, tmp_path: Path):
     rows = [vlm_r1_result("the cup", [64, 48, 320, 240], boxed([32, 24, 160, 120]))]
-    given = [
-        "--predictions",
-        write_results(tmp_path, rows),
-        "--format",
-        "vlm_r1",
-        "--frame",
-        "resized",
-    ]
+    given = predictions(write_results(tmp_path, rows), "vlm_r1", "resized")
     status, out, _ = score(capsys, "grounding", "--data", grounding_data(tmp_path), *given)
     assert status == 0
     assert "2 more examples have no output in the file" in out
@@ -102,8 +92,8 @@ def test_vlm_r1_results_without_a_resized_size_are_scored_in_other_frames(capsys
     result = vlm_r1_result("the cup", [64, 48, 320, 240], "<box>[[100,100,500,500]]</box>")
     for key in ("input_size", "image_size", "image"):
         del result[key]
-    given = ["--data", grounding_data(tmp_path), "--predictions", write_results(tmp_path, [result])]
-    given += ["--format", "vlm_r1", "--no-tags"]
+    given = predictions(write_results(tmp_path, [result]), "vlm_r1")
+    given += ["--data", grounding_data(tmp_path), "--no-tags"]
     row, _ = score_as_json(capsys, "grounding", *given, "--frame", "internvl")
     assert (row["id"], row["rewards"]["iou"]) == ("row 0", pytest.approx(1.0))
     status, _, err = score(capsys, "grounding", *given, "--frame", "resized")
@@ -114,15 +104,12 @@ def test_vlm_r1_results_without_a_resized_size_are_scored_in_other_frames(capsys
 def test_r1_v_results_are_scored(capsys, tmp_path: Path):
     rows = [{"images": [f"{n}.png"], "question": "How many items?", "answer": n} for n in (4, 9)]
     outputs = [
-        r1_v_result(
-            "/home/someone/images/9.png", 9, "<think>\n10\n</think>\n<answer>\n10\n</answer>"
-        ),
+        r1_v_result("/home/x/9.png", 9, "<think>\n10\n</think>\n<answer>\n10\n</answer>"),
         r1_v_result("./images/4.png", "4", "<answer>four</answer>"),
     ]
-    given = ["--predictions", write_results(tmp_path, outputs), "--format", "r1_v"]
-    first, second, _ = score_as_json(
-        capsys, "counting", "--data", write_data(tmp_path, rows), *given
-    )
+    given = predictions(write_results(tmp_path, outputs), "r1_v")
+    data = write_data(tmp_path, rows)
+    first, second, _ = score_as_json(capsys, "counting", "--data", data, *given)
     assert (first["answer"], first["rewards"]["exact"]) == (4, 1.0)
     assert (second["answer"], second["rewards"]["exact"]) == (10, 0.0)
 
@@ -131,13 +118,9 @@ def test_r1_v_results_have_the_accuracy_of_its_log(capsys, caplog, tmp_path: Pat
     outputs = {4: "<answer>\n4\n</answer>", 8: "<answer>8 items</answer>", 9: "9"}
     rows = [{"images": [f"{n}.png"], "question": "How many items?", "answer": n} for n in outputs]
     results = [r1_v_result(f"{n}.png", n, text) for n, text in outputs.items()]
-    given = [
-        "--data",
-        write_data(tmp_path, rows),
-        "--predictions",
-        write_results(tmp_path, results),
-    ]
-    status, out, err = run(capsys, "evaluate", "super_clevr_200", *given, "--format", "r1_v")
+    given = ["--data", write_data(tmp_path, rows)]
+    given += predictions(write_results(tmp_path, results), "r1_v")
+    status, out, err = run(capsys, "evaluate", "super_clevr_200", *given)
     assert (status, err) == (0, "")
     assert caplog.messages == []  # no warning: the rows are not training data
     # Its rule is digits alone in tags; the reward also reads words around them.
@@ -160,8 +143,8 @@ def test_boxes_of_lmms_eval_are_fractions_of_the_image(capsys, tmp_path: Path):
         lmms_eval_sample(0, prompt.format("the cup"), resps=[["[0.1, 0.1, 0.5, 0.5]"]]),
         lmms_eval_sample(1, prompt.format("the red cup"), resps=[["[0.0, 0.0, 0.078, 0.208]"]]),
     ]
-    given = ["--predictions", write_samples(tmp_path, rows), "--format", "lmms_eval"]
-    given += ["--data", grounding_data(tmp_path), "--frame", "fraction"]
+    given = predictions(write_samples(tmp_path, rows), "lmms_eval", "fraction")
+    given += ["--data", grounding_data(tmp_path)]
     first, second, _ = score_as_json(capsys, "grounding", *given)
     assert first["rewards"]["iou"] == pytest.approx(1.0)
     assert second["rewards"]["iou"] == pytest.approx(0.5, abs=0.01)  # 49.92 x 99.84 of 100 x 100
@@ -174,7 +157,7 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path: Path):
         lmms_eval_sample(0, "What is on sign 0?", filtered_resps=["Exit"]),
         lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT", resps=[["EXIT sign"]]),
     ]
-    given = ["--predictions", write_samples(tmp_path, rows), "--format", "lmms_eval", "--no-tags"]
+    given = [*predictions(write_samples(tmp_path, rows), "lmms_eval"), "--no-tags"]
     *scores, total = score_as_json(capsys, "ocr", "--data", ocr_data(tmp_path), *given)
     assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
     assert total["total"]["rewards"]["exact"] == pytest.approx(2 / 3)
@@ -188,18 +171,10 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path: Path):
         ("vlm_r1", '{"results": [{"question": "?"}]}', "results[0] must have question, ground_"),
         ("r1_v", "[]", 'it lacks {"results": […]}'),
         ("r1_v", '{"results": []}', "has no outputs"),
-        (
-            "lmms_eval",
-            '{"id": "1", "output": "3"}',
-            ":1: not a sample logged by lmms-eval",
-        ),
+        ("lmms_eval", '{"id": "1", "output": "3"}', ":1: not a sample logged by lmms-eval"),
         ("lmms_eval", '{"results": [', "the line is not JSON"),
         ("lmms_eval", '{"doc_id": 0, "resps": [["a", "b"]]}', "it has 2 responses"),
-        (
-            "lmms_eval",
-            '{"doc_id": 9, "resps": [["a"]]}',
-            "example number 9 (from 0) does not exist",
-        ),
+        ("lmms_eval", '{"doc_id": 9, "resps": [["a"]]}', "number 9 (from 0) does not exist"),
         ("vlm-r1", "", "did you mean vlm_r1?"),
     ],
 )
@@ -256,9 +231,8 @@ def test_no_example_is_matched_twice(capsys, tmp_path: Path):
 
 
 def test_data_in_another_order_than_lmms_eval_is_refused(capsys, tmp_path: Path):
-    path = write_samples(
-        tmp_path, [lmms_eval_sample(0, "What is on sign 2?", filtered_resps="EXIT")]
-    )
+    sample = lmms_eval_sample(0, "What is on sign 2?", filtered_resps="EXIT")
+    path = write_samples(tmp_path, [sample])
     given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", "lmms_eval"]
     _, _, err = score(capsys, "ocr", *given)
     assert "its prompt does not contain 'What is on sign 0?', example number 0's question" in err

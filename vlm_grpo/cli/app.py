@@ -78,10 +78,7 @@ def _show_version(
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """A handler that writes to the current ``sys.stderr``.
-
-    A live progress display replaces ``sys.stderr`` and prints log lines above itself.
-    """
+    """A handler of the current ``sys.stderr``: a progress display prints log lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.setStream(sys.stderr)
@@ -89,10 +86,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 class _Output(io.FileIO):
-    """Standard output or error that discards what is written after its reader has gone.
-
-    A closed pipe (``| head``) or terminal must not end a run.
-    """
+    """Standard output or error: a closed pipe (``| head``) or terminal does not end a run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -107,7 +101,7 @@ class _Output(io.FileIO):
 
 
 def _make_safe(stream: Any) -> Any:
-    """Return a stream that survives its reader and escapes letters that its encoding lacks."""
+    """Return a stream that survives its reader and escapes letters that it cannot encode."""
     raw = _Output(stream.fileno(), "wb", closefd=False)
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
@@ -119,11 +113,7 @@ def _make_safe(stream: Any) -> Any:
 
 
 def explain(error: Exception) -> str | None:
-    """Return the message for an error that the user can fix; None for a bug of the program.
-
-    Files that cannot be read or written, text in another encoding, and packages that are not
-    installed may appear anywhere, so that no command has to catch them.
-    """
+    """Return the message for an error that the user can fix; None for a bug of the program."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ValidationError):
@@ -139,16 +129,11 @@ def explain(error: Exception) -> str | None:
 
 @cache
 def _build_program() -> Any:
-    """Build the parser of all commands, once for all calls in a process."""
     return typer.main.get_command(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program and exit: status 0, 2 for a user error, 130 if interrupted.
-
-    Args:
-        arguments: command-line arguments; None: ``sys.argv[1:]``.
-    """
+    """Run the program and exit: status 0, 2 for a user error, 130 if interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     spin_between_kernels()
     if sys.stdout is not None and sys.stdout is sys.__stdout__:

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from vlm_grpo.task import Task
     from vlm_grpo.types import Example, ImageRef
 
-_QWEN_MAX_PIXELS = 12_845_056
-"""Default pixel budget of Qwen2-VL and Qwen2.5-VL."""
-
 
 def check(
     task: TaskName,
@@ -174,12 +171,12 @@ def _build_measure(prompt: PromptSettings, builder: PromptBuilder | None) -> Mea
 
 def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:
     """Build a function that counts an image's or a clip's tokens under Qwen-VL's resize."""
-    most = max_pixels or _QWEN_MAX_PIXELS
     from qwen_vl_utils.vision_process import smart_resize
 
     from vlm_grpo.config.policy import PolicySettings
 
     of_clip = PolicySettings.model_fields["max_video_pixels"].default
+    most = max_pixels or 12_845_056  # the default of Qwen2-VL and Qwen2.5-VL
 
     def count(image: ImageRef) -> int:
         (width, height), frames = image.size, max(1, image.num_frames)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vlm_grpo.serve.chat import Endpoint
     from vlm_grpo.task.coordinates import CoordinateFrame
 
-FRAME_NAMES = "original, resized, permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4"
-"""The names of coordinate frames, whose module is slow to import."""
 Recipe = Annotated[
     str,
     typer.Argument(
@@ -36,10 +34,6 @@ RecipeTask = Annotated[
     typer.Option("--task", help="Task to use instead of the recipe's: a name or a .py file."),
 ]
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="Name of a task, or a .py file.")]
-TaskOptions = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OPTION=VALUE", help="Options of the task, for example tags=true."),
-]
 ImageRoot = Annotated[
     Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
 ]
@@ -88,8 +82,9 @@ Price = Annotated[
 FrameName = Annotated[
     str | None,
     typer.Option(
-        "--frame",
-        help=f"Coordinate frame of boxes, of which the model is not known: {FRAME_NAMES}.",
+        "--frame",  # the module of frames is slow to import
+        help="Coordinate frame of boxes, of which the model is not known: original, resized, "
+        "permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4.",
     ),
 ]
 MaxPixels = Annotated[
@@ -115,9 +110,8 @@ def parse_data_options(
 ) -> tuple[dict[str, Any], PromptSettings, DataSettings]:
     """Split words such as ``tags=true``, ``prompt.system=Hi`` or ``data.columns.answer=label``.
 
-    Returns:
-        The task's options, the settings of the prompt, and those of the data: of ``source``, and
-        ``data``, of which values that are None were not given.
+    Return the task's options, the settings of the prompt, and those of the data: of ``source``, and
+    ``data``, of which values that are None were not given.
     """
     from vlm_grpo.config.run import EMBEDDED, Settings
 
@@ -126,9 +120,8 @@ def parse_data_options(
     given = {name: value for name, value in data.items() if value is not None}
     if source.startswith("embedded:"):
         given.pop("image_root", None)
-    given = {"train": source, "eval": source, **given, **values.pop("data", {})}
-    blocks = {"data": given, "prompt": prompt}
-    settings = Settings(task="any", model=EMBEDDED, **blocks)
+    blocks = {"data": {"train": source, "eval": source, **given, **values.pop("data", {})}}
+    settings = Settings(task="any", model=EMBEDDED, prompt=prompt, **blocks)
     return values, settings.prompt, settings.data
 
 
@@ -136,7 +129,6 @@ class SettingsCommand(TyperCommand):
     """A command whose settings are written ``KEY=VALUE``, and which explains ``--KEY VALUE``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; explain an unknown option that is a setting, here or elsewhere."""
         known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         for word in args:
             option = word.partition("=")[0]
@@ -161,7 +153,6 @@ def _explain_option(option: str) -> None:
 
 
 def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list[str]:
-    """Return the overrides with ``--task`` as the last one."""
     return [*(overrides or []), *([f"task={task}"] if task else [])]
 
 
@@ -197,7 +188,6 @@ def build_endpoint(url: str | None, **options: Any) -> Endpoint | None:
 
 
 def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
-    """Parse ``tags=true weights.exact=2`` into a task's options."""
     from omegaconf import OmegaConf
 
     from vlm_grpo.config.recipes import PARSE_ERRORS, parse_overrides

@@ -44,7 +44,6 @@ _MAX_TABLE_ROWS = 50
 CHECKPOINT_SETTINGS = {"model", "model_revision", "task_options", "policy", "rollout", "evaluation"}
 """Settings that the evaluation of a checkpoint on a benchmark takes from its training."""
 
-
 RecipeOrBenchmark = Annotated[
     str,
     typer.Argument(
@@ -198,7 +197,6 @@ def evaluate(
 
 
 def _is_task(name: str) -> bool:
-    """Return whether a name with ``--predictions`` is that of a task, not of a benchmark."""
     from vlm_grpo.benchmarks.definition import benchmark_names
 
     return name not in benchmark_names() and Path(name).suffix not in (".yaml", ".yml")
@@ -220,7 +218,6 @@ def _refuse_benchmark(name: str) -> None:
 
 
 def _find_checkpoint(given: str | None) -> Path | None:
-    """Return the folder of a checkpoint; of a run, its newest checkpoint, which is printed."""
     if given is None:
         return None
     from vlm_grpo.model.resolve import find_checkpoint
@@ -256,11 +253,7 @@ def _evaluate_recipe(
 def _benchmark_settings(
     name: str, data: str, checkpoint: Path | None, overrides: list[str]
 ) -> Settings:
-    """Build the settings for a benchmark's rows.
-
-    The model, the prompt and the generation limits come from the checkpoint's ``config.yaml``;
-    without a checkpoint the model must be given.
-    """
+    """Build the settings for a benchmark's rows: many are those of the checkpoint's training."""
     from omegaconf import OmegaConf
 
     from vlm_grpo.benchmarks.definition import load_benchmark
@@ -304,7 +297,6 @@ def _load_task(
 def _score_outputs(
     task: Task, data: DataSettings, predictions: tuple[Path, str | None], as_json: bool
 ) -> None:
-    """Score the outputs in a file of this layout, and print a table or lines of JSON."""
     from vlm_grpo.eval.evaluate import score_outputs
     from vlm_grpo.eval.scored import format_row
 
@@ -336,13 +328,11 @@ def _summarize(scored: Scored) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if all are."""
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
 
 
 def _print_table(scored: Scored, total: dict[str, Any], unanswered: int) -> None:
-    """Print the first rows and the total; ``unanswered`` more examples have no output."""
     from rich.console import Console
     from rich.table import Table
 

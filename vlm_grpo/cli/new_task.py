@@ -14,10 +14,6 @@ import typer
 
 from vlm_grpo.errors import UserError
 
-EXAMPLE_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
-"""A model that fits on one GPU with adapters."""
-_FILES = {"{}.py": "task.py.txt", "test_{}.py": "test_task.py.txt"}
-"""File names and their templates."""
 LONGEST_NAME = 40
 """Largest length of a name; a longer one would not fit into the lines of the templates."""
 
@@ -38,7 +34,7 @@ def new_task(
     typer.echo(f"wrote {file} and {test}; next:")
     typer.echo(f"  python -m pytest {test}")
     typer.echo(f"  vlm-grpo check {file} --data YOUR.jsonl")
-    typer.echo(f"  vlm-grpo train {file} model={EXAMPLE_MODEL} \\")
+    typer.echo(f"  vlm-grpo train {file} model=Qwen/Qwen2.5-VL-3B-Instruct \\")
     typer.echo("      data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl \\")
     typer.echo("      policy.lora.r=64 optim.lr=1e-5")
 
@@ -53,11 +49,10 @@ def write_task(name: str, folder: Path) -> list[Path]:
         "class_name": "".join(word.capitalize() for word in words),
     }
     templates = resources.files("vlm_grpo") / "templates"
+    files = {f"{name}.py": "task.py.txt", f"test_{name}.py": "test_task.py.txt"}
     texts = {
-        folder / file.format(name): Template((templates / template).read_text("utf-8")).substitute(
-            values
-        )
-        for file, template in _FILES.items()
+        folder / file: Template((templates / template).read_text("utf-8")).substitute(values)
+        for file, template in files.items()
     }
     existing = [str(path) for path in texts if path.exists()]
     if existing:

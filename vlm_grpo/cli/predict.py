@@ -89,11 +89,7 @@ def predict(
 
 
 def _choose_file(out: Path | None, image: Path) -> Path:
-    """Return ``out``, or ``IMAGE-answer.png`` in the current folder with the first free number.
-
-    Raises:
-        UserError: ``out`` exists, its folder does not, or it has a suffix that Pillow cannot write.
-    """
+    """Return ``out``, or ``IMAGE-answer.png`` in the current folder with the first free number."""
     if out is not None:
         from PIL import Image
 

@@ -39,11 +39,7 @@ class Preview:
 def preview_rows(
     path: Path, examples: Sequence[Example], task: Task, prompts: PromptBuilder
 ) -> Iterator[str]:
-    """Yield examples as text, and draw them in a page (.html) or a picture.
-
-    Raises:
-        UserError: a prompt cannot be built, or the file cannot be written.
-    """
+    """Yield examples as text, and draw them in a page (.html) or a picture."""
     previews = []
     for example in examples:
         previews.append(build_preview(example, task, prompts))
@@ -58,7 +54,6 @@ def preview_rows(
 
 
 def build_preview(example: Example, task: Task, prompts: PromptBuilder) -> Preview:
-    """Build the preview of one example; raise a UserError if its prompt cannot be built."""
     pictures, lines = [], []
     try:
         example = prompts.with_resized_sizes(example)
@@ -86,10 +81,8 @@ def build_preview(example: Example, task: Task, prompts: PromptBuilder) -> Previ
 
 
 def _build_page(previews: Sequence[Preview]) -> bytes:
-    parts = [
-        "<!doctype html><meta charset=utf-8><title>Preview</title>",
-        f"<style>{_STYLE}</style>",
-    ]
+    parts = ["<!doctype html><meta charset=utf-8><title>Preview</title>"]
+    parts.append(f"<style>{_STYLE}</style>")
     for preview in previews:
         parts.append(f"<h2>{escape(preview.prompt.example.name)}</h2>")
         for picture in preview.pictures:
@@ -99,7 +92,6 @@ def _build_page(previews: Sequence[Preview]) -> bytes:
 
 
 def _draw_sheet(previews: Sequence[Preview]) -> bytes:
-    """Draw all previews below each other, each with its question and gold answer."""
     cells = []
     for preview in previews:
         example = preview.prompt.example

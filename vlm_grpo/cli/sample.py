@@ -132,15 +132,7 @@ def _sample(
     output: tuple[int, Mapping[str, Path | None]],
     endpoint: Endpoint | None,
 ) -> SampledExamples:
-    """Sample the training examples of a recipe.
-
-    Args:
-        recipe: the recipe.
-        overrides: settings that override the recipe's.
-        checkpoint: a checkpoint or a run; None: the recipe's model.
-        output: the samples per example, and the files to be written later, by option.
-        endpoint: address of the model; None: its weights are loaded here.
-    """
+    """Sample; ``output`` has the samples per example, and the files of later, by their options."""
     for key in (override.partition("=")[0] for override in overrides):
         if key.startswith("evaluation.") and key != "evaluation.max_tokens_per_batch":
             raise UserError(
