@@ -23,7 +23,6 @@ from vlm_grpo.types import Prompt
 
 
 def build_family_model(name: str) -> tuple[Any, Any]:
-    """Build a family's small model and its processor."""
     return BUILDERS[name]() if name in BUILDERS else tiny_model(name)
 
 
@@ -35,15 +34,7 @@ def build_family_policy(
     policy: Any = None,
     **distribution: Any,
 ) -> Policy:
-    """Build a policy of the named family with random weights.
-
-    Args:
-        name: name of the family.
-        dtype: precision of the weights.
-        shared: whether completions share their prompt.
-        policy: policy settings, by which the model is trained; None: it is not.
-        distribution: arguments of ``SamplingDistribution``.
-    """
+    """Build a policy of the named family with random weights, trained by settings of ``policy``."""
     torch.manual_seed(0)
     model, processor = build_family_model(name)
     model.to(dtype)
@@ -98,6 +89,11 @@ def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tens
     return predicted.gather(1, tokens[0, -len(completion) :, None])[:, 0]
 
 
+def score_each_alone(model: Any, batch: MicroBatch) -> Tensor:
+    alone = [score_alone(model, s.prompt, tokens) for s in batch.slices for tokens in s.completions]
+    return torch.cat(alone)
+
+
 def make_batch(prompts: list[Prompt]) -> MicroBatch:
     groups: Any = [((70, 71, 72, 73), (80, 81)), ((90, 91, 92),), ((75,), (76, 77)), ((78, 79),)]
     slices = tuple(
@@ -110,9 +106,8 @@ def make_batch(prompts: list[Prompt]) -> MicroBatch:
 def compare_with_transformers(name: str) -> tuple[float, float]:
     """Compare a family's shared form with plain forward passes, in float64.
 
-    Returns:
-        The largest difference of log-probabilities in nats, and the relative difference of the
-        gradients of a weighted sum of them.
+    Return the largest difference of log-probabilities in nats, and the relative difference of the
+    gradients of a weighted sum of them.
     """
     logprobs: list[Tensor] = []
     gradients: list[dict[str, Tensor]] = []
@@ -121,15 +116,7 @@ def compare_with_transformers(name: str) -> tuple[float, float]:
             name, torch.float64, shared=shared, policy={"dtype": "float32"}, banned=()
         )
         batch = make_batch(build_prompts(policy, name, 4))
-        if shared:
-            scores = policy.score(batch).logprobs
-        else:
-            alone = [
-                score_alone(policy.model, piece.prompt, completion)
-                for piece in batch.slices
-                for completion in piece.completions
-            ]
-            scores = torch.cat(alone)
+        scores = policy.score(batch).logprobs if shared else score_each_alone(policy.model, batch)
         (scores * torch.linspace(-1, 1, len(scores), dtype=scores.dtype)).sum().backward()
         weights = policy.trainable_parameters()
         gradients.append({n: w.grad for n, w in weights if w.grad is not None and w.grad.any()})

@@ -65,8 +65,8 @@ def build_table(build: Callable[[str], tuple[Any, Any]] = build_family_model) ->
 
 
 def build_cells(name: str, processor: Any) -> dict[str, str]:
-    """Return a family's cells by column."""
-    family = load_family(build_config(name))
+    config: Any = type("Config", (), {"model_type": name})  # all that selects a family
+    family = load_family(config)
     names = family.size_settings(processor)
     has_budget = family.pixel_budget(processor) is not None
     box = FRAMES[family.frame].write((64, 96, 192, 240), (640, 480), (320, 240))
@@ -94,11 +94,6 @@ def build_form_table() -> str:
         cells["log-probs"], cells["gradient"] = figures
         rows.append({"model": title, **cells})
     return format_table(FORM_COLUMNS, rows)
-
-
-def build_config(name: str) -> Any:
-    """Return an object with the model type, which is all that selects a family."""
-    return type("Config", (), {"model_type": name})
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ def make_chat(template: str, **prompt: Any) -> ChatTemplate:
     return ChatTemplate(processor, PromptSettings(**prompt))
 
 
+def make_builder(chat: ChatTemplate) -> PromptBuilder:
+    return PromptBuilder(chat, load_family(tiny_model("qwen2_5_vl")[0].config), None, None)
+
+
 def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
     return [*turns, Turn("user", text)]
 
@@ -135,9 +139,7 @@ def test_a_thinking_that_the_template_cannot_switch_is_refused(template: str) ->
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_a_template_without_a_place_for_a_role_refuses_the_examples_that_have_it(role: Any) -> None:
-    model, processor = tiny_model("qwen2_5_vl")
-    processor.chat_template = IGNORED
-    prompts = PromptBuilder(ChatTemplate(processor), load_family(model.config), None, None)
+    prompts = make_builder(make_chat(IGNORED))
     history = (Turn("user", "?"),) * (role == "assistant") + (Turn(role, "a"),)
     example = replace(noise_example("a", [(56, 28)]), history=history)
     with pytest.raises(UserError, match=f"^example a: .* no place for a turn of {role}: leaves it"):
@@ -181,15 +183,15 @@ def test_published_templates_write_chats_and_show_their_thinking(name: str) -> N
         text="Or like <image>?",
     )
     in_parts = name in ("idefics3", "llava_next", "smolvlm")  # which read no plain text
-    texts = {text: {"type": "text", "text": text} for text in ("Be brief.", "Yes.")}
-    image = {"type": "image"}
-    is_, like, or_, end = (
-        {"type": "text", "text": text} for text in ("Is ", " like ", "Or like ", "?")
+    brief, yes, is_, like, or_, end = (
+        {"type": "text", "text": text}
+        for text in ("Be brief.", "Yes.", "Is ", " like ", "Or like ", "?")
     )
+    image = {"type": "image"}
     contents: list[Any] = [
-        [texts["Be brief."]] if in_parts else "Be brief.",
+        [brief] if in_parts else "Be brief.",
         [is_, image, like, image],
-        [texts["Yes."]] if in_parts else "Yes.",
+        [yes] if in_parts else "Yes.",
         [or_, image, end],
     ]
     roles = [turn.role for turn in turns]
@@ -201,19 +203,15 @@ def test_published_templates_write_chats_and_show_their_thinking(name: str) -> N
 
 
 def test_a_template_that_moves_images_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    model, processor = tiny_model("qwen2_5_vl")
-    processor.chat_template = (LIBRARY / "llava_next.jinja").read_text("utf-8")
-    prompts = PromptBuilder(ChatTemplate(processor), load_family(model.config), None, None)
+    prompts = make_builder(make_chat((LIBRARY / "llava_next.jinja").read_text("utf-8")))
     for question in ("Is <image> red?", "Or is <image> blue?", "<image>Red?", "Red?"):
         prompts.write(noise_example("a", [(56, 28)], question), PlainQuestion())
     assert [record.args for record in caplog.records] == [("example a",)]
 
 
 def test_a_control_token_in_the_system_prompt_is_refused() -> None:
-    model, processor = tiny_model("qwen2_5_vl")
-    chat = ChatTemplate(processor, PromptSettings(system="See <|image_pad|>."))
     with pytest.raises(UserError, match=r"prompt.system has the text <\|image_pad\|>, a control"):
-        PromptBuilder(chat, load_family(model.config), None, None)
+        make_builder(make_chat(CHAT_TEMPLATE, system="See <|image_pad|>."))
 
 
 def test_all_prompts_of_a_run_have_its_system_prompt() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -33,11 +32,6 @@ def sample(policy: Policy, prompt: Prompt) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in group]
 
 
-def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    length = property(lambda self: len(self.token_ids))
-    monkeypatch.setattr(PrefixInputs, "next_position", length)
-
-
 def test_a_correct_form_is_kept_and_changes_nothing() -> None:
     unchecked = tiny_policy("qwen2_5_vl")
     policy, prompt = checked_policy()
@@ -46,13 +40,16 @@ def test_a_correct_form_is_kept_and_changes_nothing() -> None:
     assert policy.counters == unchecked.counters != Counters()
 
 
-def test_a_wrong_form_is_given_up_with_one_warning(
+def test_a_wrong_form_is_given_up_with_one_warning_or_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, prompt = checked_policy()
-    shift_positions(monkeypatch)
-    with caplog.at_level(logging.WARNING):
-        tokens = sample(policy, prompt)
+    must_share, _ = checked_policy(must_share=True)
+    length = property(lambda self: len(self.token_ids))
+    monkeypatch.setattr(PrefixInputs, "next_position", length)
+    with pytest.raises(UserError, match=r"policy\.engine=shared does not work with this"):
+        sample(must_share, prompt)
+    tokens = sample(policy, prompt)
     assert not policy.shared
     assert tokens == sample(tiny_policy("qwen2_5_vl", False), prompt)
     (record,) = caplog.records
@@ -60,15 +57,6 @@ def test_a_wrong_form_is_given_up_with_one_warning(
     assert "from now on the prompt is repeated" in message
     assert "the log-probs of scored tokens differ by" in message
     assert "rounding: at most 0.001" in message
-
-
-def test_a_wrong_form_ends_the_run_if_the_prompt_must_be_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy, prompt = checked_policy(must_share=True)
-    shift_positions(monkeypatch)
-    with pytest.raises(UserError, match=r"policy\.engine=shared does not work with this"):
-        sample(policy, prompt)
 
 
 def test_a_rollout_that_differs_from_the_scores_is_noticed(
@@ -85,18 +73,22 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(
     assert "the log-probs of sampled tokens differ by" in caplog.text
 
 
-def test_a_model_that_fails_in_the_shared_form_repeats_its_prompt(
+def test_a_model_that_fails_repeats_its_prompt_unless_it_lacks_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, prompt = checked_policy()
+    errors = [torch.OutOfMemoryError("out"), TypeError("forward() got 'attend'")]
 
-    def refuse(*_: Any) -> None:
-        raise TypeError("forward() got an unexpected keyword argument 'attend'")
+    def fail(*_: Any) -> None:
+        raise errors.pop(0)
 
-    monkeypatch.setattr(attention.PackedAttention, "__call__", refuse)
+    monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(policy, prompt)
+    assert policy.shared
+    policy.form_check = FormCheck(must_share=False)
     assert sample(policy, prompt)
-    expected = "the model fails (TypeError: forward() got an unexpected keyword argument 'attend')"
-    assert expected in caplog.text
+    assert "the model fails (TypeError: forward() got 'attend')" in caplog.text
 
 
 def fail_to_capture(*_: Any) -> Any:
@@ -125,18 +117,6 @@ def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
     [record] = caplog.records
     assert "decode steps run eagerly from now on, which takes longer" in record.getMessage()
     assert problem in record.getMessage()
-
-
-def test_running_out_of_memory_is_no_fault_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, prompt = checked_policy()
-
-    def refuse(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(attention.PackedAttention, "__call__", refuse)
-    with pytest.raises(torch.OutOfMemoryError):
-        sample(policy, prompt)
-    assert policy.shared
 
 
 def make_group(prompt: Prompt, *lengths: int) -> Group:

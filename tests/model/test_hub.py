@@ -38,33 +38,22 @@ def test_an_unreachable_hub_is_an_error_before_any_retry() -> None:
             load(settings)
 
 
-def test_local_folders_and_other_names_are_left_to_the_loader(tmp_path: Path) -> None:
+def test_what_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (str(tmp_path), "not/a/hub/name"):
         hub.check_reachable(source)
-
-
-def test_a_reachable_hub_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         hub.check_reachable("nobody/nothing")
 
 
 class StandIn:
-    """The parts of the hub's interface that an upload of small files needs.
-
-    Attributes:
-        url: its address.
-        calls: method and path of each request.
-        created: the bodies of the requests that create repositories.
-        files: the committed files by path.
-        refuses: the start of the paths that answer 403.
-    """
+    """The parts of the hub's interface that an upload of small files needs."""
 
     def __init__(self) -> None:
-        self.url, self.refuses = "", "nothing"
-        self.calls: list[str] = []
-        self.created: list[dict[str, Any]] = []
-        self.files: dict[str, bytes] = {}
+        self.url, self.refuses = "", "nothing"  # the address, and the start of refused paths
+        self.calls: list[str] = []  # method and path
+        self.created: list[dict[str, Any]] = []  # bodies that create repositories
+        self.files: dict[str, bytes] = {}  # that were committed, by path
 
     def answer(self, path: str, body: bytes) -> Any:
         if path == "/api/whoami-v2":
@@ -73,12 +62,8 @@ class StandIn:
             self.created.append(json.loads(body))
             return {"url": f"{self.url}/someone/counter"}
         if "/preupload/" in path:
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            return {
-                "files": [
-                    {"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths
-                ]
-            }
+            kind = {"uploadMode": "regular", "shouldIgnore": False}
+            return {"files": [{"path": f["path"], **kind} for f in json.loads(body)["files"]]}
         if "/commit/" in path:
             rows = [json.loads(row) for row in body.splitlines()]
             for row in rows:

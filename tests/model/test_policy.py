@@ -20,7 +20,6 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.adapters import freeze_parts
 from vlm_grpo.model.engine.attention import use_shared_attention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.model.engines import Counters, SharedEngine
@@ -36,7 +35,6 @@ BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "
 
 
 def make_prompts(policy: Policy) -> list[Prompt]:
-    """Build a prompt with one image and a prompt without images."""
     examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
     return [make_prompt(policy, example) for example in examples]
 
@@ -47,16 +45,6 @@ def sample(
     settings = SamplingSettings(policy.distribution, LENGTH, stop, with_entropies=True)
     seeds = [(0, prompt.example.id) for prompt in prompts]
     return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
-
-
-def make_batch(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> MicroBatch:
-    rows = iter(range(len(prompts) * GENERATIONS))
-    return MicroBatch(
-        tuple(
-            GroupSlice(prompt, tuple(c.token_ids for c in group), tuple(next(rows) for _ in group))
-            for prompt, group in zip(prompts, groups, strict=True)
-        )
-    )
 
 
 def test_examples_that_share_an_image_decode_it_once() -> None:
@@ -72,7 +60,7 @@ def test_sampled_log_probabilities_equal_scored_ones(shared: bool) -> None:
     groups = sample(policy, prompts)
     assert [len(group) for group in groups] == [GENERATIONS] * len(prompts)
     completions = [completion for group in groups for completion in group]
-    scores = policy.score(make_batch(prompts, groups), with_entropy=True)
+    scores = policy.score(pack_groups(prompts, groups), with_entropy=True)
     sampled = torch.tensor([value for c in completions for value in c.logprobs])
     entropies = torch.tensor([value for c in completions for value in c.entropies])
     # The sampler records float32, whose rounding of values below 10 is under 1e-6.
@@ -108,7 +96,7 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
     assert policy.counters == Counters(repeats, repeats * prompt_tokens, 0)  # one prompt has images
     policy.engine.clear_image_features()
     policy.counters.reset()
-    policy.score(make_batch(prompts, groups))
+    policy.score(pack_groups(prompts, groups))
     # A completion's last token is predicted and never an input.
     completion_tokens = sum(len(c.token_ids) - 1 for group in groups for c in group)
     assert policy.counters == Counters(repeats, 0, repeats * prompt_tokens + completion_tokens)
@@ -142,7 +130,6 @@ def test_the_dummy_batch_scores_one_token(shared: bool) -> None:
 
 
 def test_token_scores_of_different_lengths_are_refused() -> None:
-    """The shapes at the model's border are checked while tests run."""
     with pytest.raises(TypeCheckError):
         TokenScores(torch.zeros(2), torch.zeros(3))
 

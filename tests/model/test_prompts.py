@@ -141,18 +141,12 @@ def test_the_tokens_of_answers_may_be_in_a_prompt(prompts: PromptBuilder) -> Non
         assert FRAMES[name].form in prompts.write(ask("the cat"), task)[0].text
 
 
-def test_a_builder_builds_the_same_prompts_in_another_process(prompts: PromptBuilder) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, *BUILDERS])
+def test_a_builder_builds_the_same_prompts_in_another_process(family: str) -> None:
+    prompts = build_family_policy(family).prompts
     example = prompts.with_resized_sizes(noise_example("a", [(112, 84), (56, 28)]))
     sent = pickle.loads(pickle.dumps(prompts))
     assert_same_prompt(sent.build(example, TASK), prompts.build(example, TASK))
-
-
-@pytest.mark.parametrize("family", BUILDERS)
-def test_the_builder_of_any_family_can_be_sent(family: str) -> None:
-    policy = build_family_policy(family)
-    example = policy.prompts.with_resized_sizes(noise_example("a", [(56, 84)]))
-    sent = pickle.loads(pickle.dumps(policy.prompts))
-    assert_same_prompt(sent.build(example, TASK), policy.prompts.build(example, TASK))
 
 
 def test_unusable_examples_are_an_error_that_names_all_of_them(prompts: PromptBuilder) -> None:
@@ -182,7 +176,6 @@ class Silent(PlainQuestion):
 
 
 def cut(example: Example) -> Example:
-    """Cut an example's image."""
     (image,) = example.images
     return replace(example, images=(replace(image, data=image.read_bytes()[:60]),))
 
@@ -222,7 +215,6 @@ def test_a_builder_needs_no_weights(embedded: PromptBuilder) -> None:
 
 
 def load_all(cache: ImageCache, names: str) -> list[bool]:
-    """Load images by name; return for each whether it was decoded."""
     size = (1, 1)
     loaded = [cache.load(ImageRef(name, size, size, data=name.encode())) for name in names]
     assert [image for image, _ in loaded] == [name.upper() for name in names]

@@ -29,6 +29,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model import quantization
+from vlm_grpo.model.engine import linear, rollout_weights
 from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.families import find_part
@@ -66,7 +67,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, **policy: Any) -> Policy:
-    """Load a model of ``folders`` with adapters that change its outputs."""
     settings = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}, **policy}
     loaded = load_policy(small_run(folder.parent, folder, policy=settings))
     torch.manual_seed(1)
@@ -152,16 +152,14 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     policy.form_check = None
     prompts = build_prompts(policy, "qwen2_5_vl", 2)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
-    monkeypatch.setattr(
-        "vlm_grpo.model.engine.rollout_weights._has_room", lambda quantized: has_room
-    )
+    monkeypatch.setattr(rollout_weights, "_has_room", lambda quantized: has_room)
     restored = []
 
     def count(weight: torch.Tensor, to: torch.dtype) -> torch.Tensor:
         restored.append(type(weight).__name__)
         return restore(weight, to)
 
-    monkeypatch.setattr("vlm_grpo.model.engine.linear.restore", count)
+    monkeypatch.setattr(linear, "restore", count)
     groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
     layers = len(names_of_quantized(policy))
     times = restored.count("Params4bit") // layers
@@ -249,7 +247,6 @@ def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(kind: str, tmp_path
 def test_weights_that_are_quantized_in_their_files_load(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As Unsloth's on the hub."""
     policy = load(folders["qwen2_5_vl"], load_in=kind)
     names = names_of_quantized(policy)
     whole = {n for n, m in policy.model.named_modules() if isinstance(m, nn.Linear)} - names
@@ -274,13 +271,12 @@ def test_weights_that_are_quantized_in_their_files_load(
         load(tmp_path / "model", load_in=kind, quantized_parts=("language",))
 
 
-def test_weights_in_another_form_are_refused() -> None:
+def test_what_cannot_be_quantized_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
     with pytest.raises(UserError, match=r"weights of model x are quantized \(awq\): name another"):
         build_quantization("x", config, PolicySettings())
-
-
-def test_full_weights_cannot_be_quantized(folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=r"cannot be trained themselves: add policy\.lora\.r=16"):
         load(folders["qwen2_5_vl"], load_in="4bit", lora=None)
     module = {"r": 4, "modules_to_save": ["gate_proj"]}
@@ -289,6 +285,9 @@ def test_full_weights_cannot_be_quantized(folders: dict[str, Path]) -> None:
     missing = {"load_in": "4bit", "quantized_parts": ("projector",)}
     with pytest.raises(UserError, match=r"no linear layer of model .* is in projector"):
         load(folders["gemma3"], **missing)  # whose projector is a parameter
+    monkeypatch.setattr(quantization, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[quantization\]'"):
+        load(folders["qwen2_5_vl"], load_in="4bit")
 
 
 @pytest.mark.parametrize(
@@ -303,14 +302,6 @@ def test_full_weights_cannot_be_quantized(folders: dict[str, Path]) -> None:
 def test_settings_without_an_effect_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicySettings.model_validate(settings)
-
-
-def test_a_missing_package_is_named(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantization, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[quantization\]'"):
-        load(folders["qwen2_5_vl"], load_in="4bit")
 
 
 @pytest.mark.parametrize(("kind", "title"), [("FSDP", "FSDP2"), ("DEEPSPEED", "DeepSpeed")])

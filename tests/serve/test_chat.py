@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from chat_model import ChatModel, get_images, serve
@@ -53,25 +54,6 @@ def test_the_turns_of_a_chat_keep_their_images() -> None:
     assert sent == [(4, 2), (2, 4)]
 
 
-@pytest.mark.parametrize(
-    ("message", "is_open", "text"),
-    [
-        ({"content": "3", "reasoning_content": "4?"}, False, "[T]4?[/T]3"),
-        ({"content": "3", "reasoning": "4?"}, True, "4?[/T]3"),
-        ({"content": None, "reasoning": "4?"}, False, "[T]4?"),
-        ({"content": "3", "reasoning": None}, False, "3"),
-    ],
-)
-def test_a_thinking_that_the_server_returns_apart_is_part_of_the_text(
-    message: dict, is_open: bool, text: str
-) -> None:
-    tags = ThinkingTags("[T]", "[/T]", is_open=is_open, is_native=True)
-    response = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
-    with run_judge(lambda body: Reply(body=response)) as server:
-        answer = ChatClient(Endpoint(server.address, "policy")).ask(QUESTION, OPTIONS, tags)
-    assert answer.completion.text == text
-
-
 @pytest.mark.parametrize("given", [None, "MY_KEY"])
 def test_the_key_of_the_environment_is_sent(
     given: str | None, monkeypatch: pytest.MonkeyPatch
@@ -82,9 +64,11 @@ def test_the_key_of_the_environment_is_sent(
     assert {headers["Authorization"] for _, headers, _ in server.requests} == {"Bearer sk-secret"}
 
 
-def test_a_named_variable_without_a_key_is_an_error() -> None:
+def test_a_variable_without_a_key_and_an_address_without_a_server_are_named() -> None:
     with pytest.raises(UserError, match=r"NO_KEY holds no API key: set it, or .*--api-key-env"):
         ChatClient(Endpoint("http://127.0.0.1:1", api_key_env="NO_KEY"))
+    with pytest.raises(UserError, match=r"no server .* answers: http://127.0.0.1:1/v1/models: 2 "):
+        ChatClient(Endpoint("http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(
@@ -134,11 +118,6 @@ def test_a_model_that_is_not_served_is_answered_with_those_that_are() -> None:
             client.ask(QUESTION, OPTIONS)
 
 
-def test_an_address_without_a_server_is_named() -> None:
-    with pytest.raises(UserError, match=r"no server .* answers: http://127.0.0.1:1/v1/models: 2 "):
-        ChatClient(Endpoint("http://127.0.0.1:1"))
-
-
 def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on() -> None:
     refusal = Reply(status=400, body=b"use 'max_completion_tokens' instead of 'max_tokens'")
     model = ChatModel()
@@ -160,17 +139,26 @@ def test_a_refused_prompt_is_an_error_of_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "text", "stop"),
+    ("message", "reason", "text", "stop"),
     [
-        ({"message": {"content": "4"}, "finish_reason": "stop"}, "4", "eos"),
-        ({"message": {"content": "4"}, "finish_reason": "length"}, "4", "length"),
-        ({"message": {"content": None}, "finish_reason": "length"}, "", "length"),
+        ({"content": "4"}, "stop", "4", "eos"),
+        ({"content": "4"}, "length", "4", "length"),
+        ({"content": None}, "length", "", "length"),
+        # Thinking that the server returns apart is part of the text.
+        ({"content": "3", "reasoning_content": "4?"}, "stop", "[T]4?[/T]3", "eos"),
+        ({"content": None, "reasoning": "4?"}, "length", "[T]4?", "length"),
+        ({"content": "3", "reasoning": None}, "stop", "3", "eos"),
     ],
 )
-def test_the_end_of_an_answer_is_read(choice: dict, text: str, stop: str) -> None:
+def test_an_answer_is_read(message: dict, reason: str, text: str, stop: str) -> None:
+    choice = {"message": message, "finish_reason": reason}
     reply = Reply(body=json.dumps({"choices": [choice], "usage": None}).encode())
+    tags = ThinkingTags("[T]", "[/T]", is_open=False, is_native=True)
+    opened = replace(tags, is_open=True)
     with run_judge(lambda body: reply) as server:
-        completion = ChatClient(Endpoint(server.address, "a")).ask([], {}).completion
+        client = ChatClient(Endpoint(server.address, "a"))
+        completion = client.ask([], {}, tags).completion
+        assert client.ask([], {}, opened).completion.text == text.removeprefix("[T]")
     assert (completion.text, completion.stop, completion.token_ids) == (text, stop, ())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,15 +42,6 @@ def read_options(command: list[str]) -> dict[str, str]:
     assert command[0] == "serve"
     pairs = (word.removeprefix("--").partition("=") for word in command[2:])
     return {name: value for name, _, value in pairs}
-
-
-class PolicyOnGpu:
-    """What is read of a policy on a GPU."""
-
-    def __init__(self, weights: int, adapters: Any = None) -> None:
-        self.device, self.adapters = GPU, adapters
-        weight = torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)
-        self.model = torch.nn.ParameterList([weight])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +124,9 @@ def test_what_a_server_frees_depends_on_what_fits(
     settings = make_settings(*overrides)
     properties: Any = type("Properties", (), {"total_memory": 1000})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    policy: Any = PolicyOnGpu(weights, settings.policy.lora)
+    weight = torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)
+    model = torch.nn.ParameterList([weight])
+    policy: Any = SimpleNamespace(device=GPU, adapters=settings.policy.lora, model=model)
     assert choose_sleep_level(policy, settings) == level
 
 

@@ -28,14 +28,7 @@ UPDATE = ["/init_weight_transfer_engine", "/start_weight_update", "…", "/finis
 
 
 class Run:
-    """A sampler of full weights whose only server is on this machine's stand-in of a GPU.
-
-    Args:
-        server: the server.
-        folder: folder of the run.
-        level: what the server frees while it rests.
-        may_load: the server can get its weights again in mid-step.
-    """
+    """A sampler of full weights whose only server is on this machine's stand-in of a GPU."""
 
     def __init__(
         self, server: TransferServer, folder: Path, level: int | None, may_load: bool = True
@@ -63,6 +56,18 @@ class Run:
         }
         return {"prompt_token_ids": list(self.prompt.token_ids), "choices": [choice]}
 
+    def answer_late(self) -> tuple[Event, Event]:
+        """Answer when the second event is set; the first is set when that is waited for."""
+        begun, may_end = Event(), Event()
+
+        def answer(body: Any) -> dict[str, Any]:
+            begun.set()
+            assert may_end.wait(20)
+            return self.answer(body)
+
+        self.server.answer = answer
+        return begun, may_end
+
     def start(self) -> Any:
         return self.sampler.start([self.prompt], self.sampling, [range(1)], [(0, 0)])
 
@@ -73,7 +78,6 @@ class Run:
         return [c for i, c in enumerate(calls) if c != "…" or calls[i - 1] != "…"]
 
     def has_weights(self) -> bool:
-        """Whether the server has the policy's current weights."""
         weights = revert_weight_conversion(self.policy.model, self.policy.weights())
         return len(self.server.weights) > 50 and all(
             torch.equal(w, weights[n]) for n, w in self.server.weights.items()
@@ -115,14 +119,7 @@ def test_weights_wait_for_what_is_being_sampled(
 ) -> None:
     run = Run(server, tmp_path, level=None, may_load=False)
     run.sampler.publish(0)
-    begun, may_end, answer = Event(), Event(), run.answer
-
-    def answer_late(body: Any) -> dict[str, Any]:
-        begun.set()
-        assert may_end.wait(20)
-        return answer(body)
-
-    server.answer = answer_late
+    begun, may_end = run.answer_late()
     ahead = run.start()
     assert begun.wait(20)
     run.take_calls()
@@ -158,19 +155,12 @@ def test_a_rollout_that_was_given_up_stops_no_later_one(
 ) -> None:
     run = Run(server, tmp_path, level=None)
     run.sampler.publish(0)
-    begun, may_end, answer = Event(), Event(), run.answer
-
-    def answer_late(body: Any) -> dict[str, Any]:
-        begun.set()
-        assert may_end.wait(20)
-        return answer(body)
-
-    server.answer = answer_late
+    begun, may_end = run.answer_late()
     first, second = run.start(), run.start()
     assert begun.wait(20)
     assert second.cancel()
     may_end.set()
-    server.answer = answer
+    server.answer = run.answer
     assert first.result(20)
     run.sampler.publish(1)
     assert run.start().result(20)[0][0].version == 1

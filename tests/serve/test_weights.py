@@ -59,7 +59,6 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def test_each_version_has_files_with_its_weights(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three versions are kept: a server may load an older one while later ones are written."""
     monkeypatch.chdir(tmp_path)  # a server has another folder of its own
     transfer, loaded = FileTransfer(strategy, Path("files")), []
     kind = "load_files" if strategy.policy.adapters is None else "load_adapter"
@@ -108,10 +107,10 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_transfer(
-    way: str, server: TransferServer, strategy: Any, **changes: Any
+    way: str, server: TransferServer, strategy: Any, may_load: bool = True
 ) -> DirectTransfer:
     channel = IpcChannel(CPU) if way == "ipc" else NcclChannel(CPU, server.nccl)
-    return DirectTransfer(strategy, channel, changes.get("may_load", True))
+    return DirectTransfer(strategy, channel, may_load)
 
 
 def make_strategy(dtype: str = "float32") -> DataParallel:

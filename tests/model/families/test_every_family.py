@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from family_models import BUILDERS
-from family_policies import build_family_policy, build_prompts, make_batch, score_alone
+from family_policies import (
+    build_family_policy,
+    build_prompts,
+    make_batch,
+    score_alone,
+    score_each_alone,
+)
 from float64_steps import use_float64_recurrence
 from gradients import relative_distance
 from small_runs import make_trainer, read_metrics, small_run
@@ -38,15 +44,10 @@ def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens() -> None:
 
 
 @functools.cache
-def score_each_alone(name: str) -> Tensor:
+def score_plainly(name: str) -> Tensor:
     """Score each completion of four prompts alone, by plain transformers."""
     policy = build_family_policy(name, torch.float64, banned=())
-    alone = [
-        score_alone(policy.model, piece.prompt, completion)
-        for piece in make_batch(build_prompts(policy, name, 4)).slices
-        for completion in piece.completions
-    ]
-    return torch.cat(alone)
+    return score_each_alone(policy.model, make_batch(build_prompts(policy, name, 4)))
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def test_scores_equal_plain_forward_passes(
     scores = policy.score(make_batch(build_prompts(policy, name, 4)), with_entropy=True)
     # Where scores are capped, transformers computes the softmax in float32.
     bound = 1e-6 if name.startswith("paligemma") and form == "shared" else 1e-9
-    torch.testing.assert_close(scores.logprobs, score_each_alone(name), rtol=0, atol=bound)
+    torch.testing.assert_close(scores.logprobs, score_plainly(name), rtol=0, atol=bound)
 
 
 @pytest.mark.no_shapes
