@@ -148,8 +148,8 @@ class Recorder:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
-    case: str, make_settings: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    case, make_settings, model_folder, monkeypatch
+):
     """The gradient before the optimizer, in each update of two steps, or until a refresh."""
     defaults = {"num_iterations": 2, "reference_refresh_every": "never"}
     settings = make_settings(**merge({"objective": defaults}, CASES[case]))
@@ -181,12 +181,8 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
 
 @pytest.mark.parametrize(("loss", "iterations"), [("grpo", 1), ("dapo", 2)])
 def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
-    loss: str,
-    iterations: int,
-    make_settings: Any,
-    model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    loss, iterations, make_settings, model_folder, monkeypatch
+):
     """A group of the second step counts as one with equal rewards, so one of the first returns."""
     objective = {"loss_type": loss, "num_iterations": iterations, "epsilon": 0.01, "replay": {}}
     settings = make_settings(objective=objective)
@@ -213,14 +209,14 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
         assert relative_distance(recorder.gradients[update], expected) < 5e-6
 
 
-def test_a_loss_of_a_file_is_trained(make_settings: Any, tmp_path: Path) -> None:
+def test_a_loss_of_a_file_is_trained(make_settings, tmp_path):
     (tmp_path / "nothing.py").write_text("def loss(ratio, *_):\n    return 0 * ratio\n")
     settings = make_settings(objective={"loss": f"{tmp_path}/nothing.py:loss"})
     assert make_trainer(settings).step()["grad_norm"] == 0
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_training_raises_the_reward_and_lowers_a_negated_one(sign: int, make_settings: Any) -> None:
+def test_training_raises_the_reward_and_lowers_a_negated_one(sign, make_settings):
     """The share of letters among four random characters, about a fifth at first."""
     settings = make_settings(
         rollout={"num_generations": 16, "max_completion_length": 4, "min_new_tokens": 4},
@@ -232,9 +228,7 @@ def test_training_raises_the_reward_and_lowers_a_negated_one(sign: int, make_set
     assert sign * change > 0.3, means
 
 
-def test_a_completion_that_left_the_reference_loses_advantage(
-    make_settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_completion_that_left_the_reference_loses_advantage(make_settings, monkeypatch):
     """Without rewards, an advantage is the group's mean penalty minus the completion's own."""
     penalty = {"beta": 0.5, "kl_in": "reward", "kl_estimator": "k1", "scale_rewards": "none"}
     settings = make_settings(objective={**penalty, "reference_refresh_every": "never"})
@@ -270,9 +264,7 @@ def measure_clip(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> tuple[T
     return before, used[0]
 
 
-def test_the_gradient_is_scaled_down_to_the_maximum_norm(
-    make_settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_scaled_down_to_the_maximum_norm(make_settings, monkeypatch):
     before, used = measure_clip(make_settings(optim={"max_grad_norm": 0.125}), monkeypatch)
     assert before.norm() > 0.25
     # clip_grad_norm_ adds 1e-6 to the norm that it divides by.
@@ -282,9 +274,7 @@ def test_the_gradient_is_scaled_down_to_the_maximum_norm(
         assert torch.equal(used, before)
 
 
-def test_the_learning_rate_falls_once_per_step_and_not_in_a_skipped_one(
-    make_settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learning_rate_falls_once_per_step_and_not_in_a_skipped_one(make_settings, monkeypatch):
     settings = make_settings(
         objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3}
     )
@@ -316,9 +306,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[TokenBatch]:
     return found
 
 
-def test_old_logprobs_are_those_of_the_first_update_in_all_later_ones(
-    make_settings: Any, batches: list[TokenBatch]
-) -> None:
+def test_old_logprobs_are_those_of_the_first_update_in_all_later_ones(make_settings, batches):
     trainer = make_trainer(make_settings(objective={"num_iterations": 3}))
     trainer.step()
     first, *later = batches  # one micro-batch per update
@@ -332,9 +320,7 @@ def test_old_logprobs_are_those_of_the_first_update_in_all_later_ones(
     assert batches[3].old_logprobs is None  # a new step forgets them
 
 
-def test_every_token_of_an_unmasked_completion_has_a_gradient(
-    make_settings: Any, batches: list[TokenBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_token_of_an_unmasked_completion_has_a_gradient(make_settings, batches, monkeypatch):
     """The last token too, which ends the completion; a truncated completion has none."""
     settings = make_settings(objective={"mask_truncated_completions": True})
     recorder = Recorder(make_trainer(settings))

@@ -15,10 +15,10 @@ from rank_setup import BFLOAT16
 from safetensors.torch import load_file
 from small_runs import assert_same_weights, read_metrics
 
+from vlm_grpo.model.loading import load_model
+from vlm_grpo.model.resolve import resolve_model
 from vlm_grpo.training.checkpoint.store import CorruptCheckpoint, verify_checkpoint
 from vlm_grpo.training.export import export
-from vlm_grpo.model.resolve import resolve_model
-from vlm_grpo.model.loading import load_model
 
 TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]
 FOUR = ["ddp-4", "fsdp-4", "hsdp-4"]
@@ -99,7 +99,7 @@ def compare_with_one_process(results: Results) -> None:
 # The steps.
 
 
-def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
+def test_two_processes_make_the_steps_of_one(folder):
     results = run_launches(folder, ["ddp-1", *TWO])
     compare_with_one_process(results)
     decodes = {
@@ -111,15 +111,13 @@ def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_gradients_sent_in_the_backward_pass_equal_those_sent_after_it(
-    folder: Path, kind: str
-) -> None:
+def test_gradients_sent_in_the_backward_pass_equal_those_sent_after_it(folder, kind):
     is_equal, sent = run_launches(folder, ["ddp-2"])["ddp-2"][f"overlap, {kind}"]
     assert is_equal
     assert sent >= 1  # adapters fit into few buckets
 
 
-def test_two_processes_share_an_evaluation_and_its_errors(folder: Path) -> None:
+def test_two_processes_share_an_evaluation_and_its_errors(folder):
     results = run_launches(folder, ["ddp-1", "ddp-2"])
     (alone, all_twelve), failed = results["ddp-1"]["evaluation"]
     assert (len(alone), all_twelve) == (12, 12)
@@ -132,12 +130,12 @@ def test_two_processes_share_an_evaluation_and_its_errors(folder: Path) -> None:
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_two_processes_with_deepspeed_make_the_steps_of_one(folder: Path) -> None:
+def test_two_processes_with_deepspeed_make_the_steps_of_one(folder):
     compare_with_one_process(run_launches(folder, ["ddp-1", *ZERO]))
 
 
 @pytest.mark.slow
-def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
+def test_four_processes_make_the_steps_of_one(folder):
     results = run_launches(folder, ["ddp-1", *FOUR])
     compare_with_one_process(results)
     traffic = results["hsdp-4"]["communication, full"][0]  # two replicas of two shards
@@ -147,7 +145,7 @@ def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
     assert 0 <= traffic["bytes"]["allreduce_"] - scattered // 2 < 100
 
 
-def test_the_cases_are_uneven(folder: Path) -> None:
+def test_the_cases_are_uneven(folder):
     results = run_launches(folder, ["ddp-1"])["ddp-1"]
     mixed = [step["metrics"] for step in results["a mixture"]]
     assert all(row["sources/plain/reward"] > 0 < row["sources/half/reward"] for row in mixed)
@@ -171,9 +169,7 @@ def test_the_cases_are_uneven(folder: Path) -> None:
         for kind in BFLOAT16[launch]
     ],
 )
-def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(
-    folder: Path, launch: str, kind: str
-) -> None:
+def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(folder, launch, kind):
     results = run_launches(folder, ["ddp-1", *TWO, launch])
     case = f"bfloat16, {kind}"
     # DeepSpeed's clipping rounds differently: after a step some weights differ in the last bit,
@@ -197,7 +193,7 @@ def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(
         ),
     ],
 )
-def test_weights_and_state_in_main_memory_make_the_same_steps(folder: Path, launch: str) -> None:
+def test_weights_and_state_in_main_memory_make_the_same_steps(folder, launch):
     """On a CPU nothing is copied; that the strategy was asked to is in its results."""
     plain = launch.replace("_offload", "")
     results = run_launches(folder, ["ddp-1", plain, launch])
@@ -210,11 +206,11 @@ def test_weights_and_state_in_main_memory_make_the_same_steps(folder: Path, laun
 @pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize("launch", ["ddp-1", *ZERO])
-def test_an_infinite_gradient_changes_no_weight(folder: Path, launch: str) -> None:
+def test_an_infinite_gradient_changes_no_weight(folder, launch):
     assert run_launches(folder, [launch])[launch]["infinite gradient"] == [1, True, 0]
 
 
-def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder: Path) -> None:
+def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder):
     run_launches(folder, ["fsdp-2-oom"])
     last, first = ((folder / f"fsdp-2-oom.{rank}").read_text() for rank in ("last", "first"))
     assert re.search(r"out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last)
@@ -224,7 +220,7 @@ def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder: Path) -
     verify_checkpoint(checkpoints / "step-1")
 
 
-def test_a_late_rank_ends_all_with_one_message_that_names_it(folder: Path) -> None:
+def test_a_late_rank_ends_all_with_one_message_that_names_it(folder):
     run_launches(folder, ["ddp-2-late"])  # both processes end with status 2
     message, nothing = ((folder / f"ddp-2-late.{rank}").read_text() for rank in (0, 1))
     assert nothing == ""
@@ -242,7 +238,7 @@ def test_a_late_rank_ends_all_with_one_message_that_names_it(folder: Path) -> No
 # The communication.
 
 
-def test_communication_is_what_the_guide_states(folder: Path) -> None:
+def test_communication_is_what_the_guide_states(folder):
     results = run_launches(folder, ["ddp-1", *TWO])
     small = 20_000  # bytes of pickled rewards, metrics and flags
     for kind in ("full", "lora"):
@@ -269,7 +265,7 @@ def test_communication_is_what_the_guide_states(folder: Path) -> None:
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_communication_of_deepspeed_is_what_the_guide_states(folder: Path) -> None:
+def test_communication_of_deepspeed_is_what_the_guide_states(folder):
     results = run_launches(folder, ZERO)
     small = 20_000  # bytes of pickled rewards, metrics and flags, and of padding
     for kind in ("full", "lora"):
@@ -312,23 +308,23 @@ def load_weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def test_a_run_resumes_with_any_number_of_processes(folder: Path) -> None:
+def test_a_run_resumes_with_any_number_of_processes(folder):
     check_resumed_runs(folder, RESUMED)
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_resumes_with_four(folder: Path) -> None:
+def test_a_run_of_two_processes_resumes_with_four(folder):
     check_resumed_runs(folder, ["fsdp-4-resumed"])
 
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_a_run_resumes_with_deepspeed_and_without_it_again(folder: Path) -> None:
+def test_a_run_resumes_with_deepspeed_and_without_it_again(folder):
     run_launches(folder, ZERO)
     check_resumed_runs(folder, ZERO_RESUMED)
 
 
-def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder: Path) -> None:
+def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder):
     run_launches(folder, ["ddp-1", *TWO])
     names = ["fsdp-2-resumed", "fsdp-2-uninterrupted"]
     run_launches(folder, names)
@@ -343,7 +339,7 @@ def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder: Path) 
 # Sharded checkpoints.
 
 
-def test_a_sharded_checkpoint_can_be_used_as_a_model(folder: Path, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_can_be_used_as_a_model(folder, tmp_path):
     run_launches(folder, ["ddp-1", *TWO])
     sharded, full = (
         folder / "runs" / run / "checkpoints" / "step-2" for run in ("fsdp_held-2", "ddp-2")
@@ -370,7 +366,7 @@ def test_a_sharded_checkpoint_can_be_used_as_a_model(folder: Path, tmp_path: Pat
         verify_checkpoint(sharded)
 
 
-def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder: Path) -> None:
+def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder):
     error, files = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["failed part"]
     assert error.startswith("another process of this run has failed")
     assert files == []

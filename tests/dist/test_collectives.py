@@ -35,7 +35,7 @@ def set_other_flag(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
 
 
 @given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))
-def test_costs_are_balanced_over_ranks(costs: list[int], world_size: int) -> None:
+def test_costs_are_balanced_over_ranks(costs, world_size):
     shares = balance_by_cost(costs, world_size)
     assert sorted(item for share in shares for item in share) == list(range(len(costs)))
     totals = [sum(costs[item] for item in share) for share in shares]
@@ -59,7 +59,7 @@ shares_of_ranks = st.lists(st.integers(0, 5000), max_size=40).flatmap(
 
 
 @given(shares_of_ranks)
-def test_moves_lower_the_highest_total(costs_and_homes: tuple[list[int], list[int]]) -> None:
+def test_moves_lower_the_highest_total(costs_and_homes):
     costs, homes = costs_and_homes
     shares = [{i: costs[i] for i, home in enumerate(homes) if home == rank} for rank in range(5)]
     moves = plan_moves(shares)
@@ -76,7 +76,7 @@ def test_moves_lower_the_highest_total(costs_and_homes: tuple[list[int], list[in
         assert all(cost >= max(after) - min(after) for cost in own)
 
 
-def test_few_moves_even_out_skewed_lengths() -> None:
+def test_few_moves_even_out_skewed_lengths():
     # Eight ranks with four groups each, shared out by their prompts. The completions' lengths are
     # log-normal (a few are ten times the median), and a third of the groups has no gradient.
     random = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_few_moves_even_out_skewed_lengths() -> None:
     assert len(moves) < 32 / 2  # a new distribution would move seven of eight
 
 
-def test_every_tensor_is_summed_in_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_is_summed_in_its_bucket(monkeypatch):
     sent: list[torch.Tensor] = []
 
     def double(flat: torch.Tensor) -> None:  # the sum over two ranks with equal values
@@ -111,7 +111,7 @@ def test_every_tensor_is_summed_in_its_bucket(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(tensor, 2 * old)
 
 
-def test_one_process_exchanges_nothing() -> None:
+def test_one_process_exchanges_nothing():
     tensor = torch.ones(2)
     accelerator = Accelerator(cpu=True)  # without a process group, any collective would fail
     sum_over_ranks(accelerator, [tensor])
@@ -121,12 +121,12 @@ def test_one_process_exchanges_nothing() -> None:
 
 
 @pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
-def test_a_flag_of_any_rank_counts(monkeypatch: pytest.MonkeyPatch, own: bool, other: bool) -> None:
+def test_a_flag_of_any_rank_counts(monkeypatch, own, other):
     set_other_flag(monkeypatch, other)
     assert any_rank(make_two_ranks(), own) == (own or other)
 
 
-def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch):
     set_other_flag(monkeypatch, False)
     with fail_together(make_two_ranks()):
         pass
@@ -146,11 +146,9 @@ def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch)
         torch.distributed.DistBackendError("NCCL communicator was aborted"),
     ],
 )
-def test_the_error_of_a_lost_rank_is_explained(error: RuntimeError) -> None:
+def test_the_error_of_a_lost_rank_is_explained(error):
     message = "another process of this run has died"
     with pytest.raises(UserError, match=message), explain_lost_rank():
         raise error
     with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank():
         raise RuntimeError("shapes do not match")
-
-

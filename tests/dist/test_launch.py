@@ -46,7 +46,7 @@ def make_settings(*overrides: str) -> Settings:
 # Settings of the launcher.
 
 
-def test_the_launch_files_are_valid_and_listed_in_the_guide() -> None:
+def test_the_launch_files_are_valid_and_listed_in_the_guide():
     guide = (CONFIGS.parents[1] / "docs" / "scaling.md").read_text()
     named = set(re.findall(r"configs/accelerate/(\w+\.yaml)", guide))
     assert named == {path.name for path in CONFIGS.glob("*.yaml")}
@@ -62,9 +62,7 @@ def test_the_launch_files_are_valid_and_listed_in_the_guide() -> None:
         ("4", {"DP_SHARD": "2", "TP": "2"}, "tp_size, cp_size and sp_size must be 1"),
     ],
 )
-def test_other_parallelism_is_refused(
-    world_size: str, sizes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_parallelism_is_refused(world_size, sizes, message, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("WORLD_SIZE", world_size)
     for name, size in sizes.items():
@@ -87,7 +85,7 @@ def make_accelerator(**plugins: Any) -> Any:
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "must be FULL_STATE_DICT"),
     ],
 )
-def test_unsupported_settings_of_fsdp_are_refused(plugin: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_of_fsdp_are_refused(plugin, message):
     supported = {
         "fsdp_version": 2,
         "cpu_ram_efficient_loading": False,
@@ -116,9 +114,7 @@ def test_unsupported_settings_of_fsdp_are_refused(plugin: dict[str, Any], messag
         ({"hf_ds_config": {"stage3_max_live_parameters": 1}}, "stage3_… must be left out"),
     ],
 )
-def test_unsupported_settings_of_deepspeed_are_refused(
-    plugin: dict[str, Any], message: str
-) -> None:
+def test_unsupported_settings_of_deepspeed_are_refused(plugin, message):
     if "hf_ds_config" in plugin:
         config = plugin["hf_ds_config"]
         zero = {"stage": 2, **{key: config[key] for key in config if key.startswith("stage3")}}
@@ -127,7 +123,7 @@ def test_unsupported_settings_of_deepspeed_are_refused(
         get_deepspeed_config(make_accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin)))
 
 
-def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_must_be_installed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(launch_module, "is_deepspeed_available", lambda: False)
     # A launcher starts processes on GPUs like this; accelerate itself would raise first there.
@@ -137,7 +133,7 @@ def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         build_accelerator(make_settings())
 
 
-def test_sharded_checkpoints_of_replicated_weights_are_refused() -> None:
+def test_sharded_checkpoints_of_replicated_weights_are_refused():
     with pytest.raises(
         UserError, match=r"sharded=true needs weights sharded by FSDP2 or DeepSpeed"
     ):
@@ -145,9 +141,7 @@ def test_sharded_checkpoints_of_replicated_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda_graphs", "torch_compile"])
-def test_captured_steps_of_sharded_weights_are_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_of_sharded_weights_are_refused(name, monkeypatch):
     full = "FULL_STATE_DICT"
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=full)
     accelerator = make_accelerator(fsdp_plugin=plugin)
@@ -158,7 +152,7 @@ def test_captured_steps_of_sharded_weights_are_refused(
         build_accelerator(make_settings(f"rollout.{name}=true"))
 
 
-def test_more_processes_than_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_prompts_are_refused(monkeypatch):
     accelerator = SimpleNamespace(
         num_processes=3, distributed_type=DistributedType.MULTI_GPU, state=SimpleNamespace()
     )
@@ -185,7 +179,7 @@ def write_device(file: Path, is_told: bool) -> None:
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "without an accelerator"])
-def test_processes_on_cpus_form_one_group(tmp_path: Path, is_told: bool) -> None:
+def test_processes_on_cpus_form_one_group(tmp_path, is_told):
     """With an accelerator, if the launcher tells them to use the CPU; or without one."""
     run_ranks(tmp_path / "log", 2, write_device, tmp_path / "found", is_told)
     assert [(tmp_path / f"found.{rank}").read_text() for rank in (0, 1)] == ["cpu 2"] * 2
@@ -231,7 +225,7 @@ def launch_run(folder: Path, name: str, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
+def test_the_launcher_continues_after_a_killed_process(tmp_path):
     overrides = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
     overrides += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
     log, checkpoints = tmp_path / "log", tmp_path / "killed" / "checkpoints"
@@ -250,7 +244,7 @@ def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_a_killed_evaluation_resumes_with_another_number_of_processes(tmp_path):
     # 130 examples are three parts: one is on disk at the kill, two are left for the two ranks.
     script, log = Path(__file__).parents[2] / "perf" / "resumed_evaluation.py", tmp_path / "log"
     arguments = ("--count", "130", "--tasks", "counting")

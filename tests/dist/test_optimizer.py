@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -42,7 +41,7 @@ def make_state(weights: Named) -> dict[str, Tensor]:
     return optimizer_tensors(optimizer, weights)
 
 
-def test_weights_decay_only_in_matrices() -> None:
+def test_weights_decay_only_in_matrices():
     weights = make_weights()
     optimizer = make_optimizer(weights, weight_decay=0.1)
     decays = {
@@ -54,7 +53,7 @@ def test_weights_decay_only_in_matrices() -> None:
     assert optimizer.defaults["fused"]  # one kernel for all weights
 
 
-def test_state_is_named_by_weight_and_key() -> None:
+def test_state_is_named_by_weight_and_key():
     state = make_state(make_weights())
     keys = ("step", "exp_avg", "exp_avg_sq")
     assert set(state) == {f"{name}/{key}" for name in ("norm", "linear") for key in keys}
@@ -64,7 +63,7 @@ def test_state_is_named_by_weight_and_key() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_state_is_loaded_by_name_in_any_order(order: int) -> None:
+def test_state_is_loaded_by_name_in_any_order(order):
     """The optimizer numbers matrices before vectors, in whatever order the weights are named."""
     state = make_state(make_weights())
     weights = make_weights()[::order]
@@ -75,7 +74,7 @@ def test_state_is_loaded_by_name_in_any_order(order: int) -> None:
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
-def test_state_from_before_the_first_update_is_empty() -> None:
+def test_state_from_before_the_first_update_is_empty():
     weights = make_weights()
     optimizer = make_optimizer(weights)
     assert optimizer_tensors(optimizer, weights) == {}
@@ -87,7 +86,7 @@ def describe(weights: Named) -> dict[str, Any]:
     return {name: describe_state("adamw", weight.shape, weight.dtype) for name, weight in weights}
 
 
-def test_state_of_other_weights_is_refused() -> None:
+def test_state_of_other_weights_is_refused():
     state, expected = make_state(make_weights()), describe(make_weights())
     assert set(dict(state_by_weight(state, expected))["norm"]) == {"step", "exp_avg", "exp_avg_sq"}
     with pytest.raises(UserError, match=r"optimizer state norm/.* fits no weight"):
@@ -103,7 +102,7 @@ def test_state_of_other_weights_is_refused() -> None:
         dict(state_by_weight(state, expected))
 
 
-def test_state_of_another_optimizer_is_refused() -> None:
+def test_state_of_another_optimizer_is_refused():
     """A checkpoint of a version without ``optim.name`` is one of AdamW."""
     weights = make_weights()
     with pytest.raises(UserError, match=r"norm/exp_avg of shape \[3\] fits no weight"):
@@ -112,7 +111,7 @@ def test_state_of_another_optimizer_is_refused() -> None:
         )
 
 
-def test_only_the_state_of_one_weight_at_a_time_is_read() -> None:
+def test_only_the_state_of_one_weight_at_a_time_is_read():
     state, read = make_state(make_weights()), list[str]()
 
     class Recorded(dict[str, torch.Tensor]):
@@ -192,7 +191,7 @@ def muon64(grads: list[Tensor], lr: float) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_updates_equal_those_of_the_formula(name: Any) -> None:
+def test_two_updates_equal_those_of_the_formula(name):
     weights, lr = make_layer(), 1e-2
     before = {key: weight.detach().double() for key, weight in weights}
     betas = {} if name == "adafactor" else {"betas": (0.9, 0.99)}
@@ -216,9 +215,7 @@ def test_two_updates_equal_those_of_the_formula(name: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH)
-def test_the_state_of_each_optimizer_resumes_bit_for_bit(
-    name: Any, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_state_of_each_optimizer_resumes_bit_for_bit(name, dtype, tmp_path):
     weights = make_layer(dtype)
     optimizer = make_optimizer(weights, name=name, lr=1e-2)
     for step in range(2):
@@ -241,7 +238,7 @@ def test_the_state_of_each_optimizer_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH)
-def test_the_description_of_the_state_is_that_of_the_library(name: Any, dtype: torch.dtype) -> None:
+def test_the_description_of_the_state_is_that_of_the_library(name, dtype):
     weights = make_layer(dtype)
     optimizer = make_optimizer(weights, name=name, lr=1e-2)
     update(optimizer, weights, 0)
@@ -257,14 +254,14 @@ def test_the_description_of_the_state_is_that_of_the_library(name: Any, dtype: t
     }
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"needs bitsandbytes.*vlm-grpo\[quantization\]"):
         make_optimizer(make_weights(), name="adamw_8bit")
 
 
 @pytest.mark.parametrize("values", [{"betas": (0.9, 0.99)}, {"eps": 1e-6}])
-def test_settings_without_effect_on_an_optimizer_are_refused(values: dict[str, Any]) -> None:
+def test_settings_without_effect_on_an_optimizer_are_refused(values):
     key = next(iter(values))
     with pytest.raises(UserError, match=rf"optim\.{key} has no effect with optim.name=adafactor"):
         OptimSettings(name="adafactor", **values)

@@ -19,7 +19,7 @@ def make_generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("value", [1 + 2**-10, -(1 + 3 * 2**-10), 1e-30, -3.3e5])
-def test_a_number_becomes_one_of_its_neighbors_and_is_right_in_the_mean(value: float) -> None:
+def test_a_number_becomes_one_of_its_neighbors_and_is_right_in_the_mean(value):
     values = torch.full((1 << 16,), value)
     rounded = round_stochastically(values, make_generator())
     assert rounded.dtype == torch.bfloat16
@@ -30,9 +30,7 @@ def test_a_number_becomes_one_of_its_neighbors_and_is_right_in_the_mean(value: f
     assert abs(rounded.double().mean().item() - values[0].item()) < 5 * 0.5 * spacing / 256
 
 
-def test_numbers_of_bfloat16_stay_and_equal_seeds_round_equally(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numbers_of_bfloat16_stay_and_equal_seeds_round_equally(monkeypatch):
     values = torch.randn(3, 1000, generator=make_generator(1))
     exact = values.to(torch.bfloat16)
     assert torch.equal(round_stochastically(exact.float(), make_generator()), exact)
@@ -55,7 +53,7 @@ def train(dtype: torch.dtype, seed: int = 0, **optim: Any) -> Tensor:
     return weight.detach()
 
 
-def test_updates_below_the_precision_of_bfloat16_are_kept_in_the_mean() -> None:
+def test_updates_below_the_precision_of_bfloat16_are_kept_in_the_mean():
     """Each update is 1/40 of the spacing of bfloat16 below 1: rounding to the nearest drops it."""
     assert (torch.ones((), dtype=torch.bfloat16) - 1e-4).item() == 1
     exact = train(torch.float32).mean().item()
@@ -67,7 +65,7 @@ def test_updates_below_the_precision_of_bfloat16_are_kept_in_the_mean() -> None:
     assert len(rounded.unique()) > 3  # every weight has random bits of its own
 
 
-def test_the_random_bits_depend_on_the_seed_the_weight_and_the_update() -> None:
+def test_the_random_bits_depend_on_the_seed_the_weight_and_the_update():
     first, again = train(torch.bfloat16, seed=1), train(torch.bfloat16, seed=1)
     assert torch.equal(first, again)
     assert not torch.equal(first, train(torch.bfloat16, seed=2))
@@ -85,7 +83,7 @@ def test_the_random_bits_depend_on_the_seed_the_weight_and_the_update() -> None:
     assert not torch.equal(a, c)  # of two updates
 
 
-def test_the_moments_are_rounded_right_in_the_mean() -> None:
+def test_the_moments_are_rounded_right_in_the_mean():
     """The second moment falls by 1/1000 per update, which rounding to the nearest would drop."""
     weight = nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))
     optimizer = build_optimizer([("layers.0.w", weight)], OptimSettings(lr=1e-6), 0)

@@ -33,7 +33,7 @@ def make_zero3_weight() -> Tensor:
     return weight
 
 
-def test_an_unsharded_tensor_is_its_own_shard() -> None:
+def test_an_unsharded_tensor_is_its_own_shard():
     weight, value = torch.zeros(2, 3), torch.ones(2, 3)
     assert not is_sharded(weight)
     assert full_shape(weight) == (2, 3)
@@ -43,7 +43,7 @@ def test_an_unsharded_tensor_is_its_own_shard() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_zero3_weight_is_sharded_with_padding(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zero3_weight_is_sharded_with_padding(rank, monkeypatch):
     monkeypatch.setattr(distributed, "get_rank", lambda: rank)
     weight = make_zero3_weight()
     assert is_sharded(weight)
@@ -52,9 +52,7 @@ def test_a_zero3_weight_is_sharded_with_padding(rank: int, monkeypatch: pytest.M
     assert torch.equal(shard_like(FULL, weight), SHARDS[rank])
 
 
-def test_the_shards_of_a_zero3_weight_are_joined_without_padding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_shards_of_a_zero3_weight_are_joined_without_padding(monkeypatch):
     def gather(flat: Tensor, part: Tensor) -> None:
         assert torch.equal(part, SHARDS[0])
         flat.copy_(torch.cat(SHARDS))
@@ -67,7 +65,7 @@ def test_the_shards_of_a_zero3_weight_are_joined_without_padding(
     assert torch.equal(deferred.full_tensor(), FULL)
 
 
-def test_gather_full_keeps_the_requested_names_and_ties() -> None:
+def test_gather_full_keeps_the_requested_names_and_ties():
     shared = torch.ones(2)
     tensors = {"head": shared, "embedding": shared, "norm": torch.zeros(1)}
     gathered = gather_full(tensors, {"head", "embedding"})

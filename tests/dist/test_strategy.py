@@ -13,12 +13,12 @@ from tiny_models import tiny_policy
 from torch import Tensor
 
 from vlm_grpo.config.optim import OptimSettings
-from vlm_grpo.dist import strategy as base_module
 from vlm_grpo.dist import data_parallel
-from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.dist import strategy as base_module
+from vlm_grpo.dist.build import build_strategy
 from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.dist.optimizer import build_optimizer
-from vlm_grpo.dist.build import build_strategy
+from vlm_grpo.dist.strategy import Strategy
 
 
 def make_strategy(max_norm: float = math.inf) -> Strategy:
@@ -33,14 +33,14 @@ def copy_weights(strategy: Strategy) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in strategy.trainable}
 
 
-def test_the_model_is_moved_to_the_device_of_its_rank() -> None:
+def test_the_model_is_moved_to_the_device_of_its_rank():
     """Torch's device without memory stands for an accelerator."""
     ranks: Any = SimpleNamespace(device=torch.device("meta"), num_processes=1)
     strategy = DataParallel(tiny_policy("qwen2_5_vl"), ranks)
     assert {weight.device.type for _, weight in strategy.trainable} == {"meta"}
 
 
-def test_weights_without_a_gradient_get_a_zero_gradient() -> None:
+def test_weights_without_a_gradient_get_a_zero_gradient():
     """The optimizer must move them as it does if their gradient is zero: weights decay."""
     strategy = make_strategy()
     assert isinstance(strategy, DataParallel)  # of a plain launch
@@ -63,7 +63,7 @@ def test_weights_without_a_gradient_get_a_zero_gradient() -> None:
         assert torch.allclose(after[name], before[name] * (1 - 0.1 * 0.1), rtol=1e-6), name
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
+def test_a_gradient_that_is_not_finite_changes_no_weight():
     strategy = make_strategy(max_norm=1.0)
     before, weight = copy_weights(strategy), strategy.trainable[0][1]
     for bad in (math.inf, math.nan):
@@ -76,9 +76,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
     assert strategy.optimizer_tensors() == {}  # not even the optimizer's moments
 
 
-def test_step_returns_the_norm_before_clipping_and_drops_the_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_step_returns_the_norm_before_clipping_and_drops_the_gradients(monkeypatch):
     strategy = make_strategy(max_norm=1.0)
     clipped: list[float] = []
 
@@ -95,7 +93,7 @@ def test_step_returns_the_norm_before_clipping_and_drops_the_gradients(
     assert all(weight.grad is None for _, weight in strategy.trainable)
 
 
-def test_gradients_are_summed_over_ranks_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_summed_over_ranks_once_per_update(monkeypatch):
     strategy, calls = make_strategy(), []
 
     def add_equal_rank(accelerator: object, tensors: list[torch.Tensor]) -> None:
@@ -159,9 +157,7 @@ def check_sums(strategy: Strategy, sums: dict[str, Tensor]) -> None:
     assert {name for name, weight in strategy.trainable if weight.grad is not None} == set(sums)
 
 
-def test_gradients_are_sent_while_the_last_pass_computes_others(
-    link: Link, strategy: DataParallel, sums: dict[str, Tensor]
-) -> None:
+def test_gradients_are_sent_while_the_last_pass_computes_others(link, strategy, sums):
     sent_at: list[int] = []
     strategy.trainable[-1][1].register_post_accumulate_grad_hook(
         lambda _: sent_at.append(len(link.sent))
@@ -184,9 +180,7 @@ def test_gradients_are_sent_while_the_last_pass_computes_others(
     assert not torch.cat(link.sent).any()
 
 
-def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(
-    link: Link, strategy: DataParallel, sums: dict[str, Tensor]
-) -> None:
+def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(link, strategy, sums):
     language = [w for n, w in strategy.trainable if "layers.0" in n and "visual" not in n]
 
     def fail(_: Tensor) -> None:
@@ -205,7 +199,7 @@ def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(
     check_sums(strategy, sums)
 
 
-def test_a_gradient_that_changes_after_it_is_finished_is_an_error(strategy: DataParallel) -> None:
+def test_a_gradient_that_changes_after_it_is_finished_is_an_error(strategy):
     run_passes(strategy)
     with pytest.raises(KeyError):
         strategy.policy.score(strategy.policy.dummy_batch()).logprobs.sum().backward()

@@ -33,9 +33,7 @@ def publish(watch: RankWatch, rank: int, reached: int, beats: int = 1) -> None:
     watch.store.set(str(rank), json.dumps(sign))
 
 
-def test_late_ranks_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_late_ranks_are_named(monkeypatch, capsys):
     watch = make_watch(monkeypatch)
     publish(watch, 1, reached=4)  # rank 2 has not started
     started = time.monotonic()
@@ -55,9 +53,7 @@ def test_late_ranks_are_named(
     assert capsys.readouterr().err == ""
 
 
-def test_a_rank_that_arrives_at_the_last_moment_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_arrives_at_the_last_moment_ends_nothing(monkeypatch, capsys):
     watch = make_watch(monkeypatch)
     for rank in (1, 2):
         publish(watch, rank, reached=4 + rank // 2)
@@ -72,7 +68,7 @@ def test_a_rank_that_arrives_at_the_last_moment_ends_nothing(
     assert watch.store.add("claims", 0) == 0
 
 
-def test_ranks_that_work_as_long_as_this_one_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_work_as_long_as_this_one_are_not_late(monkeypatch):
     watch = make_watch(monkeypatch, timeout=0.05)
     for rank, reached in ((1, 5), (2, 7)):
         publish(watch, rank, reached)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
     "training/update.py": (
         0.5,
-        "training/test_update.py test_wiring.py training/methods/test_kl.py "
+        "training/test_update.py training/test_batch.py test_wiring.py training/methods/test_kl.py "
         "training/methods/test_warm_start.py training/test_targets_trl.py",
     ),
     "training/batch.py": (0.6, "training/test_batch.py test_wiring.py"),
@@ -152,18 +152,18 @@ WRITTEN: list[tuple[str, str, str]] = [
         '(*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end)',
         '(self.end, *self.tokenizer(text, add_special_tokens=False)["input_ids"])',
     ),
-    ("training/batch.py", "/ max(totals.active_tokens, 1)}", "/ max(len(lengths), 1)}"),
-    ("training/batch.py", "signal = torch.stack(", "torch.stack("),
+    ("training/update.py", "/ max(totals.active_tokens, 1)}", "/ max(len(lengths), 1)}"),
+    ("training/update.py", "signal = torch.stack(", "torch.stack("),
     ("training/objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
     ("training/schedule.py", "else rate(step - first)", "else rate(step)"),
     ("training/schedule.py", "supervised(step) if settings.is_supervised(step) else ", ""),
     ("training/methods/kl.py", "weights=self.reference.in_place()", ""),
     ("training/methods/kl.py", "self.own.beta * estimate(", "estimate("),
     ("training/batch.py", "return objective.mask_truncated_completions and", "return False and"),
-    ("training/batch.py", "int(sums[1])", "int(lengths.sum())"),
-    ("training/batch.py", "[k and p == part for", "[k for"),
+    ("training/update.py", "int(sums[1])", "int(lengths.sum())"),
+    ("training/update.py", "[k and p == part for", "[k for"),
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
-    ("training/batch.py", "{name: weight * count for", "{name: weight for"),
+    ("training/update.py", "{name: weight * count for", "{name: weight for"),
     ("training/update.py", "old = self.logprobs(batch.layout, own, old)", "pass"),
     ("training/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("training/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),

@@ -38,7 +38,7 @@ def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
     return make_group(*({"exact": exact, "closeness": close} for exact, close in rewards))
 
 
-def test_rewards_are_weighted() -> None:
+def test_rewards_are_weighted():
     result = compute(
         [make_counting_group((1.0, 0.0), (0.0, 1.0)), make_counting_group((1.0, 1.0), (0.0, 0.0))]
     )
@@ -46,7 +46,7 @@ def test_rewards_are_weighted() -> None:
     assert torch.equal(result.own, result.step.values)
 
 
-def test_groups_with_equal_ids_of_examples_are_separate() -> None:
+def test_groups_with_equal_ids_of_examples_are_separate():
     """With resampling or few examples, one example may have several groups in a step."""
     result = compute(
         [make_counting_group((1.0, 0.0), (0.0, 0.0)), make_counting_group((0.0, 1.0), (0.0, 1.0))]
@@ -55,7 +55,7 @@ def test_groups_with_equal_ids_of_examples_are_separate() -> None:
     assert result.step.zero_spread.tolist() == [False, True]
 
 
-def test_penalties_are_subtracted_from_the_rewards() -> None:
+def test_penalties_are_subtracted_from_the_rewards():
     result = compute(
         [make_counting_group((1.0, 0.0), (1.0, 0.0))],
         [torch.tensor([0.2]), torch.tensor([0.6])],
@@ -63,13 +63,13 @@ def test_penalties_are_subtracted_from_the_rewards() -> None:
     assert result.own.tolist() == pytest.approx([0.2, -0.2])
 
 
-def test_an_undefined_reward_makes_a_completion_unscorable() -> None:
+def test_an_undefined_reward_makes_a_completion_unscorable():
     result = compute([make_counting_group((None, 1.0), (1.0, 0.0), (0.0, 0.0))])
     assert result.own.tolist() == pytest.approx([0, 1, -1])
     assert result.step.unscorable == 1
 
 
-def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch):
     """Rank 1 of two; its group must not be joined with one of rank 0, which has three groups."""
     sent: list[list[Any]] = []  # the rewards and the sizes of the groups of rank 0
 
@@ -89,7 +89,7 @@ def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch: pytest.MonkeyPatc
     assert result.step.zero_spread.tolist() == [False, True, False, False]
 
 
-def test_a_rank_gets_the_advantages_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_the_advantages_of_its_tokens(monkeypatch):
     """Rank 1 of two, with an advantage per token: those of its own group, in order."""
     override = "objective.advantage_estimator=reinforce_plus_plus"
     rewards, penalties = ((5.0, 0.0), (3.0, 0.0)), [torch.tensor([0.5]), torch.tensor([0.1])]
@@ -106,11 +106,11 @@ def test_a_rank_gets_the_advantages_of_its_tokens(monkeypatch: pytest.MonkeyPatc
     assert result.own.tolist() == pytest.approx(expected[2:].tolist())
 
 
-def test_a_rank_without_groups_has_no_advantages() -> None:
+def test_a_rank_without_groups_has_no_advantages():
     assert compute([]).own.shape == (0,)
 
 
-def test_a_group_has_spread_if_its_advantages_are_not_zero() -> None:
+def test_a_group_has_spread_if_its_advantages_are_not_zero():
     """Dynamic sampling replaces the groups whose advantages the update would find to be 0."""
     plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
     rounded = make_group({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})

@@ -34,9 +34,7 @@ REFERENCE = {"beta": 0.1, "reference_refresh_every": "never"}
         ((0, 1), {"mask_truncated_completions": True}, True, 3 * 4),
     ],
 )
-def test_a_group_costs_the_passes_that_it_needs(
-    settings: Any, rewards: Sequence[float], objective: dict[str, Any], shared: bool, cost: int
-) -> None:
+def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, shared, cost):
     group = truncate(make_group(*({"exact": r} for r in rewards), lengths=(3, 5)), row=1)
     assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost
 
@@ -95,7 +93,7 @@ def make_groups(lengths: dict[int, int]) -> dict[int, Group]:
     return {i: make_group({"exact": i}, lengths=(length,)) for i, length in lengths.items()}
 
 
-def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch):
     groups = [make_groups({0: 10, 3: 6, 5: 9}), make_groups({1: 2, 4: 1})]
     # 25 and 3 tokens: moving 10 leaves 15 and 13, more even than moving 9 or exchanging 10 for 1.
     (first, none, parts), (second, received, _) = run_ranks(monkeypatch, groups)
@@ -108,13 +106,13 @@ def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch: pytest.Monke
     assert first == {i: groups[0][i] for i in (3, 5)}
 
 
-def test_even_groups_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_even_groups_stay(monkeypatch):
     groups = [make_groups({0: 10, 3: 6}), make_groups({1: 8, 4: 8})]
     parts = dict.fromkeys([0, 1, 3, 4], 0)
     assert run_ranks(monkeypatch, groups) == [(groups[0], (), parts), (groups[1], (), parts)]
 
 
-def test_each_mini_batch_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mini_batch_is_balanced(monkeypatch):
     """The ranks' sums are equal at first, but each has one mini-batch to itself."""
     groups = [make_groups({0: 5, 1: 5}), make_groups({2: 5, 3: 5})]
     (first, _, parts), (second, _, same) = run_ranks(monkeypatch, groups, mini_batches=2)
@@ -123,14 +121,14 @@ def test_each_mini_batch_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(parts[index] for index in own) == [0, 1]
 
 
-def test_a_prompt_that_cannot_be_read_again_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_read_again_ends_all_ranks(monkeypatch):
     groups = [make_groups({0: 10, 3: 6, 5: 9}), make_groups({1: 2, 4: 1})]
     first, second = run_ranks(monkeypatch, groups, broken=0)
     assert "another process of this run has failed" in first
     assert second == "image 3.png cannot be read"
 
 
-def test_one_rank_exchanges_nothing() -> None:
+def test_one_rank_exchanges_nothing():
     groups = make_groups({3: 1, 1: 5})
     ranks: Any = SimpleNamespace(process_index=0, num_processes=1)
     own, received, parts = balance_groups(groups, {3: 1, 1: 5}, lambda _: [], ranks, 2)

@@ -10,14 +10,9 @@ from groups import make_advantages, make_group, truncate
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.logprobs import TokenScores
-from vlm_grpo.training import batch as batch_module
-from vlm_grpo.training.batch import (
-    Rollout,
-    StepBatch,
-    TokenLayout,
-    build_slices,
-    pack_step,
-)
+from vlm_grpo.training import update as update_module
+from vlm_grpo.training.batch import Rollout, StepBatch, TokenLayout, build_slices
+from vlm_grpo.training.update import pack_step
 from vlm_grpo.types import Group
 
 GROUPS = [
@@ -44,20 +39,20 @@ def read_totals(groups: list[Group], advantages: list[float], *overrides: str) -
     return round(completions), round(tokens), round(constant / completions)
 
 
-def test_slices_hold_the_kept_completions_with_their_rows() -> None:
+def test_slices_hold_the_kept_completions_with_their_rows():
     slices = build_slices(GROUPS, [False, True, True, False, True])
     assert [piece.rows for piece in slices] == [(1,), (2, 4)]
     assert [piece.prompt for piece in slices] == [group.prompt for group in GROUPS]
     assert [piece.completions for piece in slices] == [((10, 11, 12),), ((0,), (20, 21))]
 
 
-def test_groups_without_kept_completions_are_left_out() -> None:
+def test_groups_without_kept_completions_are_left_out():
     slices = build_slices(GROUPS, [False, False, True, True, True])
     assert [piece.rows for piece in slices] == [(2, 3, 4)]
     assert build_slices(GROUPS, [False] * 5) == ()
 
 
-def test_completions_without_a_gradient_count_in_the_normalizers() -> None:
+def test_completions_without_a_gradient_count_in_the_normalizers():
     batch = pack_groups(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0])
     assert [piece.rows for piece in batch.slices] == [(2, 3)]
     assert read_totals(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0]) == (5, 2 + 3 + 1 + 4 + 2, 4)
@@ -66,16 +61,16 @@ def test_completions_without_a_gradient_count_in_the_normalizers() -> None:
     assert batch.active.all()
 
 
-def test_normalizers_are_summed_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normalizers_are_summed_over_ranks(monkeypatch):
     def add_equal_rank(accelerator: Accelerator, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             tensor *= 2
 
-    monkeypatch.setattr(batch_module, "sum_over_ranks", add_equal_rank)
+    monkeypatch.setattr(update_module, "sum_over_ranks", add_equal_rank)
     assert read_totals(GROUPS, [1.0] * 5) == (2 * 5, 2 * 12, 4)
 
 
-def test_truncated_completions_are_masked_only_if_requested() -> None:
+def test_truncated_completions_are_masked_only_if_requested():
     groups, advantages = [GROUPS[0], truncate(GROUPS[1], 1)], [1.0, -1.0, 1.0, -1.0, 0.5]
     assert pack_groups(groups, advantages).active.all()
     assert read_totals(groups, advantages) == (5, 12, 4)
@@ -87,14 +82,14 @@ def test_truncated_completions_are_masked_only_if_requested() -> None:
     assert read_totals(groups, advantages, mask) == (5, 12 - 4, 4)
 
 
-def test_a_rank_without_groups_has_an_empty_batch() -> None:
+def test_a_rank_without_groups_has_an_empty_batch():
     batch = pack_groups([], [])
     assert batch.slices == ()
     assert batch.mini_batches == ((),)
     assert batch.weights["policy"].shape == (0,)
 
 
-def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> None:
+def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
     rollout = Rollout(tuple(GROUPS), mini_batches=(2, 0))
     overrides = ["rollout.max_completion_length=4", "optim.mini_batches=4"]
     settings = load_settings("quickstart", overrides)
@@ -106,7 +101,7 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> 
     assert batch.weights["policy"][0].item() == pytest.approx(4 / (5 * 2))  # of 5 in all
 
 
-def test_a_completion_whose_tokens_cancel_out_has_a_gradient() -> None:
+def test_a_completion_whose_tokens_cancel_out_has_a_gradient():
     advantages = make_advantages(torch.zeros(5), torch.tensor([1.0, -1.0, *[0.0] * 10]))
     settings = load_settings("quickstart", ["rollout.max_completion_length=4"])
     rollout = Rollout(tuple(GROUPS))
@@ -114,7 +109,7 @@ def test_a_completion_whose_tokens_cancel_out_has_a_gradient() -> None:
     assert [piece.rows for piece in batch.slices] == [(0,)]
 
 
-def test_every_input_of_the_loss_is_that_of_its_completion() -> None:
+def test_every_input_of_the_loss_is_that_of_its_completion():
     numbers, layout = torch.arange(5.0), TokenLayout.of([2, 3, 1, 4, 2])
     by_token = numbers.repeat_interleave(torch.tensor(layout.lengths))
     slices = build_slices(GROUPS, [False, True, False, True, True])

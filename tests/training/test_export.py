@@ -36,7 +36,6 @@ from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.export import (
     PREPROCESSOR,
-    ExportedWeights,
     Merge,
     build_model_card,
     export,
@@ -198,8 +197,8 @@ def transformers_results(exported: dict[tuple[str, str], Exported]) -> dict[str,
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
 def test_transformers_computes_the_policy_from_the_exported_files(
-    exported: dict, transformers_results: dict[str, Any], family: str, variant: str
-) -> None:
+    exported, transformers_results, family, variant
+):
     model = exported[family, variant]
     theirs = transformers_results[str(model.out)]
     # The bfloat16 policy rounds its activations at every layer, the export, in float32 like the
@@ -227,7 +226,7 @@ def test_transformers_computes_the_policy_from_the_exported_files(
     assert not {name for name in present if name.startswith("adapter")}
 
 
-def test_weights_are_written_in_the_requested_dtype(exported: dict, tmp_path: Path) -> None:
+def test_weights_are_written_in_the_requested_dtype(exported, tmp_path):
     checkpoint = exported["qwen2_5_vl", "full"].out.with_name("c-full")
     half = export(str(checkpoint), tmp_path / "half", dtype="bfloat16")
     modes = {path.stat().st_mode for path in half.iterdir()}  # whoever reads one file reads all
@@ -237,9 +236,7 @@ def test_weights_are_written_in_the_requested_dtype(exported: dict, tmp_path: Pa
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
-    exported: dict, tmp_path: Path
-) -> None:
+def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(exported, tmp_path):
     model = exported["qwen3_vl", "lora"]
     checkpoint = model.out.with_name("c-lora")
     out = export(str(checkpoint), tmp_path / "adapter", "adapter")
@@ -256,9 +253,7 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
 
 
 @pytest.mark.parametrize("step", ["", "@2", "@best"])
-def test_the_model_card_has_the_results_of_the_exported_step(
-    capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path, step: str
-) -> None:
+def test_the_model_card_has_the_results_of_the_exported_step(capsys, finished, tmp_path, step):
     out = tmp_path / "out"
     status, shown, _ = run(capsys, "export", f"{finished}{step}", out)
     assert (status, shown) == (0, f"model in {out}\n")
@@ -277,9 +272,7 @@ def test_the_model_card_has_the_results_of_the_exported_step(
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_the_program_of_the_card_answers_as_the_policy(
-    adapter: bool, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_of_the_card_answers_as_the_policy(adapter, finished, tmp_path, capsys):
     dtype = None if adapter else "float32"
     weights = "adapter" if adapter else "merged"
     out = export(str(finished), tmp_path / "out", weights, dtype=dtype)
@@ -300,7 +293,7 @@ def test_the_program_of_the_card_answers_as_the_policy(
     assert capsys.readouterr().out == prediction.text + "\n"
 
 
-def test_the_card_has_the_prompt_of_the_training(finished: Path, tmp_path: Path) -> None:
+def test_the_card_has_the_prompt_of_the_training(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     for config in run.rglob("config.yaml"):
@@ -332,14 +325,7 @@ def test_the_card_has_the_prompt_of_the_training(finished: Path, tmp_path: Path)
         ("FULL@3 out", "is not the folder of a run"),
     ],
 )
-def test_wrong_arguments_are_one_message(
-    capsys: pytest.CaptureFixture[str],
-    exported: dict,
-    finished: Path,
-    tmp_path: Path,
-    arguments: str,
-    message: str,
-) -> None:
+def test_wrong_arguments_are_one_message(capsys, exported, finished, tmp_path, arguments, message):
     full = exported["qwen2_vl", "full"].out.with_name("c-full")
     names = {"RUN": finished, "FULL": full, "HERE": tmp_path, "out": tmp_path / "out"}
     parts = [word.partition("@") for word in arguments.split()]
@@ -348,9 +334,7 @@ def test_wrong_arguments_are_one_message(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_export_leaves_no_files(
-    exported: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_export_leaves_no_files(exported, tmp_path, monkeypatch):
     def failing(*arguments: Any) -> str:
         raise OSError("no space left")
 
@@ -380,7 +364,7 @@ def write_quantized_checkpoint(folder: Path, **policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("weights", ["merged", "dequantized"])
-def test_the_difference_of_a_merge_is_on_its_card(weights: ExportedWeights, tmp_path: Path) -> None:
+def test_the_difference_of_a_merge_is_on_its_card(weights, tmp_path):
     run = write_quantized_checkpoint(tmp_path)
     out = export(str(tmp_path / "checkpoint"), tmp_path / "out", weights)
     card = (out / "README.md").read_text()
@@ -404,7 +388,7 @@ def test_the_difference_of_a_merge_is_on_its_card(weights: ExportedWeights, tmp_
     assert torch.equal(exported[name], original[name]) == (weights == "merged")
 
 
-def test_without_examples_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_examples_nothing_is_measured(tmp_path):
     run = write_quantized_checkpoint(tmp_path)
     data = run.data.model_copy(update={"train": str(tmp_path / "gone.jsonl")})
     merged = load_model(run, training=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import groups
 import pytest
@@ -23,7 +22,7 @@ def example() -> Example:
     return load_few_examples("counting", TASK)[0]
 
 
-def test_group_metrics_count_rewards_lengths_and_truncations(example: Example) -> None:
+def test_group_metrics_count_rewards_lengths_and_truncations(example):
     gold, truncated = TASK.gold(example), "<answer>"
     values = group_metrics([make_group(TASK, example, [gold, truncated])]).values(empty=math.nan)
     # The helper makes a token of each letter, and stops at a closing tag.
@@ -37,9 +36,7 @@ def test_group_metrics_count_rewards_lengths_and_truncations(example: Example) -
     assert values["rewards/exact/failed"] == 0
 
 
-def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy(
-    example: Example,
-) -> None:
+def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy(example):
     gold = TASK.gold(example)
     clean = make_group(TASK, example, [gold, "<answer>", gold])
     right, wrong, last = clean.completions
@@ -53,9 +50,7 @@ def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy
     assert values["entropy"] < 9.0 / 7  # no part of the noisy one's
 
 
-def test_distributions_have_all_values_of_few_completions_and_quantiles_of_many(
-    example: Example,
-) -> None:
+def test_distributions_have_all_values_of_few_completions_and_quantiles_of_many(example):
     gold = TASK.gold(example)
     found = rollout_distributions([make_group(TASK, example, [gold, "<answer>", gold])])
     assert found["reward"] == [0.0, 1.0, 1.0]
@@ -67,13 +62,13 @@ def test_distributions_have_all_values_of_few_completions_and_quantiles_of_many(
     assert lengths == [2 * i + 1 for i in range(64)]
 
 
-def test_a_rollout_without_groups_has_means_that_are_nan() -> None:
+def test_a_rollout_without_groups_has_means_that_are_nan():
     values = group_metrics([]).values(empty=math.nan)
     assert set(values) >= {"reward", "entropy", "completions/mean_length"}
     assert all(math.isnan(value) for value in values.values())
 
 
-def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
+def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path):
     log = StepLog(tmp_path / "metrics.jsonl")
     for step in range(3):
         log.write(step, {"reward": step / 4})
@@ -86,7 +81,7 @@ def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path: Path) -> Non
     assert resumed.read() == [json.loads(line) for line in log.path.read_text().splitlines()]
 
 
-def test_the_entropy_of_an_outside_sampler_is_estimated_from_its_log_probs() -> None:
+def test_the_entropy_of_an_outside_sampler_is_estimated_from_its_log_probs():
     group = groups.make_group({"exact": 1.0}, {"exact": 0.0}, lengths=[3, 1])  # of −0.5 each
     assert group_metrics([group]).values()["entropy"] == 0.5
     first, second = group.completions

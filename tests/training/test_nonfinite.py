@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ GROUPS = [make_group({"exact": 1.0}, {"exact": 0.0}, lengths=[2, 3])]
 ADVANTAGES = torch.tensor([0.5, -0.5])
 
 
-def test_only_consecutive_steps_end_the_run(tmp_path: Path) -> None:
+def test_only_consecutive_steps_end_the_run(tmp_path):
     guard = NonfiniteGuard(tmp_path, rank=1)
     one_less = [True] * (MAX_NONFINITE_STEPS - 1)
     for step, is_skipped in enumerate([*one_less, False, *one_less]):
@@ -31,9 +30,7 @@ def test_only_consecutive_steps_end_the_run(tmp_path: Path) -> None:
         guard.check(99, True, GROUPS, ADVANTAGES)
 
 
-def test_a_series_of_skipped_steps_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_series_of_skipped_steps_is_reported_once(tmp_path, caplog):
     guard = NonfiniteGuard(tmp_path, rank=0)
     with caplog.at_level(logging.WARNING):
         for step, is_skipped in enumerate([True, True, False, True]):
@@ -42,7 +39,7 @@ def test_a_series_of_skipped_steps_is_reported_once(
     assert reported == ["step 0", "step 3"]
 
 
-def test_the_completions_of_the_last_step_are_written(tmp_path: Path) -> None:
+def test_the_completions_of_the_last_step_are_written(tmp_path):
     guard = NonfiniteGuard(tmp_path, rank=0)
     guard.count = MAX_NONFINITE_STEPS - 1
     with pytest.raises(UserError, match="not finite"):
@@ -55,7 +52,7 @@ def test_the_completions_of_the_last_step_are_written(tmp_path: Path) -> None:
     assert {tuple(row["prompt_token_ids"]) for row in rows} == {(7, 8)}
 
 
-def test_every_rank_writes_its_completions(tmp_path: Path) -> None:
+def test_every_rank_writes_its_completions(tmp_path):
     for rank in range(2):
         guard = NonfiniteGuard(tmp_path / "run", rank)
         guard.count = MAX_NONFINITE_STEPS - 1
@@ -65,8 +62,8 @@ def test_every_rank_writes_its_completions(tmp_path: Path) -> None:
 
 
 def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_batch_that_ended_it(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    settings, monkeypatch
+):
     run = settings(optim={"max_steps": 20})
     trainer = make_trainer(run)
     before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}

@@ -65,13 +65,13 @@ def open_loader(
         loader.close()
 
 
-def test_prompts_have_the_requested_order(policy: Policy) -> None:
+def test_prompts_have_the_requested_order(policy):
     with open_loader(policy, RecordingStream(make_examples(3))) as loader:
         prompts = loader.load([2, 0, 4])
     assert [prompt.example.id for prompt in prompts] == ["2", "0", "1"]
 
 
-def test_prefetched_prompts_are_read_once(policy: Policy) -> None:
+def test_prefetched_prompts_are_read_once(policy):
     stream = RecordingStream(make_examples(4))
     with open_loader(policy, stream) as loader:
         loader.prefetch([1, 2])
@@ -83,7 +83,7 @@ def test_prefetched_prompts_are_read_once(policy: Policy) -> None:
     assert stream.indices.count(0) == 1
 
 
-def test_image_decodes_are_counted_when_prompts_are_loaded(policy: Policy) -> None:
+def test_image_decodes_are_counted_when_prompts_are_loaded(policy):
     examples = [noise_example("two", [(56, 28), (28, 56)]), noise_example("none", [])]
     before = policy.counters.image_decodes
     with open_loader(policy, RecordingStream(examples)) as loader:
@@ -93,9 +93,7 @@ def test_image_decodes_are_counted_when_prompts_are_loaded(policy: Policy) -> No
     assert policy.counters.image_decodes == before + 2
 
 
-def test_the_images_of_a_prompt_for_a_gpu_are_pinned(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_images_of_a_prompt_for_a_gpu_are_pinned(policy, monkeypatch):
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: [x, pinned.append(x)][0])
     for kind in ("cpu", "cuda"):
@@ -106,16 +104,14 @@ def test_the_images_of_a_prompt_for_a_gpu_are_pinned(
         assert [*map(id, pinned)] == found
 
 
-def test_an_unreadable_image_is_an_error(policy: Policy) -> None:
+def test_an_unreadable_image_is_an_error(policy):
     examples = make_examples(2)
     stream = RecordingStream([spoil(examples[0]), examples[1]])
     with open_loader(policy, stream) as loader, pytest.raises(UserError, match="cannot be read"):
         loader.load([0])
 
 
-def test_an_unreadable_image_is_replaced_by_the_next_example_if_requested(
-    policy: Policy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_image_is_replaced_by_the_next_example_if_requested(policy, caplog):
     good = make_examples(4)
     stream = RecordingStream([good[0], spoil(good[1]), spoil(good[2]), good[3]])
     before = policy.counters.replaced_prompts
@@ -126,7 +122,7 @@ def test_an_unreadable_image_is_replaced_by_the_next_example_if_requested(
     assert caplog.text.count("using the next example instead") == 2
 
 
-def test_replacement_is_limited(policy: Policy) -> None:
+def test_replacement_is_limited(policy):
     stream = RecordingStream([spoil(example) for example in make_examples(1)])
     with (
         open_loader(policy, stream, True) as loader,
@@ -136,7 +132,7 @@ def test_replacement_is_limited(policy: Policy) -> None:
     assert stream.indices == list(range(5, 5 + 1 + MAX_REPLACEMENTS))
 
 
-def test_an_error_in_the_loading_thread_is_raised(policy: Policy) -> None:
+def test_an_error_in_the_loading_thread_is_raised(policy):
     class FailingStream:
         def __getitem__(self, index: int) -> Example:
             raise ZeroDivisionError(f"at {index}")
@@ -173,7 +169,7 @@ def with_workers(policy: Policy, fifo: Path) -> Iterator[PromptLoader]:
         yield loader
 
 
-def test_workers_prepare_the_same_prompts(policy: Policy, with_workers: PromptLoader) -> None:
+def test_workers_prepare_the_same_prompts(policy, with_workers):
     indices, before = [5, 0, 3, 6], policy.counters.image_decodes
     with_workers.prefetch(indices)
     prompts = with_workers.load(indices)
@@ -185,9 +181,7 @@ def test_workers_prepare_the_same_prompts(policy: Policy, with_workers: PromptLo
     assert counted in (3, 5)  # index 6 is example 0 again: its images may be in the worker's cache
 
 
-def test_noisy_prompts_are_those_of_the_example_that_is_used(
-    policy: Policy, with_workers: PromptLoader
-) -> None:
+def test_noisy_prompts_are_those_of_the_example_that_is_used(policy, with_workers):
     """Also from a worker, and in place of an example that cannot be read; texts have none."""
     variant = NoisyImages(DiffusionNoise(300, (5,)))
     text, _, _, replaced = prompts = with_workers.load([5, 0, 3, 1], variant)
@@ -201,7 +195,7 @@ def test_noisy_prompts_are_those_of_the_example_that_is_used(
     assert replaced.example.id == "3"
 
 
-def test_prompts_are_prefetched_for_the_noise_of_their_step(policy: Policy) -> None:
+def test_prompts_are_prefetched_for_the_noise_of_their_step(policy):
     weak, strong = (NoisyImages(DiffusionNoise(steps, (0,))) for steps in (5, 900))
     with open_loader(policy, RecordingStream(make_examples(3))) as loader:
         loader.prefetch([1], strong)
@@ -212,9 +206,7 @@ def test_prompts_are_prefetched_for_the_noise_of_their_step(policy: Policy) -> N
     assert again.variant.example.images[0].noise == DiffusionNoise(900, (0, 1, 0))
 
 
-def test_errors_in_workers_are_raised_or_replaced(
-    policy: Policy, with_workers: PromptLoader, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_in_workers_are_raised_or_replaced(policy, with_workers, caplog):
     before = policy.counters.replaced_prompts
     with caplog.at_level(logging.WARNING):
         (prompt,) = with_workers.load([1])
@@ -249,8 +241,8 @@ def find_reader(fifo: Path, seconds: float = 60.0) -> int:
 
 
 def test_a_killed_worker_is_replaced_and_two_end_the_run_with_one_message(
-    with_workers: PromptLoader, fifo: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    with_workers, fifo, caplog
+):
     with caplog.at_level(logging.WARNING), os.fdopen(os.open(fifo, os.O_RDWR), "wb") as pipe:
         with_workers.prefetch([4])
         kill_reader(fifo)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +24,8 @@ def get_tokens(rollout: Rollout) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("limit", [130, 1])
 def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+    settings, monkeypatch, limit
+):
     sampler = make_trainer(settings()).sampler
     sample = sampler.policy.sample
     expected = sampler.sample(0)
@@ -47,9 +46,7 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert sampler.budget.limit <= limit
 
 
-def test_other_errors_of_sampling_are_raised(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_of_sampling_are_raised(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
 
     def fail(*args: Any) -> Any:
@@ -60,7 +57,7 @@ def test_other_errors_of_sampling_are_raised(
         sampler.sample(0)
 
 
-def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings: Any) -> None:
+def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings):
     sampler = make_trainer(settings(rollout={"dynamic_sampling": True, "max_resample": 2})).sampler
     assert sampler.sample(0).resampled == 0  # this reward differs in every group
     object.__setattr__(sampler.task, "weights", {"letters": 0.0})
@@ -78,12 +75,8 @@ def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings: Any)
     ("spread", "chosen", "rounds"), [({1, 2}, [1, 2, 0], [3, 1]), ({2, 3}, [2, 3, 0], [3, 2])]
 )
 def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
-    settings: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    spread: set[int],
-    chosen: list[int],
-    rounds: list[int],
-) -> None:
+    settings, monkeypatch, spread, chosen, rounds
+):
     """A step of three groups, those with a spread by their index, and one round of replacement."""
     run = settings(rollout={"dynamic_sampling": True, "max_resample": 1})
     sampler = make_trainer(run).sampler
@@ -95,7 +88,7 @@ def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
     assert rollout.resampled == rounds[1]
 
 
-def test_ranks_share_the_prompts_of_a_step(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_prompts_of_a_step(settings, monkeypatch):
     monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
     monkeypatch.setattr(rollout_module, "sum_over_ranks", lambda ranks, tensors: None)
     shares = []
@@ -109,9 +102,7 @@ def test_ranks_share_the_prompts_of_a_step(settings: Any, monkeypatch: pytest.Mo
     assert sorted(shares) == [3, 4, 5]  # prompts_per_step=3, the second step
 
 
-def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     ahead: list[Any] = []
     monkeypatch.setattr(sampler.loader, "prefetch", lambda indices, noise: ahead.append(indices))
@@ -121,9 +112,7 @@ def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(
     assert ahead == [[3, 4, 5], "closed"]
 
 
-def test_a_failure_of_another_rank_ends_the_rollout(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_another_rank_ends_the_rollout(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     # Of the flags of all ranks, that of a failure is set.
     monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
@@ -131,9 +120,7 @@ def test_a_failure_of_another_rank_ends_the_rollout(
         sampler.sample(0)
 
 
-def test_a_reward_that_fails_on_every_completion_ends_the_rollout(
-    settings: Any, tmp_path: Path
-) -> None:
+def test_a_reward_that_fails_on_every_completion_ends_the_rollout(settings, tmp_path):
     broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
     (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
     sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
@@ -141,9 +128,7 @@ def test_a_reward_that_fails_on_every_completion_ends_the_rollout(
         sampler.sample(0)
 
 
-def test_a_failed_rollout_leaves_the_position(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rollout_leaves_the_position(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     sampler.sample(0)
     load = sampler.loader.load
@@ -160,7 +145,7 @@ def test_a_failed_rollout_leaves_the_position(
     assert sampler.cursor.position == 6
 
 
-def test_scores_return_to_their_groups() -> None:
+def test_scores_return_to_their_groups():
     """The scorer receives all completions in one list."""
     policy = tiny_policy("qwen2_5_vl")
     prompts = [make_prompt(policy, noise_example(name, [])) for name in ("a", "b")]

@@ -62,9 +62,7 @@ def settings(tmp_path: Path) -> Any:
 # checkpoint is one step, or many, behind the log.
 @pytest.mark.parametrize("killed", [10, 33, 38, 45, 69])
 @pytest.mark.parametrize("behind", [1, 9])
-def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(
-    settings: Any, killed: int, behind: int
-) -> None:
+def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(settings, killed, behind):
     uninterrupted, resumed = settings("uninterrupted"), settings("resumed")
     write_steps(uninterrupted, 0, STEPS)
     write_steps(resumed, 0, killed)
@@ -76,7 +74,7 @@ def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(
     assert read_alarms(resumed) == expected
 
 
-def test_an_alarm_is_logged_once(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_is_logged_once(settings, caplog):
     write_steps(settings("run"), 0, STEPS)
     alarms = read_alarms(settings("run"))
     (step,) = [alarm["step"] for alarm in alarms if alarm["name"] == "cut off"]
@@ -95,7 +93,7 @@ with lock_folder(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_in_use_is_refused_and_unchanged(settings: Any, resume: bool) -> None:
+def test_a_run_in_use_is_refused_and_unchanged(settings, resume):
     run = settings("run").model_copy(update={"resume": resume})
     write_steps(run, 0, 2)
     (run.run_dir / "checkpoints" / ".step-3.tmp").mkdir(parents=True)  # being written
@@ -112,9 +110,7 @@ def test_a_run_in_use_is_refused_and_unchanged(settings: Any, resume: bool) -> N
         holder.communicate("")
 
 
-def test_a_run_that_lost_its_folder_ends_at_the_next_step(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lost_its_folder_ends_at_the_next_step(settings, monkeypatch):
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
     task, run = load_task("counting"), settings("run")
     with lock_run(run, Accelerator(cpu=True)):
@@ -130,9 +126,7 @@ def test_a_run_that_lost_its_folder_ends_at_the_next_step(
     assert [row["step"] for row in run_dir.metrics.read()] == [0]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(
-    settings: Any, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(settings, tmp_path):
     (tmp_path / "file").touch()
     for name, folder in (("run", tmp_path / "file"), ("x" * 300, tmp_path), ("file", tmp_path)):
         run = settings(name).model_copy(update={"output_dir": folder})
@@ -143,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(
             pass
 
 
-def test_other_ranks_write_nothing(settings: Any) -> None:
+def test_other_ranks_write_nothing(settings):
     task = load_task("counting")
     run_dir = RunDir(settings("run"), task, task, is_main=False)
     run_dir.open(0)
@@ -153,9 +147,7 @@ def test_other_ranks_write_nothing(settings: Any) -> None:
 
 
 @pytest.mark.parametrize("metric", ["absolute_error", "rmse"])
-def test_alarms_monitor_the_held_out_metric_if_completions_have_it(
-    settings: Any, tmp_path: Path, metric: str
-) -> None:
+def test_alarms_monitor_the_held_out_metric_if_completions_have_it(settings, tmp_path, metric):
     path = tmp_path / "benchmark.yaml"
     path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
     task, held_out_task = load_task("counting"), load_benchmark(str(path)).load_task()
@@ -166,7 +158,7 @@ def test_alarms_monitor_the_held_out_metric_if_completions_have_it(
         assert monitored is task
 
 
-def test_an_evaluation_is_read_as_it_was_written(settings: Any) -> None:
+def test_an_evaluation_is_read_as_it_was_written(settings):
     task = load_task("counting")
     run_dir = RunDir(settings("run"), task, task, is_main=True)
     values = (0.0, 1.0, 1.0, 0.0, None)

@@ -37,7 +37,7 @@ def make_settings(optim: dict[str, Any], **values: Any) -> Settings:
     return load_settings("quickstart", optim=optim, **values)
 
 
-def test_a_resumed_run_has_the_rates_of_its_settings() -> None:
+def test_a_resumed_run_has_the_rates_of_its_settings():
     """A resume with another learning rate continues the schedule with it."""
     old: dict[str, Any] = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 0, "max_steps": 4}
     new = {**old, "lr": 4e-3, "weight_decay": 0.3, "betas": (0.8, 0.9), "eps": 1e-6}
@@ -64,7 +64,7 @@ def test_a_resumed_run_has_the_rates_of_its_settings() -> None:
     assert scheduler.get_last_lr() == pytest.approx([2e-3] * 2)  # 2/4 of 4e-3
 
 
-def test_a_warmup_may_be_a_share_and_the_rate_may_end_above_0() -> None:
+def test_a_warmup_may_be_a_share_and_the_rate_may_end_above_0():
     optim = {"lr": 1e-2, "max_steps": 11, "warmup_steps": 0.19}
     rate = build_schedule(make_settings({**optim, "schedule": "linear"}))
     assert [rate(step) for step in (0, 1, 3, 4, 11)] == pytest.approx(
@@ -75,7 +75,7 @@ def test_a_warmup_may_be_a_share_and_the_rate_may_end_above_0() -> None:
     assert [rate(step) for step in (3, 7, 11)] == pytest.approx([1e-2, 6e-3, 2e-3])
 
 
-def test_each_part_follows_the_schedule_from_its_own_rate() -> None:
+def test_each_part_follows_the_schedule_from_its_own_rate():
     optim: dict[str, Any] = {"lr": 1e-2, "lr_vision": 1e-3, "lr_projector": 0.0}
     optim |= {"schedule": "linear", "max_steps": 4, "name": "adafactor"}
     weights = make_parts()
@@ -100,6 +100,6 @@ def test_each_part_follows_the_schedule_from_its_own_rate() -> None:
         assert (schedule(0), schedule(2)) == pytest.approx((5e-2, rate))
 
 
-def test_a_rate_of_a_part_that_is_not_trained_is_refused() -> None:
+def test_a_rate_of_a_part_that_is_not_trained_is_refused():
     with pytest.raises(UserError, match=r"optim\.lr_vision has no effect: no weight of the vision"):
         make_optimizer(make_parts()[1:], lr_vision=1e-3)

@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from vlm_grpo.training.speed import profile_step
 from vlm_grpo.utils.timing import Stopwatch
 
 
-def test_a_step_has_tokens_per_second_but_no_mfu_on_a_cpu(tmp_path: Path) -> None:
+def test_a_step_has_tokens_per_second_but_no_mfu_on_a_cpu(tmp_path):
     trainer = make_embedded_trainer(tmp_path)
     metrics = trainer.step()
     tokens = metrics["completions/mean_length"] * 3 * 4  # prompts and completions of SMALL
@@ -38,9 +37,7 @@ def test_a_step_has_tokens_per_second_but_no_mfu_on_a_cpu(tmp_path: Path) -> Non
     trainer.sampler.close()
 
 
-def test_a_gpu_of_the_table_has_the_mfu_of_step_and_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_of_the_table_has_the_mfu_of_step_and_update(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "find_peak_rate", lambda device, dtype: 1e12)
     trainer = make_embedded_trainer(tmp_path)
     rollout = trainer._rollout  # noqa: SLF001
@@ -57,16 +54,14 @@ def test_a_gpu_of_the_table_has_the_mfu_of_step_and_update(
     trainer.sampler.close()
 
 
-def test_a_supervised_step_has_the_speed_of_its_update_alone(tmp_path: Path) -> None:
+def test_a_supervised_step_has_the_speed_of_its_update_alone(tmp_path):
     trainer = make_embedded_trainer(tmp_path, "warm_start.steps=1")
     speeds = {name for name in trainer.step() if name.startswith("speed/")}
     assert speeds == {"speed/update_tokens_per_second"}
     trainer.sampler.close()
 
 
-def test_only_the_chosen_step_has_a_trace_with_its_phases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_chosen_step_has_a_trace_with_its_phases(tmp_path, capsys):
     trainer = make_embedded_trainer(tmp_path, "logging.profile_steps=[1]", "optim.max_steps=2")
     for _ in range(2):
         trainer.step()
@@ -80,7 +75,7 @@ def test_only_the_chosen_step_has_a_trace_with_its_phases(
     assert "aten::index_select" in names
 
 
-def test_a_step_that_fails_has_no_trace(tmp_path: Path) -> None:
+def test_a_step_that_fails_has_no_trace(tmp_path):
     stopwatch = Stopwatch()
     with (
         pytest.raises(ValueError, match="expected"),
@@ -92,9 +87,7 @@ def test_a_step_that_fails_has_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(
-    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(tmp_path, fails, monkeypatch):
     calls: list[Any] = []
     memory, gpu = torch.cuda.memory, torch.device("cuda")
     monkeypatch.setattr(memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
@@ -120,7 +113,7 @@ def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(
     assert calls == [begin, both, "step", *written[0], {"enabled": None}, *written[1]]
 
 
-def test_a_step_that_is_never_run_is_an_error() -> None:
+def test_a_step_that_is_never_run_is_an_error():
     overrides = ["optim.max_steps=3", "logging.profile_steps=[1,3]"]
     with pytest.raises(UserError, match="profile_steps has step 3, which is never run"):
         load_settings("quickstart", overrides)

@@ -87,14 +87,14 @@ def stop_and_resume(run: Settings, stop: StopAt, monkeypatch: pytest.MonkeyPatch
     return name
 
 
-def test_steps_ahead_need_an_outside_sampler() -> None:
+def test_steps_ahead_need_an_outside_sampler():
     with pytest.raises(UserError, match=r"steps_ahead=1 needs rollout.sampler=vllm"):
         RolloutSettings(steps_ahead=1)
     settings = RolloutSettings(steps_ahead=1, sampler="vllm", vllm=VllmSettings(**SERVER))
     assert settings.steps_ahead == 1
 
 
-def test_an_outside_sampler_gives_the_run_of_the_policy(settings: Any, vllm: Any) -> None:
+def test_an_outside_sampler_gives_the_run_of_the_policy(settings, vllm):
     """With equal kernels the weights of the correction are 1, up to rounding."""
     expected, run = make_trainer(settings(name="policy")), vllm()
     expected.run()
@@ -111,9 +111,7 @@ def test_an_outside_sampler_gives_the_run_of_the_policy(settings: Any, vllm: Any
 @pytest.mark.parametrize(
     ("ahead", "versions"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])]
 )
-def test_later_steps_are_sampled_with_the_weights_of_their_start(
-    vllm: Any, ahead: int, versions: list[int]
-) -> None:
+def test_later_steps_are_sampled_with_the_weights_of_their_start(vllm, ahead, versions):
     run = vllm(ahead)
     train(run)
     (outside,) = vllm.samplers
@@ -128,16 +126,12 @@ def test_later_steps_are_sampled_with_the_weights_of_their_start(
 
 
 @pytest.mark.parametrize(("ahead", "rests"), [(0, 4), (1, 1)])
-def test_servers_rest_in_updates_in_which_they_do_not_sample(
-    vllm: Any, ahead: int, rests: int
-) -> None:
+def test_servers_rest_in_updates_in_which_they_do_not_sample(vllm, ahead, rests):
     train(vllm(ahead))
     assert vllm.samplers[0].rests == rests  # of four steps, the last has no later one
 
 
-def test_generation_runs_while_the_policy_is_updated(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     """An update lasts until all is generated that was begun, which takes 0.3 s at least."""
     vllm.before = lambda number: time.sleep(0.3)
     check = NonfiniteGuard.check
@@ -160,9 +154,7 @@ def test_generation_runs_while_the_policy_is_updated(
 
 
 @pytest.mark.parametrize("policy", [{}, {"freeze": ["vision", "projector"]}, LORA])
-def test_a_resumed_run_is_bit_identical_without_steps_ahead(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any]
-) -> None:
+def test_a_resumed_run_is_bit_identical_without_steps_ahead(vllm, monkeypatch, policy):
     changes = {"objective": {"num_iterations": 2}, "policy": policy}
     uninterrupted, stopped = vllm(name="uninterrupted", **changes), vllm(name="stopped", **changes)
     train(uninterrupted)
@@ -172,9 +164,7 @@ def test_a_resumed_run_is_bit_identical_without_steps_ahead(
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize(("stop", "done"), [((2,), 1), ((3,), 2), ((3, 1), 2)])
-def test_a_stopped_run_uses_each_example_once(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, ahead: int, stop: tuple[int, ...], done: int
-) -> None:
+def test_a_stopped_run_uses_each_example_once(vllm, monkeypatch, ahead, stop, done):
     """After a resume, completions that were generated ahead are generated again."""
     run = vllm(ahead)
     name = f"step-{done}"
@@ -189,7 +179,7 @@ def test_a_stopped_run_uses_each_example_once(
     assert versions[: ahead + 1] == [done] * min(ahead + 1, 4 - done)
 
 
-def test_a_crashed_run_uses_each_example_once(vllm: Any) -> None:
+def test_a_crashed_run_uses_each_example_once(vllm):
     """A checkpoint between steps has the indices whose completions were still generated."""
     run = vllm(2, checkpoint={"every": 1, "keep_last": 0})
     train(run)
@@ -199,9 +189,7 @@ def test_a_crashed_run_uses_each_example_once(vllm: Any) -> None:
     assert_each_example_once(run)
 
 
-def test_steps_ahead_may_change_when_a_run_is_resumed(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_ahead_may_change_when_a_run_is_resumed(vllm, monkeypatch):
     run = vllm(2)
     monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2))
     with pytest.raises(Stopped):
@@ -212,9 +200,7 @@ def test_steps_ahead_may_change_when_a_run_is_resumed(
     assert_each_example_once(run)
 
 
-def test_replacements_are_sampled_with_the_current_weights(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacements_are_sampled_with_the_current_weights(vllm, monkeypatch):
     """Each step replaces all of its groups once."""
     monkeypatch.setattr(rollout_module, "has_spread", lambda *_: False)
     run = vllm(1, rollout={"dynamic_sampling": True, "max_resample": 1})
@@ -226,7 +212,7 @@ def test_replacements_are_sampled_with_the_current_weights(
     assert all(ids.count(example) == 2 for example in ids)  # two epochs of 12
 
 
-def test_a_failure_in_the_background_ends_its_step_and_loses_nothing(vllm: Any) -> None:
+def test_a_failure_in_the_background_ends_its_step_and_loses_nothing(vllm):
     def fail(number: int) -> None:
         if number == 2:
             raise UserError("the server is gone")
@@ -240,9 +226,7 @@ def test_a_failure_in_the_background_ends_its_step_and_loses_nothing(vllm: Any) 
     assert_each_example_once(run)
 
 
-def test_an_unreadable_image_ahead_of_its_step_loses_nothing(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_image_ahead_of_its_step_loses_nothing(vllm, monkeypatch):
     run = vllm(1)
     load = rollout_module.PromptLoader.load
 
@@ -261,7 +245,7 @@ def test_an_unreadable_image_ahead_of_its_step_loses_nothing(
     assert_each_example_once(run)
 
 
-def test_a_signal_ends_the_wait_at_once(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_wait_at_once(vllm, monkeypatch):
     """The first rollout of the second step never ends by itself."""
     released = threading.Event()
 
@@ -285,7 +269,7 @@ def test_a_signal_ends_the_wait_at_once(vllm: Any, monkeypatch: pytest.MonkeyPat
     assert_each_example_once(run)
 
 
-def test_a_stop_of_another_rank_ends_the_step(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_of_another_rank_ends_the_step(vllm, monkeypatch):
     trainer = make_trainer(vllm(1))
     monkeypatch.setattr(trainer.sampler, "_add_ranks", lambda flags: [1, 0])
     with pytest.raises(StepInterrupted):
@@ -295,9 +279,7 @@ def test_a_stop_of_another_rank_ends_the_step(vllm: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_two_ranks_stop_together_and_use_each_example_once(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_stop_together_and_use_each_example_once(model_folder, tmp_path):
     """Rank 0 receives the signal while it waits; rank 1 has its completions and receives none."""
     for resume, name in ((False, "step-1"), (True, "step-4")):
         run_ranks(tmp_path / "log", 2, train_on_ranks, tmp_path, model_folder, resume)
@@ -313,9 +295,7 @@ def test_two_ranks_stop_together_and_use_each_example_once(
     assert [row["staleness/max"] for row in read_metrics(run.run_dir)] == [0, 0, 1, 1]
 
 
-def test_weights_are_gathered_only_to_check_the_form(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_gathered_only_to_check_the_form(vllm, monkeypatch):
     """The update shares prompts, so the run checks that on the first completions it gets."""
     trainer, gathered = make_trainer(vllm()), []
     monkeypatch.setattr(
@@ -333,7 +313,7 @@ def test_weights_are_gathered_only_to_check_the_form(
     trainer.sampler.close()
 
 
-def test_evaluations_and_best_checkpoints_are_those_of_the_policy(vllm: Any) -> None:
+def test_evaluations_and_best_checkpoints_are_those_of_the_policy(vllm):
     changes = {
         "data": {"eval": "embedded:ocr", "eval_limit": 3},
         "evaluation": {"every": 1},

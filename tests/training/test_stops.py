@@ -73,8 +73,8 @@ POLICIES = {"full": {}, "lora": LORA}
     ],
 )
 def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
-    tmp_path: Path, model: Path, policy: str, updates: int, reference: str
-) -> None:
+    tmp_path, model, policy, updates, reference
+):
     changes: dict[str, Any] = {
         "policy": POLICIES[policy],
         "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
@@ -92,9 +92,7 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=["trained", "frozen"])
-def test_a_run_can_be_stopped_before_every_step_and_evaluation(
-    tmp_path: Path, model: Path, freeze: list[str]
-) -> None:
+def test_a_run_can_be_stopped_before_every_step_and_evaluation(tmp_path, model, freeze):
     """With resampled groups, an evaluation between the steps, and cached features of images."""
     changes: dict[str, Any] = {
         "policy": {"freeze": freeze},
@@ -124,7 +122,7 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(
     assert_same_weights(*folders)
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_once(tmp_path: Path, model: Path) -> None:
+def test_an_evaluation_that_a_stop_left_out_is_made_once(tmp_path, model):
     """Also if the run that made it was killed before its next checkpoint."""
     changes: dict[str, Any] = {
         "data": {"eval": "embedded:ocr", "eval_limit": 3},
@@ -144,9 +142,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_once(tmp_path: Path, model: 
     assert [row["step"] for row in read_metrics(run.run_dir)] == [0, 1]
 
 
-def test_a_step_that_is_stopped_leaves_the_state_before_it(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_stopped_leaves_the_state_before_it(tmp_path, model, monkeypatch):
     """Also that of random numbers, which the rewards may have used."""
     trainer = make_trainer(small_run(tmp_path, model))
     before = trainer.checkpoints._collect(trainer.state).metadata  # noqa: SLF001
@@ -162,7 +158,7 @@ def test_a_step_that_is_stopped_leaves_the_state_before_it(
     assert trainer.checkpoints._collect(trainer.state).metadata == before  # noqa: SLF001
 
 
-def test_the_format_of_a_checkpoint_is_kept(tmp_path: Path, model: Path) -> None:
+def test_the_format_of_a_checkpoint_is_kept(tmp_path, model):
     """Version 0.1.0 wrote these names; a run that it began must resume."""
     objective = {"beta": 0.1, "reference_refresh_every": 2}
     run = small_run(tmp_path, model, objective=objective, optim={"max_steps": 1})
@@ -174,7 +170,7 @@ def test_the_format_of_a_checkpoint_is_kept(tmp_path: Path, model: Path) -> None
     assert {*read_tensors(checkpoint, "examples")} == {"train"}
 
 
-def test_a_checkpoint_within_a_step_is_refused(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_within_a_step_is_refused(tmp_path, model):
     """Earlier versions wrote it; its weights are neither those of the step's start nor its end."""
     run = small_run(tmp_path, model, optim={"max_steps": 1}).model_copy(update={"resume": True})
     checkpoint = train(run).checkpoint

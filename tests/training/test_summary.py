@@ -6,7 +6,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def describe(*overrides: str) -> dict[str, str]:
     return {line[:11].strip(): line[11:] for line in lines}
 
 
-def test_the_first_lines_describe_the_run() -> None:
+def test_the_first_lines_describe_the_run():
     lines = describe("data.train_limit=9")
     assert re.match(r"embedded \([\d,]+ weights, [\d,]+ trained, full weights\)", lines["model"])
     assert lines["data"] == "embedded:counting: 9 examples; 3 held out"
@@ -42,7 +41,7 @@ def test_the_first_lines_describe_the_run() -> None:
     assert "note" not in parts
 
 
-def test_a_task_that_the_embedded_model_has_not_learned_is_noted() -> None:
+def test_a_task_that_the_embedded_model_has_not_learned_is_noted():
     note = "the embedded model has learned only to count, locate and read"
     assert note in describe("data.train_limit=2", "task=detection")["note"]
     assert note not in describe("data.train_limit=2")["note"]
@@ -56,7 +55,7 @@ def test_a_task_that_the_embedded_model_has_not_learned_is_noted() -> None:
         ("never", "the policy before its first rollout, for the entire run"),
     ],
 )
-def test_the_reference_is_described(every: str, text: str) -> None:
+def test_the_reference_is_described(every, text):
     lines = describe(
         "data.train_limit=2", "objective.beta=0.1", f"objective.reference_refresh_every={every}"
     )
@@ -77,7 +76,7 @@ def evaluation(
     return Scored(rows, "exact", {"exact": mean}, lower_is_better)
 
 
-def test_the_change_is_paired_by_example() -> None:
+def test_the_change_is_paired_by_example():
     same = evaluation(0, 1, 0, 1)
     assert format_change(same, evaluation(1, 1, 1, 1)).startswith("+50.0 points [")
     assert format_change(same, same) == "+0.0 points [+0.0, +0.0], which may be chance"
@@ -89,7 +88,7 @@ def test_the_change_is_paired_by_example() -> None:
     assert format_change(undefined, evaluation(1)) == "no example was scored both times"
 
 
-def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -> None:
+def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval():
     before, after = evaluation(3, 2, lower_is_better=True), evaluation(1, 0, lower_is_better=True)
     assert format_change(before, after) == "-2.000 [-2.000, -2.000]"
     assert str(after) == "exact 0.500 [0.000, 1.000] (n = 2)"
@@ -101,9 +100,7 @@ def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -
     assert format_change(before, after) == "+40.0 points"
 
 
-def test_a_resumed_run_prints_the_change_since_its_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_prints_the_change_since_its_start(tmp_path, capsys):
     short = [f"output_dir={tmp_path}", "name=run", "optim.prompts_per_step=2", "data.eval_limit=8"]
     short += ["optim.warmup_steps=0", "data.train_limit=8", "logging.trackers=[]"]
 
@@ -131,7 +128,7 @@ def test_a_resumed_run_prints_the_change_since_its_start(
         (2, "90.0%, after step 2, not kept (checkpoint.keep_best=true keeps it)"),
     ],
 )
-def test_the_best_value_has_its_checkpoint(step: int, text: str, tmp_path: Path) -> None:
+def test_the_best_value_has_its_checkpoint(step, text, tmp_path):
     checkpoint = tmp_path / "step-4"
     checkpoint.mkdir()
     result = TrainResult(None, None, (0.9, step), checkpoint, tmp_path)

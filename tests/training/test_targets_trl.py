@@ -83,7 +83,7 @@ def step_trls(pairs: Pairs, model: Any, processor: Any, folder: Path) -> Measure
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of TRL
 @pytest.mark.parametrize("task", ["ocr", "grounding"])
-def test_a_supervised_step_equals_that_of_trl(tmp_path: Path, task: str) -> None:
+def test_a_supervised_step_equals_that_of_trl(tmp_path, task):
     # Micro-batches of two or three prompts; TRL has one batch.
     data = (f"task={task}", f"data.train=embedded:{task}", "optim.max_tokens_per_batch=180")
     trainer = make_embedded_trainer(tmp_path, *WARM, *data, "optim.max_grad_norm=0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from dataset_files import png, write_files
@@ -21,7 +20,7 @@ def make_chat(number: int) -> dict[str, Any]:
     return {"messages": turns, "images": ["a.png", "b.png"], "hint": f"Line {number}."}
 
 
-def test_a_run_is_trained_and_evaluated_on_chats(tmp_path: Path) -> None:
+def test_a_run_is_trained_and_evaluated_on_chats(tmp_path):
     rows = [make_chat(number) for number in range(4)]
     system = {"role": "system", "content": "Look twice."}
     rows[0]["messages"] = [system, *rows[0]["messages"]]
@@ -58,9 +57,7 @@ def test_a_run_is_trained_and_evaluated_on_chats(tmp_path: Path) -> None:
     assert "eval/letters" in metrics[-1]
 
 
-def test_a_thinking_that_the_prompt_opens_is_known_to_the_whole_run(
-    tmp_path: Path,
-) -> None:
+def test_a_thinking_that_the_prompt_opens_is_known_to_the_whole_run(tmp_path):
     model, processor = tiny_model("qwen2_5_vl")
     processor.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     for part in (model, processor):

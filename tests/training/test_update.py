@@ -14,10 +14,10 @@ from small_runs import make_trainer
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.training import update as update_module
-from vlm_grpo.training.batch import StepBatch, pack_step
+from vlm_grpo.training.batch import StepBatch
 from vlm_grpo.training.objective import MetricAccumulator
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.training.update import Updater, build_updater, sum_metrics
+from vlm_grpo.training.update import Updater, build_updater, pack_step, sum_metrics
 
 
 def make_batch(trainer: Trainer) -> StepBatch:
@@ -29,9 +29,7 @@ def make_batch(trainer: Trainer) -> StepBatch:
     return pack_step(rollout, {}, make_advantages(advantages), {}, settings, ranks)
 
 
-def test_the_schedule_advances_once_per_step(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_schedule_advances_once_per_step(settings, monkeypatch):
     run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
     trainer = make_trainer(run)
     losses, accumulate, step = [], trainer.updater._accumulate, trainer.strategy.step  # noqa: SLF001
@@ -51,9 +49,7 @@ def test_the_schedule_advances_once_per_step(
     assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
 
 
-def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(
-    settings: Any,
-) -> None:
+def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(settings):
     trainer = make_trainer(settings(optim={"schedule": "linear", "lr": 4e-3}))
     batch = make_batch(trainer)
     spoiled = replace(batch, advantages=batch.advantages * math.nan)
@@ -61,9 +57,7 @@ def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(
     assert trainer.updater.scheduler.get_last_lr()[0] == 4e-3
 
 
-def test_running_out_of_memory_changes_only_the_micro_batches(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_running_out_of_memory_changes_only_the_micro_batches(settings, monkeypatch, caplog):
     def compute_norm(is_limited: bool) -> float:
         torch.manual_seed(0)
         trainer = make_trainer(settings())
@@ -92,7 +86,7 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
     )
 
 
-def test_updates_run_in_training_mode(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_run_in_training_mode(settings, monkeypatch):
     """Gradient checkpointing needs it."""
     trainer = make_trainer(settings())
     trainer.policy.form_check = None  # also calls ``score``
@@ -108,16 +102,14 @@ def test_updates_run_in_training_mode(settings: Any, monkeypatch: pytest.MonkeyP
     assert modes == [True]
 
 
-def test_micro_batches_share_the_passes_of_their_images(settings: Any) -> None:
+def test_micro_batches_share_the_passes_of_their_images(settings):
     """Three images: one pass each in the rollout, and one in the update of the vision tower."""
     trainer = make_trainer(settings(optim={"max_tokens_per_batch": 60}))
     assert trainer.step()["work/encoder_passes"] == 3 + 3
 
 
 @pytest.mark.parametrize(("kl_in", "counts"), [("reward", [12, 12]), ("loss", [12, 8])])
-def test_later_mini_batches_are_scored_once(
-    settings: Any, kl_in: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_mini_batches_are_scored_once(settings, kl_in, counts, monkeypatch):
     """The reference scores all, and so does the policy for a KL in the reward."""
     kl = {"beta": 0.1, "kl_in": kl_in, "kl_estimator": "k1", "reference_refresh_every": "never"}
     trainer, scored = make_trainer(settings(objective=kl, optim={"mini_batches": 3})), []
@@ -132,9 +124,7 @@ def test_later_mini_batches_are_scored_once(
     assert scored == counts
 
 
-def test_out_of_memory_on_one_completion_is_an_error(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_on_one_completion_is_an_error(settings, monkeypatch):
     trainer = make_trainer(settings())
     batch = make_batch(trainer)
 
@@ -146,9 +136,7 @@ def test_out_of_memory_on_one_completion_is_an_error(
         trainer.updater.update(batch)
 
 
-def test_other_errors_of_the_backward_pass_are_raised(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_of_the_backward_pass_are_raised(settings, monkeypatch):
     trainer = make_trainer(settings())
     batch = make_batch(trainer)
 
@@ -169,12 +157,8 @@ def test_other_errors_of_the_backward_pass_are_raised(
     ],
 )
 def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
-    settings: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    may_retry: bool,
-    message: str | None,
-) -> None:
+    settings, monkeypatch, device, may_retry, message
+):
     """A strategy that only names its device stands for a GPU."""
     weights = [("weight", torch.nn.Parameter(torch.zeros(1)))]
     strategy = SimpleNamespace(
@@ -195,7 +179,7 @@ def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
             build_updater(policy, run, ranks)
 
 
-def test_the_effective_sample_size_is_the_share_of_equal_weights() -> None:
+def test_the_effective_sample_size_is_the_share_of_equal_weights():
     """Weights of 3 and 1: (3 + 1)² / (2 · (9 + 1)), from the sums of two micro-batches."""
     name = "sampling/importance_sampling_ratio"
     parts = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -99,9 +99,7 @@ def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors)
 @pytest.mark.parametrize(
     ("name", "lora"), [("gspo", False), *((name, True) for name in OBJECTIVES)]
 )
-def test_gradients_are_accumulated_without_waiting_for_the_device(
-    name: str, lora: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_accumulated_without_waiting_for_the_device(name, lora, monkeypatch):
     use_gpu_kernels(monkeypatch)
     objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
     policy = get_policy(lora)
@@ -120,7 +118,7 @@ def refuse_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "vespo token", "perception"])
-def test_gradients_are_accumulated_on_a_gpu_without_waiting(name: str, device: str) -> None:
+def test_gradients_are_accumulated_on_a_gpu_without_waiting(name, device):
     objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
     policy = tiny_policy("qwen2_5_vl", dtype=torch.bfloat16)
     add_lora(policy, ["q_proj", "down_proj"])
@@ -132,9 +130,7 @@ def test_gradients_are_accumulated_on_a_gpu_without_waiting(name: str, device: s
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
-def test_supervised_gradients_are_accumulated_without_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_supervised_gradients_are_accumulated_without_waiting(monkeypatch):
     use_gpu_kernels(monkeypatch)
     objective, policy = ObjectiveSettings(), get_policy(True)
     batch = make_step(policy, objective, 1)
@@ -154,9 +150,7 @@ def test_supervised_gradients_are_accumulated_without_waiting(
         lambda tokens: tokens.logprobs[torch.tensor([0])],
     ],
 )
-def test_what_waits_for_the_device_is_found(
-    wrong: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_for_the_device_is_found(wrong, monkeypatch):
     use_gpu_kernels(monkeypatch)
     objective, policy, compute_loss = ObjectiveSettings(), get_policy(True), update.compute_loss
     monkeypatch.setattr(
@@ -168,7 +162,7 @@ def test_what_waits_for_the_device_is_found(
         accumulate(make_updater(policy, objective), make_step(policy, objective, 1))
 
 
-def test_an_update_reads_its_loss_and_its_norm_once(settings: Any) -> None:
+def test_an_update_reads_its_loss_and_its_norm_once(settings):
     """On one prompt without images, whose sizes would be read on the host."""
     reads = []
     for limit in (10**6, 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,9 +25,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.mark.parametrize("write", [write_atomic, append_durable])
 @pytest.mark.parametrize("leaving", [0, 8192])
-def test_a_failed_write_leaves_the_file_unchanged(
-    disk: SmallDisk, write: Callable[[Path, bytes], None], leaving: int
-) -> None:
+def test_a_failed_write_leaves_the_file_unchanged(disk, write, leaving):
     path = disk.folder / "file"
     write(path, b"before\n")
     disk.fill(leaving)
@@ -40,7 +38,7 @@ def test_a_failed_write_leaves_the_file_unchanged(
     assert path.read_bytes() == (b"after\n" if write is write_atomic else b"before\nafter\n")
 
 
-def test_writes_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:
+def test_writes_at_once_leave_one_of_their_contents(tmp_path):
     path = tmp_path / "report.html"
     contents = [bytes([65 + number]) * 200_000 for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -49,7 +47,7 @@ def test_writes_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_named_with_its_remedy(disk: SmallDisk) -> None:
+def test_a_full_disk_is_named_with_its_remedy(disk):
     disk.fill()
     message = r"is full \(.*No space left.*/file'\).*make room.*resume=true$"
     with (
@@ -70,8 +68,6 @@ def test_a_full_disk_is_named_with_its_remedy(disk: SmallDisk) -> None:
         (ValueError("something else"), False),
     ],
 )
-def test_only_errors_of_a_full_disk_are_replaced(
-    error: Exception, full: bool, tmp_path: Path
-) -> None:
+def test_only_errors_of_a_full_disk_are_replaced(error, full, tmp_path):
     with pytest.raises(UserError if full else type(error)), explain_disk_full(tmp_path):
         raise error

@@ -17,7 +17,7 @@ from vlm_grpo.utils.chat import Turn, place_images
         ("a <image> b", ("a ", None, " b")),
     ],
 )
-def test_the_parts_of_a_turn_are_its_texts_and_images(text: str, parts: tuple) -> None:
+def test_the_parts_of_a_turn_are_its_texts_and_images(text, parts):
     turn = Turn("user", text)
     assert turn.parts == parts
     content = turn.build_content(iter([{"image": 1}, {"image": 2}]))
@@ -26,7 +26,7 @@ def test_the_parts_of_a_turn_are_its_texts_and_images(text: str, parts: tuple) -
     assert numbers == [1, 2][: parts.count(None)]
 
 
-def test_images_without_places_stand_before_the_first_question() -> None:
+def test_images_without_places_stand_before_the_first_question():
     turns = Turn("system", "s"), Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c")
     texts = [turn.text for turn in place_images(turns, 2)]
     assert texts == ["s", "<image><image>a", "b", "c"]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import wait_for
@@ -89,9 +88,7 @@ def list_locks(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(".lock-*"))
 
 
-def test_a_second_process_is_told_who_holds_the_folder_and_since_when(
-    tmp_path: Path, hold: Any
-) -> None:
+def test_a_second_process_is_told_who_holds_the_folder_and_since_when(tmp_path, hold):
     process = hold()
     with pytest.raises(UserError) as caught, lock_folder(tmp_path / "run"):
         pass
@@ -104,9 +101,7 @@ def test_a_second_process_is_told_who_holds_the_folder_and_since_when(
     assert list_locks(tmp_path / "run") == [".lock-1"]
 
 
-def test_a_holder_that_is_killed_or_a_zombie_frees_the_folder_at_once(
-    tmp_path: Path, hold: Any
-) -> None:
+def test_a_holder_that_is_killed_or_a_zombie_frees_the_folder_at_once(tmp_path, hold):
     process = hold()
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it remains as a zombie
@@ -117,9 +112,7 @@ def test_a_holder_that_is_killed_or_a_zombie_frees_the_folder_at_once(
     assert list_locks(tmp_path / "run") == []
 
 
-def test_another_process_with_the_number_of_a_dead_holder_does_not_hold_the_folder(
-    tmp_path: Path,
-) -> None:
+def test_another_process_with_the_number_of_a_dead_holder_does_not_hold_the_folder(tmp_path):
     with lock_folder(tmp_path):
         holder = json.loads((tmp_path / ".lock-1").read_text())
     (tmp_path / ".lock-7").write_text(json.dumps({**holder, "started": holder["started"] - 1}))
@@ -128,7 +121,7 @@ def test_another_process_with_the_number_of_a_dead_holder_does_not_hold_the_fold
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
-def test_of_many_processes_at_once_one_at_a_time_gets_in(tmp_path: Path, stale: bool) -> None:
+def test_of_many_processes_at_once_one_at_a_time_gets_in(tmp_path, stale):
     if stale:
         with lock_folder(tmp_path):
             holder = json.loads((tmp_path / ".lock-1").read_text())
@@ -141,7 +134,7 @@ def test_of_many_processes_at_once_one_at_a_time_gets_in(tmp_path: Path, stale: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_thread_that_holds_a_folder_enters_again_and_others_do_not(tmp_path: Path) -> None:
+def test_the_thread_that_holds_a_folder_enters_again_and_others_do_not(tmp_path):
     errors = []
 
     def enter() -> None:
@@ -162,7 +155,7 @@ def test_the_thread_that_holds_a_folder_enters_again_and_others_do_not(tmp_path:
     assert list_locks(tmp_path) == []
 
 
-def test_folders_created_for_a_run_that_wrote_nothing_are_removed(tmp_path: Path) -> None:
+def test_folders_created_for_a_run_that_wrote_nothing_are_removed(tmp_path):
     with pytest.raises(ZeroDivisionError), lock_folder(tmp_path / "runs" / "one"):
         _ = 1 / 0
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +164,7 @@ def test_folders_created_for_a_run_that_wrote_nothing_are_removed(tmp_path: Path
     assert (tmp_path / "runs" / "one" / "config.yaml").exists()
 
 
-def test_a_full_disk_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_lock(tmp_path):
     with small_disk(tmp_path / "disk", 2**20) as disk:
         disk.fill()
         with pytest.raises(OSError, match="No space left"), lock_folder(disk.folder):
@@ -198,9 +191,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("content", [None, "", '{"pid": 3', "[]"])
-def test_a_lock_without_a_sign_of_life_is_taken_after_a_while(
-    elsewhere: Path, content: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_without_a_sign_of_life_is_taken_after_a_while(elsewhere, content, caplog):
     if content is not None:  # its process was killed while writing it
         elsewhere.write_text(content)
     started = time.monotonic()
@@ -211,9 +202,7 @@ def test_a_lock_without_a_sign_of_life_is_taken_after_a_while(
     assert f"is locked by {holder}".replace("3", str(os.getpid())) in caplog.text
 
 
-def test_a_lock_that_has_been_silent_for_long_is_taken_without_waiting(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_has_been_silent_for_long_is_taken_without_waiting(elsewhere, monkeypatch):
     monkeypatch.setattr(folder_lock, "STALE_SECONDS", 60)
     os.utime(elsewhere, (1, 1))
     started = time.monotonic()
@@ -222,9 +211,7 @@ def test_a_lock_that_has_been_silent_for_long_is_taken_without_waiting(
     assert time.monotonic() - started < 30
 
 
-def test_a_sign_of_life_from_another_machine_refuses_the_folder(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sign_of_life_from_another_machine_refuses_the_folder(elsewhere, monkeypatch):
     monkeypatch.setattr(folder_lock, "STALE_SECONDS", 60)
     timer = threading.Timer(0.2, os.utime, [elsewhere])
     timer.start()
@@ -235,7 +222,7 @@ def test_a_sign_of_life_from_another_machine_refuses_the_folder(
     assert list_locks(elsewhere.parent) == [".lock-1"]
 
 
-def test_a_holder_gives_signs_of_life(elsewhere: Path) -> None:
+def test_a_holder_gives_signs_of_life(elsewhere):
     elsewhere.unlink()
     with lock_folder(elsewhere.parent):
         os.utime(elsewhere, (1, 1))
@@ -244,7 +231,7 @@ def test_a_holder_gives_signs_of_life(elsewhere: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
-def test_a_holder_that_was_taken_for_dead_learns_it(elsewhere: Path, change: str) -> None:
+def test_a_holder_that_was_taken_for_dead_learns_it(elsewhere, change):
     elsewhere.unlink()
     check_lock(elsewhere.parent)  # nothing is held
     with lock_folder(elsewhere.parent):

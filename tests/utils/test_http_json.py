@@ -34,7 +34,7 @@ def answer_in_turn(*replies: Reply) -> Callable[[Any], Reply]:
     return lambda body: left.pop(0) if len(left) > 1 else left[0]
 
 
-def test_a_value_is_sent_and_the_response_is_read() -> None:
+def test_a_value_is_sent_and_the_response_is_read():
     with run_judge(answer_in_turn(GOOD)) as server:
         found = post_json(f"{server.address}/x", {"text": "é"}, {"Authorization": "Bearer key"})
     assert found == {"value": 1}
@@ -54,7 +54,7 @@ def test_a_value_is_sent_and_the_response_is_read() -> None:
     ],
     ids=["429", "500", "503", "malformed", "not UTF-8"],
 )
-def test_failures_that_may_pass_are_repeated(failure: Reply, waits: list[float]) -> None:
+def test_failures_that_may_pass_are_repeated(failure, waits):
     with run_judge(answer_in_turn(failure, failure, GOOD)) as server:
         assert post_json(server.address, {}) == {"value": 1}
     assert len(server.requests) == 3
@@ -66,9 +66,7 @@ def test_failures_that_may_pass_are_repeated(failure: Reply, waits: list[float])
     ("header", "seconds"),
     [("7", 7.0), ("0.5", 0.5), ("3600", 60.0), ("-3", 0.0), ("soon", 1.0), ("date", 20.0)],
 )
-def test_a_demanded_wait_is_kept_up_to_a_limit(
-    header: str, seconds: float, waits: list[float]
-) -> None:
+def test_a_demanded_wait_is_kept_up_to_a_limit(header, seconds, waits):
     if header == "date":
         header = email.utils.formatdate(time.time() + seconds, usegmt=True)
     with run_judge(answer_in_turn(Reply(status=429, headers={"Retry-After": header}), GOOD)) as s:
@@ -76,7 +74,7 @@ def test_a_demanded_wait_is_kept_up_to_a_limit(
     assert waits == [pytest.approx(seconds, rel=0.5)]  # the wait for "soon" is random
 
 
-def test_a_slow_response_fails_after_its_limit() -> None:
+def test_a_slow_response_fails_after_its_limit():
     waiting = json.dumps("late").encode()
 
     def respond(body: Any) -> Reply:
@@ -89,7 +87,7 @@ def test_a_slow_response_fails_after_its_limit() -> None:
         post_json(server.address, {}, timeout=0.05, retries=0)
 
 
-def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key() -> None:
+def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key():
     reply = Reply(status=401, body=b"the key sk-secret is wrong")
     with run_judge(answer_in_turn(reply)) as server, pytest.raises(ServiceError) as caught:
         post_json(server.address, {}, {"Authorization": "Bearer sk-secret"})
@@ -99,7 +97,7 @@ def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key(
 
 
 @pytest.mark.parametrize("status", [302, 303, 307, 308])
-def test_a_redirect_is_not_followed(status: int) -> None:
+def test_a_redirect_is_not_followed(status):
     reply = Reply(status=status, headers={"Location": "http://127.0.0.1:1/other"})
     with (
         run_judge(answer_in_turn(reply)) as server,
@@ -109,7 +107,7 @@ def test_a_redirect_is_not_followed(status: int) -> None:
     assert "attempts" not in str(caught.value)  # it has not asked the other host
 
 
-def test_the_last_failure_is_told_after_all_attempts(waits: list[float]) -> None:
+def test_the_last_failure_is_told_after_all_attempts(waits):
     with run_judge(answer_in_turn(Reply(status=500), Reply(status=502, body=b"bad gateway"))) as s:
         with pytest.raises(ServiceError, match=r"3 attempts failed, .* 502 Bad Gateway: bad"):
             post_json(s.address, {}, retries=2)
@@ -121,19 +119,19 @@ def test_the_last_failure_is_told_after_all_attempts(waits: list[float]) -> None
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000", "ftp://host/v1"])
-def test_other_addresses_are_refused(url: str) -> None:
+def test_other_addresses_are_refused(url):
     with pytest.raises(ValueError, match="must start with http:// or https://"):
         post_json(url, {})
 
 
-def test_repetitions_leave_the_global_random_state() -> None:
+def test_repetitions_leave_the_global_random_state():
     state = random.getstate()  # it is part of a checkpoint, and decides what a resumed run samples
     with run_judge(answer_in_turn(Reply(status=500), GOOD)) as server:
         post_json(server.address, {})
     assert random.getstate() == state
 
 
-def test_a_get_and_a_post_without_a_response() -> None:
+def test_a_get_and_a_post_without_a_response():
     with run_judge(answer_in_turn(GOOD, Reply(body=b""))) as server:
         assert get_json(server.address, {"Authorization": "Bearer key"}) == {"value": 1}
         post_command(server.address)
@@ -141,7 +139,7 @@ def test_a_get_and_a_post_without_a_response() -> None:
     assert (headers["Authorization"], body, sent) == ("Bearer key", None, None)
 
 
-def test_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_asked_without_a_proxy(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     with run_judge(answer_in_turn(GOOD)) as server:

@@ -16,7 +16,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("broken", [b'{"step": 0', b"7", b"[" * 100_000, b"\0", b"\xff"])
-def test_a_broken_line_is_an_error_with_file_and_line(path: Path, broken: bytes) -> None:
+def test_a_broken_line_is_an_error_with_file_and_line(path, broken):
     path.write_bytes(b'{"step": 0}\n\n' + broken + b'\n{"step": 2}\n')
     with pytest.raises(UserError) as caught:
         read_rows(path)
@@ -24,22 +24,20 @@ def test_a_broken_line_is_an_error_with_file_and_line(path: Path, broken: bytes)
     assert read_valid_rows(path) == [{"step": 0}, {"step": 2}]
 
 
-def test_a_missing_file(path: Path) -> None:
+def test_a_missing_file(path):
     assert read_valid_rows(path) == []
     with pytest.raises(FileNotFoundError):
         read_rows(path)
 
 
-def test_unicode_line_separators_do_not_end_a_line(path: Path) -> None:
+def test_unicode_line_separators_do_not_end_a_line(path):
     path.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
     assert read_rows(path) == [{"text": "a\u2028b\x85c"}]
 
 
 @pytest.mark.parametrize("truncate", [False, True])
 @pytest.mark.parametrize("torn", [b"", b'{"step": 2, "rew', b"\0\0\0", b'{"step": 2}'])
-def test_an_incomplete_last_line_is_not_read_and_removed_on_request(
-    path: Path, torn: bytes, truncate: bool
-) -> None:
+def test_an_incomplete_last_line_is_not_read_and_removed_on_request(path, torn, truncate):
     complete = b'{"step": 0}\n{"step": 1}\n'
     path.write_bytes(complete + torn)
     assert read_rows(path, truncate) == [{"step": 0}, {"step": 1}]
@@ -47,7 +45,7 @@ def test_an_incomplete_last_line_is_not_read_and_removed_on_request(
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"a": ', "[" * 100_000, "\xff"])
-def test_a_file_that_is_not_an_object_is_named(tmp_path: Path, text: str | None) -> None:
+def test_a_file_that_is_not_an_object_is_named(tmp_path, text):
     path = tmp_path / "file.json"
     if text is not None:
         path.write_text(text, "latin-1")
@@ -55,6 +53,6 @@ def test_a_file_that_is_not_an_object_is_named(tmp_path: Path, text: str | None)
         read_object(path)
 
 
-def test_an_object_is_read(tmp_path: Path) -> None:
+def test_an_object_is_read(tmp_path):
     (tmp_path / "file.json").write_text('{"a": 1}')
     assert read_object(tmp_path / "file.json") == {"a": 1}

@@ -37,7 +37,7 @@ def run(environment: dict[str, str], *words: str) -> tuple[list[str], set[str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")
-def test_libgomp_reads_the_settings_and_children_do_not() -> None:
+def test_libgomp_reads_the_settings_and_children_do_not():
     lines, settings = run({}, "-c", PROGRAM)
     assert lines == ["True False False", "False True False", "1"]
     assert settings == {"OMP_WAIT_POLICY = ACTIVE", "GOMP_SPINCOUNT = 300000"}
@@ -46,7 +46,7 @@ def test_libgomp_reads_the_settings_and_children_do_not() -> None:
 
 @pytest.mark.parametrize("environment", [{"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "5"}])
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")
-def test_the_users_settings_stay(environment: dict[str, str]) -> None:
+def test_the_users_settings_stay(environment):
     lines, settings = run(environment, "-c", PROGRAM)
     is_given = "GOMP_SPINCOUNT" in environment
     assert lines[:2] == [f"False False {is_given}", f"False True {is_given}"]
@@ -56,7 +56,7 @@ def test_the_users_settings_stay(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("preloaded", ["", "libiomp5.so"])
-def test_another_library_is_left_alone(preloaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_library_is_left_alone(preloaded, monkeypatch):
     def fail(path: str) -> None:
         raise AssertionError(path)
 

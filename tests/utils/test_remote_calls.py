@@ -14,7 +14,7 @@ from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
 from vlm_grpo.utils.timing import CallTimeout, time_limit
 
 
-def test_results_come_in_order_whatever_the_calls_take() -> None:
+def test_results_come_in_order_whatever_the_calls_take():
     def sleep(number: int) -> float:
         time.sleep(0.02 * (4 - number))
         return float(number)
@@ -23,7 +23,7 @@ def test_results_come_in_order_whatever_the_calls_take() -> None:
     assert call_all(sleep, [], 5, 10.0) == []
 
 
-def test_at_most_as_many_calls_run_at_once_as_allowed() -> None:
+def test_at_most_as_many_calls_run_at_once_as_allowed():
     running, most, lock = [0], [0], threading.Lock()
     three = threading.Barrier(3)
 
@@ -40,7 +40,7 @@ def test_at_most_as_many_calls_run_at_once_as_allowed() -> None:
     assert most == [3]
 
 
-def test_a_failed_call_gives_its_exception() -> None:
+def test_a_failed_call_gives_its_exception():
     def fail(number: int) -> float:
         if number == 1:
             raise KeyError("missing")
@@ -53,7 +53,7 @@ def test_a_failed_call_gives_its_exception() -> None:
     assert [type(error) for error in failed] == [KeyError, SystemExit]
 
 
-def test_a_call_over_its_limit_is_left_behind_and_the_others_run() -> None:
+def test_a_call_over_its_limit_is_left_behind_and_the_others_run():
     release, begun = threading.Event(), []
 
     def hang_at_first(number: int) -> float:
@@ -74,7 +74,7 @@ def test_a_call_over_its_limit_is_left_behind_and_the_others_run() -> None:
     assert sorted(begun) == list(range(6))  # the threads that were left behind took no more
 
 
-def test_a_batch_that_is_interrupted_asks_nothing_more() -> None:
+def test_a_batch_that_is_interrupted_asks_nothing_more():
     begun: list[int] = []
 
     def sleep(number: int) -> float:
@@ -102,7 +102,7 @@ def ask_in(path: Path | None, values: dict[str, float], requests: list[str]) -> 
     return asked
 
 
-def test_equal_requests_are_asked_once(tmp_path: Path) -> None:
+def test_equal_requests_are_asked_once(tmp_path):
     assert ask_in(None, {"a": 1.0, "b": 0.1 + 0.2}, ["a", "b", "a"]) == ["a", "b"]
     path = tmp_path / "cache" / "rank-0.jsonl"
     assert ask_in(path, {"a": 1.0, "b": 0.1 + 0.2}, ["a", "b", "a"]) == ["a", "b"]
@@ -111,7 +111,7 @@ def test_equal_requests_are_asked_once(tmp_path: Path) -> None:
     assert ask_in(path.with_name("rank-1.jsonl"), {"a": 1.0, "c": 0.0}, ["a", "c"]) == []
 
 
-def test_equal_requests_in_flight_share_one_call() -> None:
+def test_equal_requests_in_flight_share_one_call():
     asked: list[str] = []
 
     def ask(request: str) -> float:
@@ -129,7 +129,7 @@ def test_equal_requests_in_flight_share_one_call() -> None:
     assert asked == ["same", "bad"]
 
 
-def test_failures_and_values_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+def test_failures_and_values_that_are_not_finite_are_not_kept(tmp_path):
     path = tmp_path / "rank-0.jsonl"
 
     def fail(request: str) -> float:
@@ -144,7 +144,7 @@ def test_failures_and_values_that_are_not_finite_are_not_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_line_cut_off_by_a_crash_costs_its_own_value_only(tmp_path: Path, cut: int) -> None:
+def test_a_line_cut_off_by_a_crash_costs_its_own_value_only(tmp_path, cut):
     path = tmp_path / "rank-0.jsonl"
     values = {"a": 1.0, "b": 2.0, "c": 3.0}
     ask_in(path, values, ["a", "b"])
@@ -153,7 +153,7 @@ def test_a_line_cut_off_by_a_crash_costs_its_own_value_only(tmp_path: Path, cut:
     assert ask_in(path, values, ["a", "b", "c"]) == []
 
 
-def test_the_values_of_this_process_come_first(tmp_path: Path) -> None:
+def test_the_values_of_this_process_come_first(tmp_path):
     own, other = tmp_path / "rank-1.jsonl", tmp_path / "rank-0.jsonl"
     # Both ranks asked in the same step; a judge need not give the same verdict twice.
     ask_in(own, {"a": 1.0}, ["a"])
@@ -167,7 +167,7 @@ def test_the_values_of_this_process_come_first(tmp_path: Path) -> None:
         assert each.get(key) == 1.0
 
 
-def test_a_cache_is_reopened_by_its_path_in_a_worker(tmp_path: Path) -> None:
+def test_a_cache_is_reopened_by_its_path_in_a_worker(tmp_path):
     cache = ValueCache(tmp_path / "rank-0.jsonl")
     cache.put("k", 0.25)
     sent = pickle.dumps(cache)

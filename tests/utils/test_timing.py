@@ -100,7 +100,7 @@ def count_steps(run: Settings) -> int:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_and_loses_no_step(run: Any) -> None:
+def test_a_signal_saves_and_loses_no_step(run):
     number, broken = signal.SIGINT, run(**TWELVE_STEPS)
     unbroken = run(name="unbroken", **TWELVE_STEPS)
     train(unbroken)
@@ -118,7 +118,7 @@ def test_a_signal_saves_and_loses_no_step(run: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path: Path) -> None:
+def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run, tmp_path):
     # From the third step on, the reward takes a minute, too long to wait for.
     slow = run(name="slow", optim={"max_steps": 30}, checkpoint={"every": 1, "keep_last": 0})
     task = Path(slow.task)
@@ -150,14 +150,14 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_time_limit_has_its_own_exit_status(run: Any) -> None:
+def test_the_time_limit_has_its_own_exit_status(run):
     command = start(run(), "checkpoint.max_hours=1e-6")
     errors = command.finish()
     assert command.process.exitcode == 75, errors
     assert "stopped by the time limit (checkpoint.max_hours) after step 0 of 4" in errors
 
 
-def test_the_time_limit_includes_loading(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_includes_loading(run, monkeypatch):
     limited = run(checkpoint={"max_hours": 1.0})
     started = time.monotonic()
     # Loading takes two hours, so the limit expires before the first step.
@@ -172,7 +172,7 @@ def test_the_time_limit_includes_loading(run: Any, monkeypatch: pytest.MonkeyPat
     assert stopped.value.status == 75
 
 
-def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second() -> None:
+def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second():
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
         assert stop.reason is None
@@ -183,9 +183,7 @@ def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second() -> No
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(monkeypatch):
     class Gone:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
@@ -197,7 +195,7 @@ def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(
         assert (stop.reason, stop.status) == ("SIGHUP", 129)
 
 
-def test_a_hangup_that_the_process_ignores_stays_ignored() -> None:
+def test_a_hangup_that_the_process_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with StopRequest() as stop:
@@ -208,7 +206,7 @@ def test_a_hangup_that_the_process_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_phase_includes_the_phases_nested_in_it() -> None:
+def test_a_phase_includes_the_phases_nested_in_it():
     waits: list[str | None] = []
     stopwatch = Stopwatch()
     stopwatch.wait = lambda: waits.append(stopwatch.phase)
@@ -228,7 +226,7 @@ def test_a_phase_includes_the_phases_nested_in_it() -> None:
     assert stopwatch.seconds == {}
 
 
-def test_the_limit_applies_to_each_call_and_keeps_other_timers() -> None:
+def test_the_limit_applies_to_each_call_and_keeps_other_timers():
     alarms = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: alarms.append(number))
     other = signal.setitimer(signal.ITIMER_REAL, 0.4)  # a test runner's timer, which must fire
@@ -246,7 +244,7 @@ def test_the_limit_applies_to_each_call_and_keeps_other_timers() -> None:
         signal.setitimer(signal.ITIMER_REAL, *other)
 
 
-def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted() -> None:
+def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted():
     def catch_all() -> None:
         while True:
             try:
@@ -261,14 +259,14 @@ def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted()
             call(re.match, r"(a+)+$", "a" * 40 + "b")  # backtracks 2^40 times
 
 
-def test_no_limit_calls_directly() -> None:
+def test_no_limit_calls_directly():
     before = signal.getsignal(signal.SIGALRM)
     with time_limit(None) as call:
         assert call(divmod, 7, 2) == (3, 1)
         assert signal.getsignal(signal.SIGALRM) == before
 
 
-def test_only_the_main_thread_can_interrupt() -> None:
+def test_only_the_main_thread_can_interrupt():
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(can_interrupt()))
     thread.start()
@@ -276,7 +274,7 @@ def test_only_the_main_thread_can_interrupt() -> None:
     assert (can_interrupt(), results) == (True, [False])
 
 
-def test_a_signal_names_the_work_that_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_names_the_work_that_it_waits_for(capsys):
     def stop(*earlier: float, inside: bool) -> str:
         with StopRequest() as request:
             for seconds in earlier:

@@ -35,7 +35,7 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool: WorkerPool) -> None:
+def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
     first, given = pool.schedule(get_given, ()).result(60)
     assert given == "value"
     with pytest.raises(ProcessExpired) as expired:
@@ -46,7 +46,7 @@ def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool: WorkerPool) -> 
     assert second not in (first, os.getpid())
 
 
-def test_a_worker_that_ends_between_two_calls_is_replaced(pool: WorkerPool) -> None:
+def test_a_worker_that_ends_between_two_calls_is_replaced(pool):
     first, _ = pool.schedule(get_given, ()).result(60)
     os.kill(first, signal.SIGKILL)
     time.sleep(0.5)  # the pool looks for ended workers every 0.1 s
@@ -57,7 +57,7 @@ def test_a_worker_that_ends_between_two_calls_is_replaced(pool: WorkerPool) -> N
     assert second != first
 
 
-def test_workers_ignore_the_signals_of_the_terminal_and_end_with_their_parent() -> None:
+def test_workers_ignore_the_signals_of_the_terminal_and_end_with_their_parent():
     program = (
         "import multiprocessing, os, signal, time\n"
         "from vlm_grpo.utils.worker_pool import WorkerPool\n"

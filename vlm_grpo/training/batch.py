@@ -6,28 +6,21 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.collectives import sum_over_ranks
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.objective import StepTotals, TokenBatch, completion_weights, needs_update
+from vlm_grpo.training.objective import TokenBatch
 from vlm_grpo.types import Completion, Group, Prompt, Score
-
-if TYPE_CHECKING:
-    from vlm_grpo.training.advantages import StepAdvantages
-    from vlm_grpo.training.methods import Method
 
 Values = Mapping[str, Tensor]
 """(T,) values of the tokens of a step's completions by name, on the host or the device."""
@@ -94,8 +87,8 @@ class Rollout:
     # the number, from 0, of the mini-batch of each group, then of each recalled one; empty: all are
     # in one
     mini_batches: tuple[int, ...] = ()
-    # the method that wrote the completions, which have no rewards then; None: they were sampled
-    author: Method | None = None
+    # name of the method that wrote the completions, which have no rewards then; None: sampled
+    author: str | None = None
     # groups of earlier steps, on which the update trains once more
     recalled: tuple[Group, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -266,62 +259,3 @@ def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSl
             slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
         start += len(group.completions)
     return tuple(slices)
-
-
-def pack_step(
-    rollout: Rollout,
-    scores: Values,
-    advantages: StepAdvantages,
-    methods: Mapping[str, Method],
-    settings: Settings,
-    accelerator: Accelerator,
-) -> StepBatch:
-    """Pack a step's completions, with values of their tokens, into the batch of its update."""
-    objective, author, layout = settings.objective, rollout.author, rollout.layout
-    groups, own = (*rollout.groups, *rollout.recalled), advantages.own
-    lengths = torch.from_numpy(layout.lengths)
-    masked = [is_masked(completion, objective) for completion in rollout.completions]
-    active = ~torch.tensor(masked, dtype=torch.bool)
-    totals = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
-    # One process alone does not wait for the passes that it queued on its device.
-    device = accelerator.device if accelerator.num_processes > 1 else None
-    sums = torch.tensor([totals.completions, totals.active_tokens], device=device)
-    sum_over_ranks(accelerator, [sums])
-    totals = StepTotals(int(sums[0]), int(sums[1]), totals.max_completion_length)
-    if author is not None:  # a mean over the tokens
-        weights = {author.name: torch.ones(len(lengths)) / max(totals.active_tokens, 1)}
-    else:
-        weights = completion_weights(lengths, active, totals, objective, methods)
-    for name in weights.keys() & methods.keys():
-        covered = [methods[name].covers(group) for group in groups for _ in group.completions]
-        weights[name] = weights[name] * torch.tensor(covered, dtype=weights[name].dtype)
-    values = {name: part for name, part in scores.items() if name != "penalties"}
-    values["sampler_logprobs"] = rollout.sampler_logprobs
-    signal = own
-    if advantages.tokens is not None:
-        values["token_advantages"] = advantages.tokens
-        signal = torch.stack([part.abs().max() for part in layout.split(advantages.tokens)])
-    can_skip = settings.can_skip_zero_advantages
-    keep = needs_update(signal, active, objective) if can_skip else active
-    count = 1 if author is not None else settings.optim.mini_batches
-    numbers = rollout.mini_batches or (0,) * len(groups)
-    sizes = [len(group.completions) for group in groups]
-    parts = [part for part, size in zip(numbers, sizes, strict=True) for _ in range(size)]
-    behind = [completion.variant is not None for completion in rollout.completions]
-    return StepBatch(
-        tuple(
-            build_slices(
-                groups, [k and p == part for k, p in zip(keep.tolist(), parts, strict=True)]
-            )
-            for part in range(count)
-        ),
-        layout,
-        own,
-        active,
-        {name: weight * count for name, weight in weights.items()},
-        values,
-        1 if author is not None else objective.num_iterations,
-        int(layout.starts[rollout.num_sampled]) if rollout.recalled else None,
-        torch.tensor(behind) if any(behind) else None,
-        author is not None,
-    )

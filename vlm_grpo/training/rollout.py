@@ -179,7 +179,7 @@ class RolloutSampler:
                 self.policy.check_form(begun.prompts)
                 self._encode_images(begun.prompts)
             self._check_form(groups)
-        return Rollout(tuple(groups), rounds=(tuple(own),), step=step, author=author)
+        return Rollout(tuple(groups), rounds=(tuple(own),), step=step, author=author.name)
 
     def _sample_step(self, step: int) -> Rollout:
         rollout, optim = self.settings.rollout, self.settings.optim

@@ -27,7 +27,7 @@ from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
 from vlm_grpo.training.advantages import Estimator, compute_advantages
-from vlm_grpo.training.batch import Rollout, StepBatch, pack_step
+from vlm_grpo.training.batch import Rollout, StepBatch
 from vlm_grpo.training.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
 from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
 from vlm_grpo.training.methods import Run, build_methods
@@ -37,7 +37,7 @@ from vlm_grpo.training.rollout import build_rollout_sampler, select_usable
 from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run
-from vlm_grpo.training.update import build_updater
+from vlm_grpo.training.update import build_updater, pack_step
 from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 

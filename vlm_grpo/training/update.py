@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.build import build_strategy
-from vlm_grpo.dist.collectives import gather_object
+from vlm_grpo.dist.collectives import gather_object, sum_over_ranks
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
@@ -24,21 +24,26 @@ from vlm_grpo.model.engine.activations import offload_activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
+from vlm_grpo.training.advantages import StepAdvantages
 from vlm_grpo.training.batch import (
     Rollout,
     StepBatch,
     TokenLayout,
     Values,
     build_slices,
+    is_masked,
     score_slices,
 )
 from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.methods import Method, Passes, overrides
 from vlm_grpo.training.objective import (
     MetricAccumulator,
+    StepTotals,
     Surrogate,
+    completion_weights,
     compute_loss,
     load_surrogate,
+    needs_update,
 )
 from vlm_grpo.training.schedule import build_scheduler, get_rates
 
@@ -210,6 +215,65 @@ class Updater:
         output = compute_loss(tokens, objective, self.surrogate, self.methods)
         output.loss.backward()
         return output.loss.detach(), output.metrics
+
+
+def pack_step(
+    rollout: Rollout,
+    scores: Values,
+    advantages: StepAdvantages,
+    methods: Mapping[str, Method],
+    settings: Settings,
+    accelerator: Accelerator,
+) -> StepBatch:
+    """Pack a step's completions, with values of their tokens, into the batch of its update."""
+    objective, author, layout = settings.objective, rollout.author, rollout.layout
+    groups, own = (*rollout.groups, *rollout.recalled), advantages.own
+    lengths = torch.from_numpy(layout.lengths)
+    masked = [is_masked(completion, objective) for completion in rollout.completions]
+    active = ~torch.tensor(masked, dtype=torch.bool)
+    totals = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
+    # One process alone does not wait for the passes that it queued on its device.
+    device = accelerator.device if accelerator.num_processes > 1 else None
+    sums = torch.tensor([totals.completions, totals.active_tokens], device=device)
+    sum_over_ranks(accelerator, [sums])
+    totals = StepTotals(int(sums[0]), int(sums[1]), totals.max_completion_length)
+    if author is not None:  # a mean over the tokens
+        weights = {author: torch.ones(len(lengths)) / max(totals.active_tokens, 1)}
+    else:
+        weights = completion_weights(lengths, active, totals, objective, methods)
+    for name in weights.keys() & methods.keys():
+        covered = [methods[name].covers(group) for group in groups for _ in group.completions]
+        weights[name] = weights[name] * torch.tensor(covered, dtype=weights[name].dtype)
+    values = {name: part for name, part in scores.items() if name != "penalties"}
+    values["sampler_logprobs"] = rollout.sampler_logprobs
+    signal = own
+    if advantages.tokens is not None:
+        values["token_advantages"] = advantages.tokens
+        signal = torch.stack([part.abs().max() for part in layout.split(advantages.tokens)])
+    can_skip = settings.can_skip_zero_advantages
+    keep = needs_update(signal, active, objective) if can_skip else active
+    count = 1 if author is not None else settings.optim.mini_batches
+    numbers = rollout.mini_batches or (0,) * len(groups)
+    sizes = [len(group.completions) for group in groups]
+    parts = [part for part, size in zip(numbers, sizes, strict=True) for _ in range(size)]
+    behind = [completion.variant is not None for completion in rollout.completions]
+    return StepBatch(
+        tuple(
+            build_slices(
+                groups, [k and p == part for k, p in zip(keep.tolist(), parts, strict=True)]
+            )
+            for part in range(count)
+        ),
+        layout,
+        own,
+        active,
+        {name: weight * count for name, weight in weights.items()},
+        values,
+        1 if author is not None else objective.num_iterations,
+        int(layout.starts[rollout.num_sampled]) if rollout.recalled else None,
+        torch.tensor(behind) if any(behind) else None,
+        author is not None,
+    )
 
 
 def sum_metrics(loss: float, metrics: MetricAccumulator) -> tuple[float, dict[str, float]]:

@@ -74,16 +74,14 @@ def get_error(before: Settings, after: Settings) -> str:
         ),
     ],
 )
-def test_settings_that_determine_the_checkpoint_may_not_change(
-    before: dict, after: dict, message: str
-) -> None:
+def test_settings_that_determine_the_checkpoint_may_not_change(before, after, message):
     error = get_error(make_settings(**before), make_settings(**after))
     assert message in error
     assert "step-7 was written with other settings" in error
     assert "another name=" in error
 
 
-def test_settings_that_are_marked_may_change() -> None:
+def test_settings_that_are_marked_may_change():
     before = flatten_settings(make_settings())
     after = make_settings(
         name="other",
@@ -98,7 +96,7 @@ def test_settings_that_are_marked_may_change() -> None:
     check_same_settings(before, after, checkpoint="step-7")
 
 
-def test_a_setting_that_an_older_version_did_not_have_may_have_any_value() -> None:
+def test_a_setting_that_an_older_version_did_not_have_may_have_any_value():
     saved = flatten_settings(make_settings())
     del saved["seed"]
     check_same_settings(saved, make_settings(), checkpoint="step-7")
@@ -121,7 +119,7 @@ def test_a_setting_that_an_older_version_did_not_have_may_have_any_value() -> No
     ],
     ids=["fewer", "another", "more", "another answer", "earlier turns"],
 )
-def test_the_first_training_example_that_differs_is_named(now: list, message: str) -> None:
+def test_the_first_training_example_that_differs_is_named(now, message):
     settings = make_settings(data={"train": "e.jsonl"})
     with pytest.raises(UserError) as caught:
         check_same_data(compute_digests(EXAMPLES), "d.jsonl", now, settings, "step-7")
@@ -129,7 +127,7 @@ def test_the_first_training_example_that_differs_is_named(now: list, message: st
     check_same_data(compute_digests(EXAMPLES), "d.jsonl", list(EXAMPLES), settings, "step-7")
 
 
-def test_an_image_is_compared_by_its_name_and_size_and_a_clip_by_its_times_too() -> None:
+def test_an_image_is_compared_by_its_name_and_size_and_a_clip_by_its_times_too():
     image = EXAMPLES[0].images[0]
     clip = VideoRef(image.name, image.size, image.resized_size, path=Path("a.mp4"), times=(0, 1))
     images = [
@@ -143,7 +141,7 @@ def test_an_image_is_compared_by_its_name_and_size_and_a_clip_by_its_times_too()
     assert len(digests.unique(dim=0)) == 5
 
 
-def test_other_versions_of_libraries_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_versions_of_libraries_cause_a_warning(caplog):
     now = {"torch": "2", "peft": "1"}
     warn_about_versions(now, now)
     assert not caplog.records
@@ -153,7 +151,7 @@ def test_other_versions_of_libraries_cause_a_warning(caplog: pytest.LogCaptureFi
     assert "peft" not in caplog.text
 
 
-def test_a_run_is_checked_before_its_model_is_loaded(tmp_path: Path) -> None:
+def test_a_run_is_checked_before_its_model_is_loaded(tmp_path):
     model = save_tiny_model(tmp_path / "model")
     run = small_run(tmp_path, model, policy=LORA, optim={"max_steps": 1})
     train(run)

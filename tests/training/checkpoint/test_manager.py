@@ -48,7 +48,7 @@ ONE_STEP: Any = {"optim": {"max_steps": 1}, "rollout": {"max_completion_length":
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path: Path, family: str) -> None:
+def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path, family):
     model = save_tiny_model(tmp_path / "model", family)
     trainer = make_trainer(small_run(tmp_path, model, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
@@ -69,7 +69,7 @@ def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path: Path, fami
         load_policy(trainer.settings, checkpoint)
 
 
-def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path: Path) -> None:
+def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path):
     model = save_tiny_model(tmp_path / "model")
     trainer = make_trainer(small_run(tmp_path, model, policy=LORA, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
@@ -85,7 +85,7 @@ def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path: Path)
         load_policy(trainer.settings, checkpoint)
 
 
-def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path: Path) -> None:
+def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path):
     """The steps of every optimizer are compared in ``tests/dist/test_optimizer.py``."""
     optim = {"name": "adamw_8bit", "lr": 1e-3, "lr_vision": 1e-4}
     changes: Any = {"policy": {"dtype": "bfloat16", "master_weights": "bfloat16"}, "optim": optim}
@@ -109,7 +109,7 @@ def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("file", ["optimizer", "reference"])
-def test_optimizer_and_reference_of_other_weights_are_errors(tmp_path: Path, file: str) -> None:
+def test_optimizer_and_reference_of_other_weights_are_errors(tmp_path, file):
     model = save_tiny_model(tmp_path / "model")
     reference = {"beta": 0.1, "reference_refresh_every": 2}
     run = small_run(tmp_path, model, policy=LORA, objective=reference, **ONE_STEP)
@@ -128,7 +128,7 @@ def test_optimizer_and_reference_of_other_weights_are_errors(tmp_path: Path, fil
             train(run.model_copy(update={"resume": True}))
 
 
-def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path: Path) -> None:
+def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path):
     run = small_run(tmp_path, save_tiny_model(tmp_path / "model"), **ONE_STEP)
     numbers = read_metadata(train(run).checkpoint)
     assert numbers["versions"] == get_versions()
@@ -137,9 +137,7 @@ def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path: Path)
     assert numbers["pixel_budget"] == {"min_pixels": 28 * 28, "max_pixels": 64 * 28 * 28}
 
 
-def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refused(tmp_path):
     run = small_run(tmp_path, save_tiny_model(tmp_path / "model"), **ONE_STEP)
     checkpoint = train(run).checkpoint
     assert checkpoint is not None
@@ -160,9 +158,7 @@ def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refu
 
 
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
-    tmp_path: Path, policy: dict, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, policy, capsys):
     model = save_tiny_model(tmp_path / "model")
     changes: Any = {"policy": policy, "checkpoint": {"every": 1, "keep_last": 0}}
     changes["objective"] = {"beta": 0.1, "reference_refresh_every": 2}
@@ -188,9 +184,7 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_thread_writes_only_asynchronous_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
+def test_a_thread_writes_only_asynchronous_checkpoints(tmp_path, monkeypatch, asynchronous):
     """Training continues meanwhile, so that it gets copies of the weights, which cost memory."""
     model = save_tiny_model(tmp_path / "model")
     trainer = make_trainer(small_run(tmp_path, model, checkpoint={"asynchronous": asynchronous}))
@@ -207,9 +201,7 @@ def test_a_thread_writes_only_asynchronous_checkpoints(
     assert written == [(asynchronous, asynchronous)]
 
 
-def test_a_failed_step_waits_for_its_asynchronous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_waits_for_its_asynchronous_checkpoint(tmp_path, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     trainer = make_trainer(small_run(tmp_path, model, checkpoint={"asynchronous": True}))
     trainer.step()
@@ -229,9 +221,7 @@ def test_a_failed_step_waits_for_its_asynchronous_checkpoint(
     assert (trainer.settings.run_dir / "checkpoints" / "step-1" / "manifest.json").is_file()
 
 
-def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(tmp_path, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     checkpoint = {"every": 1, "asynchronous": True}
     trainer = make_trainer(small_run(tmp_path, model, checkpoint=checkpoint))
@@ -245,9 +235,7 @@ def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(
     assert trainer.global_step < 4
 
 
-def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(monkeypatch):
     live = {"sharded": torch.ones(2), "plain": torch.ones(2)}
     gathered = torch.ones(2)
     monkeypatch.setattr(
@@ -263,7 +251,7 @@ def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(
     assert found["plain"].tolist() == [1, 1]
 
 
-def test_live_weights_on_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_weights_on_a_gpu_are_copied_to_pinned_memory(monkeypatch):
     weight = torch.arange(4.0)
     tensors = {"head": weight, "embeddings": weight, "half": weight[:2], "none": torch.zeros(0)}
     calls = record_copies(monkeypatch)
@@ -283,7 +271,7 @@ def draw() -> list[float]:
     return [normal, random.random(), np.random.randn(), np.random.rand(), float(torch.rand(()))]
 
 
-def test_restored_generators_repeat_their_numbers() -> None:
+def test_restored_generators_repeat_their_numbers():
     draw()
     states = json.loads(json.dumps(get_rng_states()))
     first = draw()
@@ -310,7 +298,7 @@ def raise_within(writer: AsyncWriter, job: Callable[[], object], error: BaseExce
         raise error
 
 
-def test_jobs_run_one_at_a_time_and_in_order() -> None:
+def test_jobs_run_one_at_a_time_and_in_order():
     finished, lock = [], threading.Lock()
 
     def job(number: int) -> None:
@@ -324,7 +312,7 @@ def test_jobs_run_one_at_a_time_and_in_order() -> None:
     assert finished == list(range(20))
 
 
-def test_exit_waits_for_the_job() -> None:
+def test_exit_waits_for_the_job():
     free, done = threading.Event(), []
     with AsyncWriter() as writer:
         writer.start(lambda: (free.wait(10), done.append(True)))
@@ -332,7 +320,7 @@ def test_exit_waits_for_the_job() -> None:
     assert done
 
 
-def test_an_error_is_raised_once_by_the_next_call() -> None:
+def test_an_error_is_raised_once_by_the_next_call():
     writer = AsyncWriter()
     writer.start(fill_disk)
     with pytest.raises(OSError, match="No space left"):
@@ -343,20 +331,18 @@ def test_an_error_is_raised_once_by_the_next_call() -> None:
         check_until_error(writer)
 
 
-def test_exit_raises_the_error_of_the_last_job() -> None:
+def test_exit_raises_the_error_of_the_last_job():
     with pytest.raises(OSError, match="No space left"), AsyncWriter() as writer:
         writer.start(fill_disk)
 
 
-def test_an_error_of_the_caller_is_raised_and_that_of_the_job_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_of_the_caller_is_raised_and_that_of_the_job_logged(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="first"):
         raise_within(AsyncWriter(), fill_disk, ValueError("first"))
     assert "a background job failed too" in caplog.text
 
 
-def test_an_interrupt_does_not_wait() -> None:
+def test_an_interrupt_does_not_wait():
     forever = threading.Event()
     with pytest.raises(KeyboardInterrupt):
         raise_within(AsyncWriter(), forever.wait, KeyboardInterrupt())

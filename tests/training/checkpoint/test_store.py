@@ -53,7 +53,7 @@ def list_names(folder: Path) -> list[str]:
     return [path.name for _, path in list_checkpoints(folder)]
 
 
-def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path):
     path = write(tmp_path, 3, value=7)
     assert path.name == "step-3"
     assert read_metadata(path) == {"format": 1, "value": 7}
@@ -67,7 +67,7 @@ def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
-def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_in_order(tmp_path):
     for step in (10, 2):
         write(tmp_path, step)
     (tmp_path / "step-10-1").mkdir()
@@ -93,7 +93,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("file", ["part/weights.bin", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
+def test_a_corrupt_file_is_named(tmp_path, file, what):
     path = write(tmp_path, 1)
     DAMAGE[what](path / file)
     with pytest.raises(CorruptCheckpoint, match=what) as caught:
@@ -104,7 +104,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
 @pytest.mark.parametrize(
     "text", [None, "", "{}", '{"files": {}', "[]", '{"files": [1]}', '{"files": {"a": {}}}']
 )
-def test_a_manifest_without_files_is_corrupt(tmp_path: Path, text: str | None) -> None:
+def test_a_manifest_without_files_is_corrupt(tmp_path, text):
     path = write(tmp_path, 1)
     (path / "manifest.json").unlink()
     if text is not None:
@@ -113,9 +113,7 @@ def test_a_manifest_without_files_is_corrupt(tmp_path: Path, text: str | None) -
         verify_checkpoint(path)
 
 
-def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(tmp_path, caplog):
     for steps in (1, 2, 3):
         write(tmp_path, steps)
     truncate(tmp_path / "step-3" / "state.json")
@@ -128,7 +126,7 @@ def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
     assert (tmp_path / "damaged-step-3").is_dir()
 
 
-def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Path) -> None:
+def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
     for steps in (1, 2):
         path = write(tmp_path, steps) / "part" / "weights.bin"
@@ -144,9 +142,7 @@ def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Pat
     assert list_names(tmp_path) == ["step-1", "step-2"]
 
 
-def test_a_disk_that_corrupts_data_is_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_corrupts_data_is_detected(tmp_path, monkeypatch):
     write(tmp_path, 1)
     flush = store._flush  # noqa: SLF001 - the place where bytes leave the program
 
@@ -162,7 +158,7 @@ def test_a_disk_that_corrupts_data_is_detected(
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
-def test_files_are_read_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_back_from_the_disk(tmp_path, monkeypatch):
     """Each file is dropped from the page cache once it is on the disk, before it is read."""
     events: list[tuple[str, int]] = []
 
@@ -182,14 +178,14 @@ def test_files_are_read_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.M
         assert before.index(("fsync", number)) < before.index(("posix_fadvise", number))
 
 
-def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path: Path) -> None:
+def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path):
     write(tmp_path, 1, value=1)
     write(tmp_path, 1, value=2)
     assert read_metadata(tmp_path / "step-1")["value"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
+def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path):
     (tmp_path / ".step-4.tmp").mkdir()
     (tmp_path / ".step-4.tmp" / "state.json").write_text("{")
     assert list_checkpoints(tmp_path) == []
@@ -197,7 +193,7 @@ def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for steps in range(1, 6):
         write(tmp_path, steps)
     prune_checkpoints(tmp_path, keep_last=0)
@@ -206,7 +202,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert list_names(tmp_path) == ["step-1", "step-4", "step-5"]
 
 
-def test_another_format_is_an_error(tmp_path: Path) -> None:
+def test_another_format_is_an_error(tmp_path):
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads format 1"):
@@ -223,7 +219,7 @@ def make_rank(rank: int, world: int) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_each_tensor_is_written_by_one_rank_and_sizes_are_balanced(world: int) -> None:
+def test_each_tensor_is_written_by_one_rank_and_sizes_are_balanced(world):
     tensors = {**WEIGHTS, "tied": WEIGHTS["a"]}
     shares = [get_local_names(make_rank(rank, world), tensors) for rank in range(world)]
     assert sorted(name for share in shares for name in share) == sorted(tensors)
@@ -232,7 +228,7 @@ def test_each_tensor_is_written_by_one_rank_and_sizes_are_balanced(world: int) -
     assert max(sizes) - min(sizes) <= len(WEIGHTS["a"])  # the largest tensor
 
 
-def test_the_tensors_of_a_layer_are_written_by_one_rank() -> None:
+def test_the_tensors_of_a_layer_are_written_by_one_rank():
     """A model's files may join them: its own query, key and value projections, for example."""
     names = [f"layers.{number}.{part}" for number in range(3) for part in "qkv"]
     tensors = {name: torch.zeros(4) for name in [*names, "head"]}
@@ -243,7 +239,7 @@ def test_the_tensors_of_a_layer_are_written_by_one_rank() -> None:
         assert share - {"head"} == {f"{layer}.{part}" for layer in layers for part in "qkv"}
 
 
-def test_shards_are_merged_into_one_checkpoint(tmp_path: Path) -> None:
+def test_shards_are_merged_into_one_checkpoint(tmp_path):
     at, halves = 3, [dict(list(WEIGHTS.items())[i::2]) for i in range(2)]
     tmp_dir, shards = create_tmp_dir(tmp_path, at), {}
     for rank, half in enumerate(halves):
@@ -271,7 +267,7 @@ def test_shards_are_merged_into_one_checkpoint(tmp_path: Path) -> None:
     }
 
 
-def test_a_rank_that_fails_leaves_no_files(tmp_path: Path) -> None:
+def test_a_rank_that_fails_leaves_no_files(tmp_path):
     def fail(folder: Path) -> None:
         (folder / "model.safetensors").touch()
         raise OSError("No space left on device")

@@ -24,7 +24,7 @@ def make_curriculum(stream: ExampleStream, rows: int, **settings: Any) -> Curric
     return curriculum
 
 
-def test_the_posterior_follows_the_formula() -> None:
+def test_the_posterior_follows_the_formula():
     stream = ExampleStream(EXAMPLES, seed=0)
     curriculum = make_curriculum(stream, 20, decay=0.5)
     first, second = stream.locate(0)[1], stream.locate(1)[1]
@@ -47,7 +47,7 @@ def test_the_posterior_follows_the_formula() -> None:
 
 
 @pytest.mark.parametrize(("target", "expected"), [(0.5, 0.5), (0.9, 0.9)])
-def test_examples_near_the_target_are_chosen(target: float, expected: float) -> None:
+def test_examples_near_the_target_are_chosen(target, expected):
     """Of examples whose pass rates are known well: row r has the rate r / 19."""
     curriculum = make_curriculum(
         ExampleStream(EXAMPLES, seed=0), 20, target=target, pool=5, unseen=0.0
@@ -61,7 +61,7 @@ def test_examples_near_the_target_are_chosen(target: float, expected: float) -> 
     assert found == pytest.approx(sorted(best))
 
 
-def test_a_share_is_reserved_for_examples_that_were_not_sampled_yet() -> None:
+def test_a_share_is_reserved_for_examples_that_were_not_sampled_yet():
     stream = ExampleStream(EXAMPLES, seed=0)
     for share, least in ((0.5, 4), (0.25, 2), (1.0, 8)):
         curriculum = make_curriculum(stream, 20, pool=2, unseen=share)
@@ -73,7 +73,7 @@ def test_a_share_is_reserved_for_examples_that_were_not_sampled_yet() -> None:
     assert not any(stream.locate(i)[1] >= 12 for i in curriculum.choose(0, 8))
 
 
-def test_a_share_below_one_prompt_is_reserved_as_often() -> None:
+def test_a_share_below_one_prompt_is_reserved_as_often():
     examples = [Example(str(number), (), "?", number) for number in range(400)]
     curriculum = make_curriculum(ExampleStream(examples, seed=0), 400, pool=4, unseen=0.25)
     curriculum.posterior[::2] = 1e6
@@ -85,7 +85,7 @@ def test_a_share_below_one_prompt_is_reserved_as_often() -> None:
     assert 0.17 < share < 0.36  # 400 draws: a deviation of 0.022, and pools of one kind only
 
 
-def test_a_small_data_set_repeats_an_example_only_if_it_must() -> None:
+def test_a_small_data_set_repeats_an_example_only_if_it_must():
     stream = ExampleStream(EXAMPLES[:4], seed=0)
     curriculum = make_curriculum(stream, 4, pool=4)
     for position in range(0, 96, 16):
@@ -93,7 +93,7 @@ def test_a_small_data_set_repeats_an_example_only_if_it_must() -> None:
     assert len(curriculum.choose(0, 6)) == 6
 
 
-def test_each_source_has_the_prompts_of_the_mixture() -> None:
+def test_each_source_has_the_prompts_of_the_mixture():
     counts = {"a": 30, "b": 10, "c": 60}
     stream = build_mixture(counts)
     curriculum = make_curriculum(stream, 100, pool=3)
@@ -107,7 +107,7 @@ def test_each_source_has_the_prompts_of_the_mixture() -> None:
         assert total[name] / 1000 == pytest.approx(count / 100, abs=0.01)
 
 
-def test_the_choice_depends_on_the_place_and_the_posterior_only() -> None:
+def test_the_choice_depends_on_the_place_and_the_posterior_only():
     chosen = []
     for _ in range(2):
         curriculum = make_curriculum(ExampleStream(EXAMPLES, seed=0), 20, pool=4)
@@ -119,7 +119,7 @@ def test_the_choice_depends_on_the_place_and_the_posterior_only() -> None:
     assert len({*map(tuple, places)}) > 1  # other draws at another place
 
 
-def test_a_cursor_passes_the_candidates_and_takes_returned_indices_first() -> None:
+def test_a_cursor_passes_the_candidates_and_takes_returned_indices_first():
     curriculum = make_curriculum(ExampleStream(EXAMPLES, seed=0), 20, pool=4)
     cursor = StreamCursor(8, [3, 5])
     expected = (3, 5, *curriculum.choose(8, 1))

@@ -22,7 +22,7 @@ from vlm_grpo.training.methods.distillation import load_teacher
 from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+def test_the_expected_gradient_is_that_of_the_reverse_kl():
     """Over all tokens of a vocabulary of five, each weighted with its probability."""
     generator = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 5, generator=generator, dtype=torch.float64)
@@ -57,7 +57,7 @@ def build(folder: Path, name: str, **changes: Any) -> Path:
     return folder / name
 
 
-def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> None:
+def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path):
     student, teacher = build(tmp_path, "student"), build(tmp_path, "a teacher")
     settings = load_settings(
         "counting", [f"model={student}", f"objective.distillation.teacher={teacher}"]
@@ -80,7 +80,7 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> No
     assert build_methods(load_settings("counting")) == {}
 
 
-def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path):
     student = build(tmp_path, "student")
     other = build(tmp_path, "other", image_mean=[0.0, 0.0, 0.0])
     settings = load_settings("counting", [f"model={student}"])
@@ -92,7 +92,7 @@ def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) 
         load_teacher(settings, f"{tmp_path}/missing", policy)
 
 
-def test_a_plan_counts_the_teacher() -> None:
+def test_a_plan_counts_the_teacher():
     few = "data.train_limit=20"
     plain = plan(load_settings("counting", [few]), gpu="24GB")
     taught = plan(

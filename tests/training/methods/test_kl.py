@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def make_reference(device: str, weight: torch.nn.Parameter) -> Reference:
     return Reference([("w", weight)], ObjectiveSettings.model_validate(fields))
 
 
-def test_a_host_snapshot_leaves_the_weights_device() -> None:
+def test_a_host_snapshot_leaves_the_weights_device():
     """Torch's device without memory replaces an accelerator: nothing can be copied from it."""
     weight = torch.nn.Parameter(torch.zeros(3, device="meta"))
     assert make_reference("model", weight).state_dict()["w"].device.type == "meta"
@@ -44,7 +43,7 @@ def test_a_host_snapshot_leaves_the_weights_device() -> None:
 
 
 @pytest.mark.gpu
-def test_a_host_snapshot_on_an_accelerator() -> None:
+def test_a_host_snapshot_on_an_accelerator():
     weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
     host = make_reference("cpu", weight)
     assert host.state_dict()["w"].device.type == "cpu"
@@ -57,9 +56,7 @@ def test_a_host_snapshot_on_an_accelerator() -> None:
     assert host.state_dict()["w"].tolist() == [1, 1, 1]
 
 
-def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(3))
     calls = record_copies(monkeypatch)
     reference = make_reference("cpu", weight)
@@ -69,7 +66,7 @@ def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(
         assert calls == ["to without waiting"]
 
 
-def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
+def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state():
     for device in ("model", "cpu"):
         weight = torch.nn.Parameter(torch.zeros(3))
         reference = make_reference(device, weight)
@@ -84,7 +81,7 @@ def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
         assert saved["w"].tolist() == [7, 7, 7]
 
 
-def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value() -> None:
+def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value():
     """A shard is a view of memory that the strategy manages; a full weight is not copied."""
     full, shard = torch.nn.Parameter(torch.zeros(3)), torch.zeros(2)
     sharded: Any = torch.nn.Parameter(torch.zeros(3))
@@ -101,7 +98,7 @@ def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value() -> 
         assert held.data_ptr() == pointer
 
 
-def test_a_snapshot_of_another_model_is_refused() -> None:
+def test_a_snapshot_of_another_model_is_refused():
     reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
     for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
         with pytest.raises(UserError, match="other weights"):
@@ -129,9 +126,7 @@ class FrozenPolicy:
 
 @both_kinds
 @pytest.mark.parametrize("every", [2, "never"])
-def test_the_reference_is_the_policy_at_its_last_refresh(
-    tmp_path: Path, weights: tuple[str, ...], every: int | str
-) -> None:
+def test_the_reference_is_the_policy_at_its_last_refresh(tmp_path, weights, every):
     """Over 5 steps: the log-probs of a deep copy made before steps 0, 2, 4, or 0 alone."""
     trainer = make_embedded_trainer(
         tmp_path, KL, f"objective.reference_refresh_every={every}", *weights
@@ -164,8 +159,8 @@ def test_the_reference_is_the_policy_at_its_last_refresh(
 @both_kinds
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_reference_refreshed_in_every_step_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[str, ...], iterations: int
-) -> None:
+    tmp_path, monkeypatch, weights, iterations
+):
     """k = 1: no snapshot, no reference pass, and the work of a run without a reference."""
     works = {}
     for beta in (0, 0.05):
@@ -194,7 +189,7 @@ def test_a_reference_refreshed_in_every_step_costs_nothing(
     assert works[0] == works[0.05]
 
 
-def test_a_snapshot_costs_one_pass_per_step(tmp_path: Path) -> None:
+def test_a_snapshot_costs_one_pass_per_step(tmp_path):
     """The test above would find this cost if there were a snapshot with k = 1."""
     works = []
     for every in (1, 5):
@@ -204,9 +199,7 @@ def test_a_snapshot_costs_one_pass_per_step(tmp_path: Path) -> None:
 
 
 @both_kinds
-def test_a_snapshot_on_the_host_gives_the_same_run(
-    tmp_path: Path, weights: tuple[str, ...]
-) -> None:
+def test_a_snapshot_on_the_host_gives_the_same_run(tmp_path, weights):
     runs = []
     for device in ("model", "cpu"):
         trainer = make_embedded_trainer(
@@ -224,9 +217,7 @@ def test_a_snapshot_on_the_host_gives_the_same_run(
     assert all(n == m and torch.equal(a, b) for (n, a), (m, b) in pairs)
 
 
-def test_gathered_weights_are_dropped_around_the_reference_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gathered_weights_are_dropped_around_the_reference_pass(tmp_path, monkeypatch):
     """Copies of the policy's weights must not serve the reference, nor the other way round."""
     trainer = make_embedded_trainer(tmp_path, KL, "objective.reference_refresh_every=never")
     _, weight = trainer.strategy.trainable[0]
@@ -241,7 +232,7 @@ def test_gathered_weights_are_dropped_around_the_reference_pass(
     assert not weight.any()
 
 
-def test_a_host_snapshot_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_host_snapshot_is_part_of_the_checkpoint(tmp_path):
     """A run that is resumed between two refreshes keeps its reference."""
     changes = [
         f"output_dir={tmp_path}",

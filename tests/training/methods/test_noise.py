@@ -58,7 +58,7 @@ def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> to
         return sampler.policy.score(batch).logprobs
 
 
-def test_prompts_without_a_noisy_one_are_sampled_whole(settings: Any) -> None:
+def test_prompts_without_a_noisy_one_are_sampled_whole(settings):
     run = settings(rollout={"noise": {"share": 0.25}})
     plain, clean = (Prompt(Example(name, (), "", 0), "", (1,), {}) for name in "ab")
     noisy = replace(clean, label=("noise", 7))
@@ -79,7 +79,7 @@ def test_prompts_without_a_noisy_one_are_sampled_whole(settings: Any) -> None:
     ]
 
 
-def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings: Any) -> None:
+def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings):
     """Bit for bit, with the whole group in one part again."""
     ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}})
     rollout, plain = (make_trainer(run).sampler.sample(0) for run in (ended, settings()))
@@ -90,8 +90,8 @@ def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings: Any) -> Non
 @pytest.mark.parametrize("engine", ["shared", "repeated"])
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, share: float, engine: str
-) -> None:
+    settings, monkeypatch, share, engine
+):
     """Each completion keeps its random stream; log-probs differ by rounding."""
     policy = {"policy": {"dtype": "float32", "engine": engine}}
     monkeypatch.setattr(images.DiffusionNoise, "__call__", lambda self, image: image)
@@ -108,9 +108,7 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
             assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(
-    settings: Any,
-) -> None:
+def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(settings):
     trainer = make_trainer(settings(rollout=CONSTANT))
     sampler, rollout = trainer.sampler, trainer.sampler.sample(0)
     variant = trainer.methods["noise"].variant(0)
@@ -136,9 +134,7 @@ def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_
 
 
 @pytest.mark.parametrize(("policy", "passes"), [(FROZEN, 2), ({"dtype": "float32"}, 3)])
-def test_each_image_is_encoded_once_with_noise_and_once_without(
-    settings: Any, policy: dict[str, Any], passes: int
-) -> None:
+def test_each_image_is_encoded_once_with_noise_and_once_without(settings, policy, passes):
     """A trained tower encodes clean images once more in the update, and noisy ones do not stay."""
     trainer = make_trainer(settings(rollout={**CONSTANT, "num_generations": 8}, policy=policy))
     metrics = trainer.step()
@@ -156,9 +152,7 @@ def test_each_image_is_encoded_once_with_noise_and_once_without(
     assert policy_counters.encoder_passes == before + (3 if passes == 2 else 0)
 
 
-def test_clean_features_are_those_of_a_run_without_noise(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clean_features_are_those_of_a_run_without_noise(settings, monkeypatch):
     """Passes of the vision tower do not mix the two, so that a resumed step has the same bits."""
     passes = []
     for rollout in (CONSTANT, {}):
@@ -180,9 +174,7 @@ def test_clean_features_are_those_of_a_run_without_noise(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_completions_do_not_depend_on_the_number_of_ranks(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, world: int
-) -> None:
+def test_completions_do_not_depend_on_the_number_of_ranks(settings, monkeypatch, world):
     run = settings(rollout=CONSTANT, optim={"prompts_per_step": 4})
     expected = get_completions(make_trainer(run).sampler.sample(0).groups)
     monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
@@ -202,9 +194,7 @@ def test_completions_do_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_run_resumes_bit_for_bit_and_marks_its_samples(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings, monkeypatch, count):
     """Stopped in the first or the second step; the strength falls from step to step."""
     noise = {"rollout": {"noise": {"steepness": 4.0}}, "objective": {"num_iterations": 2}}
     run, stopped = settings(name="whole", **noise), settings(name="stopped", **noise)
@@ -226,9 +216,7 @@ def test_a_run_resumes_bit_for_bit_and_marks_its_samples(
             assert marks == [None, None, strength, strength]
 
 
-def test_steps_ahead_have_the_noise_of_their_own_step(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_ahead_have_the_noise_of_their_own_step(settings, monkeypatch):
     monkeypatch.setattr(
         rollout_module, "VllmSampler", lambda strategy, _: CopySampler(strategy.policy)
     )
@@ -250,7 +238,7 @@ def test_steps_ahead_have_the_noise_of_their_own_step(
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction() -> None:
+def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
     logprobs = torch.full((4,), -1.0)
     batch = TokenBatch(
         logprobs=logprobs,
@@ -271,13 +259,13 @@ def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction() -> 
     assert found["sampling/sampling_logp_difference/max"] == 0.5
 
 
-def test_a_curriculum_counts_clean_completions_alone(settings: Any) -> None:
+def test_a_curriculum_counts_clean_completions_alone(settings):
     sampler = make_trainer(settings(rollout=CONSTANT)).sampler
     for group in sampler.sample(0).groups:
         assert _observe(3, sampler.task, group)[2] == 2  # of four
 
 
-def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
+def test_multiple_images_have_noise_of_their_own(settings):
     example = noise_example("a", [(56, 28), (56, 28)])
     twice = replace(example, images=(example.images[0], example.images[0]))
     noisy = twice.with_noise(images.DiffusionNoise(400, (0, 7)))
@@ -303,21 +291,19 @@ def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
         ({"warm_start": {"steps": "all"}}, "rollout.noise has no effect in a run of supervised"),
     ],
 )
-def test_settings_that_need_the_policys_own_completions_are_refused(
-    settings: Any, changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_need_the_policys_own_completions_are_refused(settings, changes, message):
     with pytest.raises(ValidationError, match=message):
         settings(rollout=CONSTANT, **changes)
 
 
-def test_noise_without_any_image_is_refused(settings: Any) -> None:
+def test_noise_without_any_image_is_refused(settings):
     trainer = make_trainer(settings())
     stream = ExampleStream([Example("a", (), "What?", "b")], 0)
     with pytest.raises(UserError, match="no training example has an image"):
         Noise(NoiseSettings()).start(Run(settings(), trainer.strategy, stream))
 
 
-def test_noise_begins_with_the_first_step_after_a_warm_start(settings: Any) -> None:
+def test_noise_begins_with_the_first_step_after_a_warm_start(settings):
     noise = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2})).methods["noise"]
     labels = [variant and variant.label for variant in map(noise.variant, range(4))]
     assert labels == [None, None, ("noise", 500), ("noise", 500)]

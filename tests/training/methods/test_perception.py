@@ -58,7 +58,7 @@ def expected_factors(sampled: list[Tensor], masked: list[Tensor], settings: Any)
 @pytest.mark.parametrize(
     "fields", [{"top_share": 0.4}, {"min_scale": 0.9}, {"top_share": 0.4, "min_scale": 0.5}]
 )
-def test_factors_follow_the_authors_steps(fields: dict[str, float]) -> None:
+def test_factors_follow_the_authors_steps(fields):
     settings = PerceptionSettings(**fields)
     sampled, masked = draw_logprobs(0), draw_logprobs(1)
     found = weigh(sampled, dict(enumerate(masked)), settings)
@@ -68,7 +68,7 @@ def test_factors_follow_the_authors_steps(fields: dict[str, float]) -> None:
         assert np.mean([row[0].item() for row in found]) == pytest.approx(1.0)
 
 
-def test_factors_are_scaled_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_are_scaled_over_all_ranks(monkeypatch):
     settings = PerceptionSettings(min_scale=0.5)
     sampled, masked = draw_logprobs(0), draw_logprobs(1)
     alone = weigh(sampled, dict(enumerate(masked)), settings)
@@ -79,7 +79,7 @@ def test_factors_are_scaled_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(second[row], alone[row + 2])
 
 
-def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch):
     entropies = [tuple((-part).tolist()) for part in draw_logprobs(2)]
     padded = torch.zeros(len(LENGTHS), max(LENGTHS))
     mask = torch.zeros_like(padded)
@@ -100,7 +100,7 @@ def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch: pytest.Monk
     assert select_high_entropy(entropies[2:], LENGTHS[2:], 0.3)[3:].tolist() == found[3].tolist()
 
 
-def test_completions_without_images_or_with_equal_dependency_have_factors_of_1() -> None:
+def test_completions_without_images_or_with_equal_dependency_have_factors_of_1():
     settings = PerceptionSettings(top_share=0.4, min_scale=0.9)
     sampled = draw_logprobs(0)
     assert all((f == 1).all() for f in weigh(sampled, {}, settings))
@@ -109,6 +109,6 @@ def test_completions_without_images_or_with_equal_dependency_have_factors_of_1()
     assert (one[0] == 1).all()
 
 
-def test_dependency_is_bounded_and_0_where_the_mask_changes_nothing() -> None:
+def test_dependency_is_bounded_and_0_where_the_mask_changes_nothing():
     logprobs, masked = torch.tensor([-1.0, -80.0, -1.0]), torch.tensor([-1.0, -1.0, -80.0])
     assert image_dependency(logprobs, masked).tolist() == [0.0, 10.0, 10.0]

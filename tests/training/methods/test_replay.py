@@ -40,7 +40,7 @@ def get_buffer(trainer: Trainer) -> Replay:
     return replay
 
 
-def test_a_buffer_replays_the_newest_first_and_each_group_once() -> None:
+def test_a_buffer_replays_the_newest_first_and_each_group_once():
     buffer = Replay(ReplaySettings(size=4, max_age=2))
     assert buffer.recall(3, 0) == []
     for step in range(3):
@@ -54,9 +54,7 @@ def test_a_buffer_replays_the_newest_first_and_each_group_once() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_groups_without_a_spread_let_others_be_replayed(
-    settings: Any, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_without_a_spread_let_others_be_replayed(settings, parts, monkeypatch):
     """Two of three groups count as equal in each step after the first."""
     optim = {"lr": 1e-3, "max_steps": 4, "mini_batches": parts}
     run = settings(objective={"replay": {}}, optim=optim)
@@ -97,7 +95,7 @@ def test_groups_without_a_spread_let_others_be_replayed(
     assert [rollout.rounds[-1] for rollout in rollouts] == [(2, 1), (5, 4), (8, 7)]
 
 
-def test_only_groups_with_different_rewards_are_kept(settings: Any) -> None:
+def test_only_groups_with_different_rewards_are_kept(settings):
     trainer = make_trainer(settings(objective={"replay": {}}))
     sampler, replay = trainer.sampler, get_buffer(trainer)
     groups = sampler.sample(0).groups
@@ -110,9 +108,7 @@ def test_only_groups_with_different_rewards_are_kept(settings: Any) -> None:
 
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("stop", [(2,), (3, 3)])
-def test_a_run_with_both_resumes_bit_for_bit(
-    settings: Any, iterations: int, stop: tuple[int, ...]
-) -> None:
+def test_a_run_with_both_resumes_bit_for_bit(settings, iterations, stop):
     changes = {**BOTH, "objective": {**BOTH["objective"], "num_iterations": iterations}}
     uninterrupted = settings(name="uninterrupted", **changes)
     train(uninterrupted)
@@ -133,7 +129,7 @@ def test_a_run_with_both_resumes_bit_for_bit(
     assert_same_weights(*folders)
 
 
-def test_the_state_is_restored_as_it_was() -> None:
+def test_the_state_is_restored_as_it_was():
     replay, restored = (Replay(ReplaySettings(size=3)) for _ in range(2))
     replay.learn(0, [keep(1, 0), keep(2, 0)], [])
     values, tensors = json.loads(json.dumps(replay.state_dict()[0])), replay.state_dict()[1]
@@ -145,7 +141,7 @@ def test_the_state_is_restored_as_it_was() -> None:
     restored.load_state_dict(None, {})  # of a run without replay
 
 
-def test_a_failed_step_teaches_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_teaches_nothing(settings, monkeypatch):
     trainer = make_trainer(settings(**{**BOTH, "rollout": {"dynamic_sampling": True}}))
     sampler, replay, curriculum = (
         trainer.sampler,
@@ -170,7 +166,7 @@ def test_a_failed_step_teaches_nothing(settings: Any, monkeypatch: pytest.Monkey
     assert sampler.cursor.position == place
 
 
-def test_supervised_steps_use_every_example_in_turn(settings: Any) -> None:
+def test_supervised_steps_use_every_example_in_turn(settings):
     trainer = make_trainer(settings(data=BOTH["data"], warm_start={"steps": 1, "lr": 1e-4}))
     trainer.step()
     assert trainer.sampler.cursor.position == 3
@@ -178,9 +174,7 @@ def test_supervised_steps_use_every_example_in_turn(settings: Any) -> None:
     assert trainer.sampler.cursor.position == 9
 
 
-def test_every_rank_gets_a_part_of_the_replayed_groups(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_gets_a_part_of_the_replayed_groups(settings, monkeypatch):
     trainer = make_trainer(settings(objective={"replay": {}}))
     sampler, replay = trainer.sampler, get_buffer(trainer)
     groups = sampler.sample(0).groups

@@ -56,7 +56,7 @@ def policy() -> Any:
     return tiny_policy("qwen2_5_vl")
 
 
-def test_a_target_is_the_gold_text_and_the_end_token(policy: Any) -> None:
+def test_a_target_is_the_gold_text_and_the_end_token(policy):
     writer = TargetWriter(policy, make_settings())
     target = writer.write(make_example("red"), Copy(tags=False))
     end = policy.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -69,7 +69,7 @@ def test_a_target_is_the_gold_text_and_the_end_token(policy: Any) -> None:
     assert tagged == "<answer>7</answer>"
 
 
-def test_a_row_with_a_completion_of_its_own_is_trained_on_it(policy: Any) -> None:
+def test_a_row_with_a_completion_of_its_own_is_trained_on_it(policy):
     writer = TargetWriter(policy, make_settings())
     assert writer.write(make_example("red", {"completion": "blue"}), Copy()).text == "blue"
     assert writer.write(make_example("red", {"completion": None}), Copy()).text == "red"
@@ -88,15 +88,13 @@ def test_a_row_with_a_completion_of_its_own_is_trained_on_it(policy: Any) -> Non
         ("a", {"completion": ""}, (), "its column completion must be text, not ''"),
     ],
 )
-def test_targets_that_cannot_be_trained_on_name_their_row(
-    policy: Any, answer: Any, meta: Any, overrides: list[str], problem: str
-) -> None:
+def test_targets_that_cannot_be_trained_on_name_their_row(policy, answer, meta, overrides, problem):
     writer = TargetWriter(policy, make_settings(*overrides))
     with pytest.raises(UserError, match=f"^rows.jsonl:3: example a: .*{problem}"):
         writer.write(make_example(answer, meta), Copy())
 
 
-def test_the_limit_counts_the_end_token(policy: Any) -> None:
+def test_the_limit_counts_the_end_token(policy):
     length = len(TargetWriter(policy, make_settings()).write(make_example("abc"), Copy()).token_ids)
     for limit, fits in ((length, True), (length - 1, False)):
         writer = TargetWriter(policy, make_settings(f"rollout.max_completion_length={limit}"))
@@ -114,7 +112,7 @@ TURN = "{% for m in messages %}{% set c = m['content'] %}{{ c if c is string els
     ("after", "expected"),
     [("<|im_end|>\n", "<|im_end|>"), ("<|endoftext|>", "<|endoftext|>"), ("", "<|endoftext|>")],
 )
-def test_the_end_token_is_that_of_the_chat_template(after: str, expected: str) -> None:
+def test_the_end_token_is_that_of_the_chat_template(after, expected):
     """A model can have several; Gemma's first one, for example, is not that of a turn."""
     policy = tiny_policy("qwen2_5_vl")
     tokens = policy.tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
@@ -123,7 +121,7 @@ def test_the_end_token_is_that_of_the_chat_template(after: str, expected: str) -
     assert find_end_token(policy) == policy.tokenizer.convert_tokens_to_ids(expected)
 
 
-def test_equal_prompts_share_a_group_and_an_image_its_pass(policy: Any) -> None:
+def test_equal_prompts_share_a_group_and_an_image_its_pass(policy):
     writer = TargetWriter(policy, make_settings())
     questions, answers = ["Why?", "Where?", "Why?"], ["a", "bc", "raise"]
     examples = [
@@ -151,7 +149,7 @@ def make_rows_trainer(settings: Any, folder: Path, rows: list[Any], **changes: A
     return make_trainer(settings(data=data, warm_start=WARM, **changes))
 
 
-def test_rows_of_one_image_encode_it_once(settings: Any, tmp_path: Path) -> None:
+def test_rows_of_one_image_encode_it_once(settings, tmp_path):
     image = noise_example("a", [(56, 56)]).images[0]
     image.load().save(tmp_path / "a.png")
     rows = [
@@ -173,8 +171,8 @@ def test_rows_of_one_image_encode_it_once(settings: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_a_target_that_is_too_long_ends_or_leaves_the_run_before_its_first_step(
-    settings: Any, tmp_path: Path, on_bad_row: str
-) -> None:
+    settings, tmp_path, on_bad_row
+):
     rows = [
         {"id": str(n), "question": "?", "answer": text} for n, text in enumerate(["a", "ab" * 9])
     ]

@@ -55,7 +55,7 @@ def is_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_only_the_metrics_of_its_kind_describe_a_step(warm: Any) -> None:
+def test_only_the_metrics_of_its_kind_describe_a_step(warm):
     run = warm()
     train(run)
     rows = read_metrics(run.run_dir)
@@ -72,7 +72,7 @@ def test_only_the_metrics_of_its_kind_describe_a_step(warm: Any) -> None:
     assert b'"rewards": {"letters"' in samples["samples/step-000002.jsonl"]
 
 
-def test_sft_is_a_run_of_supervised_steps_alone(warm: Any) -> None:
+def test_sft_is_a_run_of_supervised_steps_alone(warm):
     run = warm(warm_start={**WARM, "steps": "all"}, optim={"max_steps": 12})
     train(run)
     rows = read_metrics(run.run_dir)
@@ -89,9 +89,7 @@ FULL = {"dtype": "float32"}
     [((2,), LORA), ((3,), FULL), ((3,), LORA), ((3, 4), FULL), ((4, 2), LORA)],
     ids=["after 0", "switch, full", "switch, lora", "in 2", "in 3"],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    warm: Any, monkeypatch: pytest.MonkeyPatch, stop: tuple[int, ...], weights: dict[str, Any]
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(warm, monkeypatch, stop, weights):
     """Supervised steps sample nothing, so that a run is not stopped within them.
 
     The reference is the policy of the switch, from which the first rollout is sampled.
@@ -108,7 +106,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert_same_run(whole.run_dir, resumed.run_dir)
 
 
-def test_the_supervised_steps_of_sft_and_of_a_warm_start_are_equal(warm: Any) -> None:
+def test_the_supervised_steps_of_sft_and_of_a_warm_start_are_equal(warm):
     runs = [warm(name="warm"), warm(name="sft", warm_start={**WARM, "steps": "all"})]
     for run in runs:
         train(run)
@@ -132,7 +130,7 @@ def begin_at_switch(settings: Settings) -> Trainer:
     return trainer
 
 
-def test_grpo_begins_as_a_new_run_with_the_warm_model(warm: Any) -> None:
+def test_grpo_begins_as_a_new_run_with_the_warm_model(warm):
     """The optimizer has no momentum of the supervised steps, and the schedule begins."""
     optim = {"schedule": "linear", "warmup_steps": 1, "max_steps": 6}
     trainer = begin_at_switch(warm(optim=optim))
@@ -151,7 +149,7 @@ def test_grpo_begins_as_a_new_run_with_the_warm_model(warm: Any) -> None:
     assert is_equal(copy_weights(trainer), copy_weights(fresh))
 
 
-def test_the_reference_is_the_warm_model(warm: Any) -> None:
+def test_the_reference_is_the_warm_model(warm):
     objective = {"beta": 0.1, "reference_refresh_every": "never"}
     trainer = begin_at_switch(warm(objective=objective))
     kl = trainer.methods["kl"]
@@ -163,7 +161,7 @@ def test_the_reference_is_the_warm_model(warm: Any) -> None:
     assert second["kl"] > 1e-6
 
 
-def test_each_phase_has_its_learning_rates(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_has_its_learning_rates(warm, monkeypatch):
     """Also after a supervised step whose update was skipped, which does not advance them."""
     used: list[float] = []
     accumulate = Updater._accumulate  # noqa: SLF001
@@ -186,7 +184,7 @@ def test_each_phase_has_its_learning_rates(warm: Any, monkeypatch: pytest.Monkey
     assert used == pytest.approx([0, 3e-3, 3e-3, 0, 8e-3, 4e-3])
 
 
-def test_the_switch_is_evaluated_and_saved(warm: Any) -> None:
+def test_the_switch_is_evaluated_and_saved(warm):
     run = warm(data={"eval": "embedded:ocr", "eval_limit": 4})
     train(run)
     rows = read_metrics(run.run_dir)
@@ -195,9 +193,7 @@ def test_the_switch_is_evaluated_and_saved(warm: Any) -> None:
     assert saved == [2, 4]
 
 
-def test_the_best_checkpoint_may_be_of_the_warm_start(
-    warm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_may_be_of_the_warm_start(warm, monkeypatch):
     data = {"eval": "embedded:ocr", "eval_limit": 4}
     checkpoint = {"keep_best": True, "keep_last": 1}
     run = warm(data=data, checkpoint=checkpoint, optim={"max_steps": 5}, evaluation={"every": 4})
@@ -216,9 +212,7 @@ def test_the_best_checkpoint_may_be_of_the_warm_start(
 
 
 @pytest.mark.parametrize("steps", [2, "all"])
-def test_servers_start_after_the_supervised_steps(
-    warm: Any, monkeypatch: pytest.MonkeyPatch, steps: int | str
-) -> None:
+def test_servers_start_after_the_supervised_steps(warm, monkeypatch, steps):
     begun: list[CopySampler] = []
 
     def build_copy(strategy: Any, settings: Settings) -> CopySampler:
@@ -242,7 +236,7 @@ def test_servers_start_after_the_supervised_steps(
     assert [version for version, _ in outside.sampled] == [2, 2]
 
 
-def test_a_resumed_run_must_keep_its_number_of_supervised_steps(warm: Any) -> None:
+def test_a_resumed_run_must_keep_its_number_of_supervised_steps(warm):
     train(warm(optim={"max_steps": 3}))
     run = warm(resume=True, warm_start={**WARM, "steps": 1, "lr": 1e-3})
     with pytest.raises(UserError, match=r"warm_start.steps was 2 and is now 1"):

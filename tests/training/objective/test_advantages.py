@@ -197,7 +197,7 @@ def normalize_tokens(returns: list[list[float]]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("name", "means"), [("", (0.0, 0.0)), ("_baseline", (0.5, 2.0))])
-def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name: str, means: tuple):
+def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name, means):
     rewards = [1.0, 0.0, 3.0, 1.0]
     estimator = STEP_ESTIMATORS[f"reinforce_plus_plus{name}"]
     result = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator, PENALTIES)

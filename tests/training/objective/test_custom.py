@@ -38,7 +38,7 @@ def write_loss(folder: Path, body: str, **fields: Any) -> ObjectiveSettings:
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_loss_of_a_file_replaces_that_of_the_loss_type(tmp_path: Path, loss_type: str) -> None:
+def test_a_loss_of_a_file_replaces_that_of_the_loss_type(tmp_path, loss_type):
     """The same formula gives the same loss, with the weights of the loss type."""
     body = "return -ratio.clamp(max=1.05) * batch.per_token_advantages"
     settings = write_loss(tmp_path, body, loss_type=loss_type)
@@ -70,17 +70,17 @@ def test_a_loss_of_a_file_replaces_that_of_the_loss_type(tmp_path: Path, loss_ty
         ("raise SystemExit(3)", r"my_loss.py, line 5: SystemExit: 3"),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_refused(tmp_path: Path, body: str, problem: str) -> None:
+def test_a_loss_that_cannot_be_used_is_refused(tmp_path, body, problem):
     with pytest.raises(UserError, match=f"objective.loss=.*my_loss.py:compute.*{problem}"):
         load_surrogate(write_loss(tmp_path, body))
 
 
-def test_sums_over_a_completion_are_allowed(tmp_path: Path) -> None:
+def test_sums_over_a_completion_are_allowed(tmp_path):
     body = "return (ratio * batch.completion_mean(ratio)[batch.completion]).log()"
     assert load_surrogate(write_loss(tmp_path, body)) is not None
 
 
-def test_a_loss_may_use_what_methods_scored(tmp_path: Path) -> None:
+def test_a_loss_may_use_what_methods_scored(tmp_path):
     """Beside their terms, which are no part of the check."""
     body = 'return ratio * (batch.logprobs.detach() - batch.scores["teacher_logprobs"])'
     for only in (False, True):
@@ -88,7 +88,7 @@ def test_a_loss_may_use_what_methods_scored(tmp_path: Path) -> None:
         assert load_surrogate(settings) is not None
 
 
-def test_a_file_without_the_function_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_the_function_is_refused(tmp_path):
     write_loss(tmp_path, "return ratio")
     with pytest.raises(UserError, match="the file has no function missing"):
         load_surrogate(ObjectiveSettings(loss=f"{tmp_path / 'my_loss.py'}:missing"))
@@ -114,16 +114,14 @@ def write_estimator(folder: Path, body: str) -> str:
         ("return None", "one advantage per completion"),
     ],
 )
-def test_an_estimator_that_cannot_be_used_is_refused(
-    tmp_path: Path, body: str, problem: str
-) -> None:
+def test_an_estimator_that_cannot_be_used_is_refused(tmp_path, body, problem):
     with pytest.raises(
         UserError, match=f"advantage_estimator=.*my_advantages.py:compute.*{problem}"
     ):
         load_estimator(write_estimator(tmp_path, body))
 
 
-def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> None:
+def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path):
     body = (
         "values = inputs.rewards - inputs.group_means\n"
         "    return values / (values.std() + 1e-4) if inputs.penalties is None else "
@@ -139,7 +137,7 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> No
     assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
 
 
-def test_an_estimator_that_has_changed_is_read_again(tmp_path: Path) -> None:
+def test_an_estimator_that_has_changed_is_read_again(tmp_path):
     """As in a notebook, where one process starts several runs."""
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
     for factor in (1.0, 20.0):  # a file of another size is new even within the same second
@@ -147,7 +145,7 @@ def test_an_estimator_that_has_changed_is_read_again(tmp_path: Path) -> None:
         assert list(load_estimator(name)(inputs)) == [factor, 0.0]
 
 
-def test_the_examples_of_the_guide_can_be_used(tmp_path: Path) -> None:
+def test_the_examples_of_the_guide_can_be_used(tmp_path):
     code = GUIDE.read_text("utf-8").split("```python\n")[1:]
     path = tmp_path / "mine.py"
     path.write_text("\n\n".join(part.partition("```")[0] for part in code))

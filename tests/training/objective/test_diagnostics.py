@@ -25,7 +25,7 @@ SECOND = MetricAccumulator(
 )
 
 
-def test_two_parts_add_up_to_the_metrics_of_both() -> None:
+def test_two_parts_add_up_to_the_metrics_of_both():
     values = (FIRST + SECOND).values()
     assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
     assert math.isnan(values.pop("format/mean"))
@@ -42,27 +42,27 @@ def test_two_parts_add_up_to_the_metrics_of_both() -> None:
     }
 
 
-def test_a_mean_over_nothing_is_left_out_or_given_a_value() -> None:
+def test_a_mean_over_nothing_is_left_out_or_given_a_value():
     assert "entropy" not in SECOND.values()
     assert math.isnan(SECOND.values(empty=math.nan)["entropy"])
 
 
-def test_the_sum_starts_from_an_empty_accumulator() -> None:
+def test_the_sum_starts_from_an_empty_accumulator():
     assert sum([FIRST], MetricAccumulator()).values() == FIRST.values()
     assert MetricAccumulator().values() == {}
 
 
-def test_a_maximum_with_nan_is_nan() -> None:
+def test_a_maximum_with_nan_is_nan():
     broken = MetricAccumulator(maxima={"ratio": torch.tensor(math.nan)})
     assert math.isnan((FIRST + broken).values()["ratio"])
     assert math.isnan((broken + FIRST).values()["ratio"])
 
 
-def test_a_copy_in_host_memory_has_the_same_values() -> None:
+def test_a_copy_in_host_memory_has_the_same_values():
     assert FIRST.cpu().values() == FIRST.values()
 
 
-def test_metrics_are_read_at_once_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
     reads, cpu = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
     right = MetricAccumulator({"accuracy": (torch.tensor(3), 4), "kl": (torch.tensor(0.5), 2)})

@@ -356,7 +356,7 @@ def test_an_empty_batch_has_no_loss():
     ],
     ids=["distillation", "perception"],
 )
-def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula: Any) -> None:
+def test_the_terms_of_other_models_and_images(fields, values, formula):
     """Each is its formula over the active tokens, beside the policy's loss, or alone."""
     step = make_step(torch.float64)
     assert step.old_logprobs is not None
@@ -376,7 +376,7 @@ def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula:
         policy_loss(batch, totals, settings)
 
 
-def test_no_term_of_a_method_is_left_out() -> None:
+def test_no_term_of_a_method_is_left_out():
     """The settings name every term that a method adds; otherwise it would be absent unnoticed."""
     fields = {"distillation": {"teacher": "any"}, "perception": {"kl_coef": 0.1}}
     settings, step = ObjectiveSettings(**fields), make_step()
@@ -388,7 +388,7 @@ def test_no_term_of_a_method_is_left_out() -> None:
     assert adds_term == {*fields}
 
 
-def test_factors_weigh_the_policy_loss_alone() -> None:
+def test_factors_weigh_the_policy_loss_alone():
     step = make_step(torch.float64)
     totals, settings = count_totals(step), ObjectiveSettings()
     zero = replace(step, token_factors=torch.zeros_like(step.logprobs).detach())
@@ -400,7 +400,7 @@ def test_factors_weigh_the_policy_loss_alone() -> None:
     assert only.item() > 0  # entropy is penalized
 
 
-def test_the_cross_entropy_is_the_mean_over_its_weights() -> None:
+def test_the_cross_entropy_is_the_mean_over_its_weights():
     logprobs = torch.tensor([-1.0, -3.0, -0.5], requires_grad=True)
     batch = TokenBatch(
         logprobs,
