@@ -59,7 +59,7 @@ def train_and_read(settings: Settings) -> list[dict[str, float]]:
 def begin_run(folder: Path, launch: str) -> list[dict[str, float]]:
     """Make the part of a run after which other launches resume it."""
     if launch == "ddp-1":
-        return train_and_read(make_run_settings(folder, launch, optim={"lr": 1e-3, "max_steps": 2}))
+        return train_and_read(make_run_settings(folder, launch, optim={"lr": 2e-4, "max_steps": 2}))
     # Only the last rank receives the signal.
     stop_request = SelfTermination() if _is_last_rank() else StopRequest()
     trainer.StopRequest = lambda *_: stop_request  # type: ignore[assignment, misc]

@@ -177,10 +177,9 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
         folder,
         launch,
         **{
-            # With seed 0 a token lies so near to the border of two that FSDP2 samples the other.
-            "seed": 1,
             "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
-            "optim": {"lr": 1e-3, "max_steps": 4},
+            # Adam's first steps enlarge what rounding differs in; a larger rate changes samples.
+            "optim": {"lr": 2e-4, "max_steps": 4},
             "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
             **changes,
         },

@@ -168,7 +168,8 @@ def _build_row(
 def _column(settings: Settings, name: str) -> str:
     if is_mixture(settings.data.train):
         return name
-    return dict(settings.data.columns).get(name, name)
+    columns: dict[Any, str] = settings.data.columns
+    return columns.get(name, name)
 
 
 def _write_image(image: ImageRef, folder: Path) -> str:

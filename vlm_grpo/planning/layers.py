@@ -7,7 +7,7 @@ saves in the second, in addition to those of the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -97,7 +97,7 @@ def _measure_block(shape: ModelShape, device: torch.device) -> LayerBytes:
 def _measure(
     run: Callable[[Rows], None],
     model: nn.Module,
-    layers: Sequence[nn.Module],
+    layers: Any,
     width: int,
     place: tuple[Precision, torch.device],
 ) -> LayerBytes:
@@ -214,7 +214,7 @@ def _use_fakes(model: nn.Module, precision: Precision, device: torch.device) -> 
             torch.clear_autocast_cache()
 
 
-def _count_saved(run: Callable[[], Any], model: nn.Module, layers: Sequence[nn.Module]) -> int:
+def _count_saved(run: Callable[[], Any], model: nn.Module, layers: Any) -> int:
     """Return the bytes that the second layer saves."""
     storages: dict[int, Any] = {}  # kept, so that their addresses stay theirs
     totals: list[int] = []

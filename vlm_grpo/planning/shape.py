@@ -68,7 +68,7 @@ class TextShape:
         """Return rows and columns of a layer's matrices, with an MLP of this width."""
         up, down = (intermediate, self.hidden), (self.hidden, intermediate)
         query, key = (self.query, self.hidden), (self.key, self.hidden)
-        return [query, key, key, query[::-1], up, up, down]
+        return [query, key, key, (self.hidden, self.query), up, up, down]
 
     @property
     def layer_weights(self) -> int:

@@ -38,7 +38,7 @@ def compute_gradient(policy: Policy, *_: Any) -> None:
     sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
     prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
     groups: list[tuple[Completion, ...]] = []
-    for _ in prompts:
+    for _ in sizes:
         tokens = ((1, 2, 3), (4, 5), (6,))
         groups.append(tuple(Completion(t, (0.0,) * len(t), "", "eos", ()) for t in tokens))
     with no_host_tensors():

@@ -159,7 +159,8 @@ class Family(SharedForm):
             return image.resize(size, processor.image_processor.resample)
         bounds = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
         edge = processor.image_processor.patch_size
-        return fetch_image({"image": image, **bounds}, image_patch_size=edge)
+        given: dict[str, Any] = {"image": image, **bounds}
+        return fetch_image(given, image_patch_size=edge)
 
     def processor_kwargs(self, processor: Any) -> dict[str, Any]:
         """Return additional arguments for the processor's call on images."""
