@@ -1,0 +1,30 @@
+"""A task for workers, in a module that imports no more than a task does.
+
+A test's own module may import libraries whose loading takes longer than the limit of a reward.
+"""
+
+from __future__ import annotations
+
+from vlm_grpo.task import Task, reward
+from vlm_grpo.types import Example
+
+
+class Pixels(Task):
+    """Rewards that use the image and other columns of the row."""
+
+    primary_metric = "reddish"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text
+
+    def write(self, answer: str, example: Example) -> str:
+        return answer
+
+    @reward()
+    def reddish(self, answer: str, example: Example) -> float:
+        red, green, blue = example.images[0].load().resize((1, 1)).getpixel((0, 0))  # type: ignore[misc]
+        return float((answer == "red") == (red > max(green, blue)))
+
+    @reward()
+    def paid(self, answer: str, example: Example) -> float:
+        return example.meta["pay"][answer]
