@@ -23,7 +23,7 @@ from vlm_grpo.config.requirements import (
     require,
 )
 from vlm_grpo.config.rollout import VllmSettings
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import LoggingSettings, Settings
 from vlm_grpo.config.section import Frozen, get_blocks
 from vlm_grpo.errors import UserError
 
@@ -294,15 +294,23 @@ def test_every_key_of_the_table_exists() -> None:
                 assert has_key(blocks[name], key), (name, key)
 
 
-def test_a_method_adds_rows_once() -> None:
-    class MethodSettings(Frozen):
-        share: float = 0.5
-        parts: int = 0
+def test_a_method_adds_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Requirement("samples_every={samples_every} is odd", when="samples_every > 100")
+    monkeypatch.setitem(_read_table(), "LoggingSettings", [])
+    require("LoggingSettings", row)
+    require("LoggingSettings", row)
+    assert get_requirements("LoggingSettings") == (row,)
+    assert find_problems(LoggingSettings(samples_every=2)) == []
+    with pytest.raises(UserError, match="samples_every=101 is odd"):
+        LoggingSettings(samples_every=101)
 
-    row = Requirement("parts={parts} needs share", when="parts > 1 and share == 0")
-    require("MethodSettings", row)
-    require("MethodSettings", row)
-    assert get_requirements("MethodSettings") == (row,)
-    assert find_problems(MethodSettings(parts=2)) == []
-    with pytest.raises(UserError, match="parts=2 needs share"):
-        MethodSettings(parts=2, share=0.0)
+
+def test_rows_are_not_applied_to_a_users_class_of_the_same_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(Frozen):
+        share: float = 0.5
+
+    Own.__name__ = "LoggingSettings"
+    monkeypatch.setitem(_read_table(), "LoggingSettings", [Requirement("never", "parts > 1")])
+    assert Own().share == 0.5
