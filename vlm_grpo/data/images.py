@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
-from qwen_vl_utils.vision_process import smart_nframes
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.media.images import decode_image, encode_png, read_size
@@ -224,6 +223,9 @@ class MediaReader:
         }
         if shape.count < 2:
             raise ValueError(f"video {name} has one frame: give it as an image")
+        # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
+        from qwen_vl_utils.vision_process import smart_nframes
+
         count = smart_nframes(options, shape.count, shape.fps)
         chosen = np.linspace(0, shape.count - 1, count).round()
         times = tuple(float(frame) / shape.fps for frame in chosen)
