@@ -22,6 +22,13 @@ def test_contract_and_guide_list_the_rooms() -> None:
     assert [re.findall(r"`(\w+)`", row[1]) for row in rows] == layers
 
 
+def test_the_walk_of_an_example_names_files_that_exist() -> None:
+    walk = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("| what it becomes |")[2]
+    files = re.findall(r"`([\w/]+\.py)`", walk.partition("\n\n")[0])
+    assert len(files) > 12
+    assert [file for file in files if not (ROOT / "vlm_grpo" / file).is_file()] == []
+
+
 def test_mutants_change_code_that_exists() -> None:
     mutants = find_mutants()  # a ValueError names a written mutant whose text is gone
     assert len({mutant.name for mutant in mutants}) == len(mutants) > 250
