@@ -14,8 +14,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo import evaluate
 from vlm_grpo.config.run import Settings
+from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows
-from vlm_grpo.data.run_data import load_run
 from vlm_grpo.model.policy import load_policy
 
 

@@ -17,13 +17,10 @@ from vlm_grpo.config.requirements import (
     _UNARY,
     Requirement,
     _read_table,
-    find_problems,
-    get_requirements,
     list_notes,
-    require,
 )
 from vlm_grpo.config.rollout import VllmSettings
-from vlm_grpo.config.run import LoggingSettings, Settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import Frozen, get_blocks
 from vlm_grpo.errors import UserError
 
@@ -292,17 +289,6 @@ def test_every_key_of_the_table_exists() -> None:
                 keys |= {*(match[1] if match.re is _COMPARISON else match[3]).split("|")}
             for key in keys:
                 assert has_key(blocks[name], key), (name, key)
-
-
-def test_a_method_adds_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Requirement("samples_every={samples_every} is odd", when="samples_every > 100")
-    monkeypatch.setitem(_read_table(), "LoggingSettings", [])
-    require("LoggingSettings", row)
-    require("LoggingSettings", row)
-    assert get_requirements("LoggingSettings") == (row,)
-    assert find_problems(LoggingSettings(samples_every=2)) == []
-    with pytest.raises(UserError, match="samples_every=101 is odd"):
-        LoggingSettings(samples_every=101)
 
 
 def test_rows_are_not_applied_to_a_users_class_of_the_same_name(

@@ -21,8 +21,8 @@ from vlm_grpo.data.checks import (
     find_duplicates,
     hash_image,
     measure_difference,
-    warn_about_shared_images,
 )
+from vlm_grpo.data.loading import warn_about_shared_images
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task

@@ -13,9 +13,8 @@ from PIL import Image
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples, load_run_task, load_split
+from vlm_grpo.data.loading import load_examples, load_run, load_run_task, load_split
 from vlm_grpo.data.objects import Objects
-from vlm_grpo.data.run_data import load_run
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task, reward
 from vlm_grpo.task.coordinates import PERMILLE

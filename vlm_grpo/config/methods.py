@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from vlm_grpo.config.optim import Schedule, WarmupSteps
-from vlm_grpo.config.requirements import Requirement, require
 from vlm_grpo.config.section import FREE, Frozen
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.media.images import MAX_NOISE_STEPS
@@ -32,15 +31,10 @@ BUILT_IN = "vlm_grpo.training.methods"
 class MethodSettings(Frozen):
     """Settings of an optional method. The properties say what a step with it costs."""
 
-    @property
-    def extra_passes(self) -> int:
-        """Passes without gradient behind other images than the prompts' own."""
-        return 0
-
-    @property
-    def extra_views(self) -> int:
-        """Further forms of each prompt from behind which a group is sampled."""
-        return 0
+    extra_passes: ClassVar[int] = 0
+    """Passes without gradient behind other images than the prompts' own."""
+    extra_views: ClassVar[int] = 0
+    """Further forms of each prompt from behind which a group is sampled."""
 
     @property
     def extra_model(self) -> str | None:
@@ -63,6 +57,7 @@ class NoiseSettings(MethodSettings):
     with Gaussian noise, and the update scores it for the clean ones. Defaults are those of the
     authors' run on Geometry3K."""
 
+    extra_views: ClassVar[int] = 1
     share: float = Field(default=0.5, gt=0, lt=1)
     """Share of a group's completions sampled for noisy images, rounded; at least one noisy and one
     clean completion."""
@@ -80,29 +75,6 @@ class NoiseSettings(MethodSettings):
 
     def count(self, num_generations: int) -> int:
         return min(max(1, math.floor(self.share * num_generations + 0.5)), num_generations - 1)
-
-    @property
-    def extra_views(self) -> int:
-        return 1
-
-
-require(
-    "Settings",
-    Requirement(
-        "rollout.noise needs objective.beta=0, and no replay, distillation or perception: each "
-        "takes a completion for one conditioned on the clean images",
-        (
-            "rollout.noise and objective.beta > 0",
-            "rollout.noise and "
-            "changed objective.replay|objective.distillation|objective.perception",
-        ),
-    ),
-    Requirement(
-        "objective.top_entropy_quantile ranks the entropies of all tokens, and rollout.noise "
-        "raises them for some completions only: remove one of them",
-        "rollout.noise and objective.top_entropy_quantile < 1",
-    ),
-)
 
 
 class CurriculumSettings(MethodSettings):
@@ -130,26 +102,6 @@ class ReplaySettings(MethodSettings):
     """Number of steps after which a group is not replayed any more."""
 
 
-require(
-    "ObjectiveSettings",
-    Requirement(
-        "advantage_estimator={advantage_estimator} compares the completions of a step, and "
-        "replayed groups are of other steps: remove replay",
-        "replay and advantage_estimator != grpo|rloo",
-    ),
-    Requirement(
-        "replay needs beta=0: the KL is estimated on completions of the current policy, which "
-        "replayed ones are not",
-        "replay and beta > 0",
-    ),
-    Requirement(
-        "distillation, perception and top_entropy_quantile are for the policy's own completions, "
-        "which replayed ones are not: remove replay",
-        "replay and changed distillation|perception|top_entropy_quantile",
-    ),
-)
-
-
 class DistillationSettings(MethodSettings):
     """On-policy distillation: a teacher scores the policy's own completions, token by token."""
 
@@ -171,22 +123,12 @@ class DistillationSettings(MethodSettings):
         return "distillation"
 
 
-require(
-    "ObjectiveSettings",
-    Requirement(
-        "distillation.only leaves out the training on rewards, which {item} would change: remove "
-        "them, or only",
-        "distillation.only",
-        each="perception top_entropy_quantile advantage_clip",
-    ),
-)
-
-
 class PerceptionSettings(MethodSettings):
     """Methods that score each completion once more, behind images with masked patches: PAPO
     (arXiv:2507.06448) with ``kl_coef``, and VPPO (arXiv:2510.09285) with ``top_share`` and
     ``min_scale``. The mask is PAPO's; VPPO masks half of the patches."""
 
+    extra_passes: ClassVar[int] = 1
     mask_ratio: float = Field(default=0.6, gt=0.0, le=1.0)
     """Probability of each patch to be black."""
     patch_size: int = Field(default=14, ge=1)
@@ -206,40 +148,12 @@ class PerceptionSettings(MethodSettings):
         return self.top_share is not None or self.min_scale is not None
 
     @property
-    def extra_passes(self) -> int:
-        return 1
-
-    @property
     def term(self) -> str | None:
         return "perception" if self.kl_coef else None
 
     @property
     def trains_all(self) -> bool:
         return True
-
-
-require(
-    "PerceptionSettings",
-    Requirement(
-        "perception has no effect alone: set its kl_coef (PAPO), or its top_share or min_scale "
-        "(VPPO)",
-        "not kl_coef and not weighs_tokens",
-    ),
-)
-require(
-    "Settings",
-    Requirement(
-        "objective.perception.top_share and min_scale compare the sampler's log-probs with those "
-        "conditioned on masked images, and rollout.top_p, top_k and min_p change the former: "
-        "remove them",
-        "objective.perception.weighs_tokens and rollout.is_truncated",
-    ),
-    Requirement(
-        "objective.top_entropy_quantile needs the entropy at each token, which vLLM does not "
-        "report: set it to 1, or rollout.sampler=policy",
-        "rollout.sampler == vllm and objective.top_entropy_quantile < 1",
-    ),
-)
 
 
 class WarmStartSettings(MethodSettings):
@@ -263,43 +177,6 @@ class WarmStartSettings(MethodSettings):
 
     def count(self, max_steps: int) -> int:
         return max_steps if self.steps == "all" else self.steps
-
-
-require(
-    "WarmStartSettings",
-    Requirement(
-        "warm_start.warmup_steps has no effect with warm_start.schedule=constant: use "
-        "constant_with_warmup",
-        "schedule == constant and warmup_steps",
-    ),
-    Requirement("warm_start.steps must be at least 1, or all: remove warm_start", "steps < 1"),
-)
-require(
-    "Settings",
-    Requirement(
-        "warm_start.steps={warm_start.steps} leaves no step after it of "
-        "optim.max_steps={optim.max_steps}, which counts both: raise optim.max_steps, or use "
-        "vlm-grpo sft for a run of supervised steps alone",
-        "not optim.num_train_epochs and warm_start.steps >= optim.max_steps",
-    ),
-    Requirement(
-        "warm_start.warmup_steps={warm_start.warmup_steps} exceeds the {supervised_steps} "
-        "supervised steps: lower it",
-        "not optim.num_train_epochs and warm_start.warmup_steps > supervised_steps",
-    ),
-    Requirement(
-        "optim.warmup_steps={optim.warmup_steps} exceeds the {steps_after_warm_start} steps of "
-        "optim.max_steps={optim.max_steps} after those of warm_start: lower it too",
-        "warm_start and not optim.num_train_epochs and steps_after_warm_start > 0 and "
-        "optim.warmup_steps > steps_after_warm_start",
-    ),
-    Requirement(
-        "{item} has no effect in a run of supervised steps alone: set {item}=null",
-        "warm_start.steps == all",
-        each="data.curriculum rollout.noise objective.replay objective.distillation "
-        "objective.perception",
-    ),
-)
 
 
 class OwnMethod(Frozen):

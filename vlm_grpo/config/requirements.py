@@ -1,10 +1,10 @@
-"""What settings need of each other: the rows of ``requirements.yaml``, and those of methods."""
+"""What settings need of each other: the rows of ``requirements.yaml``."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -24,7 +24,7 @@ class Requirement:
     and explains each field."""
 
     say: str
-    when: str | tuple[str, ...] = ()
+    when: str | Sequence[str] = ()
     each: str = ""
     of: str = ""
 
@@ -35,7 +35,7 @@ class Requirement:
         return re.sub(r"\{.*?\}", "…", self.say.replace("{item}", items))
 
     def find(self, block: Any) -> Iterator[str]:
-        conditions = (self.when,) if isinstance(self.when, str) else self.when
+        conditions = [self.when] if isinstance(self.when, str) else self.when
         if conditions and not any(_holds(condition, block) for condition in conditions):
             return
         if self.of:
@@ -43,7 +43,8 @@ class Requirement:
                 yield self.say.format_map(_Values(block, item=item))
         elif self.each:
             for key in filter(lambda key: _is_changed(block, key), self.each.split()):
-                default = _get_default(*_split(block, key))
+                owner, name = _split(block, key)
+                default = type(owner).model_fields[name].default
                 yield self.say.format_map(_Values(block, item=key, default=default))
         else:
             yield self.say.format_map(_Values(block))
@@ -62,34 +63,20 @@ class _Values(dict[str, Any]):
 @cache
 def _read_table() -> dict[str, list[Requirement]]:
     text = (resources.files("vlm_grpo.config") / "requirements.yaml").read_text("utf-8")
-    table: dict[str, list[Requirement]] = {}
-    for block, rows in yaml.safe_load(text).items():
-        for row in rows:
-            when = row.pop("when", ())
-            when = tuple(when) if isinstance(when, list) else when
-            table.setdefault(block, []).append(Requirement(when=when, **row))
-    return table
+    table = yaml.safe_load(text).items()
+    return {block: [Requirement(**row) for row in rows] for block, rows in table}
 
 
-def require(block: str, *rows: Requirement) -> None:
-    """Add rows, as of a method, to those of a class of settings, given by its name."""
-    own = _read_table().setdefault(block, [])
-    own += [row for row in rows if row not in own]
-
-
-def get_requirements(block: str) -> tuple[Requirement, ...]:
+def get_requirements(block: str) -> Sequence[Requirement]:
     """Return the rows of a class of settings by its name, or those of ``Notes``."""
-    return tuple(_read_table().get(block, ()))
+    return _read_table().get(block, ())
 
 
 def find_problems(block: Any) -> list[str]:
     # a class of a user's method may have the name of one of the library's
-    rows = get_requirements(type(block).__name__) if _is_own(type(block)) else ()
+    is_own = type(block).__module__.startswith("vlm_grpo.")
+    rows = get_requirements(type(block).__name__) if is_own else ()
     return list(dict.fromkeys(problem for row in rows for problem in row.find(block)))
-
-
-def _is_own(block: type) -> bool:
-    return block.__module__.startswith("vlm_grpo.")
 
 
 def list_notes(settings: Any) -> list[str]:
@@ -140,13 +127,9 @@ def _split(block: Any, key: str) -> tuple[Any, str]:
     return (get(block, parent) if parent else block), name
 
 
-def _get_default(owner: Any, name: str) -> Any:
-    return type(owner).model_fields[name].default
-
-
 def _is_changed(block: Any, key: str) -> bool:
     owner, name = _split(block, key)
-    return owner is not None and getattr(owner, name) != _get_default(owner, name)
+    return owner is not None and getattr(owner, name) != type(owner).model_fields[name].default
 
 
 def _is_given(block: Any, key: str) -> bool:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from scipy.cluster.hierarchy import DisjointSet
 
 from vlm_grpo.config.data import DataSettings, SourceSettings, Split
 from vlm_grpo.data.loading import read_source
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import gold_boxes
-from vlm_grpo.types import Example, FileSlice, ImageRef, VideoRef
+from vlm_grpo.types import Example, ImageRef
 
-logger = logging.getLogger(__name__)
-
-_END_BYTES = 4096
-"""Number of bytes at each end of an encoded image that tell it from others of its length."""
 _MAX_LISTED = 10  # Problems listed under each heading of a report
 _THUMBNAIL_SIZE = (16, 16)
 """Size in pixels of the thumbnails that decide whether two images are duplicates."""
@@ -171,41 +163,6 @@ def describe_overlap(first: DataReport, second: DataReport) -> list[str]:
     ]  # fmt: skip
 
 
-def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Example]) -> None:
-    """Log how many held-out examples show an image of the training data, if any.
-
-    Images are compared by path and encoded bytes, without decoding them.
-    """
-    trained = {_get_identity(image) for example in train for image in example.images}
-    shared = [e.id for e in held_out if any(_get_identity(image) in trained for image in e.images)]
-    if shared:
-        logger.warning(
-            "%d of %d held-out examples show an image that is also trained on (first: %s): their "
-            "score does not measure unseen images",
-            len(shared),
-            len(held_out),
-            ", ".join(shared[:3]),
-        )
-
-
-def _get_identity(image: ImageRef) -> Path | bytes:
-    """Return the image's path, or a digest of the length and both ends of its encoded bytes; of a
-    clip given by its frames, one of theirs."""
-    if image.path is not None:
-        return image.path
-    if isinstance(image, VideoRef) and image.frames:
-        parts = repr([_get_identity(frame) for frame in image.frames])
-        return hashlib.blake2b(parts.encode("utf-8", "surrogateescape"), digest_size=16).digest()
-    if isinstance(data := image.data, FileSlice) and data.size > 2 * _END_BYTES:
-        last = data.start + data.size - _END_BYTES
-        ends = [FileSlice(data.path, start, _END_BYTES).read() for start in (data.start, last)]
-        size = data.size
-    else:
-        content = image.read_bytes()
-        size, ends = len(content), [content[:_END_BYTES], content[-_END_BYTES:]]
-    return hashlib.blake2b(b"".join([size.to_bytes(8), *ends]), digest_size=16).digest()
-
-
 def _describe_spread(name: str, numbers: Sequence[int]) -> str:
     low, median, high = np.percentile(numbers or [0], (0, 50, 100))
     return f"{name:<28} {low:.0f} to {high:.0f}, median {median:.0f}"
@@ -282,18 +239,12 @@ def find_duplicates(hashes: Sequence[ImageHash]) -> list[list[int]]:
     for index, image_hash in enumerate(hashes):
         for number, band in enumerate(image_hash.bands):
             buckets[number, band].append(index)
-    edges: set[tuple[int, int]] = set()
+    joined = DisjointSet(range(len(hashes)))
     for indices in buckets.values():
-        edges |= _find_similar_pairs(indices, hashes)
-    if not edges:
-        return []
-    rows, columns = zip(*edges, strict=True)
-    graph = coo_array((np.ones(len(edges)), (rows, columns)), shape=(len(hashes), len(hashes)))
-    labels = connected_components(graph, directed=False)[1]
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index in sorted({*rows, *columns}):
-        groups[labels[index]].append(index)
-    return [equal for group in groups.values() for equal in _split_by_pixels(group, hashes)]
+        for pair in _find_similar_pairs(indices, hashes):
+            joined.merge(*pair)
+    groups = [sorted(group) for group in joined.subsets() if len(group) > 1]
+    return [equal for group in groups for equal in _split_by_pixels(group, hashes)]
 
 
 def _split_by_pixels(indices: Sequence[int], hashes: Sequence[ImageHash]) -> list[list[int]]:

@@ -17,8 +17,7 @@ from vlm_grpo.benchmarks.official import READERS, unwrap
 from vlm_grpo.benchmarks.rules import get_group
 from vlm_grpo.benchmarks.script_outputs import name_files, write_files
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_split
-from vlm_grpo.data.run_data import build_scorer
+from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import check_weights

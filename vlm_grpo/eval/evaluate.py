@@ -11,9 +11,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings, check_settings
-from vlm_grpo.data import load_examples, load_run_task, load_split
+from vlm_grpo.data.loading import (
+    build_scorer,
+    get_held_out_task,
+    load_data,
+    load_examples,
+    load_run_task,
+    load_split,
+)
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
-from vlm_grpo.data.run_data import build_scorer, get_held_out_task, load_data
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.dist.strategy import Strategy

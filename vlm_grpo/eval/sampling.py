@@ -15,8 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import EvaluationSettings, Settings
-from vlm_grpo.data import load_run_task
-from vlm_grpo.data.run_data import build_scorer, load_data
+from vlm_grpo.data.loading import build_scorer, load_data, load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import check_weights, name_served, score_all

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from vlm_grpo.config.recipes import Overrides, build_settings, load_settings
 from vlm_grpo.config.run import RUNS, Settings
-from vlm_grpo.data import load_run_task
-from vlm_grpo.data.run_data import get_held_out_task
+from vlm_grpo.data.loading import get_held_out_task, load_run_task
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.registry import IN_SESSION

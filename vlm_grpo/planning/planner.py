@@ -8,9 +8,8 @@ from typing import get_args
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings, check_settings
-from vlm_grpo.data import load_run_task, load_split
+from vlm_grpo.data.loading import filter_examples, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
-from vlm_grpo.data.run_data import filter_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import load_family

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.run_data import build_scorer
+from vlm_grpo.data.loading import build_scorer
 from vlm_grpo.data.stream import ExampleStream, StreamCursor
 from vlm_grpo.dist.collectives import (
     any_rank,

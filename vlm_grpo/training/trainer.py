@@ -12,8 +12,8 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings, check_settings
+from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
-from vlm_grpo.data.run_data import load_run
 from vlm_grpo.data.stream import build_stream
 from vlm_grpo.dist.collectives import any_rank, fail_together
 from vlm_grpo.dist.launch import build_accelerator
