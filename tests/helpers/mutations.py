@@ -80,9 +80,9 @@ TARGETS = {
     ),
     "model/engine/shared.py": (0.3, "model/engine/test_shared.py test_wiring.py"),
     "model/engine/vision.py": (0.2, "model/engine/test_vision.py test_wiring.py"),
-    "model/families/shared_form.py": (
+    "model/families/family.py": (
         0.3,
-        "model/families/test_shared_form.py model/families/test_every_family.py",
+        "model/families/test_family.py model/families/test_every_family.py",
     ),
     "model/form_check.py": (0.2, "model/test_form_check.py"),
     "task/scorer.py": (0.2, "task/test_scorer.py task/test_batch_rules.py"),

@@ -16,11 +16,11 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model import prompts as prompts_module
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import load_family
-from vlm_grpo.model.prompts import ImageCache, PromptBuilder, load_prompt_builder
+from vlm_grpo.model.prompts import PromptBuilder, PromptWriter, load_prompt_builder
 from vlm_grpo.task import PlainQuestion, Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import IMAGE, Turn
 
 THIN = (2010, 10)
@@ -214,37 +214,17 @@ def test_a_builder_needs_no_weights(embedded: PromptBuilder) -> None:
     assert embedded.max_tokens is not None
 
 
-def load_all(cache: ImageCache, names: str) -> list[bool]:
-    size = (1, 1)
-    loaded = [cache.load(ImageRef(name, size, size, data=name.encode())) for name in names]
-    assert [image for image, _ in loaded] == [name.upper() for name in names]
-    return [is_new for _, is_new in loaded]
-
-
 def test_an_image_is_decoded_once_while_it_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
+    monkeypatch.setattr(prompts_module, "RECENT_IMAGES", 2)
+    writer = PromptWriter(FRAMES["permille"], None)
+    images = {name: noise_example(name, [(4, 4)], seed=ord(name)).images[0] for name in "abc"}
 
-    class Lock:
-        def __enter__(self) -> None:
-            taken.append("lock")
+    def load_all(names: str) -> list[bool]:
+        example = Example("a", tuple(images[name] for name in names), "?", None)
+        loaded = writer.load_images(example)
+        for name, (image, _) in zip(names, loaded, strict=True):
+            assert image.tobytes() == images[name].load().tobytes()
+        return [is_new for _, is_new in loaded]
 
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(prompts_module.threading, "Lock", Lock)
-    cache = ImageCache(lambda image: image.name.upper(), size=2)
-    assert load_all(cache, "abac") == [True, True, False, True]  # c replaces b
-    assert load_all(cache, "ab") == [False, True]
-    taken.clear()
-    # Between two locks, the image would be missing for other threads, which would decode it again.
-    assert load_all(cache, "a") == [False]
-    assert taken == ["lock"]
-
-
-def test_an_unreadable_image_is_not_kept() -> None:
-    def fail(image: ImageRef) -> str:
-        raise ValueError(f"{image.name} is broken")
-
-    cache = ImageCache(fail, size=2)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="a is broken"):
-            load_all(cache, "a")
+    assert load_all("abac") == [True, True, False, True]  # c replaces b
+    assert load_all("abb") == [False, True, False]

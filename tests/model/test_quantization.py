@@ -28,14 +28,14 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.model import quantization
+from vlm_grpo.model import loading
 from vlm_grpo.model.engine import linear, rollout_weights
 from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.form_check import HALF_BOUND
+from vlm_grpo.model.loading import build_quantization, find_quantized
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.model.quantization import build_quantization, find_quantized
 from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -285,7 +285,7 @@ def test_what_cannot_be_quantized_is_refused(
     missing = {"load_in": "4bit", "quantized_parts": ("projector",)}
     with pytest.raises(UserError, match=r"no linear layer of model .* is in projector"):
         load(folders["gemma3"], **missing)  # whose projector is a parameter
-    monkeypatch.setattr(quantization, "is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[quantization\]'"):
         load(folders["qwen2_5_vl"], load_in="4bit")
 

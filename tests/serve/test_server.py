@@ -59,40 +59,15 @@ def test_when_a_server_is_ready(tmp_path: Path, model_folder: Path) -> None:
         assert [server.is_ready() for _ in range(4)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("kind", ["full", "full on a CPU", "adapter"])
-def test_new_weights_are_loaded_while_the_server_is_paused(
-    tmp_path: Path, model_folder: Path, kind: str
-) -> None:
-    fake, folder = tmp_path / "fake", str(model_folder)
-    loads: list[tuple[str, Any]] = [
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-    ]
-    if kind == "full on a CPU":
-        loads.append(("/collective_rpc", {"method": "pack_tied_weights"}))
-    elif kind == "adapter":
-        body = {"lora_name": "policy-adapter", "lora_path": folder, "load_inplace": True}
-        loads = [("/v1/load_lora_adapter", body)]
-    with run_fake(fake, model_folder) as url:
-        server = Server(url, 5, kind == "full on a CPU")
-        server.open()
-        (server.load_adapter if kind == "adapter" else server.load_files)(model_folder)
-        server.resume(3, "weights/run/3")
-        assert server.get_name() == "weights/run/3"
-    calls = read_calls(fake)[:-1]
-    assert [call["path"] for call in calls] == ["/pause", *(path for path, _ in loads), *RESUME]
-    assert [(c["path"], c["body"]) for c in calls[1 : 1 + len(loads)]] == loads
-
-
-@pytest.mark.parametrize("answer", ['{"success": false}', "{}", "[]"])
 def test_a_prefix_cache_that_is_not_emptied_is_a_failure(
-    tmp_path: Path, model_folder: Path, answer: str
+    tmp_path: Path, model_folder: Path
 ) -> None:
-    faults = {"/reset_prefix_cache": {"*": answer}}
-    with (
-        run_fake(tmp_path / "fake", model_folder, faults=faults) as url,
-        pytest.raises(ServiceError, match="prefix"),
-    ):
-        Server(url, 5).resume(1, "weights/run/1")
+    answers = ('{"success": false}', "{}", "[]")
+    faults = {"/reset_prefix_cache": {str(n): answer for n, answer in enumerate(answers, 1)}}
+    with run_fake(tmp_path / "fake", model_folder, faults=faults) as url:
+        for _ in answers:
+            with pytest.raises(ServiceError, match="prefix"):
+                Server(url, 5).resume(1, "weights/run/1")
     assert read_calls(tmp_path / "fake", "/resume") == []
 
 

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ class RemoteModel:
         answer = self.client.ask(messages, options, self.prompts.thinking_tags)
         if not isinstance(self.prompts, PromptBuilder):
             return answer
-        return answer.with_text(self.prompts.remove_control_tokens(answer.completion.text))
+        text = self.prompts.remove_control_tokens(answer.completion.text)
+        return replace(answer, completion=replace(answer.completion, text=text))
 
     def _load_media(self, example: Example) -> list[Image.Image | str]:
         images = (image for image, _ in self.prompts.load_images(example))

@@ -24,8 +24,8 @@ _HUB_ERRORS: tuple[Any, ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, 
 
 def check_reachable(source: str, revision: str = "main") -> None:
     """Raise ``ConnectionError`` for a hub name that is neither cached nor reachable, at once."""
-    if Path(source).is_dir() or constants.HF_HUB_OFFLINE or urllib.request.getproxies():
-        return  # through a proxy, only the client itself can tell
+    if Path(source).is_dir() or constants.HF_HUB_OFFLINE:
+        return
     try:
         if isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str):
             return
@@ -85,10 +85,11 @@ def describe_push(folder: Path, name: str, public: bool) -> Iterator[str]:
     visibility = "public" if public else "private"
     yield f"would push to {constants.ENDPOINT}/{name}, {visibility} if it is new:"
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    width = max(len(f"{path.stat().st_size:,}") for path in paths)
-    for path in paths:
-        yield f"  {path.stat().st_size:>{width},} bytes  {path.relative_to(folder)}"
-    yield f"  {sum(path.stat().st_size for path in paths):>{width},} bytes in all"
+    sizes = [path.stat().st_size for path in paths]
+    width = len(f"{max(sizes):,}")
+    for path, size in zip(paths, sizes, strict=True):
+        yield f"  {size:>{width},} bytes  {path.relative_to(folder)}"
+    yield f"  {sum(sizes):>{width},} bytes in all"
     yield "README.md begins:"
     lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
     yield from (f"  {line}".rstrip() for line in lines[:HEAD_LINES])

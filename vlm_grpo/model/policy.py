@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -132,11 +133,11 @@ class Policy:
         if isinstance(num_generations, int):
             num_generations = [range(num_generations)] * len(prompts)
         uniforms = [
-            torch.from_numpy(draw_uniforms((*seed, index), sampling.max_completion_length))
+            draw_uniforms((*seed, index), sampling.max_completion_length)
             for seed, own in zip(seeds, num_generations, strict=True)
             for index in own
         ]
-        uniform, sizes = copy_to(self.device, torch.stack(uniforms)), [*map(len, num_generations)]
+        uniform, sizes = copy_to(self.device, np.stack(uniforms)), [*map(len, num_generations)]
         state = SamplerState(uniform, sampling, self.decode, sizes, check)
         with (
             eval_mode(self.model),

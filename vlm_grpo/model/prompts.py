@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import dropwhile
 from typing import Any
 
@@ -32,28 +31,6 @@ from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, ThinkingTags, Turn
 logger = logging.getLogger(__name__)
 
 
-class ImageCache:
-    """A thread-safe cache of recently used images, so that examples share a decoded image."""
-
-    def __init__(self, decode: Callable[[ImageRef], Any], size: int) -> None:
-        self.decode, self.size = decode, size
-        self._images: dict[ImageRef, Any] = {}  # the most recently used last
-        self._lock = threading.Lock()
-
-    def load(self, reference: ImageRef) -> tuple[Any, bool]:
-        """Return the image, and whether it was decoded by this call."""
-        with self._lock:
-            if reference in self._images:
-                image = self._images[reference] = self._images.pop(reference)
-                return image, False
-        image = self.decode(reference)
-        with self._lock:
-            self._images[reference] = image
-            if len(self._images) > self.size:
-                del self._images[next(iter(self._images))]
-        return image, True
-
-
 class PromptWriter:
     """A writer of chats and of the images in them, for a generic model.
 
@@ -71,7 +48,8 @@ class PromptWriter:
         self.settings = settings or PromptSettings()
         self.thinking_tags = thinking_tags
         self.takes_videos = False
-        self._images = ImageCache(self._load_image, RECENT_IMAGES)
+        # Examples share a decoded image, which the first of them counts.
+        self._decode = lru_cache(RECENT_IMAGES)(self._load_image)
 
     def with_resized_sizes(self, example: Example) -> Example:
         """Return the example with each image's ``resized_size``; ``ValueError``: it has none."""
@@ -99,12 +77,15 @@ class PromptWriter:
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's images with their noise, and whether this call decoded each."""
-        images = [image for image in example.images if image.kind == "image"]
+        references = [image for image in example.images if image.kind == "image"]
         try:
-            loaded = [(i.noise, *self._images.load(i.clean)) for i in images]
+            decoded = [self._decode(reference.clean) for reference in references]
         except ValueError as error:
             raise UserError(f"{example.name}: {error}") from error
-        return [(noise(image) if noise else image, is_new) for noise, image, is_new in loaded]
+        return [
+            (reference.noise(image) if reference.noise else image, new.pop(0, False))
+            for reference, (image, new) in zip(references, decoded, strict=True)
+        ]
 
     def load_videos(self, example: Example) -> list[tuple[VideoRef, list[Image.Image]]]:
         """Return the example's clips with their resized frames, which are not kept."""
@@ -161,8 +142,8 @@ class PromptWriter:
         size = self._resized_size(image.size, budget)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
-    def _load_image(self, reference: ImageRef) -> Image.Image:
-        return self._fit(reference.load(), reference)
+    def _load_image(self, reference: ImageRef) -> tuple[Image.Image, dict[int, bool]]:
+        return self._fit(reference.load(), reference), {0: True}  # as long as it is not counted
 
     def _fit(self, image: Image.Image, reference: ImageRef) -> Image.Image:
         return self._resize(image, self.budget.share(reference)) if self.budget else image
@@ -264,19 +245,6 @@ class PromptBuilder(PromptWriter):
             )
         num_decoded = sum(is_new for _, is_new in loaded) + len(videos)
         return Prompt(example, text, token_ids, inputs, num_decoded)
-
-    def measure(self, examples: Sequence[Example], task: Task) -> tuple[list[int], list[str]]:
-        """Build every prompt; return their numbers of tokens, and a line for each that fails."""
-        lengths, problems = [], []
-        for example in examples:
-            try:
-                prompt = self.build(self.with_resized_sizes(example), task)
-                lengths.append(len(prompt.token_ids))
-            except UserError as error:
-                problems.append(str(error))
-            except ValueError as error:  # of the resizing
-                problems.append(f"{example.name}: {error}")
-        return lengths, problems
 
     def remove_control_tokens(self, text: str) -> str:
         """Return an output without the texts of special tokens that do not belong to an answer."""

@@ -18,7 +18,7 @@ from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.linear import INITIAL_FACTORS
 from vlm_grpo.model.engine.norms import is_fused, use_fused_norms
 from vlm_grpo.model.families import find_part, load_family
-from vlm_grpo.model.quantization import find_quantized
+from vlm_grpo.model.loading import find_quantized
 from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape
 
 

@@ -194,7 +194,7 @@ class ModelShape:
 
 
 def _count_quantized(rows: int, columns: int, policy: PolicySettings) -> int:
-    """Count the bytes of a matrix in 4 or 8 bits, with its scales (``model/quantization.py``)."""
+    """Count the bytes of a matrix in 4 or 8 bits, with its scales (``model/loading.py``)."""
     weights = rows * columns
     if policy.load_in == "8bit":
         return weights + 4 * rows

@@ -8,7 +8,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -26,26 +26,16 @@ DEFAULT_KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a model, and how to ask it; ``UserError``: a value is not valid.
+    """The address of a model, and how to ask it; ``UserError``: a value is not valid."""
 
-    Attributes:
-        url: address up to ``/v1``, which is added to an address without a path.
-        model: name of the model there; None: the only one that it serves.
-        api_key_env: environment variable with the API key; None: ``OPENAI_API_KEY`` if it is set.
-        concurrency: maximum number of requests at once.
-        price: price of a million prompt tokens and of a million completion tokens; None: unknown.
-        frame: coordinate frame of boxes if ``Settings.model`` is ``none``; None: pixels of the
-            original image.
-        timeout: seconds to wait for each part of a response.
-    """
-
-    url: str
-    model: str | None = None
-    api_key_env: str | None = None
-    concurrency: int = 16
-    price: tuple[float, float] | None = None
+    url: str  # up to ``/v1``, which is added to an address without a path
+    model: str | None = None  # its name there; None: the only one that it serves
+    api_key_env: str | None = None  # variable with the key; None: ``OPENAI_API_KEY`` if it is set
+    concurrency: int = 16  # maximum number of requests at once
+    price: tuple[float, float] | None = None  # of a million prompt tokens, and completion tokens
+    # Of boxes if ``Settings.model`` is ``none``; None: pixels of the original image.
     frame: CoordinateFrame | None = None
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds to wait for each part of a response
     retries: int = 6
 
     def __post_init__(self) -> None:
@@ -81,9 +71,6 @@ class Answer:
     completion_tokens: int | None
     seconds: float
 
-    def with_text(self, text: str) -> Answer:
-        return replace(self, completion=replace(self.completion, text=text))
-
 
 class ChatClient:
     """A client of one ``model`` at an address, which may be used from several threads."""
@@ -97,8 +84,11 @@ class ChatClient:
                 self._headers = build_authorization(endpoint.api_key_env or DEFAULT_KEY)
             except ValueError as error:
                 raise UserError(f"{error}: set it, or name another one (--api-key-env)") from error
-        self._served = self._list_models()
-        self.model = endpoint.model or self._get_only_model()
+        self._served = served = self._list_models()
+        if endpoint.model is None and len(served) != 1:
+            found = f"serves\n{bullets(served)}\n" if served else "lists no models: "
+            raise UserError(f"{endpoint.base} {found}give the name of one with --served-model")
+        self.model = endpoint.model or served[0]
 
     def ask(
         self,
@@ -144,12 +134,6 @@ class ChatClient:
             return []
         except (KeyError, TypeError):
             return []
-
-    def _get_only_model(self) -> str:
-        if len(self._served) != 1:
-            found = f"serves\n{bullets(self._served)}\n" if self._served else "lists no models: "
-            raise UserError(f"{self.endpoint.base} {found}give the name of one with --served-model")
-        return self._served[0]
 
     def _explain(self, error: ServiceError) -> ServiceError | UserError:
         """Return the error of a request; a ``UserError`` if others would fail, too."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
@@ -20,7 +19,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze, get_largest_rank
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
-from vlm_grpo.model.loading import get_model_source, get_pixel_budget, load_config, load_processor
+from vlm_grpo.model.loading import (
+    build_empty,
+    get_model_source,
+    get_pixel_budget,
+    load_config,
+    load_processor,
+)
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.server import SERVED_NAME
 from vlm_grpo.utils.jsonl import read_object
@@ -83,8 +88,7 @@ def describe_model(
         return replace(model, adapter=checkpoint.absolute(), adapted=adapted, rank=rank)
     if for_rollouts and settings.policy.lora is not None:
         with torch.device("meta"):
-            remote = settings.policy.trust_remote_code
-            empty: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=remote)
+            empty = build_empty(config, settings.policy.trust_remote_code)
             adapters: Any = apply_lora_or_freeze(empty, settings.policy, has_values=False)
         trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
         rank = get_largest_rank(adapters)

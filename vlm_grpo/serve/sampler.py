@@ -28,7 +28,7 @@ from vlm_grpo.serve.launch import (
 )
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
 from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel, find_free_port
-from vlm_grpo.serve.weights import DirectTransfer, build_transfer
+from vlm_grpo.serve.weights import DirectTransfer, FileTransfer, build_transfer
 from vlm_grpo.types import Completion, Prompt
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -78,7 +78,7 @@ class VllmSampler:
     def _start_servers(self) -> list[Server]:
         timeout, device = self.vllm.request_timeout, self.policy.device
         if self.vllm.urls:
-            return [Server(url, timeout, device.type == "cpu") for url in self.vllm.urls]
+            return [Server(url, timeout) for url in self.vllm.urls]
         assert self.vllm.python is not None
         port, on_gpu = find_free_port(), device.type == "cuda"
         model = describe_model(self.settings, for_rollouts=True, on_gpu=on_gpu)
@@ -89,7 +89,7 @@ class VllmSampler:
         )
         level = choose_sleep_level(self.policy, self.settings)
         process.start()
-        return [Server(f"http://127.0.0.1:{port}", timeout, not on_gpu, process, level)]
+        return [Server(f"http://127.0.0.1:{port}", timeout, process, level)]
 
     @property
     def _loads_weights(self) -> bool:
@@ -103,15 +103,16 @@ class VllmSampler:
         if self.version < 0:
             with fail_together(self.ranks):
                 self.ready.result()
-        direct = self.transfer if isinstance(self.transfer, DirectTransfer) else None
-        if direct is not None and self._last is not None:
+        transfer = self.transfer
+        if isinstance(transfer, DirectTransfer) and self._last is not None:
             wait([self._last])  # what it samples would change
         if self.policy.device.type == "cuda" and any(server.is_asleep for server in self.servers):
             torch.cuda.empty_cache()  # the servers need the memory now
-        self.transfer.stage(version)
+        if isinstance(transfer, FileTransfer):
+            transfer.stage(version)
         self.version = version
-        if direct is not None:
-            self._load_together(direct, version)
+        if isinstance(transfer, DirectTransfer):
+            self._load_together(transfer, version)
 
     def rest(self) -> None:
         """Free memory that the update needs, until the next ``publish``; all ranks call it."""
@@ -286,7 +287,6 @@ class VllmSampler:
             if server.problem or self._closed.is_set():
                 return
             server.note(str(error))
-            self.transfer.forget(server)
         if server.process is not None:
             server.process.stop()  # ends the other requests, which may hang
 

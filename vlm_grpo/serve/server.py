@@ -66,7 +66,7 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.command, self.environment, self.log = list(command), dict(environment), log
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self._is_closed = threading.RLock(), False
 
     @property
     def is_running(self) -> bool:
@@ -83,7 +83,7 @@ class ServerProcess:
         with self._lock:
             if self._is_closed:
                 raise UserError("the vLLM server is not started: the run has ended")
-            self._end()
+            self.stop()
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 log.write(f"$ {' '.join(self.command)}\n".encode())
@@ -109,47 +109,43 @@ class ServerProcess:
     def stop(self) -> None:
         """Stop the process and all that it has started, and wait for their end."""
         with self._lock:  # a second thread returns when the first has finished
-            self._end()
+            process, self._process = self._process, None
+            if process is None or process.stdin is None:
+                return
+            process.stdin.close()
+            try:
+                process.wait(guard.STOP_SECONDS + 5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def close(self) -> None:
         """Stop the process for good: a thread that would start it again cannot."""
         self._is_closed = True
         self.stop()
 
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
-        try:
-            process.wait(guard.STOP_SECONDS + 5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
 
 class Server:
     """The vLLM server at ``url``, without ``/v1``. Each request may raise ``ServiceError``.
 
-    Sampling and loading must end within ``timeout`` seconds. A server on a CPU runs with
-    ``worker/vlm_grpo_worker.py``. ``process`` is that which the run has started, if any.
-    ``sleep_level`` is what it frees while it rests (``rollout.vllm.sleep_level``).
+    Sampling and loading must end within ``timeout`` seconds. ``process`` is that which the run has
+    started, if any. ``sleep_level`` is what it frees while it rests (``rollout.vllm.sleep_level``).
     """
 
     def __init__(
         self,
         url: str,
         timeout: float,
-        is_on_cpu: bool = False,
         process: ServerProcess | None = None,
         sleep_level: int | None = None,
     ) -> None:
-        self.url, self.timeout, self.is_on_cpu = url, timeout, is_on_cpu
+        self.url, self.timeout = url, timeout
         self.process, self.sleep_level = process, sleep_level
         self.version: int | None = None  # of its weights; None: not the run's
         self.problem = ""  # the failure after which it was not yet asked again
         self.failures = 0  # since it last took part in a finished rollout
         self.is_asleep = False
+        self.nccl_group: Any = None  # with its workers, once they have joined
 
     # Its start.
 
@@ -190,11 +186,11 @@ class Server:
     def check(self) -> None:
         """Refuse a server that cannot be reached, or was started without what a run needs."""
         try:
-            version = str(self._get("/version", "version"))
-            models = self._get("/v1/models", "data")
-            self._get("/weight_info", "weight_version")
+            version = str(self.get("/version", "version"))
+            models = self.get("/v1/models", "data")
+            self.get("/weight_info", "weight_version")
             try:  # a server that generates from tokens refuses an empty request
-                self._post("/inference/v1/generate", {}, SHORT_TIMEOUT)
+                self.post("/inference/v1/generate", {}, SHORT_TIMEOUT)
             except ServiceError as error:
                 if error.status != 400:
                     raise
@@ -211,41 +207,13 @@ class Server:
     # Its work.
 
     def generate(self, request: Mapping[str, Any]) -> Any:
-        return self._post("/inference/v1/generate", request)
+        return self.post("/inference/v1/generate", request)
 
     def get_name(self) -> str:
         """Return the name of the server's weights (``WeightLabel``)."""
-        return str(self._get("/weight_info", "weight_version"))
+        return str(self.get("/weight_info", "weight_version"))
 
-    def get_world_size(self) -> int:
-        """Return the number of the server's workers, each with a GPU of its own."""
-        return int(self._get("/get_world_size", "world_size"))
-
-    # Its weights: between ``open`` and ``resume``.
-
-    def load_adapter(self, folder: Path) -> None:
-        body = {"lora_name": ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
-        self._command("/v1/load_lora_adapter", body)
-
-    def load_files(self, folder: Path) -> None:
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._post("/collective_rpc", call)
-        if self.is_on_cpu:
-            self._post("/collective_rpc", {"method": "pack_tied_weights"})
-
-    def init_transfer(self, info: Mapping[str, Any]) -> None:
-        self._command("/init_weight_transfer_engine", {"init_info": info})
-
-    def start_update(self) -> None:
-        self._command("/start_weight_update")
-
-    def update(self, info: Mapping[str, Any]) -> None:
-        self._command("/update_weights", {"update_info": info})
-
-    def finish_update(self) -> None:
-        self._command("/finish_weight_update", {})
-
-    # Its memory.
+    # Its memory, and new weights between ``open`` and ``resume``.
 
     def rest(self) -> None:
         """Free memory until it is given weights again: keys (0), keys and weights (2), or the same
@@ -253,45 +221,48 @@ class Server:
         if self.sleep_level is None or self.is_asleep:
             return
         if self.sleep_level == 0:
-            self._command("/pause?mode=wait")
-            self._command("/release_kv_cache_memory")
+            self.command("/pause?mode=wait")
+            self.command("/release_kv_cache_memory")
         else:
-            self._command(f"/sleep?level={self.sleep_level}&mode=wait")
+            self.command(f"/sleep?level={self.sleep_level}&mode=wait")
         self.is_asleep, self.version = True, None
 
     def open(self) -> None:
         """Let requests that have begun finish and others wait, with memory for weights."""
         if not self.is_asleep:
-            self._command("/pause?mode=wait")
+            self.command("/pause?mode=wait")
         elif self.sleep_level:
-            self._command("/wake_up?tags=weights")
+            self.command("/wake_up?tags=weights")
 
     def resume(self, version: int, name: str) -> None:
         """Sample with the weights loaded after ``open``, whose version has this name there."""
         if self.is_asleep:  # keys take memory only now, in which weights arrive in buffers
-            self._command("/wake_up?tags=kv_cache")
+            self.command("/wake_up?tags=kv_cache")
             self.is_asleep = False
         # Features of images and keys of prompts are cached by their content alone.
-        self._command("/reset_encoder_cache")
-        found = self._post("/reset_prefix_cache", None)
+        self.command("/reset_encoder_cache")
+        found = self.post("/reset_prefix_cache", None)
         if not (isinstance(found, dict) and found.get("success")):
             raise ServiceError(f"{self.url}: the prefix cache could not be reset")
-        self._post("/update_weight_version", {"new_version": name})
-        self._command("/resume")
+        self.post("/update_weight_version", {"new_version": name})
+        self.command("/resume")
         self.version = version
 
     def note(self, problem: str) -> None:
         """Remember a failure, after which the state of its memory is unknown."""
         self.problem, self.version, self.is_asleep = problem, None, False
+        self.nccl_group = None
 
-    def _get(self, path: str, name: str) -> Any:
+    def get(self, path: str, name: str) -> Any:
+        """Return a value of a response about the server's state."""
         found = get_json(self.url + path, timeout=SHORT_TIMEOUT, retries=0)
         if not isinstance(found, dict) or name not in found:
             raise ServiceError(f"{self.url}{path}: the response has no {name}: {str(found)[:300]}")
         return found[name]
 
-    def _command(self, path: str, body: Any = None) -> None:
+    def command(self, path: str, body: Any = None) -> None:
+        """Send a request whose response says nothing."""
         post_command(self.url + path, body, self.timeout, retries=0)
 
-    def _post(self, path: str, body: Any, timeout: float | None = None) -> Any:
+    def post(self, path: str, body: Any, timeout: float | None = None) -> Any:
         return post_json(self.url + path, body, timeout=timeout or self.timeout, retries=0)

@@ -12,6 +12,7 @@ import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import save_weights
 from vlm_grpo.serve.launch import choose_transfer
-from vlm_grpo.serve.server import Server
+from vlm_grpo.serve.server import ADAPTER_NAME, Server
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.http_json import ServiceError
 
 KEPT = 3  # versions whose files are kept: one for each rollout that may not have begun
+INIT, UPDATE = "/init_weight_transfer_engine", "/update_weights"
 PART_BYTES = 256 * 2**20  # sent at once; a larger tensor is sent alone
 Sharded = (DTensor, Deferred)  # weights that all ranks must gather together
 
@@ -66,11 +68,15 @@ class FileTransfer:
 
     def load(self, server: Server, version: int) -> None:
         """Load a version that was staged into a server that is paused."""
-        load = server.load_files if self.policy.adapters is None else server.load_adapter
-        load(self._find(version).absolute())
-
-    def forget(self, server: Server) -> None:
-        """Do nothing: files serve any server."""
+        folder = str(self._find(version).absolute())
+        if self.policy.adapters is not None:
+            body = {"lora_name": ADAPTER_NAME, "lora_path": folder, "load_inplace": True}
+            server.command("/v1/load_lora_adapter", body)
+            return
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        server.post("/collective_rpc", call)
+        if self.policy.device.type == "cpu":  # with worker/vlm_grpo_worker.py
+            server.post("/collective_rpc", {"method": "pack_tied_weights"})
 
     def close(self) -> None:
         """Delete the files, on the main process."""
@@ -94,35 +100,28 @@ class IpcChannel:
         self._handle: Any = None
 
     def open(self, server: Server) -> None:
-        server.init_transfer({"packed": True})
+        server.command(INIT, {"init_info": {"packed": True}})
 
     def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         sizes = [tensor.nbytes for tensor in tensors]
-        buffer = self._get_buffer(sum(sizes))
-        for place, tensor in zip(buffer[: sum(sizes)].split(sizes), tensors, strict=True):
+        size = sum(sizes)
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = torch.empty(max(size, PART_BYTES), dtype=torch.uint8, device=self.device)
+            _, self._handle = reduce_tensor(self._buffer)  # once: a server counts the exports
+        for place, tensor in zip(self._buffer[:size].split(sizes), tensors, strict=True):
             place.copy_(tensor.reshape(-1).view(torch.uint8))
         _synchronize(self.device)
         handles = {get_device_id(self.device): self._handle}
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
-        described = _describe(names, tensors)
-        server.update({**described, "tensor_sizes": sizes, "ipc_handles_pickled": pickled})
-
-    def forget(self, server: Server) -> None:
-        """Do nothing: the buffer serves any server."""
+        info = _describe(names, tensors)
+        info |= {"tensor_sizes": sizes, "ipc_handles_pickled": pickled}
+        server.command(UPDATE, {"update_info": info})
 
     def release(self) -> None:
         """Free the memory that an update took and the next one does not need."""
         self._buffer = self._handle = None
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
-
-    def _get_buffer(self, size: int) -> Tensor:
-        """Return a buffer of at least this size, exported once: a server counts its exports."""
-        if self._buffer is None or len(self._buffer) < size:
-            size = max(size, PART_BYTES)
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-            _, self._handle = reduce_tensor(self._buffer)
-        return self._buffer
 
 
 class NcclChannel:
@@ -134,12 +133,13 @@ class NcclChannel:
 
     def __init__(self, device: torch.device, nccl: Any = torch_nccl) -> None:
         self.device, self.nccl = device, nccl
-        self._groups: dict[str, Any] = {}
 
     def open(self, server: Server) -> None:
-        if server.url in self._groups:
+        if server.nccl_group is not None:
             return
-        count, identifier = 1 + server.get_world_size(), self.nccl.unique_id()
+        # The server's workers, each with a GPU of its own, and this process.
+        count = 1 + int(server.get("/get_world_size", "world_size"))
+        identifier = self.nccl.unique_id()
         encoded = base64.b64encode(identifier).decode()
         info = {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": count}
 
@@ -149,44 +149,40 @@ class NcclChannel:
             self.nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[group])
             return group
 
-        self._groups[server.url] = self._run_beside(lambda: server.init_transfer(info), join)
+        request = {"init_info": info}
+        server.nccl_group = self._run_beside(lambda: server.command(INIT, request), join)
 
     def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        info, group = _describe(names, tensors), self._groups[server.url]
+        info = {"update_info": _describe(names, tensors)}
 
         def broadcast() -> None:
             for tensor in tensors:
-                self.nccl.broadcast([tensor], comms=[group])
+                self.nccl.broadcast([tensor], comms=[server.nccl_group])
 
-        self._run_beside(lambda: server.update(info), broadcast)
-
-    def forget(self, server: Server) -> None:
-        """Forget the group of a server that has failed."""
-        self._groups.pop(server.url, None)
+        self._run_beside(lambda: server.command(UPDATE, info), broadcast)
 
     def release(self) -> None:
         """Do nothing: a broadcast takes no memory."""
 
     def _run_beside(self, ask: Callable[[], None], communicate: Callable[[], Any]) -> Any:
         """Run this process's part of what a request makes the server do, and return its result."""
-        results: list[Any] = []
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)
-                results.append(communicate())
+                result = communicate()
                 _synchronize(self.device)
+                future.set_result(result)
             except RuntimeError as error:
-                results.append(ServiceError(f"NCCL failed: {error}"))
+                future.set_exception(ServiceError(f"NCCL failed: {error}"))
+            except BaseException as error:  # the one that waits must not hang
+                future.set_exception(error)
 
-        thread = threading.Thread(target=run, daemon=True, name="nccl")
-        thread.start()
+        threading.Thread(target=run, daemon=True, name="nccl").start()
         ask()  # if it fails, the thread that waits for the server is left behind
-        thread.join()
-        if isinstance(results[-1], ServiceError):
-            raise results[-1]
-        return results[0]
+        return future.result()
 
 
 class DirectTransfer:
@@ -202,9 +198,6 @@ class DirectTransfer:
     ) -> None:
         self.strategy, self.policy, self.channel = strategy, strategy.policy, channel
         self.may_load = may_load
-
-    def stage(self, version: int) -> None:
-        """Do nothing: what is sent is what the policy has."""
 
     def load(self, server: Server, version: int) -> None:
         """Send the weights to a server that has lost them, or refuse to."""
@@ -233,22 +226,18 @@ class DirectTransfer:
                         request(server)
                     except ServiceError as error:
                         failures[server.url] = error
-                        self.channel.forget(server)
 
         ask(self.channel.open)
-        ask(Server.start_update)
+        ask(lambda server: server.command("/start_weight_update"))
         for layer in self._iterate_layers(is_needed=bool(servers)):
             ordered = sorted(layer.items(), key=lambda item: str(item[1].dtype))
             names = iter(name for name, _ in ordered)
             for part in split_into_buckets([tensor for _, tensor in ordered], PART_BYTES):
                 labels = [next(names) for _ in part]
                 ask(lambda server, n=labels, t=part: self.channel.send(server, n, t))
-        ask(Server.finish_update)
+        ask(lambda server: server.command("/finish_weight_update", {}))
         self.channel.release()
         return failures
-
-    def forget(self, server: Server) -> None:
-        self.channel.forget(server)
 
     def close(self) -> None:
         self.channel.release()
@@ -260,16 +249,16 @@ class DirectTransfer:
             full = {}
             for name, tensor in layer.items():
                 value = tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
-                if is_needed:
-                    full[name] = self._cast(value.detach().to(device))
+                if not is_needed:
+                    continue
+                value = value.detach().to(device)
+                if value.is_floating_point() and value.dim() > 1:
+                    # As the policy rounds them; both sides may hold vectors in float32.
+                    value = value.to(self.policy.compute_dtype)
+                full[name] = value
             if is_needed:
                 converted = revert_weight_conversion(self.policy.model, full)
                 yield {name: tensor.contiguous() for name, tensor in converted.items()}
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        """Round matrices as the policy does; vectors may be what both sides hold in float32."""
-        is_matrix = tensor.is_floating_point() and tensor.dim() > 1
-        return tensor.to(self.policy.compute_dtype) if is_matrix else tensor
 
 
 def group_by_layer(weights: Mapping[str, Tensor | Deferred]) -> list[dict[str, Tensor | Deferred]]:

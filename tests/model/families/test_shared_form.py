@@ -18,8 +18,7 @@ from transformers import CONFIG_MAPPING, Cache
 from transformers.models.internvl.configuration_internvl import InternVLConfig
 
 from vlm_grpo.model.families import load_family
-from vlm_grpo.model.families.family import Family
-from vlm_grpo.model.families.shared_form import CappedHead
+from vlm_grpo.model.families.family import CappedHead, Family
 from vlm_grpo.types import Example, Prompt
 
 

@@ -36,7 +36,7 @@ from vlm_grpo.model.engine import kernels, varlen
 from vlm_grpo.model.engine.recurrence import LayerState, RecurrentLayer, share_recurrent_layers
 from vlm_grpo.model.engine.varlen import GroupSpan, VarlenPlan
 from vlm_grpo.model.families import Family
-from vlm_grpo.model.families.shared_form import ALL_LAYERS, Masks
+from vlm_grpo.model.families.family import ALL_LAYERS, Masks
 
 ATTENTION_NAME = "shared_prefix"
 """Name of this attention in transformers' registry."""

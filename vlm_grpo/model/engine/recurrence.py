@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vlm_grpo.model.engine.forwards import replace_forward
-from vlm_grpo.model.families.shared_form import RECURRENT_TYPES
+from vlm_grpo.model.families.family import RECURRENT_TYPES
 
 _CACHE_NAMES = ("cache_params", "past_key_values")
 """Names that transformers gives to a layer's cache."""

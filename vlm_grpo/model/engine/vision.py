@@ -11,7 +11,7 @@ import torch
 
 from vlm_grpo.model.engine.limits import ENCODER_PATCHES
 from vlm_grpo.model.families import Family, ImageFeatures
-from vlm_grpo.model.families.shared_form import Unit
+from vlm_grpo.model.families.family import Unit
 from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
 

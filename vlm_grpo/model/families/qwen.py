@@ -16,8 +16,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from vlm_grpo.model.families.family import Family
-from vlm_grpo.model.families.shared_form import ImageFeatures, PromptLayout, Unit, without_mask
+from vlm_grpo.model.families.family import Family, ImageFeatures, PromptLayout, Unit, without_mask
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt, VideoRef
 
