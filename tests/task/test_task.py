@@ -123,7 +123,7 @@ def test_a_rule_with_wrong_arguments_is_refused_where_it_is_defined():
 @pytest.mark.parametrize("decorate", [reward(), metric()], ids=["reward", "metric"])
 @pytest.mark.parametrize(
     "name",
-    ["resolve", "read", "score", "apply_rule", "combine", "parse", "length", "format", "weights"],
+    ["resolve", "read", "score", "apply_rules", "combine", "parse", "length", "format", "weights"],
 )
 def test_a_rule_with_the_name_of_an_attribute_of_task_is_refused(decorate: Any, name: str):
     def rule(self: Task, answer: int, example: Example) -> float:

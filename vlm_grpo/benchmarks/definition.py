@@ -17,10 +17,9 @@ from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES, apply_rule, get_group
 from vlm_grpo.benchmarks.script_outputs import FILE_NAMES
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task import Task
+from vlm_grpo.task import Task, metric
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.task.registry import build_task, load_task_class
-from vlm_grpo.task.rewards import metric
 from vlm_grpo.types import Example
 
 ERROR_METRICS = frozenset(

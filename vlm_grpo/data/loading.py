@@ -24,7 +24,7 @@ from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_r
 from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.data.store import ExampleStore, ExampleView
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.task import Task
+from vlm_grpo.task import Rule, Task
 from vlm_grpo.task.registry import (
     SET_BY_LIBRARY,
     check_trainable,
@@ -32,7 +32,6 @@ from vlm_grpo.task.registry import (
     get_task_name,
     load_task,
 )
-from vlm_grpo.task.rewards import Rule
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example, FileSlice, ImageRef, VideoRef
 from vlm_grpo.utils.jsonl import read_rows

@@ -10,17 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlm_grpo.task.rewards import FAILURES, Rule, metric, reward
-    from vlm_grpo.task.task import PlainQuestion, Task, write_prompt
+    from vlm_grpo.task.task import FAILURES, PlainQuestion, Rule, Task, metric, reward, write_prompt
 
 __all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward", "write_prompt"]
-
-_OF_REWARDS = ("FAILURES", "Rule", "metric", "reward")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{'rewards' if name in _OF_REWARDS else 'task'}")
-    value = globals()[name] = getattr(module, name)
-    return value
+    return getattr(import_module(f"{__name__}.task"), name)

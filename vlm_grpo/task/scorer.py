@@ -9,7 +9,6 @@ import logging
 import math
 import multiprocessing
 import pickle
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -22,7 +21,7 @@ from pebble import ProcessExpired
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.registry import get_task_source, load_task_class
-from vlm_grpo.task.rewards import Outcome, call_batch_rule
+from vlm_grpo.task.task import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
@@ -41,7 +40,6 @@ Item = tuple[str, Example, int | None]
 """A completion's text, its example, and its number of tokens (None: unknown)."""
 SentTask = tuple[bytes, str | None]
 """A pickled task, and the file that a worker must load before unpickling it (None: no file)."""
-Job = tuple[Callable[..., Any], tuple[Any, ...]]  #: A function of this module and its arguments
 
 
 class RewardScorer:
@@ -103,15 +101,15 @@ class RewardScorer:
 
     def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
         if self._uses_workers:
-            scores = self._score_in_workers(task, items)
+            outcomes = self._apply_rules_in_workers(task, items)
         else:
             with time_limit(self.seconds) as call:
-                scores = [task.score_alone(*item, call) for item in items]
+                outcomes = [task.apply_rules(*item, call) for item in items]
         candidates = [
-            Candidate(score.answer, example, text, length, group)
-            for score, (text, example, length), group in zip(scores, items, numbers, strict=True)
+            Candidate(own["parse"][0], example, text, length, group)
+            for own, (text, example, length), group in zip(outcomes, items, numbers, strict=True)
         ]
-        return task.add_batch_rules(scores, candidates, partial(self._apply_batch_rule, task))
+        return task.build_scores(candidates, outcomes, partial(self._apply_batch_rule, task))
 
     def __enter__(self) -> RewardScorer:
         return self
@@ -138,12 +136,10 @@ class RewardScorer:
         if not self._uses_workers:
             with time_limit(seconds) as call:
                 return call_batch_rule(getattr(task, name), batch, call)
-        (result,) = self._run(
-            [(_apply_batch_rule, (_pickle_task(task), name, batch, seconds))], seconds
-        )
-        if isinstance(result, list):
-            return result
-        return [(None, self._describe(result, seconds)[1])] * len(batch)
+        (result,) = self._run(_apply_batch_rule, [(_pickle_task(task), name, batch)], seconds)
+        if isinstance(result, BaseException):
+            return [(None, _describe_end(result, seconds))] * len(batch)
+        return result
 
     def _log_failures(self, score: Score, example: Example) -> None:
         """Log the first failure of each rule; the metrics count all of them."""
@@ -160,50 +156,44 @@ class RewardScorer:
 
     # Worker processes.
 
-    def _score_in_workers(self, task: Task, items: Sequence[Item]) -> list[Score]:
+    def _apply_rules_in_workers(
+        self, task: Task, items: Sequence[Item]
+    ) -> list[dict[str, Outcome]]:
         sent = _pickle_task(task)
-        jobs: list[Job] = [(_score, (sent, item, self.seconds)) for item in items]
+        results = self._run(_apply_rules, [(sent, item) for item in items], self.seconds)
         return [
-            result if isinstance(result, Score) else self._score_each_rule(task, sent, item)
-            for result, item in zip(self._run(jobs, self.seconds), items, strict=True)
+            self._apply_each_rule(task, sent, item) if isinstance(result, BaseException) else result
+            for result, item in zip(results, items, strict=True)
         ]
 
-    def _score_each_rule(self, task: Task, sent: SentTask, item: Item) -> Score:
+    def _apply_each_rule(self, task: Task, sent: SentTask, item: Item) -> dict[str, Outcome]:
         """Score a completion that ended its worker, with a separate job for each rule."""
-        names = task.applicable_rules(item[2])
-        jobs: list[Job] = [
-            (_apply_rule, (sent, item, self.seconds, name)) for name in (None, *names)
-        ]
-        (answer, failure), *results = (
-            self._describe(result, self.seconds) for result in self._run(jobs, self.seconds)
-        )
-        if failure is not None:
-            return task.parse_failure(failure, item[2])
-        values = {name: value for name, (value, _) in zip(names, results, strict=True)}
-        failures = {n: why for n, (_, why) in zip(names, results, strict=True) if why is not None}
-        return task.combine(answer, values, failures)
+        names = ["parse", *task.applicable_rules(item[2])]
+        results = self._run(_apply_rules, [(sent, item, name) for name in names], self.seconds)
+        outcomes = {
+            name: (None, _describe_end(result, self.seconds))
+            if isinstance(result, BaseException)
+            else result[name]
+            for name, result in zip(names, results, strict=True)
+        }
+        if outcomes["parse"][1] is None:
+            return outcomes
+        return dict.fromkeys(names, (None, None)) | {"parse": outcomes["parse"]}
 
-    def _run(self, jobs: Sequence[Job], seconds: float | None) -> list[Any]:
-        """Return the result of each job, each limited to ``seconds``, or what it raised."""
+    def _run(
+        self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], seconds: float | None
+    ) -> list[Any]:
+        """Return the results of ``function(seconds, *job)`` in the workers, or what it raised."""
         limit = None if seconds is None else seconds + _GRACE
-        futures = [self._pool.schedule(function, args, limit) for function, args in jobs]
+        futures = [self._pool.schedule(function, (seconds, *job), limit) for job in jobs]
         results = [future.exception() or future.result() for future in futures]
         # A worker that ends before it has named its job ends the whole pool: each job of it runs
         # again, alone, so that one that ends its worker takes no other with it.
         if len(jobs) > 1:
             for place, result in enumerate(results):
                 if isinstance(result, BrokenProcessPool):
-                    (results[place],) = self._run([jobs[place]], seconds)
+                    (results[place],) = self._run(function, [jobs[place]], seconds)
         return results
-
-    def _describe(self, result: Any, seconds: float | None) -> tuple[Any, str | None]:
-        if isinstance(result, ProcessExpired):
-            return None, f"the process that scored it ended with exit code {result.exitcode}"
-        if isinstance(result, BrokenProcessPool):
-            return None, "the process that scored it ended"
-        if isinstance(result, TimeoutError) and seconds is not None:
-            return None, f"it took longer than its limit of {seconds:g} s and was killed"
-        return (None, repr(result)) if isinstance(result, BaseException) else result
 
 
 def group_by_source(task: Task, examples: Sequence[Example]) -> list[tuple[str, Task, list[int]]]:
@@ -271,32 +261,28 @@ def _unpickle_task(sent: SentTask) -> Task:
     return pickle.loads(payload)  # written by the process that started this one
 
 
-def _score(sent: SentTask, item: Item, seconds: float | None) -> Score:
+def _apply_rules(
+    seconds: float | None, sent: SentTask, item: Item, only: str | None = None
+) -> dict[str, Outcome]:
     with time_limit(seconds) as call:
-        return _unpickle_task(sent).score_alone(*item, call)
+        return _unpickle_task(sent).apply_rules(*item, call, only)
 
 
 def _apply_batch_rule(
-    sent: SentTask, name: str, batch: Batch, seconds: float | None
+    seconds: float | None, sent: SentTask, name: str, batch: Batch
 ) -> list[Outcome]:
     with time_limit(seconds) as call:
         return call_batch_rule(getattr(_unpickle_task(sent), name), batch, call)
 
 
-def _apply_rule(
-    sent: SentTask, item: Item, seconds: float | None, name: str | None
-) -> tuple[Any, str | None]:
-    """Return the value of a rule (``name`` None: the answer), and its traceback if it failed."""
-    task = _unpickle_task(sent)
-    text, example, tokens = item
-    with time_limit(seconds) as call:
-        try:
-            answer = call(task.read, text, example)
-            if name is None:
-                return answer, None
-            return task.apply_rule(name, (answer, example, text, tokens), call), None
-        except FAILURES:
-            return None, traceback.format_exc()
+def _describe_end(error: BaseException, seconds: float | None) -> str:
+    if isinstance(error, ProcessExpired):
+        return f"the process that scored it ended with exit code {error.exitcode}"
+    if isinstance(error, BrokenProcessPool):
+        return "the process that scored it ended"
+    if isinstance(error, TimeoutError) and seconds is not None:
+        return f"it took longer than its limit of {seconds:g} s and was killed"
+    return repr(error)
 
 
 class FailureGuard:

@@ -15,37 +15,246 @@ and are set when the task is loaded (``load_task("counting", tags=True)``)::
         @reward(weight=1.0)
         def exact(self, answer, example):
             return float(answer == example.answer)
+
+Its rules are the methods marked as rewards and metrics. A batch rule sees many completions at once:
+``@reward(batch=True)`` marks a method ``(self, batch)`` that returns one value per completion.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from numbers import Real
 from typing import Any, ClassVar, Self, dataclass_transform
 
+import numpy as np
 from PIL import Image
 
 from vlm_grpo.task.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.task.parsing import extract_answer
-from vlm_grpo.task.rewards import (
-    FAILURES,
-    Outcome,
-    Rule,
-    Schedule,
-    accept_headline,
-    call_batch_rule,
-    check_names,
-    check_schedule,
-    find_rules,
-    get_scheduled,
-    reward,
-    to_finite,
-)
 from vlm_grpo.task.scores import repeated_share
 from vlm_grpo.types import Batch, Candidate, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
+from vlm_grpo.utils.timing import CallTimeout
+
+FAILURES = (Exception, SystemExit, CallTimeout)
+"""Exceptions of a user's parser or rule that must not stop a run."""
+
+Outcome = tuple[Any, str | None]
+"""The value of a parser or rule for one completion; None, and the traceback, if it failed."""
+
+_ARGUMENTS = ("answer", "example", "text", "tokens")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reward or a metric: a method of a task."""
+
+    kind: str  #: "reward" or "metric"
+    weight: float  #: weight of a reward in the total
+    without_answer: float | None  #: value for a completion without an answer
+    arguments: int  #: how many of answer, example, text and number of tokens the method takes
+    needs_answer: bool = True  #: whether the method is called only for completions with an answer
+    optional: bool = False  #: whether a reward is used only if the task's ``weights`` name it
+    batch: bool = False  #: whether the method takes a ``Batch`` and returns a value per completion
+    #: time limit of a batch; None: that of one completion times their number
+    seconds: float | None = None
+
+
+Schedule = float | list[list[float]]
+"""A number; or one that changes with the training: pairs of a progress from 0 to 1 and a value, in
+ascending order, with straight lines between them and the first and last value beyond them."""
+
+
+def get_scheduled(schedule: Schedule, progress: float) -> float:
+    """Return the value of a schedule at a progress from 0 to 1.
+
+    >>> get_scheduled([[0.0, 0.5], [0.5, 0.5], [1.0, 0.9]], 0.75)
+    0.7
+    """
+    if not isinstance(schedule, list):
+        return schedule
+    places, values = zip(*schedule, strict=True)
+    return float(np.interp(progress, places, values))
+
+
+def _check_weight(name: str, weight: Any) -> None:
+    is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
+        raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
+
+
+def check_schedule(name: str, weight: Schedule) -> None:
+    """Raise ``ValueError`` if a weight is neither a finite number nor a schedule of such."""
+    if not isinstance(weight, list):
+        _check_weight(name, weight)
+        return
+    places = [pair[0] for pair in weight if len(pair) == 2]
+    is_whole = places and len(places) == len(weight)
+    if not is_whole or places != sorted({*places}) or places[0] < 0 or places[-1] > 1:
+        raise ValueError(
+            f"weight of {name} must be a number, or pairs of a progress from 0 to 1 and a weight, "
+            f"in ascending order, not {weight!r}"
+        )
+    for _, value in weight:
+        _check_weight(name, value)
+
+
+def _rule(kind: str, weight: float, without_answer: float | None, **more: Any) -> Callable:
+    for value in (weight, without_answer):
+        if callable(value):
+            name = getattr(value, "__qualname__", value)
+            raise TypeError(f"{name}: write @{kind}(), with parentheses")
+
+    def decorate(method: Callable) -> Callable:
+        arguments = tuple(inspect.signature(method).parameters)[1:]
+        name, is_batch = method.__qualname__, more.get("batch")
+        if is_batch and arguments != ("batch",):
+            raise TypeError(f"{kind} {name}{arguments} must take (self, batch)")
+        takes_one = len(arguments) >= 2 and arguments == _ARGUMENTS[: len(arguments)]
+        if not is_batch and not takes_one:
+            raise TypeError(
+                f"{kind} {name}{arguments} must take (self, answer, example), then text and "
+                f"tokens if it needs them; or (self, batch), with @{kind}(batch=True)"
+            )
+        if more.get("seconds") is not None and not (is_batch and more["seconds"] > 0):
+            raise TypeError(f"{kind} {name}: seconds must be positive, and needs batch=True")
+        _check_weight(name, weight)
+        method.rule = Rule(kind, weight, without_answer, len(arguments), **more)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def reward(
+    weight: float = 1.0,
+    *,
+    needs_answer: bool = True,
+    optional: bool = False,
+    batch: bool = False,
+    seconds: float | None = None,
+) -> Callable:
+    """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
+
+    Evaluation and scoring from a file know only the text, and leave out rewards that take
+    ``tokens``, the completion's number of tokens.
+
+    With ``batch=True`` the method is ``(self, batch)``: it gets a ``Batch`` of completions and
+    returns one value for each, in their order. An exception in place of a value, such as those of
+    ``Batch.map``, makes this completion unscorable; one that the method raises, all of them.
+
+    Args:
+        weight: weight in the total reward; 0: log the reward without training on it.
+        needs_answer: call the method only for completions with an answer; the others earn 0.
+            False is for penalties, which get ``answer`` None for a completion without one:
+            otherwise giving no answer would avoid the penalty.
+        optional: use the reward only if the task's ``weights`` name it.
+        batch: the method sees all completions of a batch, for example to compare those of a group,
+            to call a reward model, or to ask a remote judge.
+        seconds: time limit of a batch; ``math.inf``: none; None: ``rollout.reward_timeout`` times
+            the number of its completions.
+    """
+    more = {"needs_answer": needs_answer, "optional": optional}
+    return _rule("reward", weight, 0.0, **more, batch=batch, seconds=seconds)
+
+
+def metric(
+    without_answer: float | None = 0.0, *, batch: bool = False, seconds: float | None = None
+) -> Callable:
+    """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a metric.
+
+    A completion without an answer has the value ``without_answer``; None leaves it out of the mean.
+    The other arguments are those of ``reward``.
+    """
+    return _rule("metric", 0.0, without_answer, batch=batch, seconds=seconds)
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
+    try:
+        return function(*arguments), None
+    except FAILURES:
+        return None, traceback.format_exc()
+
+
+def to_finite(value: Any) -> float:
+    """Convert what a rule returned to a finite number; raise ``ValueError``, or an exception that
+    it returned in place of a value."""
+    if isinstance(value, BaseException):
+        raise value
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}, which is not a finite number")
+    return number
+
+
+def call_batch_rule(
+    method: Callable[[Batch], Iterable[Any]], batch: Batch, call: Callable[..., Any]
+) -> list[Outcome]:
+    """Return the outcome of a batch rule for each completion; nothing that it raises is raised."""
+
+    def list_values() -> list[Any]:
+        values = call(lambda: list(method(batch)))
+        if len(values) != len(batch):
+            raise ValueError(f"it returned {len(values)} values for {len(batch)} completions")
+        return values
+
+    values, failure = attempt(list_values)
+    if failure is not None:
+        return [(None, failure)] * len(batch)
+    return [attempt(to_finite, value) for value in values]
+
+
+@cache
+def find_rules(task: type) -> dict[str, Rule]:
+    """Return the rules of a class and its bases by name, those of the bases first."""
+    found: dict[str, Rule] = {}
+    for base in reversed(task.__mro__):
+        for name, member in vars(base).items():
+            if isinstance(rule := getattr(member, "rule", None), Rule):
+                found[name] = rule
+    return found
+
+
+def check_names(task: type, base: type) -> None:
+    """Raise ``TypeError`` if a rule or option of a task would replace an attribute of ``base``."""
+    shared = {name for name, rule in find_rules(base).items() if rule.optional}
+    options = vars(task).get("__annotations__", {})
+    for name, member in {**options, **vars(task)}.items():
+        rule = getattr(member, "rule", None)
+        if isinstance(rule, Rule):
+            kind, is_owned = rule.kind, hasattr(base, name) or name in base.__annotations__
+        else:
+            is_option = name in options and not callable(vars(task).get(name))
+            kind = "option" if is_option else "method"
+            is_owned = name in shared or (is_option and callable(getattr(base, name, None)))
+        if is_owned:
+            raise TypeError(
+                f"{task.__qualname__}.{name}: the base class {base.__name__} has an attribute "
+                f"{name}, which this {kind} would replace: give it another name"
+            )
+
+
+def accept_headline(task: Any) -> None:
+    """Accept ``headline``, the former name of ``primary_metric``, with a warning."""
+    old, new = (vars(task).get(name) for name in ("headline", "primary_metric"))
+    if isinstance(old, str):
+        if new not in (None, old):
+            raise TypeError(
+                f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two "
+                "names for one setting: remove headline"
+            )
+        task.primary_metric = old
+        warnings.warn(
+            f"{task.__qualname__}.headline is now called primary_metric: rename it, because the "
+            "next version does not accept the old name",
+            FutureWarning,
+            stacklevel=3,
+        )
 
 
 def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -248,100 +457,82 @@ class Task:
             tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
             call: calls the parser and each rule; may raise ``CallTimeout``.
         """
-        score = self.score_alone(text, example, tokens, call)
-        candidates = [Candidate(score.answer, example, text, tokens, group=0)]
+        outcomes = self.apply_rules(text, example, tokens, call)
+        candidate = Candidate(outcomes["parse"][0], example, text, tokens, group=0)
 
         def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
             return call_batch_rule(getattr(self, name), Batch(chosen), call)
 
-        return self.add_batch_rules([score], candidates, apply)[0]
+        return self.build_scores([candidate], [outcomes], apply)[0]
 
-    def add_batch_rules(
-        self,
-        scores: Sequence[Score],
-        candidates: Sequence[Candidate],
-        apply: Callable[[str, tuple[Candidate, ...]], list[Outcome]],
-    ) -> list[Score]:
-        """Add to scores what ``apply`` returns: a batch rule's outcomes for some candidates."""
-        parsed = [index for index, score in enumerate(scores) if "parse" not in score.failures]
-        added = list(scores)
-        for name, rule in self.batch_rules().items():
-            judged = [
-                i for i in parsed if candidates[i].answer is not None or not rule.needs_answer
-            ]
-            found = apply(name, tuple(candidates[i] for i in judged)) if judged else []
-            outcomes = dict(zip(judged, found, strict=True))
-            for index in parsed:
-                score = added[index]
-                value, why = outcomes.get(index, (rule.without_answer, None))
-                values = {**score.rewards, **score.metrics, name: value}
-                failures = {**score.failures} if why is None else {**score.failures, name: why}
-                added[index] = self.combine(score.answer, values, failures)
-        return added
-
-    def score_alone(
+    def apply_rules(
         self,
         text: str,
         example: Example,
         tokens: int | None = None,
         call: Callable[..., Any] = _call_directly,
-    ) -> Score:
-        """Score one completion, as ``score`` does, but without the batch rules."""
-        try:
-            answer = call(self.read, text, example)
-        except FAILURES:
-            return self.parse_failure(traceback.format_exc(), tokens)
-        values: dict[str, float | None] = {}
-        failures: dict[str, str] = {}
-        for name in self.applicable_rules(tokens):
-            try:
-                values[name] = self.apply_rule(name, (answer, example, text, tokens), call)
-            except FAILURES:
-                values[name] = None
-                failures[name] = traceback.format_exc()
-        return self.combine(answer, values, failures)
+        only: str | None = None,
+    ) -> dict[str, Outcome]:
+        """Return the outcome of parsing one completion, as "parse", and of each rule that scores
+        it alone, or of ``only`` one."""
+        answer, failure = attempt(call, self.read, text, example)
+        outcomes: dict[str, Outcome] = {"parse": (answer, failure)}
+        arguments = (answer, example, text, tokens)
+        for name, rule in self.applicable_rules(tokens).items():
+            if failure is not None or only not in (None, name):
+                outcomes[name] = None, None
+            elif answer is None and rule.needs_answer:
+                outcomes[name] = rule.without_answer, None
+            else:
+                chosen = getattr(self, name), *arguments[: rule.arguments]
+                outcomes[name] = attempt(lambda chosen=chosen: to_finite(call(*chosen)))
+        return outcomes
 
-    def apply_rule(
+    def build_scores(
         self,
-        name: str,
-        arguments: tuple[Any | None, Example, str, int | None],
-        call: Callable[..., Any] = _call_directly,
-    ) -> float | None:
-        """Return the value of one reward or metric; raises whatever the rule raises."""
-        rule = self._all_rules()[name]
-        if arguments[0] is None and rule.needs_answer:
-            return rule.without_answer
-        return to_finite(call(getattr(self, name), *arguments[: rule.arguments]))
+        candidates: Sequence[Candidate],
+        outcomes: Sequence[dict[str, Outcome]],
+        apply: Callable[[str, tuple[Candidate, ...]], list[Outcome]],
+    ) -> list[Score]:
+        """Return the scores of completions from the outcomes of ``apply_rules``, to which
+        ``apply`` adds those of a batch rule for some of the completions."""
+        is_parsed = [own["parse"][1] is None for own in outcomes]
+        for name, rule in self.batch_rules().items():
+            judged: list[int] = []
+            for place, candidate in enumerate(candidates):
+                outcomes[place][name] = (rule.without_answer if is_parsed[place] else None), None
+                if is_parsed[place] and not (rule.needs_answer and candidate.answer is None):
+                    judged.append(place)
+            found = apply(name, tuple(candidates[i] for i in judged)) if judged else []
+            for place, outcome in zip(judged, found, strict=True):
+                outcomes[place][name] = outcome
+        scores = []
+        for own in outcomes:
+            values = {name: value for name, (value, _) in own.items() if name != "parse"}
+            failures = {name: failure for name, (_, failure) in own.items() if failure is not None}
+            scores.append(self.combine(own["parse"][0], values, failures))
+        return scores
 
     def combine(
         self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
     ) -> Score:
-        """Return the score for the values of all applicable rules; None marks a failed rule."""
+        """Return the score for the values of all rules in use; None marks a failed rule."""
         weights = {name: w for name, w in self.reward_weights().items() if name in values}
         rewards = {name: values[name] for name in weights}
         metrics = {name: value for name, value in values.items() if name not in weights}
-        is_scorable = all(rewards[name] is not None for name, weight in weights.items() if weight)
+        used = [rewards[name] for name, weight in weights.items() if weight]
+        is_scorable = "parse" not in failures and None not in used
         total = sum((weight * (rewards[name] or 0.0) for name, weight in weights.items()), 0.0)
         return Score(answer, rewards, total if is_scorable else None, metrics, failures)
 
-    def parse_failure(self, failure: str, tokens: int | None = None) -> Score:
-        """Return the score of a completion whose parsing failed with the traceback ``failure``."""
-        values = dict.fromkeys([*self.applicable_rules(tokens), *self.batch_rules()])
-        return replace(self.combine(None, values, {"parse": failure}), total=None)
-
     # The rewards and metrics, and which of them are in use.
-
-    @classmethod
-    @cache
-    def _all_rules(cls) -> dict[str, Rule]:
-        return find_rules(cls)
 
     @classmethod
     def rules(cls, kind: str) -> dict[str, Rule]:
         """Return the rules by name: "reward", "metric", or "optional" (used if weights name it)."""
         return {
             name: rule
-            for name, rule in cls._all_rules().items()
+            for name, rule in find_rules(cls).items()
             if kind == ("optional" if rule.optional else rule.kind)
         }
 
@@ -353,25 +544,28 @@ class Task:
         """Return the weight of each reward in use at the ``progress``, by name."""
         return {
             name: get_scheduled(self.weights.get(name, rule.weight), self.progress)
-            for name, rule in self._all_rules().items()
+            for name, rule in find_rules(type(self)).items()
             if rule.kind == "reward" and (name in self.weights or not rule.optional)
         }
 
-    def applicable_rules(self, tokens: int | None) -> list[str]:
-        """Return the names of the metrics and of the rewards in use, without the batch rules and,
-        if ``tokens`` is None, those that take it."""
+    def applicable_rules(self, tokens: int | None) -> dict[str, Rule]:
+        """Return the metrics and the rewards in use, by name, without the batch rules and, if
+        ``tokens`` is None, those that take it."""
         most = 3 if tokens is None else 4
-        rules = self._rules_in_use().items()
-        return [name for name, rule in rules if not rule.batch and rule.arguments <= most]
+        rules = self._rules_in_use(batch=False).items()
+        return {name: rule for name, rule in rules if rule.arguments <= most}
 
     def batch_rules(self) -> dict[str, Rule]:
         """Return the batch metrics and the batch rewards in use, by name."""
-        return {name: rule for name, rule in self._rules_in_use().items() if rule.batch}
+        return self._rules_in_use(batch=True)
 
-    def _rules_in_use(self) -> dict[str, Rule]:
+    def _rules_in_use(self, batch: bool) -> dict[str, Rule]:
         weights = self.reward_weights()
-        rules = self._all_rules().items()
-        return {name: rule for name, rule in rules if rule.kind == "metric" or name in weights}
+        return {
+            name: rule
+            for name, rule in find_rules(type(self)).items()
+            if rule.batch == batch and (rule.kind == "metric" or name in weights)
+        }
 
 
 def write_prompt(task: Task, example: Example) -> str:
