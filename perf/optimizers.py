@@ -22,7 +22,7 @@ from torch import nn
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.dist import rounding
+from vlm_grpo.dist import optimizer as optimizers
 from vlm_grpo.dist.optimizer import build_optimizer, describe_state, get_kind
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.training.trainer import train
@@ -39,9 +39,9 @@ LAYER = {"attention": (768, 768), "up": (3072, 768), "down": (768, 3072), "norm"
 def learn(form: str, seed: int, steps: int) -> float:
     """Return the share of right answers in the last ten steps of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        stochastic = rounding.round_stochastically
+        stochastic = optimizers.round_stochastically
         if form.endswith("nearest"):
-            rounding.round_stochastically = lambda values, _: values.to(torch.bfloat16)
+            optimizers.round_stochastically = lambda values, _: values.to(torch.bfloat16)
         settings = load_settings(
             "quickstart",
             [
@@ -53,7 +53,7 @@ def learn(form: str, seed: int, steps: int) -> float:
         try:
             train(settings)
         finally:
-            rounding.round_stochastically = stochastic
+            optimizers.round_stochastically = stochastic
         lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()[-10:]
     return sum(json.loads(line)["rewards/exact/mean"] for line in lines) / len(lines)
 

@@ -20,7 +20,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.report.samples import write_held_out, write_samples
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.nonfinite import MAX_NONFINITE_STEPS, NonfiniteGuard
+from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, NonfiniteGuard
 
 ROOT = Path(__file__).parents[1]
 

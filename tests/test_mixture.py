@@ -17,9 +17,8 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.advantages import Estimator, compute_advantages
-from vlm_grpo.training.batch import Rollout
-from vlm_grpo.training.checkpoint.compatibility import check_same_settings, flatten_settings
+from vlm_grpo.training.batch import Estimator, Rollout, compute_advantages
+from vlm_grpo.training.checkpoint.manager import check_same_settings, flatten_settings
 from vlm_grpo.training.trainer import train
 
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}

@@ -239,7 +239,7 @@ def test_the_waits_of_a_gpu_are_found_by_phase_and_kernel(
 
 def test_only_files_with_tests_of_a_gpu_are_collected(perf: Any) -> None:
     files = {Path(file).relative_to(ROOT).as_posix() for file in perf("gpu").find_gpu_tests()}
-    assert {"tests/model/engine/test_graphs.py", "tests/training/test_memory.py"} <= files
+    assert {"tests/model/engine/test_graphs.py", "tests/training/test_batch.py"} <= files
     assert len(files) < 20  # all tests are in more than 200 files
 
 

@@ -13,12 +13,9 @@ from tiny_models import tiny_policy
 from torch import Tensor
 
 from vlm_grpo.config.optim import OptimSettings
-from vlm_grpo.dist import data_parallel
-from vlm_grpo.dist import strategy as base_module
-from vlm_grpo.dist.build import build_strategy
-from vlm_grpo.dist.data_parallel import DataParallel
+from vlm_grpo.dist import strategy as strategies
 from vlm_grpo.dist.optimizer import build_optimizer
-from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.dist.strategy import DataParallel, Strategy, build_strategy
 
 
 def make_strategy(max_norm: float = math.inf) -> Strategy:
@@ -101,7 +98,7 @@ def test_gradients_are_summed_over_ranks_once_per_update(monkeypatch):
         for tensor in tensors:
             tensor *= 2
 
-    monkeypatch.setattr(base_module, "sum_over_ranks", add_equal_rank)
+    monkeypatch.setattr(strategies, "sum_over_ranks", add_equal_rank)
     (_, first), *_ = strategy.trainable
     with strategy.accumulate():
         first.sum().backward()
@@ -126,7 +123,7 @@ class Link:
 def link(monkeypatch: pytest.MonkeyPatch) -> Link:
     link = Link()
     monkeypatch.setattr(torch.distributed, "all_reduce", link.all_reduce)
-    monkeypatch.setattr(data_parallel, "OVERLAP_BYTES", 1 << 14)
+    monkeypatch.setattr(strategies, "OVERLAP_BYTES", 1 << 14)
     return link
 
 

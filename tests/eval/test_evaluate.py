@@ -14,8 +14,8 @@ from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_data
-from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.dist.launch import build_accelerator
+from vlm_grpo.dist.strategy import DataParallel
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate
 from vlm_grpo.eval.scored import Row, Scored, summarize

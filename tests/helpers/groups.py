@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vlm_grpo.training.advantages import StepAdvantages
+from vlm_grpo.training.batch import StepAdvantages
 from vlm_grpo.training.objective import Advantages
 from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 

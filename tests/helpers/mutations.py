@@ -17,20 +17,17 @@ TARGETS = {
         "training/test_update.py training/test_batch.py test_wiring.py training/methods/test_kl.py "
         "training/methods/test_warm_start.py training/test_targets_trl.py",
     ),
-    "training/batch.py": (0.6, "training/test_batch.py test_wiring.py"),
-    "training/advantages.py": (0.6, "training/test_advantages.py test_wiring.py"),
-    "training/balance.py": (0.4, "training/test_balance.py"),
-    "training/rollout.py": (0.3, "training/test_rollout.py test_wiring.py"),
-    "training/memory.py": (
-        0.4,
-        "training/test_memory.py training/test_update.py training/test_rollout.py",
+    "training/batch.py": (
+        0.6,
+        "training/test_batch.py test_wiring.py training/test_update.py training/test_rollout.py",
     ),
+    "training/rollout.py": (0.3, "training/test_rollout.py test_wiring.py"),
     "training/methods/warm_start.py": (
         0.4,
         "training/methods/test_targets.py training/methods/test_warm_start.py "
         "training/test_targets_trl.py",
     ),
-    "training/nonfinite.py": (0.4, "training/test_nonfinite.py"),
+    "training/run_dir.py": (0.2, "training/test_run_dir.py"),
     "training/methods/kl.py": (0.5, "training/methods/test_kl.py test_wiring.py"),
     "training/objective/advantages.py": (
         0.2,
@@ -94,7 +91,6 @@ TARGETS = {
         0.08,
         "training/checkpoint/test_store.py training/checkpoint/test_manager.py",
     ),
-    "training/checkpoint/compatibility.py": (0.12, "training/checkpoint/test_compatibility.py"),
     "dist/optimizer.py": (
         0.4,
         "dist/test_optimizer.py test_wiring.py training/checkpoint/test_manager.py",
@@ -165,9 +161,9 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
     ("training/update.py", "{name: weight * count for", "{name: weight for"),
     ("training/update.py", "old = self.logprobs(batch.layout, own, old)", "pass"),
-    ("training/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
-    ("training/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
-    ("training/advantages.py", "rewards @ weights", "rewards.sum(1)"),
+    ("training/rollout.py", "place * mini_batches // len(every)", "place % mini_batches"),
+    ("training/batch.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
+    ("training/batch.py", "rewards @ weights", "rewards.sum(1)"),
     ("training/methods/kl.py", "and done % every == 0", ""),
     ("training/methods/kl.py", "done % every == 0", "done == 0"),
     ("dist/strategy.py", "self.max_norm)", "math.inf)"),

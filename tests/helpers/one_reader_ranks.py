@@ -16,9 +16,8 @@ from accelerate.utils import gather_object
 from small_runs import small_run
 from torch.distributed.tensor import DTensor
 
-from vlm_grpo.dist.data_parallel import DataParallel
-from vlm_grpo.dist.fsdp import FSDP
 from vlm_grpo.dist.launch import build_accelerator
+from vlm_grpo.dist.strategy import FSDP, DataParallel
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
 
@@ -33,7 +32,7 @@ def get_sums(policy: Policy) -> list[Any]:
 
 
 def shard(policy: Policy, accelerator: Accelerator) -> FSDP:
-    return FSDP(policy, accelerator, stream=True)
+    return FSDP(policy, accelerator, stream=True, replicas=1, offload=False)
 
 
 def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The cases that the processes of a launch run in ``tests/dist/test_build.py``.
+"""The cases that the processes of a launch run in ``tests/dist/test_ranks.py``.
 
 ``rank_setup.py`` explains the names of launches. The first rank of each writes the results of its
 cases to ``FOLDER/LAUNCH.pt``.
@@ -52,11 +52,10 @@ from torch.utils._pytree import tree_leaves
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.dist import data_parallel
-from vlm_grpo.dist.data_parallel import DataParallel
+from vlm_grpo.dist import strategy as strategies
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.sharding import full_shape, gather_full
-from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.dist.strategy import DataParallel, Strategy
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.training.trainer import Trainer
 
@@ -336,7 +335,7 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
 def run_rank(folder: Path, launch: str) -> None:
     """Run the cases of a launch in this process."""
     os.environ |= STRATEGIES[launch.split("-")[0]]
-    data_parallel.OVERLAP_BYTES = 1 << 14  # several buckets of the tiny model
+    strategies.OVERLAP_BYTES = 1 << 14  # several buckets of the tiny model
     rank, results = os.environ.get("RANK", "0"), {}
     if launch.endswith("-late"):  # its ranks end without results
         if rank == "0":

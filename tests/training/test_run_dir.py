@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
+from groups import make_group
 from processes import wait_for
+from small_runs import make_trainer
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Row, Scored
+from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.run_dir import RunDir, lock_run
+from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, NonfiniteGuard, RunDir, lock_run
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils import folder_lock
 from vlm_grpo.utils.folder_lock import check_lock
@@ -48,7 +53,7 @@ def read_alarms(settings: Settings) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Any:
+def build_run(tmp_path: Path) -> Any:
     def named(name: str) -> Settings:
         values = {"train": "embedded:counting"}
         return Settings.model_validate(
@@ -62,8 +67,8 @@ def settings(tmp_path: Path) -> Any:
 # checkpoint is one step, or many, behind the log.
 @pytest.mark.parametrize("killed", [10, 33, 38, 45, 69])
 @pytest.mark.parametrize("behind", [1, 9])
-def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(settings, killed, behind):
-    uninterrupted, resumed = settings("uninterrupted"), settings("resumed")
+def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(build_run, killed, behind):
+    uninterrupted, resumed = build_run("uninterrupted"), build_run("resumed")
     write_steps(uninterrupted, 0, STEPS)
     write_steps(resumed, 0, killed)
     write_steps(resumed, killed - behind, STEPS)
@@ -74,9 +79,9 @@ def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(settings, killed, 
     assert read_alarms(resumed) == expected
 
 
-def test_an_alarm_is_logged_once(settings, caplog):
-    write_steps(settings("run"), 0, STEPS)
-    alarms = read_alarms(settings("run"))
+def test_an_alarm_is_logged_once(build_run, caplog):
+    write_steps(build_run("run"), 0, STEPS)
+    alarms = read_alarms(build_run("run"))
     (step,) = [alarm["step"] for alarm in alarms if alarm["name"] == "cut off"]
     assert f"step {step}: cut off:" in caplog.text
     assert caplog.text.count("cut off:") == 1
@@ -93,8 +98,8 @@ with lock_folder(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_in_use_is_refused_and_unchanged(settings, resume):
-    run = settings("run").model_copy(update={"resume": resume})
+def test_a_run_in_use_is_refused_and_unchanged(build_run, resume):
+    run = build_run("run").model_copy(update={"resume": resume})
     write_steps(run, 0, 2)
     (run.run_dir / "checkpoints" / ".step-3.tmp").mkdir(parents=True)  # being written
     (run.run_dir / "checkpoints" / "step-2").mkdir()  # corrupt: a resume would rename it
@@ -110,9 +115,9 @@ def test_a_run_in_use_is_refused_and_unchanged(settings, resume):
         holder.communicate("")
 
 
-def test_a_run_that_lost_its_folder_ends_at_the_next_step(settings, monkeypatch):
+def test_a_run_that_lost_its_folder_ends_at_the_next_step(build_run, monkeypatch):
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
-    task, run = load_task("counting"), settings("run")
+    task, run = load_task("counting"), build_run("run")
     with lock_run(run, Accelerator(cpu=True)):
         run_dir = RunDir(run, task, task, is_main=True)
         run_dir.open(0)
@@ -126,10 +131,10 @@ def test_a_run_that_lost_its_folder_ends_at_the_next_step(settings, monkeypatch)
     assert [row["step"] for row in run_dir.metrics.read()] == [0]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(settings, tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(build_run, tmp_path):
     (tmp_path / "file").touch()
     for name, folder in (("run", tmp_path / "file"), ("x" * 300, tmp_path), ("file", tmp_path)):
-        run = settings(name).model_copy(update={"output_dir": folder})
+        run = build_run(name).model_copy(update={"output_dir": folder})
         with (
             pytest.raises(UserError, match=r"the run's folder .* \(.*\): set output_dir or name"),
             lock_run(run, Accelerator(cpu=True)),
@@ -137,9 +142,9 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(settings,
             pass
 
 
-def test_other_ranks_write_nothing(settings):
+def test_other_ranks_write_nothing(build_run):
     task = load_task("counting")
-    run_dir = RunDir(settings("run"), task, task, is_main=False)
+    run_dir = RunDir(build_run("run"), task, task, is_main=False)
     run_dir.open(0)
     run_dir.write_metrics(0, make_row(0))
     run_dir.close()
@@ -147,20 +152,20 @@ def test_other_ranks_write_nothing(settings):
 
 
 @pytest.mark.parametrize("metric", ["absolute_error", "rmse"])
-def test_alarms_monitor_the_held_out_metric_if_completions_have_it(settings, tmp_path, metric):
+def test_alarms_monitor_the_held_out_metric_if_completions_have_it(build_run, tmp_path, metric):
     path = tmp_path / "benchmark.yaml"
     path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
     task, held_out_task = load_task("counting"), load_benchmark(str(path)).load_task()
-    monitored = RunDir(settings("run"), task, held_out_task, is_main=True).monitored
+    monitored = RunDir(build_run("run"), task, held_out_task, is_main=True).monitored
     if metric == "absolute_error":
         assert (monitored.primary_metric, monitored.lower_is_better) == (metric, True)
     else:  # of the full set: no completion has a value
         assert monitored is task
 
 
-def test_an_evaluation_is_read_as_it_was_written(settings):
+def test_an_evaluation_is_read_as_it_was_written(build_run):
     task = load_task("counting")
-    run_dir = RunDir(settings("run"), task, task, is_main=True)
+    run_dir = RunDir(build_run("run"), task, task, is_main=True)
     values = (0.0, 1.0, 1.0, 0.0, None)
     rows = tuple(
         Row(id=str(n), output="", answer=None, reward=value, rewards={"exact": value}, metrics={})
@@ -173,3 +178,76 @@ def test_an_evaluation_is_read_as_it_was_written(settings):
     for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
         (run_dir.path / "evaluation/step-000000.json").write_text(text)
         assert run_dir.read_evaluation(0) is None
+
+
+GROUPS = [make_group({"exact": 1.0}, {"exact": 0.0}, lengths=[2, 3])]
+ADVANTAGES = torch.tensor([0.5, -0.5])
+
+
+def test_only_consecutive_steps_end_the_run(tmp_path):
+    guard = NonfiniteGuard(tmp_path, rank=1)
+    one_less = [True] * (MAX_NONFINITE_STEPS - 1)
+    for step, is_skipped in enumerate([*one_less, False, *one_less]):
+        guard.check(step, is_skipped, GROUPS, ADVANTAGES)
+    assert guard.count == MAX_NONFINITE_STEPS - 1
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"in 5 consecutive steps.*step-000099-rank-1\.jsonl"):
+        guard.check(99, True, GROUPS, ADVANTAGES)
+
+
+def test_a_series_of_skipped_steps_is_reported_once(tmp_path, caplog):
+    guard = NonfiniteGuard(tmp_path, rank=0)
+    with caplog.at_level(logging.WARNING):
+        for step, is_skipped in enumerate([True, True, False, True]):
+            guard.check(step, is_skipped, GROUPS, ADVANTAGES)
+    reported = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert reported == ["step 0", "step 3"]
+
+
+def test_the_completions_of_the_last_step_are_written(tmp_path):
+    guard = NonfiniteGuard(tmp_path, rank=0)
+    guard.count = MAX_NONFINITE_STEPS - 1
+    with pytest.raises(UserError, match="not finite"):
+        guard.check(7, True, GROUPS, ADVANTAGES)
+    path = tmp_path / "overflow" / "step-000007-rank-0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["token_ids"] for row in rows] == [[0, 1], [10, 11, 12]]
+    assert [row["advantage"] for row in rows] == [0.5, -0.5]
+    assert [row["rewards"] for row in rows] == [{"exact": 1.0}, {"exact": 0.0}]
+    assert {tuple(row["prompt_token_ids"]) for row in rows} == {(7, 8)}
+
+
+def test_every_rank_writes_its_completions(tmp_path):
+    for rank in range(2):
+        guard = NonfiniteGuard(tmp_path / "run", rank)
+        guard.count = MAX_NONFINITE_STEPS - 1
+        with pytest.raises(UserError, match=f"rank-{rank}"):
+            guard.check(7, True, GROUPS, ADVANTAGES)
+    assert len(list((tmp_path / "run" / "overflow").iterdir())) == 2
+
+
+def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_batch_that_ended_it(
+    settings, monkeypatch
+):
+    run = settings(optim={"max_steps": 20})
+    trainer = make_trainer(run)
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
+    score = trainer.policy.score
+
+    def score_infinite(*args: Any) -> TokenScores:
+        return TokenScores(score(*args).logprobs * torch.inf)
+
+    monkeypatch.setattr(trainer.policy, "score", score_infinite)
+    with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr") as ended:
+        trainer.run()
+    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
+
+    path = run.run_dir / "overflow" / f"step-{MAX_NONFINITE_STEPS - 1:06d}-rank-0.jsonl"
+    assert str(path) in str(ended.value)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 12  # 3 prompts with 4 completions each
+    names = {"id", "images", "prompt_token_ids", "token_ids", "logprobs", "rewards", "advantage"}
+    assert all(names <= set(row) for row in rows)
+    assert all(len(row["token_ids"]) == len(row["logprobs"]) > 0 for row in rows)
+    # The advantages of a group sum to 0.
+    assert sum(row["advantage"] for row in rows[:4]) == pytest.approx(0, abs=1e-5)

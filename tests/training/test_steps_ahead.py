@@ -26,7 +26,7 @@ from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.store import read_metadata
-from vlm_grpo.training.nonfinite import NonfiniteGuard
+from vlm_grpo.training.run_dir import NonfiniteGuard
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 

@@ -20,8 +20,7 @@ from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.training import update
-from vlm_grpo.training.batch import StepBatch, TokenLayout
-from vlm_grpo.training.memory import TokenBudget
+from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective import StepTotals, completion_weights
 from vlm_grpo.training.update import Updater

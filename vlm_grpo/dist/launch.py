@@ -1,8 +1,15 @@
-"""The launch of a run: its processes and the launcher's settings."""
+"""The launch of a run: its processes, the launcher's settings, and a watch over the ranks."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,25 +24,20 @@ from accelerate import (
 from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
 from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
+from torch.distributed.fsdp import StateDictType
 
 from vlm_grpo.config.run import DDP_TIMEOUT, Settings
+from vlm_grpo.dist.collectives import COLLECTIVES, explain_lost_rank
 from vlm_grpo.errors import UserError
 
-SUPPORTED = (
-    DistributedType.NO,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_CPU,
-    DistributedType.FSDP,
-    DistributedType.DEEPSPEED,
-)
-
-
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 OFFLOADS = ("offload_optimizer", "offload_param")
 """The blocks of a DeepSpeed config that keep the optimizer's state and the weights on the host."""
 MARGIN = 60
 """Seconds by which an exchange between ranks may exceed the timeout: the watch, which ends the run
 before, names the late rank."""
+LONGEST_BEAT = 5.0
+"""Seconds between two heartbeats of a rank, or a tenth of the timeout if that is less."""
 
 
 def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
@@ -43,16 +45,22 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
 
     ``timeout``: seconds that a rank waits for the others. ``UserError``: the launch requests
     DeepSpeed, which is not installed."""
-    check_deepspeed_installed()
+    if _requests("DEEPSPEED") and not is_deepspeed_available():
+        raise UserError(
+            "this launch requests DeepSpeed, which is not installed: pip install "
+            "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
+        )
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _initialize_after_restart(timeout)
     return PartialState(cpu=_on_cpu(), timeout=timedelta(seconds=timeout + MARGIN))
 
 
-def _on_cpu() -> bool:
-    """If the run uses CPUs, accelerate needs ``cpu=True``, or it would not connect the
-    processes."""
+def _requests(feature: str) -> bool:
+    return parse_flag_from_env(f"ACCELERATE_USE_{feature}")
+
+
+def _on_cpu() -> bool:  # accelerate then needs cpu=True, or it would not connect the processes
     return _requests("CPU") or not torch.accelerator.is_available()
 
 
@@ -61,7 +69,7 @@ def _initialize_after_restart(timeout: float) -> None:
 
     Without it the ranks would read the addresses of dead processes and wait for them.
     """
-    if not _get_attempt() or distributed.is_initialized():
+    if _get_attempt() == "0" or distributed.is_initialized():
         return
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank = int(os.environ["RANK"])
@@ -85,8 +93,8 @@ def connect_store(name: str, timeout: float, is_master: bool = False) -> Store:
     return PrefixStore(f"attempt-{_get_attempt()}/{name}", store)
 
 
-def _get_attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def _get_attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
@@ -98,7 +106,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
         parallelism = ParallelismConfig(1, 1, tp_size=1, cp_size=1, sp_size=1)
     # The policy sets the precision itself, both for the rollout and for the update.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, parallelism_config=parallelism)
-    if accelerator.distributed_type not in SUPPORTED:
+    if accelerator.distributed_type.name not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
             "parallelism, FSDP2 or DeepSpeed; configs/accelerate has settings for each"
@@ -142,13 +150,13 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
             plugin.state_dict_type != StateDictType.FULL_STATE_DICT
         ),
     }
-    if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
+    _refuse("FSDP", wrong)
     return plugin
 
 
-def is_offloaded(plugin: FullyShardedDataParallelPlugin) -> bool:
-    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+def _refuse(kind: str, wrong: Mapping[str, bool]) -> None:
+    if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
+        raise UserError(f"accelerate's {kind} settings: {'; '.join(found)}")
 
 
 def get_dp_replicate_size() -> int:
@@ -171,19 +179,6 @@ def get_dp_replicate_size() -> int:
             "dp_shard_size must be more than 1"
         )
     return config.dp_replicate_size or 1
-
-
-def check_deepspeed_installed() -> None:
-    """Raise a ``UserError`` if the launch requests DeepSpeed, which is not installed."""
-    if _requests("DEEPSPEED") and not is_deepspeed_available():
-        raise UserError(
-            "this launch requests DeepSpeed, which is not installed: pip install "
-            "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
-        )
-
-
-def _requests(feature: str) -> bool:
-    return parse_flag_from_env(f"ACCELERATE_USE_{feature}")
 
 
 def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
@@ -219,6 +214,101 @@ def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
             config.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
         ),
     }
-    if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"accelerate's DeepSpeed settings: {'; '.join(found)}")
+    _refuse("DeepSpeed", wrong)
     return config
+
+
+class RankWatch:
+    """A thread that publishes this rank's progress, and ends a run in which a rank is late.
+
+    All ranks make the same collectives in the same order, so the number that a rank has reached
+    says how far it is, with every backend. A rank is late if it has not reached a collective
+    ``timeout`` seconds after another one. The waiting ranks may be inside a kernel, where no
+    exception reaches them, so the thread ends their processes, with status 2. ``store`` is the
+    ranks' key-value store, on a connection of its own; ``place`` describes this rank's work."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+        self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
+        self.place: Callable[[], str] = lambda: "loading"
+        self.beat = min(LONGEST_BEAT, timeout / 10)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+
+    def __enter__(self) -> RankWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beats, reached, since = 0, -1, 0.0
+        try:
+            while not self._stopped.wait(self.beat):
+                beats += 1
+                if COLLECTIVES.count != reached:
+                    reached, since = COLLECTIVES.count, time.monotonic()
+                sign = {"beats": beats, "reached": reached, "place": self.place()}
+                self.store.set(str(self.rank), json.dumps({**sign, "host": platform.node()}))
+                if self.store.check(["end"]):
+                    os._exit(2)
+                is_long = time.monotonic() - since > self.timeout
+                if is_long and self._find_late(reached) and self.store.add("claims", 1) == 1:
+                    self._end(reached)
+        except RuntimeError:  # the store is gone: its process has died, which the launcher reports
+            return
+
+    def _find_late(self, reached: int) -> dict[int, dict[str, Any]]:
+        """Return the last heartbeats of the ranks that have not reached a collective."""
+        signs = {}
+        for rank in range(self.world_size):
+            key, sign = str(rank), {"beats": 0, "reached": -1, "place": "starting", "host": "?"}
+            signs[rank] = json.loads(self.store.get(key)) if self.store.check([key]) else sign
+        return {rank: sign for rank, sign in signs.items() if sign["reached"] < reached}
+
+    def _end(self, reached: int) -> None:
+        """End all ranks, unless the late ones have arrived in the meantime."""
+        before = self._find_late(reached)
+        time.sleep(3 * self.beat)
+        late = self._find_late(reached)
+        if not late:
+            self.store.add("claims", -1)
+            return
+        lines = [
+            f"  rank {rank} on {sign['host']}: {sign['place']}"
+            + ("" if sign["beats"] > before[rank]["beats"] else "; its process does not respond")
+            for rank, sign in late.items()
+        ]
+        print(
+            f"error: {len(late)} of {self.world_size} processes did not arrive within "
+            f"ddp_timeout={self.timeout:g} s:",
+            *lines,
+            f"The others wait for them ({self.place()}). Find out why they are slow, or raise "
+            "ddp_timeout if that work takes so long. Finished checkpoints are intact: resume=true "
+            "continues from the newest one",
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.store.set("end", "")
+        time.sleep(3 * self.beat)  # otherwise the others would report that this process has died
+        os._exit(2)
+
+
+@contextmanager
+def watch_ranks(timeout: float) -> Iterator[RankWatch]:
+    """Watch the ranks of a launch inside, and explain the errors of lost ones.
+
+    A rank that the others wait for ends the run after ``timeout`` seconds.
+    """
+    state = PartialState()
+    rank, world_size = state.process_index, state.num_processes
+    store: Any = connect_store("watch", timeout) if world_size > 1 else None
+    watch = RankWatch(store, rank, world_size, timeout)
+    with explain_lost_rank():
+        if world_size == 1:
+            yield watch
+            return
+        with watch:
+            yield watch

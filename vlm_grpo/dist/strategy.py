@@ -1,4 +1,4 @@
-"""The interface between a training step and the way its weights are distributed over ranks.
+"""The ways to distribute a step's weights over ranks, with one interface.
 
 Every strategy computes the same step. Each rank takes complete groups and runs as many
 micro-batches as they fill. Gradients are reduced once per step, after the last micro-batch (with
@@ -12,17 +12,46 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
-from vlm_grpo.dist.collectives import broadcast_weights, get_tensors, sum_over_ranks
+from vlm_grpo.dist.collectives import (
+    COLLECTIVES,
+    broadcast_weights,
+    gather_object,
+    get_tensors,
+    split_into_buckets,
+    sum_over_ranks,
+)
+from vlm_grpo.dist.launch import get_deepspeed_config, get_dp_replicate_size, get_fsdp_plugin
 from vlm_grpo.dist.optimizer import load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.dist.sharding import Deferred
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import Policy
+
+OVERLAP_BYTES = 32 * 2**20
+"""Size of the buckets of gradients: small enough that most are sent before the backward pass ends,
+large enough to use the link well."""
+_AUTOCAST = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
+"""The precision of linear layers under autocast: bfloat16 weights cast from float32, gradients
+summed in float32."""
 
 
 class Strategy:
@@ -65,7 +94,6 @@ class Strategy:
 
     def release(self) -> None:
         """Drop gathered copies of the weights, because these have changed or will change."""
-        return
 
     def weights(self) -> Mapping[str, Tensor | Deferred]:
         """Return the tensors of ``Policy.weights``, sharded where the strategy shards them."""
@@ -124,3 +152,226 @@ class Strategy:
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what ``optimizer_tensors`` of any strategy returned, unsharded, on every rank."""
         load_optimizer_tensors(self.optimizer, self.trainable, tensors)
+
+
+class DataParallel(Strategy):
+    """Data parallelism, which sums gradients while a step's last micro-batch computes others.
+
+    A backward pass finishes the weights about in reverse order, so buckets hold them in that order,
+    and last those of the vision tower, whose own backward passes follow. In the last micro-batch a
+    bucket is sent once its gradients are finished and the buckets before it are sent; at the end of
+    the step, all others. Every rank therefore sends the same buckets in the same order, also one
+    without a micro-batch. A rank that runs out of memory and repeats its micro-batches gets the
+    same gradients, and does not send a bucket again.
+    """
+
+    may_retry = True
+
+    def __init__(self, policy: Policy, accelerator: Accelerator) -> None:
+        super().__init__(policy, accelerator)
+        late = {id(w) for name, w in self.trainable if find_part(name) in ("vision", "projector")}
+        ordered = [weight for _, weight in reversed(self.trainable)]
+        ordered.sort(key=lambda weight: id(weight) in late)
+        self._buckets = split_into_buckets(ordered, OVERLAP_BYTES)
+        self._sums: list[tuple[Tensor, Any]] = []
+        """The buckets that are sent, in order, each with its exchange."""
+        self._unfinished: list[set[int]] = []
+        """The weights of each bucket without a final gradient; empty before the last pass."""
+        if accelerator.num_processes > 1:
+            for number, bucket in enumerate(self._buckets):
+                for weight in bucket:
+                    if id(weight) not in late:
+                        weight.register_post_accumulate_grad_hook(partial(self._finish, number))
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
+        yield from batches[:-1]
+        self._unfinished = [{id(weight) for weight in bucket} for bucket in self._buckets]
+        yield from batches[-1:]
+
+    def _finish(self, number: int, weight: Tensor) -> None:
+        """Send the buckets that are complete with this weight, which is in bucket ``number``."""
+        if not self._unfinished:
+            return
+        self._unfinished[number].remove(id(weight))  # an error if it has changed once more
+        while len(self._sums) < len(self._buckets) and not self._unfinished[len(self._sums)]:
+            self._send()
+
+    def _send(self) -> None:
+        """Start the sum of the next bucket, which takes the place of its gradients in memory."""
+        bucket = self._buckets[len(self._sums)]
+        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        for weight in bucket:
+            weight.grad = None
+        self._sums.append((flat, torch.distributed.all_reduce(flat, async_op=True)))
+
+    def reduce_gradients(self) -> None:
+        if self.accelerator.num_processes == 1:
+            super().reduce_gradients()
+            return
+        COLLECTIVES.count += 1
+        while len(self._sums) < len(self._buckets):
+            self._send()
+        for bucket, (flat, exchange) in zip(self._buckets, self._sums, strict=True):
+            exchange.wait()
+            parts = flat.split([weight.numel() for weight in bucket])
+            for weight, part in zip(bucket, parts, strict=True):
+                weight.grad = part.view_as(weight)
+        self._sums, self._unfinished = [], []
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._unfinished = []
+
+
+class FSDP(Strategy):
+    """FSDP2: every rank keeps 1/R of each weight, its gradient and its optimizer state.
+
+    For rollouts, evaluations and reference passes the weights are gathered once, so that decoding
+    a token needs no communication. In the update with ``stream``, each layer of the language model
+    is gathered for each use and resharded afterwards, so all ranks make as many passes as the rank
+    with the most micro-batches, and fill up with dummy passes. Without ``stream`` the layers stay
+    gathered until the step's last pass. The embeddings, the head and a trained vision tower always
+    stay gathered, and their gradients are reduced in one final dummy pass that all ranks make
+    together, because not every rank has an image in every pass.
+
+    Adapters and a frozen vision tower are small and are not sharded.
+
+    With ``offload`` the shards, their gradients and the optimizer's state are in main memory, and
+    the optimizer computes there. Gathering a weight copies this rank's shard to the device.
+
+    With ``replicas`` > 1 (hybrid sharding), R is the number of ranks that share one replica:
+    consecutive ranks, such as those of one machine. Gradients are all-reduced between replicas in
+    every backward pass: if that were postponed to the end of the step, torch 2.15 would
+    reduce-scatter again in every backward pass, including those that not all ranks make."""
+
+    may_retry = False
+
+    def __init__(
+        self, policy: Policy, accelerator: Accelerator, stream: bool, replicas: int, offload: bool
+    ) -> None:
+        policy.engine.use_capture(None)  # the weights are gathered to other addresses for each step
+        self.stream, self.replicas, self.offload = stream, replicas, offload
+        super().__init__(policy, accelerator)
+
+    def _place(self) -> None:
+        policy, model = self.policy, self.policy.model
+        why_not = policy.family.why_not_shared(model.config)
+        if why_not is not None:
+            raise UserError(
+                f"FSDP needs to know the model's layers, and does not: {why_not}; launch with "
+                "plain data parallelism"
+            )
+        vision = next(part for name, part in model.named_modules() if find_part(name) == "vision")
+        ignored = set()
+        if policy.adapters is not None:
+            ignored = {weight for _, weight in policy.trainable_parameters()}
+        if all(w in ignored or not w.requires_grad for w in vision.parameters()):
+            ignored |= set(vision.parameters())
+        device, ranks = self.accelerator.device, self.accelerator.num_processes
+        if self.replicas == 1:
+            mesh = init_device_mesh(device.type, (ranks,))
+        else:
+            shape, names = (self.replicas, ranks // self.replicas), ("dp_replicate", "dp_shard")
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        is_pinned = device.type != "cpu"
+        offload = CPUOffloadPolicy(pin_memory=is_pinned) if self.offload else OffloadPolicy()
+        options = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload}
+        layers = list(policy.family.language_model(model).layers)
+        held: list[Any] = [policy.root]
+        if not ignored.issuperset(vision.parameters()):
+            held.append(vision)
+        if policy.autocast:
+            # A layer's linear weights are gathered in the precision that autocast computes in.
+            # Autocast leaves norms, and everything outside the layers, in float32.
+            inner = [module for layer in layers for module in layer.modules()]
+            others = [module for module in inner if not isinstance(module, nn.Linear)]
+            norms = [module for module in others if any(True for _ in module.parameters(False))]
+            fully_shard(norms, reshard_after_forward=False, **options)
+            held.append(norms[0])
+        for layer in layers:
+            fully_shard(
+                layer,
+                reshard_after_forward=self.stream,
+                mp_policy=_AUTOCAST if policy.autocast else MixedPrecisionPolicy(),
+                **options,
+            )
+        for module in reversed(held):  # the root last
+            if not isinstance(module, FSDPModule):
+                fully_shard(module, reshard_after_forward=False, **options)
+        # Shards are where they belong. Buffers tell the policy on which device to compute.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+        self.streamed = layers if self.stream else []
+        self.held = held if self.stream else [*held, *layers]
+        for module in (*self.held, *self.streamed):
+            # Losses are divided by the totals of all ranks: gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        for module in (*self.held, *self.streamed):
+            module.unshard()
+        for layer in self.streamed:
+            layer.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            for layer in self.streamed:
+                layer.set_reshard_after_forward(True)
+            if self.stream:
+                self.release()
+
+    def release(self) -> None:
+        for module in (*self.held, *self.streamed):
+            module.reshard()
+
+    def weights(self) -> dict[str, Tensor]:
+        if self.policy.adapters is not None:  # adapters are not sharded
+            return self.policy.weights()
+        self.release()
+        # A tied weight has several names and one tensor, which is written once.
+        tied = dict(self.policy.model.named_parameters(remove_duplicate=False))
+        return {name: tied.get(name, value) for name, value in self.policy.weights().items()}
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
+        for module in self.held:
+            module.unshard()
+            self._set_reduction(module, False)
+        count = max(gather_object([len(batches)])) if self.stream else len(batches)
+        yield from batches
+        yield from [None] * (count - len(batches))
+        if any(isinstance(weight, DTensor) for _, weight in self.trainable):
+            for module in self.held:
+                self._set_reduction(module, True)
+            yield None
+
+    @staticmethod
+    def _set_reduction(module: FSDPModule, enabled: bool) -> None:
+        module.set_requires_gradient_sync(enabled, recurse=False)
+        module.set_reshard_after_backward(enabled, recurse=False)
+
+    def dummy_loss(self) -> Tensor:
+        loss = self.policy.score(self.policy.dummy_batch()).logprobs.sum()
+        for weight in self.policy.root.parameters():
+            if weight.requires_grad and not isinstance(weight, DTensor):
+                loss = loss + weight.sum()
+        return 0 * loss
+
+
+def build_strategy(policy: Policy, accelerator: Accelerator) -> Strategy:
+    """Build the strategy that the launch requests, which distributes the policy's weights."""
+    config = get_deepspeed_config(accelerator)
+    if config is not None:
+        from vlm_grpo.dist.deepspeed_zero import DeepSpeedZero2, DeepSpeedZero3
+
+        stages = {2: DeepSpeedZero2, 3: DeepSpeedZero3}
+        return stages[config["zero_optimization"]["stage"]](policy, accelerator, config)
+    fsdp = get_fsdp_plugin(accelerator)
+    if fsdp is not None:
+        stream = bool(fsdp.reshard_after_forward)
+        offload = isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+        return FSDP(policy, accelerator, stream, get_dp_replicate_size(), offload)
+    return DataParallel(policy, accelerator)

@@ -1,26 +1,42 @@
-"""The groups of a step, and its batch: their completions with the inputs of the loss."""
+"""The groups of a step, their advantages, and its batch, which has the inputs of the loss."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.objective import TokenBatch
+from vlm_grpo.training.objective import (
+    ADVANTAGE_ESTIMATORS,
+    Advantages,
+    StepEstimator,
+    TokenBatch,
+    group_advantages,
+    load_estimator,
+    per_reward_advantages,
+    step_advantages,
+)
 from vlm_grpo.types import Completion, Group, Prompt, Score
+
+logger = logging.getLogger(__name__)
 
 Values = Mapping[str, Tensor]
 """(T,) values of the tokens of a step's completions by name, on the host or the device."""
@@ -111,6 +127,123 @@ class Rollout:
     def sampler_logprobs(self) -> Tensor:
         """(T,) log-probs of the tokens when they were sampled."""
         return torch.tensor([value for c in self.completions for value in c.logprobs])
+
+
+@dataclass(frozen=True)
+class StepAdvantages:
+    """The advantages of a step's completions."""
+
+    own: Tensor  # (n,) advantages of this rank's completions, those of recalled groups last
+    # advantages of all ranks' sampled completions, with the statistics of the groups
+    step: Advantages
+    # (T,) advantages of the tokens of this rank's completions, if they differ within a completion
+    tokens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """The estimator of a run's advantages."""
+
+    objective: ObjectiveSettings
+    # computes them from all groups of a step; None: each group's are its own
+    over_step: StepEstimator | None = None
+
+    @classmethod
+    def load(cls, objective: ObjectiveSettings) -> Self:
+        name = objective.advantage_estimator
+        return cls(objective, None if name in ADVANTAGE_ESTIMATORS else load_estimator(name))
+
+
+class _Rewarded(NamedTuple):
+    """What the advantages of one rank's n completions depend on."""
+
+    rewards: Tensor  # (n, k)
+    lengths: list[list[int]]  # number of tokens of each completion, by group
+    penalties: Tensor | None  # KL penalties of all their tokens; None: there are none
+
+
+def compute_advantages(
+    rollout: Rollout, scores: Values, estimator: Estimator, accelerator: Accelerator
+) -> StepAdvantages:
+    """Compute the advantages of a step's completions from the rewards of all ranks.
+
+    Those of recalled groups are computed separately. ``penalties`` among the scores are subtracted
+    from the total rewards.
+    """
+    if rollout.author is not None:
+        ones = torch.ones(rollout.num_sampled)
+        none = torch.zeros(0)
+        return StepAdvantages(ones, Advantages(ones, none, none.bool(), ones > 0))
+    rank, own = accelerator.process_index, list[_Rewarded]()
+    penalties = scores.get("penalties")
+    for groups, known in ((rollout.groups, penalties), (rollout.recalled, None)):
+        rewards, weights = get_rewards(groups, rollout.reward_weights)
+        lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
+        own.append(_Rewarded(rewards, lengths, known))
+    pairs = []
+    for parts in zip(*gather_object([own]), strict=True):  # sampled, then recalled, by rank
+        start = sum(len(part.rewards) for part in parts[:rank])
+        rows = slice(start, start + len(parts[rank].rewards))
+        if not pairs or any(len(part.rewards) for part in parts):
+            pairs.append((_estimate(parts, weights, estimator), rows))
+    step = pairs[0][0]
+    values = torch.cat([found.values[rows] for found, rows in pairs])
+    if step.tokens is None:
+        return StepAdvantages(values, step)
+    tokens = [part for found, rows in pairs for part in (found.tokens or ())[rows]]
+    return StepAdvantages(values, step, torch.cat([*tokens, torch.zeros(0)]))
+
+
+def _estimate(parts: Sequence[_Rewarded], weights: Tensor, estimator: Estimator) -> Advantages:
+    """Compute the advantages of the completions of all ranks; ``weights`` (k,) of the rewards."""
+    objective, name = estimator.objective, estimator.objective.advantage_estimator
+    rewards = torch.cat([part.rewards for part in parts])
+    sizes = [lengths for part in parts for lengths in part.lengths]
+    ids = [number for number, lengths in enumerate(sizes) for _ in lengths]
+    lengths = list(itertools.chain(*sizes))
+    known = [part.penalties for part in parts if part.penalties is not None]
+    penalties = torch.cat(known).split(lengths) if known else None
+    if estimator.over_step is not None:
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        found = step_advantages(rewards @ weights, ids, counts, estimator.over_step, penalties)
+    else:
+        if penalties is not None:
+            sums = [penalty.sum().to(rewards.dtype) for penalty in penalties]
+            rewards = torch.cat([rewards, torch.stack(sums)[:, None]], dim=1)
+            weights = torch.cat([weights, weights.new_tensor([-1.0])])
+        if objective.normalize_each_reward:
+            found = per_reward_advantages(rewards, weights, ids, estimator=name)
+        else:
+            scale = objective.scale_rewards
+            found = group_advantages(rewards @ weights, ids, estimator=name, scale_rewards=scale)
+    if (bound := objective.advantage_clip) is None:
+        return found
+    tokens = found.tokens and tuple(part.clamp(-bound, bound) for part in found.tokens)
+    return replace(found, values=found.values.clamp(-bound, bound), tokens=tokens)
+
+
+def has_spread(
+    group: Group, reward_weights: Mapping[str, float], objective: ObjectiveSettings
+) -> bool:
+    """Return whether the group's rewards give its completions advantages of their own."""
+    rewards, weights = get_rewards([group], reward_weights)
+    ids = [0] * len(rewards)
+    if objective.normalize_each_reward:
+        return not per_reward_advantages(rewards, weights, ids).zero_spread.any()
+    return not group_advantages(rewards @ weights, ids).zero_spread.any()
+
+
+def get_rewards(
+    groups: Sequence[Group], reward_weights: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """Return the groups' rewards, (n, k), NaN where undefined, and their weights, (k,)."""
+    names = [name for name, weight in reward_weights.items() if weight]
+    scores = [score for group in groups for score in group.scores]
+    # A reward of another source of a mixture adds nothing.
+    found = [[score.rewards.get(name, 0.0) for name in names] for score in scores]
+    rewards = [[math.nan if value is None else value for value in row] for row in found]
+    weights = torch.tensor([reward_weights[name] for name in names], dtype=torch.float32)
+    return torch.tensor(rewards, dtype=torch.float32).reshape(len(scores), len(names)), weights
 
 
 @dataclass(frozen=True)
@@ -259,3 +392,37 @@ def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSl
             slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
         start += len(group.completions)
     return tuple(slices)
+
+
+@dataclass
+class TokenBudget:
+    """The number of tokens to process at once, which is halved when memory runs out."""
+
+    tokens: int | None
+    setting: str  # name of the setting that holds its initial value
+
+    @property
+    def limit(self) -> int:
+        """The number of tokens; one that no batch reaches if it is None."""
+        return sys.maxsize if self.tokens is None else self.tokens
+
+    def halve(self, used: int, minimum: int = 1) -> None:
+        """Halve the budget, to ``minimum`` at least, after ``used`` tokens did not fit into the
+        memory, and log the setting to start with.
+        """
+        self.tokens = max(min(self.limit, used) // 2, minimum)
+        logger.warning(
+            "out of memory: processing %d tokens at a time from now on; set %s=%d to start with "
+            "this value",
+            self.tokens,
+            self.setting,
+            self.tokens,
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an allocation failed, on CUDA or on the CPU."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        "not enough memory" in text or "allocate memory" in text
+    )

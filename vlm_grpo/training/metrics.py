@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.training.advantages import StepAdvantages
-from vlm_grpo.training.batch import Rollout
+from vlm_grpo.training.batch import Rollout, StepAdvantages
 from vlm_grpo.training.objective import Advantages, MetricAccumulator
 from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic

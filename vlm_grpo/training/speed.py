@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -17,9 +18,10 @@ from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.planning.this_device import find_peak_rate
 from vlm_grpo.training.batch import Rollout, StepBatch
-from vlm_grpo.training.memory import memory_metrics
 from vlm_grpo.training.objective import MetricAccumulator
 from vlm_grpo.utils.timing import Stopwatch
+
+GIB = 2**30
 
 
 class StepMeter:
@@ -86,6 +88,19 @@ class StepMeter:
             rates["speed/mfu"] = sums["step_flops"] / (slowest["step"] * rate)
             rates["speed/update_mfu"] = sums["update_flops"] / (slowest["update"] * rate)
         return rates
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return the memory usage in GiB.
+
+    ``memory/resident`` is the process's resident memory. On CUDA, ``memory/cuda_peak`` is the peak
+    of allocated tensors since the last call; fragmentation and CUDA's own memory are not included.
+    """
+    metrics = {"memory/resident": psutil.Process().memory_info().rss / GIB}
+    if device.type == "cuda":
+        metrics["memory/cuda_peak"] = torch.cuda.max_memory_allocated(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return metrics
 
 
 MAX_MEMORY_EVENTS = 1_000_000

@@ -16,8 +16,7 @@ from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.data.stream import build_stream
 from vlm_grpo.dist.collectives import any_rank, fail_together
-from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.watch import watch_ranks
+from vlm_grpo.dist.launch import build_accelerator, watch_ranks
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval.evaluate import HeldOutEvaluator
 from vlm_grpo.eval.scored import Scored
@@ -26,15 +25,18 @@ from vlm_grpo.report.progress import Progress
 from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
-from vlm_grpo.training.advantages import Estimator, compute_advantages
-from vlm_grpo.training.batch import Rollout, StepBatch
-from vlm_grpo.training.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
-from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
+from vlm_grpo.training.batch import Estimator, Rollout, StepBatch, compute_advantages
+from vlm_grpo.training.checkpoint.manager import (
+    CheckpointManager,
+    RunState,
+    find_checkpoint,
+    get_rng_states,
+    set_rng_states,
+)
 from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.metrics import rollout_metrics
-from vlm_grpo.training.nonfinite import NonfiniteGuard
 from vlm_grpo.training.rollout import build_rollout_sampler, select_usable
-from vlm_grpo.training.run_dir import RunDir, lock_run
+from vlm_grpo.training.run_dir import NonfiniteGuard, RunDir, lock_run
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run
 from vlm_grpo.training.update import build_updater, pack_step

@@ -15,26 +15,26 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.build import build_strategy
 from vlm_grpo.dist.collectives import gather_object, sum_over_ranks
 from vlm_grpo.dist.optimizer import build_optimizer
-from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.dist.strategy import Strategy, build_strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.activations import offload_activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.training.advantages import StepAdvantages
 from vlm_grpo.training.batch import (
     Rollout,
+    StepAdvantages,
     StepBatch,
+    TokenBudget,
     TokenLayout,
     Values,
     build_slices,
     is_masked,
+    is_out_of_memory,
     score_slices,
 )
-from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.methods import Method, Passes, overrides
 from vlm_grpo.training.objective import (
     MetricAccumulator,

@@ -33,8 +33,12 @@ from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import Noise
 from vlm_grpo.training.objective import TokenBatch
-from vlm_grpo.training.objective.diagnostics import loss_metrics
-from vlm_grpo.training.objective.losses import sampler_weights
+from vlm_grpo.training.objective.losses import (
+    LossInputs,
+    clipped_loss,
+    loss_metrics,
+    sampler_weights,
+)
 from vlm_grpo.training.rollout import RolloutSampler, SamplingArguments, join_groups
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Example, Group, Prompt
@@ -254,7 +258,7 @@ def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
     assert weights is not None
     # e^(0.5 + 0.5) = 2.718, below the cap of 3.
     assert weights.tolist() == pytest.approx([2.71828, 2.71828, 1, 1], rel=1e-4)
-    found = loss_metrics(batch, logprobs, None, torch.ones(4), weights, objective).values()
+    found = loss_metrics(LossInputs(batch, objective, clipped_loss)).values()
     assert found["sampling/sampling_logp_difference/mean"] == 0.5
     assert found["sampling/sampling_logp_difference/max"] == 0.5
 

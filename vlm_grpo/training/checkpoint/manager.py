@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import platform
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
+from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import OnResume, find_on_resume, flatten, known_keys
+from vlm_grpo.data import load_run_task
 from vlm_grpo.dist.collectives import fail_together, gather_object, get_local_names
 from vlm_grpo.dist.sharding import Deferred, gather_full, local_shard
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import snapshot_on_host
 from vlm_grpo.task import Task
-from vlm_grpo.training.checkpoint.compatibility import (
-    check_same_data,
-    check_same_settings,
-    compute_digests,
-    flatten_settings,
-    warn_about_versions,
-)
-from vlm_grpo.training.checkpoint.state import get_rng_states, set_rng_states
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
     find_newest_checkpoint,
@@ -45,10 +45,12 @@ from vlm_grpo.training.checkpoint.store import (
 from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
-from vlm_grpo.types import Example
+from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, VideoRef
 
 logger = logging.getLogger(__name__)
 
+_KEYS = frozenset(known_keys(Settings))
+_COMPARED_OF_SOURCE = {"task", "task_options", "tasks", "weight"}
 LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
 
 
@@ -130,7 +132,7 @@ class CheckpointManager:
                 write()
         self.last_saved = step
 
-    def _gather(self, tensors: Mapping[str, torch.Tensor | Deferred]) -> dict[str, torch.Tensor]:
+    def _gather(self, tensors: Mapping[str, Tensor | Deferred]) -> dict[str, Tensor]:
         """Gather the full tensors that this rank writes. All ranks must call it.
 
         An asynchronous checkpoint gets copies of those that training changes.
@@ -265,7 +267,7 @@ def get_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
 
 
-def _is_live(tensor: torch.Tensor, source: torch.Tensor | Deferred) -> bool:
+def _is_live(tensor: Tensor, source: Tensor | Deferred) -> bool:
     """Return whether the result of ``gather_full`` is its source, and not a copy already."""
     if isinstance(source, Deferred):
         return False
@@ -273,9 +275,9 @@ def _is_live(tensor: torch.Tensor, source: torch.Tensor | Deferred) -> bool:
     return tensor is source or tensor.untyped_storage().data_ptr() == local.data_ptr()
 
 
-def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to host memory; tensors that share memory also share their copy."""
-    distinct: dict[tuple[Any, ...], torch.Tensor] = {}
+    distinct: dict[tuple[Any, ...], Tensor] = {}
     keys = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -283,6 +285,166 @@ def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         distinct[keys[name]] = tensor
     copies = dict(zip(distinct, snapshot_on_host([*distinct.values()]), strict=True))
     return {name: copies[key] for name, key in keys.items()}
+
+
+# What a run must share with the checkpoint that it resumes from.
+
+
+def flatten_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings by dotted key, as values that JSON can hold.
+
+    ``data.train`` may change as long as the rows stay the same, so the tasks and weights of a
+    mixture's sources have keys of their own.
+    """
+    flat = flatten(settings.model_dump(mode="json"))
+    if is_mixture(settings.data.train):
+        for source in settings.data.train:
+            own = source.model_dump(mode="json", include=_COMPARED_OF_SOURCE)
+            flat |= {f"{key} of the source {source.label}": value for key, value in own.items()}
+    return flat
+
+
+def check_same_settings(
+    saved: Mapping[str, Any],
+    settings: Settings,
+    checkpoint: str,
+    task: Task | None = None,
+) -> None:
+    """Check that the settings of a run fit the checkpoint that it resumes from.
+
+    ``saved`` has ``flatten_settings`` of the run that wrote it; the task None is that of the
+    settings.
+    """
+    task = load_run_task(settings) if task is None else task
+    now = flatten_settings(settings)
+    problems = []
+    for key in dict.fromkeys([*saved, *now]):
+        before, after = saved.get(key), now.get(key)
+        if before == after or _may_change(key, task) or _is_new_setting(key, saved):
+            continue
+        problems.append(f"{key} was {_format(before)} and is now {_format(after)}")
+    if problems:
+        raise UserError(
+            f"{checkpoint} was written with other settings:\n{bullets(problems)}\n"
+            "restore them to resume from it, or start a new run with another name=…"
+        )
+
+
+def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint was written by a version without this setting."""
+    blocks = [key[:end] for end, letter in enumerate(key) if letter == "."]
+    return key not in saved and key in _KEYS and not any(block in saved for block in blocks)
+
+
+def _may_change(key: str, task: Task) -> bool:
+    name, _, option = key.partition(".")
+    if name == "task_options":
+        return option.partition(".")[0] in task.may_change
+    return find_on_resume(Settings, key) is not OnResume.LOCKED
+
+
+def _format(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _describe_image(image: ImageRef) -> tuple[Any, ...]:
+    times = image.times if isinstance(image, VideoRef) else ()
+    return image.name, image.size, *times
+
+
+def compute_digests(examples: Sequence[Example]) -> Tensor:
+    """Return (rows, 8) bytes: a digest of each example's id, chat, answer, images and target."""
+    digests = [
+        hashlib.blake2b(
+            json.dumps(
+                [
+                    example.id,
+                    example.question,
+                    example.answer,
+                    [_describe_image(image) for image in example.images],
+                    *map(astuple, example.history),
+                    *(value for name, value in example.meta.items() if name == TARGET_COLUMN),
+                ],
+                sort_keys=True,
+                default=str,
+            ).encode(),
+            digest_size=8,
+        ).digest()
+        for example in examples
+    ]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 8)
+
+
+def check_same_data(
+    saved: Tensor, source: str, examples: Sequence[Example], settings: Settings, checkpoint: str
+) -> None:
+    """Check that the training examples equal those of a checkpoint, of which ``saved`` has the
+    digests and ``source`` is ``data.train``.
+
+    The order of the examples depends on their number: with other examples, a resumed run would
+    neither repeat nor complete its epoch."""
+    now = compute_digests(examples)
+    if torch.equal(saved, now):
+        return
+    common, source_now = min(len(saved), len(now)), settings.data.describe("train")
+    differing = (saved[:common] != now[:common]).any(dim=1).nonzero()
+    first = int(differing[0]) if len(differing) else common
+    if first < len(examples):
+        example = examples[first]
+        difference = f"the first that differs is number {first + 1}, now {example.id!r}"
+    else:
+        difference = f"numbers {first + 1} to {len(saved)} are missing"
+    raise UserError(
+        f"the training examples have changed since {checkpoint} was written: {len(saved)} of "
+        f"data.train={source} then, {len(now)} of data.train={source_now} now; "
+        f"{difference} (the id, the question, the answer, and names and sizes of the images are "
+        "compared). Restore the data, or start a new run with another name=…"
+    )
+
+
+def warn_about_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warn about versions that differ from the checkpoint's, which may change the rounding."""
+    changed = [
+        f"{name} {saved.get(name)} → {version}"
+        for name, version in now.items()
+        if saved.get(name) != version
+    ]
+    if changed:
+        logger.warning(
+            "the checkpoint was written with other versions, which may change the rounding: %s",
+            ", ".join(changed),
+        )
+
+
+# The state of random numbers, and writing in the background.
+
+
+def get_rng_states() -> dict[str, Any]:
+    """Return the states of Python, NumPy, torch and this process's CUDA device, for JSON."""
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Restore the states that ``get_rng_states`` returned."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_from_hex(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_hex(states["cuda"]))
+
+
+def _from_hex(state: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
 
 
 class AsyncWriter:
@@ -293,18 +455,12 @@ class AsyncWriter:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._job: Future[None] | None = None
 
     def __enter__(self) -> AsyncWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             return
         try:
@@ -317,25 +473,24 @@ class AsyncWriter:
     def start(self, job: Callable[[], object]) -> None:
         """Wait for the previous job, raise its error, or start this one."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
-        self._thread.start()
+        self._job = future = Future[None]()
+
+        def run() -> None:
+            try:
+                job()
+                future.set_result(None)
+            except BaseException as error:  # raised again in the main thread
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
 
     def check(self) -> None:
         """Raise the error of a finished job, without waiting."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._job is not None and self._job.done():
             self.wait()
 
     def wait(self) -> None:
         """Wait for the job, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, job: Callable[[], object]) -> None:
-        try:
-            job()
-        except BaseException as error:  # raised again in the main thread
-            self._error = error
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()

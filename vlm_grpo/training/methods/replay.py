@@ -11,8 +11,7 @@ from torch import Tensor
 
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.task import Task
-from vlm_grpo.training.advantages import has_spread
-from vlm_grpo.training.batch import KeptGroup, TokenLayout
+from vlm_grpo.training.batch import KeptGroup, TokenLayout, has_spread
 from vlm_grpo.training.methods import Method
 from vlm_grpo.types import Completion, Group, Score
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.training.objective.diagnostics import MetricAccumulator, loss_metrics
-from vlm_grpo.training.objective.kl import KL_ESTIMATORS
+from vlm_grpo.training.objective.diagnostics import MetricAccumulator
+from vlm_grpo.training.objective.kl import KL_ESTIMATORS, k3
 
 Surrogate = Callable[[Float[Tensor, " M"], TokenBatch, ObjectiveSettings], Float[Tensor, " M"]]
 """Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to
@@ -114,8 +114,7 @@ def compute_loss(
     alone = {n: methods[n] for n in batch.weights.keys() & methods.keys() if methods[n].is_alone}
     metrics = _method_metrics(inputs, alone or methods)
     if not alone:
-        known = inputs.old, inputs.reference, inputs.ratio, inputs.correction
-        metrics = loss_metrics(batch, *known, settings) + metrics
+        metrics = loss_metrics(inputs) + metrics
     return LossOutput(torch.stack(parts).sum(), metrics)
 
 
@@ -349,3 +348,76 @@ def needs_update(
     """
     counted = torch.ones_like(advantages, dtype=torch.bool) if active is None else active
     return counted & (advantages != 0) if settings.can_skip_zero_advantages else counted
+
+
+@torch.no_grad()
+def loss_metrics(inputs: LossInputs) -> MetricAccumulator:
+    """Compute metrics over the batch's active tokens.
+
+    ``kl`` is k3 times the token's ratio, whichever KL the settings train on: an unbiased estimate
+    of KL(policy ‖ reference), in nats per token, from the old policy's samples. ``clip_ratio``
+    is the fraction of tokens (at sequence level, of completions) whose gradient the clip removes;
+    ``capped`` and ``rejected`` that of the sampler correction's weights at or beyond a bound.
+    """
+    batch, settings = inputs.batch, inputs.settings
+    old, ratio, correction = inputs.old, inputs.ratio, inputs.correction
+    active = batch.active_tokens
+    if len(active) == 0:
+        return MetricAccumulator()
+    means = {"ratio/mean": (ratio, active)}
+    maxima = {"ratio/max": ratio}
+    if batch.entropies is not None:
+        means["entropy"] = (batch.entropies, active)
+    if (reference := inputs.reference) is not None:
+        change = (batch.logprobs - old).exp()
+        means["kl"] = (k3(batch.logprobs, reference) * change, active)
+    for name, clipped in _find_clipped(batch, ratio, settings).items():
+        means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
+    if batch.sampler_logprobs is not None:
+        difference, compared = (old - batch.sampler_logprobs).abs(), active
+        if batch.behind_variant is not None:
+            other = batch.behind_variant[batch.completion]
+            difference, compared = difference.masked_fill(other, 0.0), active * ~other
+        means["sampling/sampling_logp_difference/mean"] = (difference, compared)
+        maxima["sampling/sampling_logp_difference/max"] = difference
+    minima = {}
+    if correction is not None:
+        level, _, form = settings.sampler_correction.partition("_")
+        counted = active if level == "token" else active / batch.lengths[batch.completion]
+        low, high = settings.sampler_correction_bounds
+        outside = ((correction <= low) | (correction >= high)).to(active.dtype)
+        name = "sampling/importance_sampling_ratio"
+        means[f"{name}/mean"] = (correction, counted)
+        means[f"{name}/mean_square"] = (correction.square(), counted)
+        means[f"{name}/{'rejected' if form else 'capped'}"] = (outside, counted)
+        maxima[f"{name}/max"] = minima[f"{name}/min"] = correction
+    return MetricAccumulator(
+        means={n: ((value * weight).sum(), weight.sum()) for n, (value, weight) in means.items()},
+        minima={n: value.where(active > 0, math.inf).min() for n, value in minima.items()},
+        maxima={name: (value * active).max() for name, value in maxima.items()},
+    )
+
+
+def _find_clipped(
+    batch: TokenBatch, ratio: Float[Tensor, " M"], settings: ObjectiveSettings
+) -> dict[str, Tensor]:
+    """Find the tokens whose ratio is beyond the bound that applies to their advantage's sign, by
+    the metric's name; none for losses without bounds."""
+    advantages = batch.per_token_advantages
+    if settings.loss_type == "cispo":
+        return {"cispo_clip_ratio": (ratio > settings.upper_epsilon) & (advantages > 0)}
+    if settings.loss_type in ("sapo", "vespo") or settings.loss is not None:
+        return {}
+    low = (ratio < 1 - settings.epsilon) & (advantages < 0)
+    high = (ratio > 1 + settings.upper_epsilon) & (advantages > 0)
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low | high,
+    }
+
+
+def _clip_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tensor, " M"]:
+    if settings.importance_sampling_level == "token":
+        return batch.active_tokens
+    return batch.active_tokens / batch.lengths.clamp(min=1)[batch.completion]
