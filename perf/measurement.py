@@ -19,7 +19,7 @@ from random_models import build_random_model
 from torch.nn import functional
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.cpu.onednn import product
+from vlm_grpo.model.engine.linear import product
 from vlm_grpo.planning.this_device import find_peak_rate
 
 QUESTION = "What is in the image? Describe every object that you can see in a few words."

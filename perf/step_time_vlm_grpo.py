@@ -14,7 +14,7 @@ from step_time import parse_arguments
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.model.adapters import apply_lora_or_freeze
-from vlm_grpo.model.engine import kernels, varlen
+from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.graphs import get_capture
@@ -109,7 +109,7 @@ def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = 
 
 def use_dense_attention() -> None:
     """Compute attention in half precision as a GPU does in float32, by matrix products."""
-    varlen.has_varlen = lambda query: False
+    kernels.has_varlen = lambda query: False
     kernels._uses_plain_products = lambda query: True  # noqa: SLF001
 
 

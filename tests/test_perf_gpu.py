@@ -19,7 +19,7 @@ import torch
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from transformers import Qwen2_5_VLConfig
 
-from vlm_grpo.model.engine import kernels, varlen
+from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.layers import measure_layers
@@ -246,7 +246,7 @@ def test_only_files_with_tests_of_a_gpu_are_collected(perf: Any) -> None:
 def test_attention_without_varlen_needs_no_kernel_of_a_cpu(
     perf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((varlen, "has_varlen"), (kernels, "_uses_plain_products")):
+    for module, name in ((kernels, "has_varlen"), (kernels, "_uses_plain_products")):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
     perf("step_time_vlm_grpo").use_dense_attention()
     policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=2)

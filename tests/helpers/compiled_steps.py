@@ -21,7 +21,7 @@ from tiny_models import make_prompt, noise_example, sample_groups
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from vlm_grpo.model.engine import decode
+from vlm_grpo.model.engine import shared
 from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -73,7 +73,7 @@ def compare(family: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    decode.LENGTH_BUCKET = 4  # several captures per rollout
+    shared.LENGTH_BUCKET = 4  # several captures per rollout
     for family in FAMILIES:
         compare(family)
         print(family, flush=True)

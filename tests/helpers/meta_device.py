@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vlm_grpo.model.engine import norms, varlen
+from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.attention import use_shared_attention
-from vlm_grpo.model.engine.decode import SharedDecoder
 from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings
+from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -92,8 +92,8 @@ def build_policy(family: str, lora: bool) -> Policy:
 
 def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine take the way of a GPU."""
-    monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
-    monkeypatch.setattr(norms, "has_kernel", lambda hidden, weight: True)
+    monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
+    monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: True)
     # Autocast does not know the meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
 
@@ -105,8 +105,8 @@ def sample(policy: Policy, monkeypatch: pytest.MonkeyPatch, **truncation: float)
     monkeypatch.setattr(SamplerState, "update_active", lambda state: next(reads))
     done = Completion((1,), (0.0,), "", "eos")
     monkeypatch.setattr(Policy, "_build_completions", lambda policy, state: [done] * state.count)
-    steps, step = [], SharedDecoder.step
-    monkeypatch.setattr(SharedDecoder, "step", lambda *args: [step(*args), steps.append(1)][0])
+    steps, step = [], SharedEngine.step
+    monkeypatch.setattr(SharedEngine, "step", lambda *args: [step(*args), steps.append(1)][0])
     sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
     prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
     settings = SamplingSettings(

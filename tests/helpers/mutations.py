@@ -55,27 +55,27 @@ TARGETS = {
     "model/engine/attention.py": (
         0.2,
         "model/engine/test_attention.py model/engine/test_shared.py model/engine/test_devices.py "
-        "model/engine/test_decode.py",
+        "model/engine/test_decode.py model/engine/test_recurrence.py",
     ),
     "model/engine/batch.py": (0.3, "model/engine/test_batch.py model/engine/test_shared.py"),
-    "model/engine/decode.py": (
-        0.08,
-        "model/engine/test_decode.py model/engine/test_graphs.py model/engine/test_kv_cache.py",
-    ),
     "model/engine/kv_cache.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
     "model/engine/linear.py": (0.08, "model/engine/test_linear.py"),
     "model/engine/logprobs.py": (0.3, "model/engine/test_logprobs.py test_wiring.py"),
     "model/engine/repeated.py": (
         0.12,
-        "model/engine/test_decode.py model/engine/test_shared.py model/engine/test_sampling.py",
+        "model/engine/test_decode.py model/engine/test_shared.py model/engine/test_sampling.py "
+        "model/test_policy.py",
     ),
-    "model/engine/recurrence.py": (0.3, "model/engine/test_recurrence.py"),
     "model/engine/slots.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
     "model/engine/sampling.py": (
         0.2,
         "model/engine/test_sampling.py model/engine/test_decode.py test_wiring.py",
     ),
-    "model/engine/shared.py": (0.3, "model/engine/test_shared.py test_wiring.py"),
+    "model/engine/shared.py": (
+        0.1,
+        "model/engine/test_shared.py model/engine/test_decode.py model/engine/test_graphs.py "
+        "model/engine/test_kv_cache.py model/test_policy.py test_wiring.py",
+    ),
     "model/engine/vision.py": (0.2, "model/engine/test_vision.py test_wiring.py"),
     "model/families/family.py": (
         0.3,
@@ -105,7 +105,6 @@ TARGETS = {
     "config/prompt.py": (0.4, "config/test_prompt.py"),
     "model/chat.py": (0.3, "model/test_chat.py"),
     "model/policy.py": (0.2, "model/test_policy.py model/test_form_check.py"),
-    "model/engines.py": (0.3, "model/test_policy.py model/engine/test_shared.py"),
     "model/prompts.py": (
         0.1,
         "model/test_chat.py model/test_prompts.py training/test_trainer_chats.py",

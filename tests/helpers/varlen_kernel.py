@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest
 
-from vlm_grpo.model.engine import varlen
+from vlm_grpo.model.engine import kernels
 
 
 def plain_varlen_attn(
@@ -65,5 +65,5 @@ def plain_varlen_attn(
 
 def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute packed attention as on CUDA, with the plain kernel."""
-    monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
-    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
+    monkeypatch.setattr(kernels, "varlen_attn", plain_varlen_attn)

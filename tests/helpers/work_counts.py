@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine import norms
+from vlm_grpo.model.engine import forwards
 from vlm_grpo.model.engine.batch import MicroBatch
-from vlm_grpo.model.engine.decode import SharedDecoder
 from vlm_grpo.model.engine.sampling import build_sampling_settings
+from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 
 RECORDED = Path(__file__).parents[1] / "recorded/work.json"
@@ -158,8 +158,8 @@ def measure_kernels() -> Counts:
     """Return the kernels of a decode step of 3 layers as on a GPU, in bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
         meta_device.use_gpu_kernels(patch)
-        policy, counts, step = meta_device.build_policy("qwen2_5_vl", False), [], SharedDecoder.step
-        patch.setattr(norms, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
+        policy, counts, step = meta_device.build_policy("qwen2_5_vl", False), [], SharedEngine.step
+        patch.setattr(forwards, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
 
         def count(*args: Any) -> Tensor:
             with _Operations() as operations:
@@ -167,7 +167,7 @@ def measure_kernels() -> Counts:
             counts.append(operations.kernels)
             return logits
 
-        patch.setattr(SharedDecoder, "step", count)
+        patch.setattr(SharedEngine, "step", count)
         meta_device.sample(policy, patch)
     return {"kernels": max(counts)}
 

@@ -12,9 +12,9 @@ from tiny_models import make_prompt, noise_example, tiny_policy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import attention, kernels, kv_cache
 from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import PrefixInputs
-from vlm_grpo.model.engines import Counters
 from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion, Group, Prompt

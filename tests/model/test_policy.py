@@ -21,8 +21,9 @@ from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.adapters import freeze_parts
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.logprobs import TokenScores
+from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
-from vlm_grpo.model.engines import Counters, SharedEngine
+from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.families import PromptLayout, load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy

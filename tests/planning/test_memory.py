@@ -20,7 +20,7 @@ from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.optimizer import build_optimizer
-from vlm_grpo.model.engine import norms, varlen
+from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.loading import load_model
@@ -108,9 +108,9 @@ def test_variants_of_lora_are_measured(variant: dict[str, Any], dtype: str) -> N
 def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(norms, "has_kernel", lambda hidden, weight: hidden.dtype == weight.dtype)
-    monkeypatch.setattr(norms, "rms_norm", FusedNorm.apply)
-    monkeypatch.setattr(varlen, "has_varlen", lambda query: query.device.type == "meta")
+    monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: hidden.dtype == weight.dtype)
+    monkeypatch.setattr(forwards, "rms_norm", FusedNorm.apply)
+    monkeypatch.setattr(kernels, "has_varlen", lambda query: query.device.type == "meta")
     saved = {}
     for layers in (2, 3):
         policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engines import Engine
+from vlm_grpo.model.engine.repeated import Engine
 from vlm_grpo.types import Group, Prompt
 
 ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples

@@ -23,11 +23,12 @@ from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.forwards import use_fused_norms
 from vlm_grpo.model.engine.graphs import GraphCapture, describe_steps, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
-from vlm_grpo.model.engine.norms import use_fused_norms
+from vlm_grpo.model.engine.repeated import Counters, Engine
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 from vlm_grpo.model.engine.sampling import (
     SamplerState,
@@ -36,7 +37,7 @@ from vlm_grpo.model.engine.sampling import (
     build_sampling_distribution,
     draw_uniforms,
 )
-from vlm_grpo.model.engines import Counters, Engine, SharedEngine
+from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.form_check import ROLLOUT_LENGTH, FormCheck, Verdict, describe_difference, judge
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length

@@ -20,7 +20,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.store import ExampleView
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.chat import ChatTemplate
-from vlm_grpo.model.engine.limits import RECENT_IMAGES
+from vlm_grpo.model.engine.batch import RECENT_IMAGES
 from vlm_grpo.model.families import Family, PixelBudget, load_family
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.task import Task

@@ -27,9 +27,9 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.model.adapters import apply_lora_or_freeze
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import ATTENTION_NAME, SEGMENTS_NAME, PackedAttention
+from vlm_grpo.model.engine.forwards import use_fused_norms
+from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.linear import use_fast_linears
-from vlm_grpo.model.engine.norms import use_fused_norms
-from vlm_grpo.model.engine.varlen import GroupSpan
 from vlm_grpo.planning.shape import LayerBytes, ModelShape, Precision
 
 _SEGMENTS = "flash_measured"  # transformers looks for "flash" in the name

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vlm_grpo.config.rollout import RolloutSettings, choose_adapter_level
-from vlm_grpo.model.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
+from vlm_grpo.model.engine.batch import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
 from vlm_grpo.planning.devices import CONTEXT, Device
 from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.workload import Workload

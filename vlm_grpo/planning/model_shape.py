@@ -15,8 +15,8 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.dist.optimizer import describe_state, get_kind
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
+from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
 from vlm_grpo.model.engine.linear import INITIAL_FACTORS
-from vlm_grpo.model.engine.norms import is_fused, use_fused_norms
 from vlm_grpo.model.families import find_part, load_family
 from vlm_grpo.model.loading import find_quantized
 from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape

@@ -12,7 +12,7 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.memory import (
     Memory,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
-from vlm_grpo.model.engine.limits import ROUNDED_AT_ONCE
+from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""
@@ -62,7 +62,7 @@ class TextShape:
     key: int
     vocabulary: int
     qk_norm: bool  # whether queries and keys are normalized (Qwen3)
-    fuses_norms: bool = True  # whether a GPU computes norms by one kernel (``engine/norms.py``)
+    fuses_norms: bool = True  # whether a GPU computes norms by one kernel (``engine/forwards.py``)
 
     def matrices(self, intermediate: int) -> list[tuple[int, int]]:
         """Return rows and columns of a layer's matrices, with an MLP of this width."""

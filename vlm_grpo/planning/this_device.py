@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from vlm_grpo.model.engine.cpu.onednn import product
+from vlm_grpo.model.engine.linear import product
 from vlm_grpo.planning.devices import Device, identify_gpu
 
 

@@ -9,8 +9,7 @@ from functools import cached_property
 from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
-from vlm_grpo.model.engine.batch import GroupSlice, pack
-from vlm_grpo.model.engine.limits import PREFILL_TOKENS
+from vlm_grpo.model.engine.batch import PREFILL_TOKENS, GroupSlice, pack
 from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.types import Example, Prompt
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.model.engine import attention, kernels
-from vlm_grpo.model.engine.attention import Layer, PackedAttention
-from vlm_grpo.model.engine.varlen import GroupSpan, VarlenPlan, _Gather
-from vlm_grpo.model.families.family import ALL_LAYERS
+from vlm_grpo.model.engine.attention import PackedAttention
+from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan, _Gather
+from vlm_grpo.model.families.shared_form import ALL_LAYERS
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
@@ -218,5 +218,5 @@ def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch: pytest.Monk
 def test_the_kernels_are_named(
     device: str, dtype: Any, has_varlen: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.varlen, "has_varlen", lambda query: has_varlen)
+    monkeypatch.setattr(kernels, "has_varlen", lambda query: has_varlen)
     assert kernels.describe(torch.device(device), dtype) == name

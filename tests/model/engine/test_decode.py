@@ -23,7 +23,7 @@ from tiny_models import (
 from torch import Tensor
 from traced_steps import TracedStep
 
-from vlm_grpo.model.engine import decode
+from vlm_grpo.model.engine import shared
 from vlm_grpo.model.engine.graphs import DecodeStep
 from vlm_grpo.model.engine.sampling import SamplingSettings
 
@@ -144,15 +144,14 @@ def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
     policy.engine.use_capture(TracedStep)
     sample_groups(policy, mixed_prompts(policy, 2))
-    engine: Any = policy.engine
-    decoder = engine.decoder
+    decoder: Any = policy.engine
     kept = decoder.count_kept_bytes()
     memory = SimpleNamespace(total_memory=11 * kept)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     decoder.head = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
     decoder._release_large_cache()  # noqa: SLF001
     assert decoder.count_kept_bytes() == kept > 0
-    monkeypatch.setattr(decode, name, limit)
+    monkeypatch.setattr(shared, name, limit)
     decoder._release_large_cache()  # noqa: SLF001
     assert decoder.count_kept_bytes() == 0
 
@@ -179,7 +178,7 @@ def test_steps_run_eagerly_after_a_capture_that_fails(
         for a, b in zip(found, eager, strict=True):
             assert a.token_ids == b.token_ids
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
-    [record] = [r for r in caplog.records if r.name == decode.logger.name]
+    [record] = [r for r in caplog.records if r.name == shared.logger.name]
     assert record.getMessage() == (
         "decode steps run eagerly from now on, which takes longer: they cannot be captured as CUDA "
         "graphs (RuntimeError: operation not permitted when stream is capturing); "
@@ -209,7 +208,7 @@ def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(
         raise TypeError("a wrong step")
 
     policy.engine.use_capture(TracedStep)
-    monkeypatch.setattr(decode, "DecodeAttention", refuse)
+    monkeypatch.setattr(shared, "DecodeAttention", refuse)
     with pytest.raises(TypeError, match="a wrong step"):
         sample_groups(policy, prompts)
     assert not caplog.records

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.model import engine, transfer
-from vlm_grpo.model.engine.decode import CHECK_EVERY
+from vlm_grpo.model.engine.shared import CHECK_EVERY
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion
@@ -111,10 +111,10 @@ def test_reads_and_other_devices_are_found(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "run"),
     [
-        ("decode.SharedDecoder.step", sample),
+        ("shared.SharedEngine.step", sample),
         ("sampling.SamplerState.sample", sample),
-        ("varlen.VarlenPlan.attend", compute_gradient),
-        ("varlen.attend_in_segments", compute_gradient),
+        ("kernels.VarlenPlan.attend", compute_gradient),
+        ("kernels.attend_in_segments", compute_gradient),
     ],
 )
 def test_reads_are_found_in_every_part(

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine import decode, graphs
+from vlm_grpo.model.engine import graphs, shared
 from vlm_grpo.model.engine.graphs import (
     CudaGraph,
     DecodeStep,
@@ -51,7 +51,7 @@ def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
 def test_a_captured_step_samples_equal_tokens(
     family: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "LENGTH_BUCKET", 4)
+    monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)
     # The tiny model would rarely end a completion: with several end tokens, rows finish at
     # different times.
     eos = tuple(range(70, 110))

@@ -15,9 +15,9 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.engine.decode import SharedDecoder, _fit, _round_up
+from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.kv_cache import CachedKeys, KVCache, count_free_tokens
-from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine.shared import SharedEngine, _fit, _round_up
 from vlm_grpo.model.engine.slots import SlotScheduler
 
 
@@ -72,7 +72,7 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
 def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int) -> None:
     """A place is free for another completion, of any prompt, as soon as its own is finished."""
     random = np.random.default_rng(0)
-    scheduler = SlotScheduler([3, 0, 5, 1, 4, 2], [4] * 6, slots, places)
+    scheduler = SlotScheduler(np.array([5, 3, 1, 6, 2, 4]), [4] * 6, slots, places)
     left = random.integers(1, 9, 24)  # steps until each completion is finished
     started: list[int] = []
     steps = 0
@@ -97,7 +97,7 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int
 
 
 def test_empty_places_are_given_up_when_none_waits() -> None:
-    scheduler = SlotScheduler([0, 1], [4] * 2, 2, 8)
+    scheduler = SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
     scheduler.admit()
     assert scheduler.shrink(0.5) is None
     for active, slots, places in (([2, 4], [0, 1], [2, 4]), ([4], [1], [1])):
@@ -109,7 +109,7 @@ def test_empty_places_are_given_up_when_none_waits() -> None:
 
 
 def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
-    scheduler = SlotScheduler([0, 1, 2], [2] * 3, 3, 6)
+    scheduler = SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
     scheduler.admit()
     scheduler.release(np.isin(np.arange(6), [0, 4]))
     kept = scheduler.shrink(0.5)
@@ -183,17 +183,17 @@ def test_layers_that_differ_are_counted_one_by_one(
     assert count(config, (1000, 4)) == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
 
     caches: list[KVCache] = []
-    open_cache = SharedDecoder.open_cache
+    open_cache = SharedEngine.open_cache
 
-    def record(decoder: SharedDecoder, *arguments: Any) -> KVCache:
+    def record(decoder: SharedEngine, *arguments: Any) -> KVCache:
         caches.append(open_cache(decoder, *arguments))
         return caches[-1]
 
-    monkeypatch.setattr(SharedDecoder, "open_cache", record)
+    monkeypatch.setattr(SharedEngine, "open_cache", record)
     prompt = make_prompt(policy, noise_example("0", [], "What?"))
     sample_groups(policy, [prompt], group_size=3, length=2)
     [cache] = caches
-    tokens = cache.prompt_length + 3 * 2
+    tokens = cache.size.prompt_length + 3 * 2
     assert cache.count_bytes() == tokens * 2 * per_token + (1 + 3) * state
     # The CPU's kernel reads the tokens of a key head one after the other.
     assert cache.get_keys().transpose(1, 2).is_contiguous()

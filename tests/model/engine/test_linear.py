@@ -12,10 +12,9 @@ from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine import rollout_weights as module
-from vlm_grpo.model.engine.cpu import joined
-from vlm_grpo.model.engine.cpu.onednn import product
-from vlm_grpo.model.engine.linear import is_adapted, is_fast, use_fast_linears
+from vlm_grpo.model.engine.linear import is_adapted, is_fast, product, use_fast_linears
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 
 IN, OUT, RANK = 24, 40, 4
@@ -198,14 +197,14 @@ def test_factors_of_adapters_keep_their_address_and_follow_the_training(
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the width of each product with reordered weights."""
     found: list[int] = []
-    multiply = joined.multiply_by_onednn
+    multiply = linear.multiply_by_onednn
 
     def count(*arguments: Any) -> Tensor:
         output = multiply(*arguments)
         found.append(output.shape[-1])
         return output
 
-    monkeypatch.setattr(joined, "multiply_by_onednn", count)
+    monkeypatch.setattr(linear, "multiply_by_onednn", count)
     return found
 
 

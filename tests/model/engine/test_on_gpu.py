@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vlm_grpo.model.engine.activations import offload_activations
-from vlm_grpo.model.engine.norms import use_fused_norms
+from vlm_grpo.model.engine.forwards import use_fused_norms
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion, Prompt
 

@@ -11,9 +11,8 @@ from float64_steps import use_float64_recurrence
 from gradients import output_and_gradients, relative_error
 from torch import Tensor
 
-from vlm_grpo.model.engine.attention import PackedAttention
-from vlm_grpo.model.engine.recurrence import CachedState, LayerState, find_recurrent_layers
-from vlm_grpo.model.engine.varlen import GroupSpan
+from vlm_grpo.model.engine.attention import LayerState, PackedAttention, find_recurrent_layers
+from vlm_grpo.model.engine.kernels import GroupSpan
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 2, (1, 1)), GroupSpan(24, 6, ())]
 
@@ -58,7 +57,9 @@ def test_tokens_one_by_one_equal_a_whole_row(name: str, monkeypatch: pytest.Monk
     with torch.no_grad():
         state = LayerState()
         outputs = [layer(hidden[:, :4], **{parameter: state})]
-        cached = CachedState({name: tensor.clone() for name, tensor in state.tensors.items()})
+        cached = LayerState(
+            {name: tensor.clone() for name, tensor in state.tensors.items()}, in_place=True
+        )
         outputs += [layer(hidden[:, i : i + 1], **{parameter: cached}) for i in range(4, 9)]
         torch.testing.assert_close(torch.cat(outputs, 1), layer(hidden), rtol=0, atol=1e-12)
 

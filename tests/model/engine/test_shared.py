@@ -23,13 +23,12 @@ from tiny_models import (
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.model import engines
-from vlm_grpo.model.engine import attention, kernels
+from vlm_grpo.model.engine import kernels, shared
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import PackedAttention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.shared import PackedRow, PrefixInputs
-from vlm_grpo.model.engine.varlen import GroupSpan
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn
@@ -178,12 +177,12 @@ def test_a_chat_with_images_between_its_texts_equals_plain_passes(
 
 
 def attend_causally(
-    self: PackedAttention, layer: attention.Layer, q: Tensor, k: Tensor, v: Tensor
+    self: PackedAttention, layer: kernels.Layer, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     return kernels.causal(q, k, v, layer.scaling).transpose(1, 2)
 
 
-INIT, PACK_ROW = PackedAttention.__init__, engines.pack_row
+INIT, PACK_ROW = PackedAttention.__init__, shared.pack_row
 
 
 def join_completions(self: PackedAttention, spans: Any, masks: Any) -> None:
@@ -219,8 +218,8 @@ def pack_with_previous_predictor(prefixes: Sequence[PrefixInputs], completions: 
     [
         (PackedAttention, "__call__", attend_causally),
         (PackedAttention, "__init__", join_completions),
-        (engines, "pack_row", pack_with_running_positions),
-        (engines, "pack_row", pack_with_previous_predictor),
+        (shared, "pack_row", pack_with_running_positions),
+        (shared, "pack_row", pack_with_previous_predictor),
         # The prompt's length instead of its last position + 1.
         (PrefixInputs, "next_position", property(lambda prefix: len(prefix.token_ids))),
     ],

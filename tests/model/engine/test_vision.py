@@ -91,7 +91,7 @@ def test_features_of_a_frozen_tower_are_kept_until_they_are_cleared() -> None:
     encoder = ImageEncoder(policy.family, policy.model, False, policy.stopwatch)
     prompts = [make_prompt(policy, noise_example("a", [(56, 56)]))]
     assert [encoder(prompts)[1] for _ in range(2)] == [1, 0]
-    encoder.clear_cache()
+    encoder.cache.clear()
     assert encoder(prompts)[1] == 1
 
 

@@ -21,11 +21,7 @@ MIN_BYTES = 2**20
 
 
 def enable_gradient_checkpointing(model: Any, part: Checkpointing = "full") -> None:
-    """Recompute the activations of a part of each layer in the backward pass.
-
-    Raises:
-        UserError: the part is ``mlp`` and the model has no modules of the names known for it.
-    """
+    """Recompute the activations of a part of each layer in the backward pass."""
     if part == "mlp":
         names = (".mlp", ".feed_forward")
         modules = [module for name, module in model.named_modules() if name.endswith(names)]
@@ -76,9 +72,8 @@ def offload_activations(
     copies: dict[tuple[Any, ...], tuple[Any, StorageWeakRef]] = {}
 
     def pack(tensor: Tensor) -> Any:
-        identity = _identify(tensor)
-        is_small = tensor.nbytes < min_bytes
-        if is_small or identity in kept or tensor.device.type != device.type:
+        identity, is_elsewhere = _identify(tensor), tensor.device.type != device.type
+        if tensor.nbytes < min_bytes or identity in kept or is_elsewhere:
             return tensor
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = identity, tensor._version, *view  # noqa: SLF001
@@ -94,5 +89,5 @@ def offload_activations(
 
 
 def _identify(tensor: Tensor) -> int:
-    """Return a number that only tensors with the same memory share."""
+    # Only tensors with the same memory share it.
     return tensor.untyped_storage()._cdata  # noqa: SLF001

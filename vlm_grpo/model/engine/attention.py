@@ -1,28 +1,34 @@
-"""Attention in which the completions of a group share one prompt.
+"""Attention and recurrent layers in which the completions of a group share one prompt.
 
 The language model runs unchanged. Its attention layers are dispatched, through transformers'
 attention registry, to the object passed as ``attend``, which gets the layer and its queries, keys
 and values (rows, heads, T, width) and returns (rows, T, heads, width): ``PrefillAttention`` stores
 the keys and values of prompts, ``DecodeAttention`` lets each completion's newest token attend to
 its prompt and to its previous tokens, ``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``.
-Without ``attend`` the layers use plain SDPA. Layers with a recurrent state instead of attention
-are dispatched to its method ``recur`` (``engine/recurrence.py``).
+Without ``attend`` the layers use plain SDPA.
 
 In a packed row a token attends to the earlier tokens of its prompt and of its own completion. In
-half precision on CUDA one kernel computes the row (``engine/varlen.py``). Elsewhere it takes two
-attentions without any mask: all completion tokens over the prompt, and each completion causally
-over itself, merged by their log-sum-exps. A softmax over a union of keys is the mean of
-the softmaxes over its parts, weighted by their partition sums, so the merge is exact; and the
-backward of each part needs only the merged output and log-sum-exp (as in ring attention: Liu et
-al., 2023, arXiv:2310.01889).
+half precision on CUDA one kernel computes the row. Elsewhere it takes two attentions without any
+mask: all completion tokens over the prompt, and each completion causally over itself, merged by
+their log-sum-exps. A softmax over a union of keys is the mean of the softmaxes over its parts,
+weighted by their partition sums, so the merge is exact; and the backward of each part needs only
+the merged output and log-sum-exp (as in ring attention: Liu et al., 2023, arXiv:2310.01889).
+
+Layers with a recurrent state, such as gated-delta and short-convolution layers, are dispatched to
+``attend.recur``. Such a layer reads all earlier tokens of its row, so it cannot run over a packed
+row. It runs over each prompt, and then over the prompt's completions as a batch that starts from
+the state at the prompt's end. transformers keeps that state in a cache, which it overwrites in
+place; here it is replaced, so that gradients flow from all completions to the prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -32,17 +38,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vlm_grpo.model.engine import kernels, varlen
-from vlm_grpo.model.engine.recurrence import LayerState, RecurrentLayer, share_recurrent_layers
-from vlm_grpo.model.engine.varlen import GroupSpan, VarlenPlan
+from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine.forwards import replace_forward
+from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan
 from vlm_grpo.model.families import Family
-from vlm_grpo.model.families.family import ALL_LAYERS, Masks
+from vlm_grpo.model.families.shared_form import ALL_LAYERS, RECURRENT_TYPES, Masks
 
 ATTENTION_NAME = "shared_prefix"
 """Name of this attention in transformers' registry."""
 SEGMENTS_NAME = "flash_segments"
 """Name of the vision tower's attention. transformers passes segments undivided only to attention
 with "flash" in its name."""
+RecurrentLayer = Callable[[Tensor, "LayerState"], Tensor]
+"""Maps rows (rows, T, width) and their state, which it updates, to the layer's output."""
+_CACHE_NAMES = ("cache_params", "past_key_values")
+"""Names that transformers gives to a recurrent layer's cache."""
 
 
 @contextlib.contextmanager
@@ -59,24 +69,6 @@ def plain_attention(family: Family, model: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = used  # noqa: SLF001
-
-
-class Layer(NamedTuple):
-    """An attention layer of the language model."""
-
-    index: int
-    kind: str
-    """Its type in transformers' configuration."""
-    scaling: float
-    """Factor on the dot products."""
-    window: int | None = None
-    """Number of tokens that each token sees, itself included; None: all."""
-    cap: float | None = None
-    """Scores become cap · tanh(score / cap); None: they stay."""
-
-    def needs_mask(self, length: int) -> bool:
-        """Return whether the kernels without a mask cannot compute rows of ``length`` tokens."""
-        return self.cap is not None or (self.window is not None and self.window < length)
 
 
 def _dispatch(
@@ -117,11 +109,8 @@ def _dispatch_segments(
 ) -> tuple[Float[Tensor, "1 T heads width"], None]:
     if not isinstance(max_length_q, tuple):  # only the longest: read the starts from the device
         max_length_q = tuple(cu_seq_lens_q.diff().tolist())
-    if varlen.has_varlen(query):
-        longest = max(max_length_q)
-        rows = (query, key, value)
-        return varlen.attend_in_segments(*rows, cu_seq_lens_q, longest, scaling), None
-    return kernels.segments(query, key, value, max_length_q, scaling), None
+    tensors = (query, key, value, cu_seq_lens_q)
+    return kernels.attend_in_segments(*tensors, max_length_q, scaling), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _dispatch)
@@ -136,11 +125,93 @@ def use_shared_attention(family: Family, model: Any) -> None:
     """
     language_model = family.language_model(model)
     language_model.config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
-    share_recurrent_layers(language_model)
+    for layer in find_recurrent_layers(language_model):
+        replace_forward(layer, _dispatch_recurrent)
     for layer in family.vision_layers(model):
         # A copy: transformers builds no model from a configuration that names an unknown kernel.
         layer.config = copy.copy(layer.config)
         layer.config._attn_implementation = SEGMENTS_NAME  # noqa: SLF001
+
+
+def find_recurrent_layers(language_model: nn.Module) -> list[Any]:
+    config: Any = language_model.config
+    kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
+    return [
+        module
+        for module in language_model.modules()
+        if kinds.get(getattr(module, "layer_idx", -1)) in RECURRENT_TYPES
+        and _find_cache_name(type(module)) is not None
+    ]
+
+
+@functools.cache
+def _find_cache_name(kind: type[nn.Module]) -> str | None:
+    parameters = inspect.signature(kind.forward).parameters
+    if "hidden_states" not in parameters or "position_embeddings" in parameters:
+        return None
+    return next((name for name in _CACHE_NAMES if name in parameters), None)
+
+
+def _dispatch_recurrent(
+    layer: Any, original: Any, hidden_states: Tensor, attend: Any = None, **kwargs: Any
+) -> Any:
+    if attend is None:
+        return original(layer, hidden_states, **kwargs)
+    name = str(_find_cache_name(type(layer)))
+    return attend.recur(
+        layer.layer_idx, lambda rows, state: original(layer, rows, **{name: state}), hidden_states
+    )
+
+
+class LayerState:
+    """The state of a recurrent layer, with the methods of transformers' ``Cache`` that it calls.
+
+    ``in_place``: the tensors are overwritten, token by token, without gradient.
+    """
+
+    def __init__(
+        self, tensors: dict[tuple[str, int], Tensor] | None = None, in_place: bool = False
+    ) -> None:
+        self.tensors = tensors or {}  # (rows, …), by kind and index; empty at the start of a row
+        self.in_place = in_place
+
+    def fork(self, rows: int) -> LayerState:
+        """Return the state of one row as that of several, without a copy."""
+        return LayerState({k: v.expand(rows, *v.shape[1:]) for k, v in self.tensors.items()})
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.tensors.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.tensors.get(("recurrent", state_idx))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return not self.in_place  # a layer then never updates the state of its convolution in place
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Append inputs of a convolution (rows, channels, T), and return them with earlier ones."""
+        earlier = self.get_conv_state(layer_idx, state_idx)
+        inputs = conv_states if earlier is None else torch.cat([earlier, conv_states], dim=-1)
+        size = conv_kernel_size or conv_states.shape[-1]
+        kept = inputs[..., -size:]
+        self.tensors["conv", state_idx] = nn.functional.pad(kept, (size - kept.shape[-1], 0))
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        key = "recurrent", state_idx
+        if self.in_place:
+            return self.tensors[key].copy_(recurrent_states)
+        self.tensors[key] = recurrent_states
+        return recurrent_states
 
 
 class PackedAttention:
@@ -155,7 +226,6 @@ class PackedAttention:
         self._lengths = [
             n for span in spans for n in (span.prompt_length, sum(span.completion_lengths))
         ]
-        self._longest = max(s.prompt_length + max(s.completion_lengths, default=0) for s in spans)
 
     def __call__(
         self,
@@ -164,11 +234,11 @@ class PackedAttention:
         key: Float[Tensor, "1 key_heads T width"],
         value: Float[Tensor, "1 key_heads T width"],
     ) -> Float[Tensor, "1 T heads width"]:
-        masks = [find_mask(masks, layer.kind) for masks in self.masks]
+        masks = [masks.get(layer.kind, masks.get(ALL_LAYERS)) for masks in self.masks]
         row: Tensor | None = None
-        if varlen.has_varlen(query) and layer.cap is None:
+        if kernels.has_varlen(query) and layer.cap is None:
             self._plan = self._plan or VarlenPlan(self.spans, query.device)
-            row = self._plan.attend(query, key, value, layer.scaling, layer.window)
+            row = self._plan.attend(layer, query, key, value)
             if all(mask is None for mask in masks):
                 return row
             row = row.transpose(1, 2)
@@ -179,14 +249,14 @@ class PackedAttention:
         for span, mask in zip(self.spans, masks, strict=True):
             prompt, completions = next(parts), next(parts)
             if row is None or mask is not None:
-                outputs.append(_attend_prompt(layer, prompt[:3], mask))
+                outputs.append(kernels.attend_prompt(layer, *prompt[:3], mask))
             else:
                 outputs.append(prompt[3])
             if row is not None:
                 outputs.append(completions[3])
             elif completions[0].shape[2]:
                 lengths = span.completion_lengths
-                outputs.append(_attend_completions(layer, prompt, completions, lengths))
+                outputs.append(kernels.attend_completions(layer, prompt, completions, lengths))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
@@ -209,28 +279,6 @@ class PackedAttention:
 
     def keep_state(self, layer: int, state: LayerState) -> None:
         """Receive the state of a recurrent layer at the end of a prompt."""
-
-
-def _attend_prompt(layer: Layer, prompt: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    query, key, value = prompt
-    length = query.shape[2]
-    if mask is None and not layer.needs_mask(length):
-        return kernels.causal(query, key, value, layer.scaling)
-    if mask is None:
-        mask = kernels.build_window_mask(length, length, layer.window, query.device)
-    return kernels.attend_masked(query, key, value, mask, layer.scaling, layer.cap)
-
-
-def _attend_completions(
-    layer: Layer, prompt: Sequence[Tensor], own: Sequence[Tensor], lengths: Sequence[int]
-) -> Tensor:
-    (_, prompt_key, prompt_value), (query, key, value) = prompt, own
-    if not layer.needs_mask(prompt_key.shape[2] + max(lengths)):
-        tensors = (query, prompt_key, prompt_value, key, value)
-        return kernels.cascade(*tensors, lengths, layer.scaling)
-    window = layer.window or prompt_key.shape[2] + max(lengths)
-    tensors = (query, (prompt_key, prompt_value), (key, value))
-    return kernels.attend_in_window(*tensors, lengths, window, layer.scaling, layer.cap)
 
 
 class PrefillAttention(PackedAttention):
@@ -256,7 +304,3 @@ class PrefillAttention(PackedAttention):
 
     def keep_state(self, layer: int, state: LayerState) -> None:
         self.states.setdefault(layer, []).append(state)
-
-
-def find_mask(masks: Masks, kind: str) -> Tensor | None:
-    return masks.get(kind, masks.get(ALL_LAYERS))

@@ -36,11 +36,7 @@ def get_capture(
     """Return the function that captures decode steps, or None if they are not captured.
 
     Outside training, the settings have no effect without a CUDA device, so that a trained model
-    can be used on any machine.
-
-    Raises:
-        UserError: ``cuda_graphs`` or ``torch_compile`` is set without a shared prompt, for a model
-            with dynamic RoPE, or for training without CUDA.
+    can be used on any machine. ``UserError``: a setting has no effect, or needs CUDA for training.
     """
     if rollout.cuda_graphs is False:
         return None
@@ -65,9 +61,8 @@ def get_capture(
 def has_dynamic_rope(config: Any) -> bool:
     """Return whether transformers reads the greatest position of each pass from the device, to
     choose the frequencies of RoPE of type ``dynamic``."""
-    if config is None:
-        return False
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    text = config and config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     return any("dynamic" in rope.get("rope_type", "") for rope in [parameters, *by_layer_type])
 
@@ -87,7 +82,7 @@ def find_cause(error: BaseException) -> BaseException:
 
 
 def compile_step(step: DecodeStep, **options: Any) -> DecodeStep:
-    """Return the step with fused kernels; ``options`` are more arguments of ``torch.compile``."""
+    """Return the step with fused kernels; ``options`` are those of ``torch.compile``."""
     # Sizes are symbolic, so that steps of other sizes are not compiled again.
     compiled = torch.compile(step, dynamic=True, **options)
 

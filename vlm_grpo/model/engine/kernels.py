@@ -1,25 +1,33 @@
-"""Kernels of attention over a shared prompt: mask-free parts, merged by their log-sum-exps, and
-attention with a mask, of prompts that are not causal and in sliding windows. A mask of the entire
-row is never built.
+"""Kernels of attention over a shared prompt. A mask of the entire row is never built.
 
-On CPUs, the parts use PyTorch's flash kernel in float32 and float64. In bfloat16 that kernel is no
-faster than in float32 (``perf/README.md``), so they use plain matrix products, which round the
-scores as transformers' eager attention does. So do float32 and float64 on other devices.
+In half precision on CUDA one kernel for sequences of different lengths computes a packed row: a
+prompt attends causally to itself, and the keys of a completion are those of its prompt followed by
+its own. The kernel's causal diagonal is aligned at the last query and the last key, so the first
+token of a completion sees the whole prompt and itself.
+
+Elsewhere parts without a mask are merged by their log-sum-exps, and prompts that are not causal and
+sliding windows have a mask. On CPUs, the parts use PyTorch's flash kernel in float32 and float64.
+In bfloat16 that kernel is no faster than in float32 (``perf/README.md``), so they use plain matrix
+products, which round the scores as transformers' eager attention does. So do float32 and float64 on
+other devices.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from vlm_grpo.model.engine import varlen
+from vlm_grpo.model.transfer import copy_to
 
 # PyTorch's CPU kernels that return the log-sum-exp along with the output.
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -32,13 +40,202 @@ CAUSAL_BLOCK = 128
 would spend half of its work on masked scores."""
 
 
+class Layer(NamedTuple):
+    """An attention layer of the language model."""
+
+    index: int
+    kind: str
+    """Its type in transformers' configuration."""
+    scaling: float
+    """Factor on the dot products."""
+    window: int | None = None
+    """Number of tokens that each token sees, itself included; None: all."""
+    cap: float | None = None
+    """Scores become cap · tanh(score / cap) (Gemma 2: 2024, arXiv:2408.00118), which no kernel
+    computes; None: they stay."""
+
+    def needs_mask(self, length: int) -> bool:
+        """Return whether the kernels without a mask cannot compute rows of ``length`` tokens."""
+        return self.cap is not None or (self.window is not None and self.window < length)
+
+
+class GroupSpan(NamedTuple):
+    """The location in a packed row of one group: a prompt followed by its completions."""
+
+    start: int
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
+
+
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     query = torch.empty(0, dtype=dtype, device=device)
-    if varlen.has_varlen(query):
+    if has_varlen(query):
         return "PyTorch's varlen_attn, one call per layer"
     if _uses_plain_products(query):
         return "matrix products without a mask"
     return "PyTorch's flash kernels for CPUs"
+
+
+def has_varlen(query: Tensor) -> bool:
+    """Return whether the kernel for sequences runs on the query's device and in its precision."""
+    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def is_cpu(query: Tensor) -> bool:
+    return query.device.type == "cpu"
+
+
+def _uses_plain_products(query: Tensor) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is used.
+    return is_half if is_cpu(query) else not is_half
+
+
+def run_varlen(*tensors: Any, **options: Any) -> Any:
+    """Call PyTorch's kernel with FlashAttention, so that sampling and scoring use the same one;
+    cuDNN's builds a plan for each new shape, and decode steps have many."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return varlen_attn(*tensors, **options)
+
+
+class VarlenPlan:
+    """The sequences of a packed row, which the spans cover, and their K keys, on the row's device.
+
+    Empty completions are no sequences. A prompt's keys are repeated for each completion.
+    """
+
+    def __init__(self, spans: Sequence[GroupSpan], device: torch.device) -> None:
+        lengths = [(0, 0)]
+        keys: list[np.ndarray] = []
+        for start, prompt_length, completion_lengths in spans:
+            prompt = np.arange(start, start + prompt_length)
+            lengths.append((prompt_length, prompt_length))
+            keys.append(prompt)
+            start += prompt_length
+            for length in filter(None, completion_lengths):
+                lengths.append((length, prompt_length + length))
+                keys += [prompt, np.arange(start, start + length)]
+                start += length
+        # The index in the row of each sequence's first query, and T; in ``keys``, of its first key,
+        # and K.
+        starts = np.cumsum(lengths, axis=0, dtype=np.int32).T.copy()
+        self.starts = [copy_to(device, row) for row in starts]
+        self.keys = copy_to(device, np.concatenate(keys))  # the index in the row of each
+        self.longest = [max(sizes) for sizes in zip(*lengths, strict=True)]
+
+    def attend(
+        self, layer: Layer, query: Tensor, key: Tensor, value: Tensor
+    ) -> Float[Tensor, "1 T heads width"]:
+        """Compute attention of the row's tokens to their prompts and earlier tokens."""
+        key, value = (_Gather.apply(x[0].transpose(0, 1), self.keys) for x in (key, value))  # type: ignore[misc]
+        output: Any = run_varlen(
+            query[0].transpose(0, 1),
+            key,
+            value,
+            *self.starts,
+            *self.longest,
+            scale=layer.scaling,
+            window_size=(-1 if layer.window is None else layer.window - 1, 0),
+            enable_gqa=True,
+        )
+        return output[None]
+
+
+class _Gather(torch.autograd.Function):
+    """``rows[index]``; the gradients of repeated rows are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        grad = grad_outputs[0]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=wide)
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+
+
+def attend_in_segments(
+    query: Float[Tensor, "1 heads T width"],
+    key: Float[Tensor, "1 heads T width"],
+    value: Float[Tensor, "1 heads T width"],
+    starts: Int[Tensor, " starts"],
+    lengths: Sequence[int],
+    scaling: float,
+) -> Float[Tensor, "1 T heads width"]:
+    """Compute attention of each token to all tokens of its segment; ``starts`` ends with T."""
+    if has_varlen(query):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        longest = max(lengths)
+        output: Any = run_varlen(q, k, v, starts, starts, longest, longest, scale=scaling)
+        return output[None]
+    # Neighboring segments of equal lengths are computed at once.
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    outputs = []
+    for (length, count), *parts in zip(
+        runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True
+    ):
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        output = scaled_dot_product_attention(q, k, v, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None]
+
+
+def attend_prompt(
+    layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Bool[Tensor, "T T"] | None
+) -> Float[Tensor, "1 heads T width"]:
+    """Compute attention of a prompt to itself: causal in the layer's window, or by the mask."""
+    length = query.shape[2]
+    if mask is None and not layer.needs_mask(length):
+        return causal(query, key, value, layer.scaling)
+    if mask is None:
+        mask = build_window_mask(length, length, layer.window, query.device)
+    return _attend_masked(layer, query, key, value, mask)
+
+
+def attend_completions(
+    layer: Layer, prompt: Sequence[Tensor], own: Sequence[Tensor], lengths: Sequence[int]
+) -> Float[Tensor, "1 heads T width"]:
+    """Compute attention of completions to their prompt and, causally, of each to itself, both given
+    by queries, keys and values."""
+    (_, prompt_key, prompt_value), (query, key, value) = prompt, own
+    size, longest = prompt_key.shape[2], max(lengths)
+    if not layer.needs_mask(size + longest):
+        return cascade(query, prompt_key, prompt_value, key, value, lengths, layer.scaling)
+    # Each completion needs a copy of the end of its prompt, no longer than the window.
+    seen = min(size, (layer.window or size + longest) - 1)
+    keys, values = (
+        torch.cat(
+            [x[:, :, size - seen :].expand(len(lengths), -1, -1, -1), unpack(y, lengths)], dim=2
+        )
+        for x, y in ((prompt_key, key), (prompt_value, value))
+    )
+    mask = build_window_mask(longest, seen + longest, layer.window, query.device)
+    return repack(_attend_masked(layer, unpack(query, lengths), keys, values, mask), lengths)
+
+
+def _attend_masked(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    key, value = expand_heads(query, key), expand_heads(query, value)
+    if layer.cap is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=layer.scaling)
+    scores = torch.tanh(query @ key.mT * (layer.scaling / layer.cap)) * layer.cap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
+
+
+def build_window_mask(
+    queries: int, keys: int, window: int | None, device: torch.device
+) -> Bool[Tensor, "queries keys"]:
+    """Return the mask of causal attention to the last ``window`` tokens, each token included; the
+    last query belongs to the last key."""
+    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    return (key <= last) & (key > last - (window or keys))
 
 
 def causal(
@@ -57,105 +254,6 @@ def causal(
     return scaled_dot_product_attention(query, key, value, **options)
 
 
-def is_cpu(query: Tensor) -> bool:
-    return query.device.type == "cpu"
-
-
-def _uses_plain_products(query: Tensor) -> bool:
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is used.
-    return is_half if is_cpu(query) else not is_half
-
-
-def cascade(
-    query: Float[Tensor, "1 heads T width"],
-    prefix_key: Float[Tensor, "1 key_heads prompt width"],
-    prefix_value: Float[Tensor, "1 key_heads prompt width"],
-    key: Float[Tensor, "1 key_heads T width"],
-    value: Float[Tensor, "1 key_heads T width"],
-    lengths: Sequence[int],
-    scaling: float,
-) -> Float[Tensor, "1 heads T width"]:
-    """Compute attention of completions over their prompt and, causally, each over itself."""
-    return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
-
-
-def attend_masked(
-    query: Float[Tensor, "rows heads n width"],
-    key: Float[Tensor, "rows key_heads m width"],
-    value: Float[Tensor, "rows key_heads m width"],
-    mask: Bool[Tensor, "n m"],
-    scaling: float,
-    cap: float | None = None,
-) -> Float[Tensor, "rows heads n width"]:
-    """Compute attention of each query to the keys for which the mask is True.
-
-    With ``cap``, scores become cap · tanh(score / cap) (Gemma 2: 2024, arXiv:2408.00118), which
-    no kernel computes.
-    """
-    key, value = expand_heads(query, key), expand_heads(query, value)
-    if cap is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    scores = torch.tanh(query @ key.mT * (scaling / cap)) * cap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
-
-
-def build_window_mask(
-    queries: int, keys: int, window: int | None, device: torch.device
-) -> Bool[Tensor, "queries keys"]:
-    """Return the mask of causal attention to the last ``window`` tokens, each token included; the
-    last query belongs to the last key."""
-    last = torch.arange(keys - queries, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)
-    return (key <= last) & (key > last - (window or keys))
-
-
-def attend_in_window(
-    query: Float[Tensor, "1 heads T width"],
-    prefix: tuple[Float[Tensor, "1 key_heads P width"], Float[Tensor, "1 key_heads P width"]],
-    own: tuple[Float[Tensor, "1 key_heads T width"], Float[Tensor, "1 key_heads T width"]],
-    lengths: Sequence[int],
-    window: int,
-    scaling: float,
-    cap: float | None = None,
-) -> Float[Tensor, "1 heads T width"]:
-    """Compute attention of completions to the last ``window`` tokens of prompt and completion."""
-    # Each completion needs a copy of the end of its prompt, no longer than the window.
-    count, longest = len(lengths), max(lengths)
-    seen = min(prefix[0].shape[2], window - 1)
-    key, value = (
-        torch.cat(
-            [x[:, :, x.shape[2] - seen :].expand(count, -1, -1, -1), unpack(y, lengths)], dim=2
-        )
-        for x, y in zip(prefix, own, strict=True)
-    )
-    mask = build_window_mask(longest, seen + longest, window, query.device)
-    output = attend_masked(unpack(query, lengths), key, value, mask, scaling, cap)
-    return repack(output, lengths)
-
-
-def segments(
-    query: Float[Tensor, "1 heads T width"],
-    key: Float[Tensor, "1 heads T width"],
-    value: Float[Tensor, "1 heads T width"],
-    lengths: Sequence[int],
-    scaling: float,
-) -> Float[Tensor, "1 T heads width"]:
-    """Compute attention of each token to all tokens of its segment."""
-    # Neighboring segments of equal lengths are computed at once.
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
-    sizes = [length * count for length, count in runs]
-    outputs = []
-    for (length, count), *parts in zip(
-        runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True
-    ):
-        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
-        output = scaled_dot_product_attention(q, k, v, scale=scaling)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None]
-
-
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -172,6 +270,9 @@ class _Causal(torch.autograd.Function):
 
 
 class _Cascade(torch.autograd.Function):
+    """Attention of completions (1, heads, T, width), packed by their lengths, over their prompt
+    and, causally, each over itself."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -180,7 +281,7 @@ class _Cascade(torch.autograd.Function):
         prefix_value: Tensor,
         key: Tensor,
         value: Tensor,
-        lengths: tuple[int, ...],
+        lengths: Sequence[int],
         scaling: float,
     ) -> Tensor:
         to_prefix, prefix_lse = _part(query, prefix_key, prefix_value, scaling, causal=False)
@@ -206,13 +307,12 @@ class _Cascade(torch.autograd.Function):
         return d_prefix[0] + d_own[0], d_prefix[1], d_prefix[2], d_own[1], d_own[2], None, None
 
 
+cascade: Any = _Cascade.apply
+
+
 def _part(
-    query: Float[Tensor, "rows heads n width"],
-    key: Float[Tensor, "rows key_heads m width"],
-    value: Float[Tensor, "rows key_heads m width"],
-    scaling: float,
-    causal: bool,
-) -> tuple[Float[Tensor, "rows heads n width"], Float[Tensor, "rows heads n 1"]]:
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Compute attention over all keys, or causal attention over as many keys as queries; return
     the output, and the log-sum-exps in float32."""
     if _uses_plain_products(query):
@@ -228,10 +328,8 @@ def _part(
 def _part_backward(
     merged: Sequence[Tensor], key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's query, key and value.
-
-    ``merged`` is the gradient of the merged output, the query, that output and its log-sum-exp.
-    """
+    """Return the gradients of a part's query, key and value, given the gradient of the merged
+    output, the query, that output and its log-sum-exp."""
     grad, query, output, lse = merged
     if _uses_plain_products(query):
         return _plain_backward(merged, key, value, scaling, causal)
@@ -252,12 +350,11 @@ def _plain(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     outputs, sums = [], []
-    for start, stop in _blocks(query, key, causal):
-        visible = stop if causal else key.shape[2]
-        part = query[:, :, start:stop]
-        weights, top = _weights(part, key[:, :, :visible], scaling, start if causal else None)
+    for rows, seen in _blocks(query, key, causal):
+        part = query[:, :, rows]
+        weights, top = _weights(part, key[:, :, seen], scaling, causal)
         total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        output = (weights @ value[:, :, :visible] / total).to(value.dtype)
+        output = (weights @ value[:, :, seen] / total).to(value.dtype)
         outputs.append(output.reshape(part.shape))
         sums.append((total.log() + top).reshape(*part.shape[:3], 1))
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
@@ -269,48 +366,44 @@ def _plain_backward(
     query = merged[1]
     d_queries = []
     d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    for start, stop in _blocks(query, key, causal):
-        visible = stop if causal else key.shape[2]
-        k, v = key[:, :, :visible], value[:, :, :visible]
-        part = query[:, :, start:stop]
-        weights, top = _weights(part, k, scaling, start if causal else None)
-        g, q, o, s = (_stack_heads(x[:, :, start:stop], key) for x in merged)
+    for rows, seen in _blocks(query, key, causal):
+        k, v, part = key[:, :, seen], value[:, :, seen], query[:, :, rows]
+        weights, top = _weights(part, k, scaling, causal)
+        g, q, o, s = (_stack_heads(x[:, :, rows], key) for x in merged)
         # Scale the gradient, the smaller tensor, by the part's share of the merged softmax.
         g = g * (top - s).exp()
         mean = (g * o).sum(-1, keepdim=True)
         g = g.to(weights.dtype)
-        d_value[:, :, :visible] += weights.mT @ g
+        d_value[:, :, seen] += weights.mT @ g
         d_scores = (g @ v.mT).sub_(mean).mul_(weights)
         d_queries.append((d_scores @ k * scaling).reshape(part.shape))
-        d_key[:, :, :visible] += d_scores.mT @ (q * scaling)
+        d_key[:, :, seen] += d_scores.mT @ (q * scaling)
     return torch.cat(d_queries, dim=2), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
-def _weights(
-    query: Tensor, key: Tensor, scaling: float, start: int | None
-) -> tuple[Tensor, Tensor]:
+def _weights(query: Tensor, key: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return ``exp(scores - top)`` and ``top``, the largest score of each query, stacked.
 
-    In causal attention the last n keys belong to the n queries, from the one with index ``start``
-    on; with None, every query attends to all keys.
+    In causal attention the last n keys belong to the n queries.
     """
     scores = (_stack_heads(query, key) * scaling) @ key.mT
-    if start is not None:
+    if causal:
         count = query.shape[2]
         later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
-        last = scores.unflatten(2, (-1, count))[..., start:]
+        last = scores.unflatten(2, (-1, count))[..., -count:]
         last.masked_fill_(later, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     return scores.sub_(top).exp_(), top
 
 
-def _blocks(query: Tensor, key: Tensor, causal: bool) -> list[tuple[int, int]]:
-    """Return the (start, stop) of each block of queries whose scores are held at once."""
-    count = query.shape[2]
-    size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+def _blocks(query: Tensor, key: Tensor, causal: bool) -> list[tuple[slice, slice]]:
+    """Return the queries whose scores are held at once, and the keys that they see."""
+    count, keys = query.shape[2], key.shape[2]
+    size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys))
     if causal:
         size = min(size, CAUSAL_BLOCK)
-    return [(start, min(start + size, count)) for start in range(0, count, size)]
+    starts = range(0, count, size)
+    return [(slice(n, n + size), slice(min(n + size, count) if causal else keys)) for n in starts]
 
 
 def expand_heads(

@@ -16,11 +16,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.model.engine import kernels, recurrence, varlen
-from vlm_grpo.model.engine.attention import Layer, PrefillAttention
-from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine.attention import LayerState, PrefillAttention, RecurrentLayer
+from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine.kernels import Layer
+from vlm_grpo.model.families.shared_form import RECURRENT_TYPES
 from vlm_grpo.model.transfer import copy_to
 
 Layers = dict[int, tuple[Tensor, ...]]
@@ -43,7 +46,7 @@ class CachedKeys:
 
     lengths: Int[Tensor, " S"]
     longest: int
-    mask: Float[Tensor, "S 1 #n longest"] | None
+    mask: Float[Tensor, "S 1 #n longest"] | None = None
     _starts: dict[int, Int[Tensor, " starts"]] = field(default_factory=dict)
 
     @classmethod
@@ -51,13 +54,12 @@ class CachedKeys:
         cls, lengths: Int[Tensor, " S"], longest: int, are_equal: bool, like: Tensor
     ) -> CachedKeys:
         """Build the object for a cache such as ``like``; ``are_equal``: all lengths are longest."""
-        if varlen.has_varlen(like):
-            return cls(lengths.int(), longest, None)
+        if kernels.has_varlen(like):
+            return cls(lengths.int(), longest)
         if are_equal:
-            return cls(lengths, longest, None)
+            return cls(lengths, longest)
         hidden = torch.arange(longest, device=lengths.device) >= lengths[:, None, None, None]
-        zeros = torch.zeros((), dtype=like.dtype, device=lengths.device)
-        return cls(lengths, longest, zeros.masked_fill(hidden, -torch.inf))
+        return cls(lengths, longest, _build_mask(hidden, like, -torch.inf))
 
     def starting_at(self, first: Int[Tensor, "S n"], like: Tensor) -> CachedKeys:
         """Return those of the keys that each of n queries of a row sees, from its first one on.
@@ -66,19 +68,8 @@ class CachedKeys:
         """
         place = torch.arange(self.longest, device=first.device)
         hidden = (place < first[:, None, :, None]) | (place >= self.lengths[:, None, None, None])
-        zeros = torch.zeros((), dtype=like.dtype, device=first.device)
-        mask = zeros.masked_fill(hidden, torch.finfo(like.dtype).min / 2)
+        mask = _build_mask(hidden, like, torch.finfo(like.dtype).min / 2)
         return CachedKeys(self.lengths, self.longest, mask)
-
-    @staticmethod
-    def allocate(
-        rows: int, length: int, like: Float[Tensor, "1 key_heads T width"]
-    ) -> Float[Tensor, "rows length key_heads width"]:
-        """Allocate a layer's keys or values, as zeros, in the memory order of the kernel."""
-        _, heads, _, width = like.shape
-        if kernels.is_cpu(like):
-            return like.new_zeros(rows, heads, length, width).transpose(1, 2)
-        return like.new_zeros(rows, length, heads, width)
 
     def __call__(
         self,
@@ -90,11 +81,17 @@ class CachedKeys:
     ) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
         """Return the attention output and its log-sum-exps, in at least float32. The queries that
         share a key head are stacked along n."""
-        if self.mask is None and cap is None and varlen.has_varlen(query):
-            starts = self._get_starts(query.shape[1]), self._get_starts(key.shape[1])
-            return varlen.attend_cached(
-                query, key, value, starts, (self.lengths, self.longest), scaling
+        if self.mask is None and cap is None and kernels.has_varlen(query):
+            output, lse = kernels.run_varlen(
+                *(x.flatten(0, 1) for x in (query, key, value)),
+                *(self._get_starts(x.shape[1]) for x in (query, key)),
+                query.shape[1],
+                self.longest,
+                scale=scaling,
+                seqused_k=self.lengths,
+                return_aux=AuxRequest(lse=True),
             )
+            return output.view_as(query), lse.T.view(query.shape[:3])
         key, value = key[:, : self.longest], value[:, : self.longest]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if kernels.is_cpu(query) and cap is None:
@@ -115,6 +112,10 @@ class CachedKeys:
             stop, device = len(self.lengths) * count + 1, self.lengths.device
             self._starts[count] = torch.arange(0, stop, count, dtype=torch.int32, device=device)
         return self._starts[count]
+
+
+def _build_mask(hidden: Tensor, like: Tensor, value: float) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=hidden.device).masked_fill(hidden, value)
 
 
 class CacheSize(NamedTuple):
@@ -138,14 +139,13 @@ class KVCache:
 
     def __init__(self, size: CacheSize) -> None:
         self.size = size
-        self.prompt_length, self.completion_length = size.prompt_length, size.completion_length
         # What is stored of the prompt in each slot, and of the completion in each place.
         self.prompts: Layers = {}
         self.completions: Layers = {}
         self.heads: list[tuple[int, int]] = []  # as in ``PrefillAttention``
         self._memory: tuple[Layers, Layers] = ({}, {})
         self._states: dict[int, list[tuple[str, int]]] = {}  # names of a recurrent state's tensors
-        self.restore(*self.size[:2])
+        self.restore(size.slots, size.places)
 
     def restore(self, slots: int, places: int) -> None:
         """Make the first slots and places available, and hide the others."""
@@ -163,9 +163,9 @@ class KVCache:
         """Return the prompts' keys in one of the attention layers."""
         return next(tensors[0] for i, tensors in self.prompts.items() if i not in self._states)
 
-    def get_state(self, layer: int) -> recurrence.CachedState:
-        names = self._states[layer]
-        return recurrence.CachedState(dict(zip(names, self.completions[layer], strict=True)))
+    def get_state(self, layer: int) -> LayerState:
+        tensors = zip(self._states[layer], self.completions[layer], strict=True)
+        return LayerState(dict(tensors), in_place=True)
 
     def store_prompts(self, slots: Sequence[int], prefill: PrefillAttention) -> None:
         if not self.prompts:
@@ -219,13 +219,22 @@ class KVCache:
         sizes = self.size[::2], self.size[1::2]
         for layers, (rows, length) in zip(self._memory, sizes, strict=True):
             for number, keys in like.keys.items():
-                layers[number] = tuple(CachedKeys.allocate(rows, length, x) for x in keys)
+                layers[number] = tuple(_allocate_keys(rows, length, x) for x in keys)
             for number, (state, *_) in like.states.items():
                 self._states[number] = list(state.tensors)
                 layers[number] = tuple(
                     x.new_zeros(rows, *x.shape[1:]) for x in state.tensors.values()
                 )
         self.restore(self.slots, self.places)
+
+
+def _allocate_keys(rows: int, length: int, like: Tensor) -> Tensor:
+    """Allocate a layer's keys or values (rows, length, key heads, width) like those of a prompt,
+    in the memory order of the kernel."""
+    _, heads, _, width = like.shape
+    if kernels.is_cpu(like):
+        return like.new_zeros(rows, heads, length, width).transpose(1, 2)
+    return like.new_zeros(rows, length, heads, width)
 
 
 def count_free_bytes(device: torch.device) -> int:
@@ -263,14 +272,25 @@ def _count_bytes(config: Any, dtype: torch.dtype) -> tuple[int, int]:
     kinds = getattr(config, "layer_types", None) or [""] * len(layers)
     numbers, state = 0, 0
     for layer, kind in zip(layers, kinds, strict=True):
-        if kind in recurrence.RECURRENT_TYPES:
-            state += recurrence.count_state(layer, dtype)
+        if kind in RECURRENT_TYPES:
+            state += _count_state(layer, dtype)
         else:
             width = getattr(layer, "head_dim", None)
             width = width or layer.hidden_size // layer.num_attention_heads
             key_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             numbers += 2 * key_heads * width
     return numbers * dtype.itemsize, state
+
+
+def _count_state(layer: Any, dtype: torch.dtype) -> int:
+    # The inputs of a convolution have the precision ``dtype``; a gated-delta state is in float32.
+    kernel = getattr(layer, "conv_L_cache", None)
+    if kernel is not None:
+        return layer.hidden_size * kernel * dtype.itemsize
+    keys = layer.linear_num_key_heads * layer.linear_key_head_dim
+    heads, width = layer.linear_num_value_heads, layer.linear_value_head_dim
+    inputs = (2 * keys + heads * width) * layer.linear_conv_kernel_dim
+    return inputs * dtype.itemsize + heads * layer.linear_key_head_dim * width * 4
 
 
 class DecodeAttention:
@@ -332,12 +352,12 @@ class DecodeAttention:
         output = torch.lerp(over_own, over_prompt, share)
         return output.view(places, 1, heads[0], -1)
 
-    def recur(self, layer: int, run: recurrence.RecurrentLayer, hidden: Tensor) -> Tensor:
+    def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
         return run(hidden, self.cache.get_state(layer))
 
     def _find_visible(self, layer: Layer, heads: tuple[int, int]) -> tuple[CachedKeys, CachedKeys]:
         cache = self.cache
-        longest = cache.prompt_length + cache.completion_length
+        longest = cache.size.prompt_length + cache.size.completion_length
         if not layer.needs_mask(longest):
             return self._visible[None]
         window = layer.window or longest

@@ -1,5 +1,9 @@
 """Faster linear layers with equal results: on CPUs, under LoRA adapters, and quantized.
 
+On the CPU, PyTorch computes float32 matrix products with MKL, which is slow on processors other
+than Intel's; oneDNN, which is also part of PyTorch, was 2.1 times as fast on an AMD EPYC
+(``perf/README.md``).
+
 Weights that bitsandbytes holds in 4 or 8 bits are restored for each product of the forward and the
 backward pass, or once for a rollout, and multiplied like any others. A token's values then do not
 depend on the tokens beside it. In bitsandbytes' own products they do: a single row in 4 bits has a
@@ -21,7 +25,6 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlm_grpo.model.engine.cpu.onednn import outer, product, uses_onednn
 from vlm_grpo.model.engine.forwards import has_forward, replace_forward
 
 INITIAL_FACTORS = ("initial_A", "initial_B")
@@ -29,6 +32,53 @@ INITIAL_FACTORS = ("initial_A", "initial_B")
 product is subtracted (``model/adapters.py``)."""
 _ADAPTED = ("Linear", "Linear4bit", "Linear8bitLt")
 """Names of PEFT's adapted linear layers; to look up the last two would import bitsandbytes."""
+
+
+def has_onednn() -> bool:
+    """Return whether PyTorch has oneDNN, and its switch ``torch.backends.mkldnn`` is on."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+def uses_onednn(input: Tensor, weight: Tensor) -> bool:
+    """Return whether ``product`` is faster by oneDNN than by PyTorch's choice."""
+    # PyTorch already computes bfloat16 products with oneDNN. The device comes first, because a
+    # compiled step of a GPU cannot ask for oneDNN.
+    return (
+        input.device.type == "cpu"
+        and input.dtype == weight.dtype == torch.float32
+        and has_onednn()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def product(
+    input: Float[Tensor, "*rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, " outputs"] | None = None,
+) -> Float[Tensor, "*rows outputs"]:
+    """Compute ``input @ weight.T + bias`` without gradient."""
+    if uses_onednn(input, weight):
+        return multiply_by_onednn(input, weight, bias)
+    return functional.linear(input, weight, bias)
+
+
+def outer(left: Float[Tensor, "n p"], right: Float[Tensor, "n q"]) -> Float[Tensor, "p q"]:
+    """Compute ``left.T @ right`` in the faster order."""
+    if left.shape[1] > right.shape[1]:
+        return product(right.T, left.T).T
+    return product(left.T, right.T)
+
+
+def multiply_by_onednn(
+    input: Float[Tensor, "*rows inputs"], weight: Tensor, bias: Float[Tensor, " outputs"] | None
+) -> Float[Tensor, "*rows outputs"]:
+    """Compute ``product`` by oneDNN, with weights (outputs, inputs) or reordered ones."""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")  # noqa: SLF001
+
+
+def reorder(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
+    """Return the weights in the order that oneDNN reads, into which it brings others each time."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
 
 
 def use_fast_linears(model: nn.Module) -> None:
@@ -103,14 +153,6 @@ def restore(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def restore_weight(base: Any) -> Tensor:
     return restore(base.weight, get_dtype(base))
-
-
-def cast_by_autocast(weight: Tensor) -> Tensor:
-    """Return the weights as autocast would cast them, without gradient."""
-    weight = weight.detach()
-    if torch.is_autocast_enabled(weight.device.type):
-        weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    return weight
 
 
 def _multiply(layer: Any, _: Any, input: Tensor) -> Tensor:

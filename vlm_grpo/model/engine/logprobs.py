@@ -22,11 +22,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from vlm_grpo.model.engine.cpu.onednn import outer, product
-from vlm_grpo.model.engine.linear import is_plain
+from vlm_grpo.model.engine.linear import is_plain, outer, product
 from vlm_grpo.model.engine.sampling import SamplingDistribution
 
 MAX_GRADIENTS = 2**22
@@ -67,13 +65,8 @@ class TokenScores:
 
     @classmethod
     def join(cls, parts: Sequence[TokenScores]) -> TokenScores:
-        entropies = [part.entropies for part in parts if part.entropies is not None]
-        is_top = [part.is_top for part in parts if part.is_top is not None]
-        return cls(
-            torch.cat([part.logprobs for part in parts]),
-            torch.cat(entropies) if entropies else None,
-            torch.cat(is_top) if is_top else None,
-        )
+        columns = zip(*(part.columns for part in parts), strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 def score_tokens(
@@ -92,22 +85,20 @@ def score_tokens(
     one_pass = has_weight_only and not weight.requires_grad and not settings.with_entropy
     if has_weight_only and with_gradient and not one_pass:
         return TokenScores(*_RecomputedHead.apply(hidden, weight, targets, positions, settings))  # type: ignore[misc]
+
+    def score(hidden: Tensor, targets: Tensor, positions: Tensor) -> TokenScores:
+        return score_logits(head(hidden), targets, positions, settings)
+
     parts: list[TokenScores] = []
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
         if one_pass and with_gradient:
             logprobs, is_top = _FrozenHead.apply(h, weight, y, t, settings)  # type: ignore[misc]
             parts.append(TokenScores(logprobs, None, is_top))
         elif torch.is_grad_enabled():
-            parts.append(checkpoint(_score_chunk, head, h, y, t, settings, use_reentrant=False))  # type: ignore[arg-type]
+            parts.append(checkpoint(score, h, y, t, use_reentrant=False))  # type: ignore[arg-type]
         else:
-            parts.append(_score_chunk(head, h, y, t, settings))
+            parts.append(score(h, y, t))
     return TokenScores.join(parts)
-
-
-def _score_chunk(
-    head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor, settings: ScoringSettings
-) -> TokenScores:
-    return score_logits(head(hidden), targets, positions, settings)
 
 
 def score_logits(
@@ -131,13 +122,13 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        hidden: Float[Tensor, "m width"],
-        weight: Float[Tensor, "vocabulary width"],
-        targets: Int[Tensor, " m"],
-        positions: Int[Tensor, " m"],
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        positions: Tensor,
         settings: ScoringSettings,
-    ) -> tuple[Float[Tensor, " m"], Bool[Tensor, " m"] | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         logits = settings.distribution(product(hidden, weight), positions)
         probs = logits.softmax(-1)
         # Computed from the logits: the log of a small probability would lose digits.
@@ -151,9 +142,9 @@ class _FrozenHead(torch.autograd.Function):
         return chosen, is_top
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return (gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None, None)
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None, None
 
 
 class _RecomputedHead(torch.autograd.Function):
@@ -162,10 +153,10 @@ class _RecomputedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Float[Tensor, "M width"],
-        weight: Float[Tensor, "vocabulary width"],
-        targets: Int[Tensor, " M"],
-        positions: Int[Tensor, " M"],
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        positions: Tensor,
         settings: ScoringSettings,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         kind = hidden.device.type

@@ -6,8 +6,11 @@ model, and tests compare the shared form with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,77 +22,179 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.model.engine.attention import plain_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.graphs import GraphCapture
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_logits
 from vlm_grpo.model.engine.sampling import SamplerState
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.types import Prompt
+from vlm_grpo.types import ImageRef, Prompt
 
 
-class Padding(NamedTuple):
-    """What is appended to rows."""
+@dataclass
+class Counters:
+    """Work of the model since the counters were reset; sharing prompts reduces it."""
 
-    token: int
-    token_type: int | None
-    """That of completions; None: that of the prompt's last token."""
+    encoder_passes: int = 0  # images encoded by the vision tower
+    prefill_tokens: int = 0  # tokens of prompts processed by the language model in rollouts
+    update_tokens: int = 0  # tokens of prompts and completions that it processed in scoring
+    image_decodes: int = 0  # images read and resized for the prompts of rollouts
+    replaced_prompts: int = 0  # prompts in place of one whose images could not be read
+
+    def reset(self) -> None:
+        vars(self).update(vars(Counters()))
 
 
-def _build_inputs(
-    model: Any, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], padding: Padding
-) -> dict[str, Tensor]:
-    """Build model inputs, one row per completion: prompt padded left, completion padded right."""
-    longest_prompt = max(len(prompt.token_ids) for prompt in prompts)
-    longest = max(len(tokens) for tokens in completions)
-    pad, kind = padding
-    tokens, mask = [], []
-    columns: dict[str, list[Tensor]] = {}
-    for prompt, completion in zip(prompts, completions, strict=True):
-        left, right = longest_prompt - len(prompt.token_ids), longest - len(completion)
-        tokens.append([pad] * left + [*prompt.token_ids, *completion] + [pad] * right)
-        mask.append([0] * left + [1] * (len(prompt.token_ids) + len(completion)) + [0] * right)
-        for name, values in prompt.vision.items():
-            if _is_per_token(name, values, prompt):
-                last = values[:, -1:]
-                before = torch.zeros_like(last).repeat_interleave(left, 1)
-                after = last if kind is None else torch.full_like(last, kind)
-                values = torch.cat((before, values, after.repeat_interleave(longest, 1)), dim=1)
-            columns.setdefault(name, []).append(values)
-    inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
-    inputs |= {name: torch.cat(values) for name, values in columns.items()}
-    device = next(model.parameters()).device
-    return {name: copy_to(device, values) for name, values in inputs.items()}
+class Engine:
+    """Samples and scores by transformers' own forward, with the prompt repeated.
+
+    ``pad_token`` fills rows to the length of the longest.
+    """
+
+    shares_prompts = False
+    # Most tokens to cache at once, however much memory is free: a chunk's prompts are processed at
+    # once, and their activations take more than keys.
+    most_tokens = DEFAULT_ROLLOUT_TOKENS
+    capture: GraphCapture | None = None  # of decode steps; None: they run eagerly
+
+    def __init__(self, loaded: LoadedModel, pad_token: int) -> None:
+        self.model, self.family, self.pad_token = loaded.model, loaded.family, pad_token
+
+    def generate(
+        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
+    ) -> None:
+        """Sample all completions of ``state``, with at most ``max_tokens`` prompt and completion
+        tokens processed or cached at once."""
+        pairs = zip(prompts, state.sizes, strict=True)
+        repeated = [prompt for prompt, size in pairs for _ in range(size)]
+        counters.prefill_tokens += sum(len(prompt.token_ids) for prompt in repeated)
+        counters.encoder_passes += sum(len(prompt.example.images) for prompt in repeated)
+        longest = state.tokens.shape[1]
+        # The model's generation config may add a repetition penalty or suppress tokens, which are
+        # not part of the scored distribution.
+        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            with plain_attention(self.family, self.model):
+                for order in _group_alike(repeated):
+                    order.sort(key=lambda row: -len(repeated[row].token_ids))
+                    while order:
+                        length = len(repeated[order[0]].token_ids) + longest
+                        count = max(1, max_tokens // length)
+                        rows, order = order[:count], order[count:]
+                        self._sample([repeated[row] for row in rows], state, rows)
+        finally:
+            self.model.generation_config = own
+
+    def _sample(self, prompts: Sequence[Prompt], state: SamplerState, rows: list[int]) -> None:
+        config = GenerationConfig(
+            max_new_tokens=state.tokens.shape[1],
+            do_sample=False,
+            pad_token_id=self.pad_token,
+            eos_token_id=list(state.settings.distribution.eos) or None,
+        )
+        inputs = self._build_inputs(prompts, [()] * len(prompts))
+        index = torch.tensor(rows, device=state.tokens.device)
+        self.model.generate(
+            **inputs,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_SampleToken(state, index, self.pad_token)]),
+            stopping_criteria=StoppingCriteriaList([_IsFinished(state, index)]),
+        )
+
+    def score(
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+    ) -> TokenScores:
+        """Score a micro-batch's completion tokens."""
+        prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
+        counters.encoder_passes += sum(len(p.example.images) for p in prompts)
+        counters.update_tokens += sum(len(p.token_ids) for p in prompts)
+        counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
+        # Prompts together would need padded images, for which not every model has a mask, and
+        # padding on the left, which shifts the positions of many.
+        with plain_attention(self.family, self.model):
+            return TokenScores.join([self._score(piece, settings) for piece in batch.slices])
+
+    def _score(self, piece: GroupSlice, settings: ScoringSettings) -> TokenScores:
+        completions = piece.completions
+        prompts = [piece.prompt] * len(completions)
+        inputs = self._build_inputs(prompts, [tokens[:-1] for tokens in completions])
+        device = inputs["input_ids"].device
+        longest = max(len(tokens) for tokens in completions)
+        logits = self.model(**inputs, use_cache=False, logits_to_keep=longest).logits
+        lengths = torch.tensor([len(tokens) for tokens in completions], device=device)
+        steps = torch.arange(longest, device=device)
+        real = steps < lengths[:, None]
+        targets = torch.tensor([token for tokens in completions for token in tokens], device=device)
+        return score_logits(logits[real], targets, steps.expand_as(real)[real], settings)
+
+    def _build_inputs(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]
+    ) -> dict[str, Tensor]:
+        """Build one row per completion: prompt padded left, completion padded right."""
+        longest_prompt = max(len(prompt.token_ids) for prompt in prompts)
+        longest = max(len(tokens) for tokens in completions)
+        pad, kind = self.pad_token, self.family.completion_type
+        tokens, mask = [], []
+        columns: dict[str, list[Tensor]] = {}
+        for prompt, completion in zip(prompts, completions, strict=True):
+            left, right = longest_prompt - len(prompt.token_ids), longest - len(completion)
+            tokens.append([pad] * left + [*prompt.token_ids, *completion] + [pad] * right)
+            mask.append([0] * left + [1] * (len(prompt.token_ids) + len(completion)) + [0] * right)
+            for name, values in prompt.vision.items():
+                if _is_per_token(name, values, prompt):
+                    last = values[:, -1:]
+                    before = torch.zeros_like(last).repeat_interleave(left, 1)
+                    after = last if kind is None else torch.full_like(last, kind)
+                    values = torch.cat((before, values, after.repeat_interleave(longest, 1)), dim=1)
+                columns.setdefault(name, []).append(values)
+        inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
+        inputs |= {name: torch.cat(values) for name, values in columns.items()}
+        device = next(self.model.parameters()).device
+        return {name: copy_to(device, values) for name, values in inputs.items()}
+
+    # What only shared prompts keep between passes.
+
+    def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
+        """Encode the prompts' images and keep their features, if this engine keeps any."""
+
+    def clear_image_features(self) -> None:
+        """Drop the kept vision features, and layouts of this step's prompts."""
+
+    def share_image_passes(self) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
+        """Encode an image once for the micro-batches that share it; see ``ImageEncoder``."""
+        return contextlib.nullcontext(lambda needed: None)
+
+    def use_capture(self, capture: GraphCapture | None) -> None:
+        """Capture decode steps from now on, if this engine can; None: run them eagerly."""
+
+    def count_kept_bytes(self) -> int:
+        """Return the memory that the next rollout reuses or frees."""
+        return 0
+
+    def release(self) -> None:
+        """Free the memory that is kept for the next rollout's captured steps."""
 
 
 def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:
     # An image can have as many patches as its prompt has tokens.
-    return values.shape[:2] == (1, len(prompt.token_ids)) and not name.startswith(
-        ("pixel", "image")
-    )
+    is_image = name.startswith(("pixel", "image"))
+    return values.shape[:2] == (1, len(prompt.token_ids)) and not is_image
 
 
-def score_repeated(
-    model: Any, batch: MicroBatch, settings: ScoringSettings, padding: Padding
-) -> TokenScores:
-    """Score a micro-batch's completion tokens, one row per completion and one pass per prompt."""
-    # Prompts together would need padded images, for which not every model has a mask, and padding
-    # on the left, which shifts the positions of many.
-    return TokenScores.join([_score(model, piece, settings, padding) for piece in batch.slices])
-
-
-def _score(
-    model: Any, piece: GroupSlice, settings: ScoringSettings, padding: Padding
-) -> TokenScores:
-    completions = piece.completions
-    prompts = [piece.prompt] * len(completions)
-    inputs = _build_inputs(model, prompts, [tokens[:-1] for tokens in completions], padding)
-    device = inputs["input_ids"].device
-    longest = max(len(tokens) for tokens in completions)
-    logits = model(**inputs, use_cache=False, logits_to_keep=longest).logits
-    lengths = torch.tensor([len(tokens) for tokens in completions], device=device)
-    steps = torch.arange(longest, device=device)
-    real = steps < lengths[:, None]
-    targets = torch.tensor([token for tokens in completions for token in tokens], device=device)
-    return score_logits(logits[real], targets, steps.expand_as(real)[real], settings)
+def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Group the indices of prompts whose images fit into one batch without padding."""
+    # Not every model has a mask for padded pixels, and some refuse a prompt of text alone beside
+    # prompts with images.
+    groups: dict[object, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        shapes = {
+            name: () if _is_per_token(name, values, prompt) else values.shape[1:]
+            for name, values in prompt.vision.items()
+        }
+        groups.setdefault(tuple(shapes.items()), []).append(index)
+    return list(groups.values())
 
 
 class _SampleToken(LogitsProcessor):
@@ -113,55 +218,3 @@ class _IsFinished(StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         self.state.update_active()
         return ~self.state.active[self.rows]
-
-
-def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Group the indices of prompts whose images fit into one batch without padding."""
-    # Not every model has a mask for padded pixels, and some refuse a prompt of text alone beside
-    # prompts with images.
-    groups: dict[object, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        shapes = {
-            name: () if _is_per_token(name, values, prompt) else values.shape[1:]
-            for name, values in prompt.vision.items()
-        }
-        groups.setdefault(tuple(shapes.items()), []).append(index)
-    return list(groups.values())
-
-
-def sample_repeated(
-    model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, padding: Padding
-) -> None:
-    """Sample all completions of the prompts into ``state``, with at most ``max_tokens`` prompt and
-    completion tokens processed at once."""
-    longest = state.tokens.shape[1]
-    config = GenerationConfig(
-        max_new_tokens=longest,
-        do_sample=False,
-        pad_token_id=padding.token,
-        eos_token_id=list(state.settings.distribution.eos) or None,
-    )
-    pairs = zip(prompts, state.sizes, strict=True)
-    repeated = [prompt for prompt, size in pairs for _ in range(size)]
-    # The model's generation config may add a repetition penalty or suppress tokens, which are not
-    # part of the scored distribution.
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        for order in _group_alike(repeated):
-            order.sort(key=lambda row: -len(repeated[row].token_ids))
-            while order:
-                count = max(1, max_tokens // (len(repeated[order[0]].token_ids) + longest))
-                rows, order = order[:count], order[count:]
-                inputs = _build_inputs(
-                    model, [repeated[r] for r in rows], [()] * len(rows), padding
-                )
-                chunk = torch.tensor(rows, device=state.tokens.device)
-                sampler = _SampleToken(state, chunk, padding.token)
-                model.generate(
-                    **inputs,
-                    generation_config=config,
-                    logits_processor=LogitsProcessorList([sampler]),
-                    stopping_criteria=StoppingCriteriaList([_IsFinished(state, chunk)]),
-                )
-    finally:
-        model.generation_config = own

@@ -137,7 +137,7 @@ class SamplerState:
     Args:
         uniform: the numbers to sample with; see ``draw_uniforms``.
         settings: the sampler's settings.
-        decode: returns the text of tokens; needed for ``settings.stop``.
+        decode: returns the text of tokens, which is searched for ``settings.stop``.
         sizes: number of completions of each prompt, in the order of rows; empty: each has one.
         check: called whenever the finished completions are read; may raise to end the sampling.
 
@@ -154,7 +154,7 @@ class SamplerState:
         self,
         uniform: Float[Tensor, "N longest"],
         settings: SamplingSettings,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Callable[[Sequence[int]], str] = lambda tokens: "",
         sizes: Sequence[int] = (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -201,12 +201,11 @@ class SamplerState:
         """End completions at the tokens that complete a stop string, dropping later ones; return
         True for every completion that is not finished."""
         self.check()
-        if self.settings.stop and self.decode is not None:
+        if self.settings.stop:
             lengths = np.array(self.lengths[:-1].tolist())
-            (grown,) = np.nonzero(lengths > self._checked)
             tokens = self.tokens[:-1].cpu().numpy()
             ends = {}
-            for row in grown.tolist():
+            for row in np.flatnonzero(lengths > self._checked).tolist():
                 sampled = tokens[row, : lengths[row]].tolist()
                 if end := self._find_stop(sampled, int(self._checked[row])):
                     ends[row] = end
@@ -221,27 +220,24 @@ class SamplerState:
     def _find_stop(self, tokens: Sequence[int], checked: int) -> int:
         """Return the number of tokens after which the text contains a stop string; 0: it does not.
         That of the first ``checked`` tokens is known to contain none."""
-        assert self.decode is not None
+
+        def contains_stop(tokens: Sequence[int]) -> bool:
+            text = self.decode(tokens)
+            return any(stop in text for stop in self.settings.stop)
+
         # A stop string may begin in checked tokens, up to this many characters before their end.
         # A token may hold a part of a character, which decodes to another character.
         reach = max(map(len, self.settings.stop)) + 4
         start = checked
         while start and len(self.decode(tokens[start:checked])) < reach:
             start = max(start - reach, 0)
-        if not self._contains_stop(tokens[start:]):
+        if not contains_stop(tokens[start:]):
             return 0
         ends = range(checked + 1, len(tokens) + 1)
-        return next((end for end in ends if self._contains_stop(tokens[:end])), 0)
-
-    def _contains_stop(self, tokens: Sequence[int]) -> bool:
-        assert self.decode is not None
-        text = self.decode(tokens)
-        return any(stop in text for stop in self.settings.stop)
+        return next((end for end in ends if contains_stop(tokens[:end])), 0)
 
 
-def _compute_entropy(
-    logits: Float[Tensor, "n vocabulary"], probs: Float[Tensor, "n vocabulary"]
-) -> Float[Tensor, " n"]:
+def _compute_entropy(logits: Tensor, probs: Tensor) -> Float[Tensor, " n"]:
     """Return ``-Σ p log p``, as ``-log p* - Σ p (x - x*)`` for the likeliest token, with logits x:
     a logarithm for each token would take a CPU ten times as long."""
     differences = logits - logits.amax(-1, keepdim=True)
@@ -249,9 +245,7 @@ def _compute_entropy(
     return -probs.amax(-1).log() - differences.mul_(probs).sum(-1)
 
 
-def _invert(
-    probs: Float[Tensor, "n vocabulary"], uniform: Float[Tensor, " n"]
-) -> Int[Tensor, " n"]:
+def _invert(probs: Tensor, uniform: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Return the first token whose cumulative probability exceeds the uniform number."""
     # Sums over the vocabulary are in float32, over chunks; cumulative sums are in float64, over the
     # chunks' sums and within one chunk. A token of probability 0 adds nothing, so it is never
@@ -288,9 +282,7 @@ def _search(
     return found[:, 0], rest[:, 0].clamp(0, 1)
 
 
-def _truncate(
-    probs: Float[Tensor, "n vocabulary"], settings: SamplingSettings
-) -> Float[Tensor, "n vocabulary"]:
+def _truncate(probs: Tensor, settings: SamplingSettings) -> Float[Tensor, "n vocabulary"]:
     if settings.top_k:
         kth = probs.topk(min(settings.top_k, probs.shape[-1]), dim=-1).values[:, -1:]
         probs = probs.where(probs >= kth, 0)

@@ -1,19 +1,53 @@
-"""Packed rows: each prompt followed by its completions, scored in one pass."""
+"""Sampling and scoring with one pass over each prompt, whose completions share it.
+
+All memory of a rollout is allocated at its start. A finished completion frees its place at once for
+the next one that waits, of any prompt; when none waits, empty places are given up. The device is
+read once per ``CHECK_EVERY`` steps, to see which completions are finished; in between, those that
+finish stay in the batch and nothing is stored for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vlm_grpo.model.engine.attention import PackedAttention
-from vlm_grpo.model.engine.varlen import GroupSpan
-from vlm_grpo.model.families import Family, ImageFeatures, PromptLayout
+from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
+from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch
+from vlm_grpo.model.engine.graphs import DecodeStep, GraphCapture, find_cause
+from vlm_grpo.model.engine.kernels import GroupSpan
+from vlm_grpo.model.engine.kv_cache import CachedKeys, CacheSize, DecodeAttention, KVCache
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
+from vlm_grpo.model.engine.repeated import Counters, Engine
+from vlm_grpo.model.engine.sampling import SamplerState
+from vlm_grpo.model.engine.slots import SlotIndex, SlotScheduler
+from vlm_grpo.model.engine.vision import ImageEncoder
+from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
+from vlm_grpo.model.families.shared_form import Unit
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
+from vlm_grpo.types import ImageRef, Prompt
+from vlm_grpo.utils.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+LENGTH_BUCKET = 64
+"""Smallest number of tokens of each completion that a captured step attends to."""
+CHECK_EVERY = 8
+"""Steps between two reads of the finished completions; 1 on the CPU, where reading is free."""
+KEPT_SHARE = 0.1
+"""Largest share of the device's memory that a cache may take to be kept, with its captured steps,
+between rollouts."""
+KEPT_STEPS = 256
+"""Largest number of captured steps that are kept between rollouts."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +63,6 @@ class PrefixInputs:
         """First position of the completions: that of the prompt's last token + 1."""
         # The times of a clip before it can be larger positions.
         return int(self.layout.positions[:, -1].max()) + 1
-
-
-def run_row(
-    family: Family,
-    model: Any,
-    row: PackedRow,
-    prefixes: Sequence[PrefixInputs],
-    attend: PackedAttention,
-) -> Float[Tensor, "T width"]:
-    device = model.get_output_embeddings().weight.device
-    features = [images for prefix in prefixes for images in prefix.features]
-    positions = copy_to(device, row.position_ids[:, None])
-    return family.run(model, row.token_ids[None], positions, features, attend)[0]
 
 
 @dataclass(frozen=True)
@@ -94,3 +115,293 @@ def pack_row(
         np.array(targets, dtype=np.int64),
         np.concatenate(target_positions),
     )
+
+
+class Visible(NamedTuple):
+    """How many tokens of each prompt, or of each completion, a decode step sees."""
+
+    longest: int
+    are_equal: bool
+
+    @classmethod
+    def read(cls, lengths: Int[np.ndarray, " n"]) -> Visible:
+        return cls(int(lengths.max()), bool((lengths == lengths[0]).all()))
+
+
+class SharedEngine(Engine):
+    """Samples and scores all completions of a prompt behind one pass over it.
+
+    The phases ``vision``, ``prefill`` and ``decode`` are timed. ``capture`` captures decode steps
+    (``engine/graphs.py``), which are kept with their cache for the next rollouts that fit into it,
+    up to ``KEPT_SHARE`` and ``KEPT_STEPS``. With None steps run eagerly, as they do after the first
+    capture that fails.
+    """
+
+    shares_prompts = True
+    most_tokens = sys.maxsize
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pad_token: int,
+        stopwatch: Stopwatch,
+        capture: GraphCapture | None = None,
+    ) -> None:
+        super().__init__(loaded, pad_token)
+        self.stopwatch, self.capture = stopwatch, capture
+        self.head: Any = self.family.head(self.model)
+        trained = {find_part(n) for n, p in self.model.named_parameters() if p.requires_grad}
+        trains_vision = not trained.isdisjoint(("vision", "projector"))
+        self.encoder = ImageEncoder(self.family, self.model, trains_vision, stopwatch)
+        # By the prompt's tokens and images; they do not depend on the weights or on noise.
+        self._layouts: dict[tuple[tuple[int, ...], Unit], PromptLayout] = {}
+        self._cache: KVCache | None = None
+        self._steps: dict[tuple[Any, ...], DecodeStep] = {}
+
+    def score(
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+    ) -> TokenScores:
+        prefixes = self.build_prefixes([piece.prompt for piece in batch.slices], counters)
+        counters.update_tokens += batch.num_tokens
+        row = pack_row(prefixes, [piece.completions for piece in batch.slices])
+        attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+        head = self.family.head(self.model)
+        hidden = self.run_row(row, prefixes, attend)
+        arrays = (row.predictors, row.targets, row.target_positions)
+        predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
+        return score_tokens(head, hidden[predictors], targets, positions, settings)
+
+    def run_row(
+        self, row: PackedRow, prefixes: Sequence[PrefixInputs], attend: PackedAttention
+    ) -> Float[Tensor, "T width"]:
+        device = self.model.get_output_embeddings().weight.device
+        features = [images for prefix in prefixes for images in prefix.features]
+        positions = copy_to(device, row.position_ids[:, None])
+        return self.family.run(self.model, row.token_ids[None], positions, features, attend)[0]
+
+    def build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
+        features, prefixes = self._encode(prompts, counters), []
+        for prompt in prompts:
+            images = prompt.example.images
+            key = prompt.token_ids, tuple(image.clean for image in images)
+            if key not in self._layouts:
+                self._layouts[key] = self.family.lay_out(self.model, prompt)
+            token_ids = np.array(prompt.token_ids, dtype=np.int64)
+            units = tuple(features[unit] for unit in self.family.units(images))
+            prefixes.append(PrefixInputs(token_ids, self._layouts[key], units))
+        return prefixes
+
+    def _encode(self, prompts: Sequence[Prompt], counters: Counters) -> dict[Unit, ImageFeatures]:
+        features, encoded = self.encoder(prompts)
+        counters.encoder_passes += encoded
+        return features
+
+    def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
+        if not self.encoder.is_trained:
+            self._encode(prompts, counters)
+
+    def clear_image_features(self) -> None:
+        self.encoder.cache.clear()
+        self._layouts.clear()
+
+    def share_image_passes(self) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
+        return self.encoder.share_passes()
+
+    # Sampling.
+
+    def generate(
+        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
+    ) -> None:
+        prefixes = self.build_prefixes(prompts, counters)
+        counters.prefill_tokens += sum(len(prefix.token_ids) for prefix in prefixes)
+        rollout = _Rollout(self, prefixes, state, max_tokens)
+        try:
+            while True:
+                with self.stopwatch("prefill"):
+                    rollout.admit()
+                if rollout.scheduler.is_empty:
+                    return
+                with self.stopwatch("decode"):
+                    rollout.advance()
+        finally:
+            self._release_large_cache()
+
+    def use_capture(self, capture: GraphCapture | None) -> None:
+        self.release()
+        self.capture = capture
+
+    def count_kept_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.count_bytes()
+
+    def release(self) -> None:
+        self._cache = None
+        self._steps.clear()
+
+    def _release_large_cache(self) -> None:
+        device = self.head.weight.device
+        if self._cache is not None and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            if self.count_kept_bytes() > KEPT_SHARE * total or len(self._steps) > KEPT_STEPS:
+                self.release()
+
+    def open_cache(self, size: CacheSize, max_tokens: int) -> KVCache:
+        """Return a cache: for captured steps the one kept from the last rollout, if it is large
+        enough but not larger than ``max_tokens`` or ``size``."""
+        if self.capture is None:
+            return KVCache(size)
+        kept = self._cache
+        if kept is None or not kept.size.holds(size, max_tokens):
+            self.release()
+            kept = self._cache = KVCache(size)
+        kept.restore(size.slots, size.places)
+        return kept
+
+    def step(
+        self, cache: KVCache, prompts: Visible, own: Visible, inputs: tuple[Tensor, ...]
+    ) -> Float[Tensor, "R vocabulary"]:
+        """Feed the newest token of each completion; return the logits of the next one."""
+        if self.capture is None:
+            return self.head(self._build_step(cache, prompts, own)(*inputs))
+        longest = _round_up(own.longest, cache.size.completion_length)
+        key = cache.slots, cache.places, longest, *(tensor.shape for tensor in inputs)
+        if key not in self._steps:
+            most = Visible(cache.size.prompt_length, False), Visible(longest, False)
+            step = self._build_step(cache, *most)
+            try:
+                with cache.keeping_states():  # a capture also runs the step
+                    self._steps[key] = self.capture(step, inputs)
+            except Exception as error:  # the eager step raises what is no fault of the capture
+                cause = find_cause(error)
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                hidden = self._build_step(cache, prompts, own)(*inputs)
+                logger.warning(
+                    "decode steps run eagerly from now on, which takes longer: they cannot be "
+                    "captured as CUDA graphs (%s: %s); rollout.cuda_graphs=false does not try",
+                    type(cause).__name__,
+                    (str(cause).splitlines() or ["no message"])[0],
+                )
+                self.use_capture(None)
+                return self.head(hidden)
+        return self.head(self._steps[key](*inputs))
+
+    def _build_step(self, cache: KVCache, prompts: Visible, own: Visible) -> DecodeStep:
+        def step(
+            tokens: Tensor, positions: Tensor, fed: Tensor, prompt_lengths: Tensor, *seats: Tensor
+        ) -> Tensor:
+            # Completions that are finished, and their prompts, may be longer than all others.
+            like, lengths = cache.get_keys(), prompt_lengths.clamp(max=prompts.longest)
+            over_prompt = CachedKeys.build(lengths, *prompts, like)
+            over_own = CachedKeys.build((fed + 1).clamp(max=own.longest), *own, like)
+            keys = over_prompt, over_own
+            attend = DecodeAttention(cache, seats, fed, prompt_lengths, keys)
+            return self.family.run(self.model, tokens[:, None], positions, (), attend)[:, 0]
+
+        return step
+
+
+class _Rollout:
+    def __init__(
+        self,
+        engine: SharedEngine,
+        prefixes: Sequence[PrefixInputs],
+        state: SamplerState,
+        max_tokens: int,
+    ) -> None:
+        self.engine, self.prefixes, self.state = engine, prefixes, state
+        self.device = state.tokens.device
+        lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
+        sizes, longest, prompt_length = state.sizes, state.tokens.shape[1], int(lengths.max())
+        if engine.capture is not None:  # captured steps are of few sizes
+            prompt_length = -(-prompt_length // LENGTH_BUCKET) * LENGTH_BUCKET
+        slots, places = _fit(len(prefixes), max(sizes), prompt_length, longest, max_tokens)
+        size = CacheSize(slots, min(places, state.count), prompt_length, longest)
+        self.scheduler = SlotScheduler(lengths, sizes, size.slots, size.places)
+        self.cache = engine.open_cache(size, max_tokens)
+        self.axes = max(len(prefix.layout.positions) for prefix in prefixes)
+        starts = np.repeat([prefix.next_position for prefix in prefixes], sizes)
+        self.starts = copy_to(self.device, np.append(starts, 0))
+        self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
+        self.index: SlotIndex | None = None
+
+    def admit(self) -> None:
+        while True:
+            slots, places = self.scheduler.admit()
+            if not len(places):
+                return
+            self._prefill(slots)
+            origin = self.scheduler.find_slots(places)
+            self.cache.fork(origin, places)
+            held, order = np.unique(origin, return_inverse=True)
+            hidden = self.hidden[copy_to(self.device, held)]
+            logits = self.engine.head(hidden)[copy_to(self.device, order)]
+            self.state.sample(logits, copy_to(self.device, self.scheduler.rows[places]))
+            self.scheduler.ages[places] = 1
+            self.scheduler.release(self.state.update_active())
+            self.index = None
+
+    def _prefill(self, slots: Sequence[int]) -> None:
+        prompts = self.scheduler.prompts
+        while slots:
+            longest = self.scheduler.lengths[prompts[slots]].max()
+            count = max(1, PREFILL_TOKENS // int(longest))
+            part, slots = slots[:count], slots[count:]
+            prefixes = [self.prefixes[p] for p in prompts[part]]
+            row = pack_row(prefixes, [()] * len(prefixes))
+            attend = PrefillAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+            hidden = self.engine.run_row(row, prefixes, attend)
+            self.cache.store_prompts(part, attend)
+            last = np.array([start + length - 1 for start, length, _ in row.spans])
+            hidden = hidden[copy_to(hidden.device, last)]
+            if not len(self.hidden):
+                self.hidden = hidden.new_zeros(len(prompts), hidden.shape[1])
+            self.hidden[copy_to(self.device, np.array(part))] = hidden
+
+    def advance(self) -> None:
+        scheduler, longest = self.scheduler, self.state.tokens.shape[1]
+        # Captured steps are of few sizes; on the CPU each row costs time.
+        kept = scheduler.shrink(0.5 if self.engine.capture else 0.875)
+        if kept is not None:
+            self.cache.keep(*kept)
+            self.hidden = self.hidden[copy_to(self.device, kept[0])]
+            self.index = None
+        if self.index is None:
+            self.index = scheduler.build_index(self.cache.heads, self.device)
+        prompts = Visible.read(scheduler.lengths[scheduler.prompts[scheduler.prompts >= 0]])
+        has_completion = scheduler.rows >= 0
+        left = longest - int(scheduler.ages[has_completion].min())
+        for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
+            own = Visible.read(scheduler.ages[has_completion].clip(max=longest))
+            self._step(self.index, prompts, own)
+            scheduler.ages += 1
+        scheduler.release(self.state.update_active())
+
+    def _step(self, index: SlotIndex, prompts: Visible, own: Visible) -> None:
+        state = self.state
+        fed = (state.lengths[index.rows] - 1).clamp_(min=0)  # the spare row has length 0
+        tokens = state.tokens[index.rows, fed]
+        positions = (self.starts[index.rows] + fed)[None, :, None].expand(self.axes, -1, 1)
+        inputs = tokens, positions, fed, index.prompt_lengths, *index.seats
+        state.sample(self.engine.step(self.cache, prompts, own, inputs), index.rows)
+
+
+def _fit(
+    prompts: int, group_size: int, prompt_length: int, completion_length: int, max_tokens: int
+) -> tuple[int, int]:
+    """Return the numbers of slots and places that fit, at least one slot and one group's places."""
+    own = group_size * completion_length
+    if prompts * (prompt_length + own) <= max_tokens:
+        return prompts, prompts * group_size
+    # Twice as many slots as groups of places: the completions of a group do not finish together.
+    groups = max(1, max_tokens // (2 * prompt_length + own))
+    slots = min(2 * groups, prompts, max(1, (max_tokens - groups * own) // prompt_length))
+    return slots, min(groups, prompts) * group_size
+
+
+def _round_up(length: int, limit: int) -> int:
+    """Return the next length of a captured step: 1, 1.5, 2, 3, 4, 6, … times the smallest."""
+    bucket = LENGTH_BUCKET
+    while bucket < length:
+        half = bucket * 3 // 2
+        bucket = half if half >= length else bucket * 2
+    return min(bucket, limit)

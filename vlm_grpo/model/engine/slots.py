@@ -13,18 +13,34 @@ from torch import Tensor
 from vlm_grpo.model.transfer import copy_to
 
 
+class SlotIndex(NamedTuple):
+    """A scheduler's arrays as tensors on the device; R places, P slots, G seats per slot, h heads.
+
+    A slot has a seat for each completion of its group, whether it has a place or not.
+    """
+
+    rows: Int[Tensor, " R"]
+    """Row of the completion in each place; the sampler's spare row in empty places."""
+    prompt_lengths: Int[Tensor, " P"]
+    """Number of tokens of the prompt in each slot, at least 1."""
+    seats: tuple[Tensor, ...]
+    """Two tensors for each number of heads: for each seat and head, the row of a (R·h, width)
+    tensor to copy; for each place and head, that of a (P·G·h, width) tensor."""
+
+
 class SlotScheduler:
     """Which completions are in the cache, and where; kept on the host.
 
-    Completions get a place in order of their prompts, as places become free. A prompt keeps its
-    slot until all of its completions are finished.
+    Completions get a place in order of their prompts, the longest first, as places become free. A
+    prompt keeps its slot until all of its completions are finished.
 
-    Prompts are started in the given order. The rows of a prompt's completions, as many as its size,
-    follow those of the prompt before.
+    The rows of a prompt's completions, as many as its size, follow those of the prompt before.
     """
 
-    def __init__(self, order: Sequence[int], sizes: Sequence[int], slots: int, places: int) -> None:
-        self.group_size, ends = max(sizes), np.cumsum(sizes)
+    def __init__(
+        self, lengths: Int[np.ndarray, " prompts"], sizes: Sequence[int], slots: int, places: int
+    ) -> None:
+        self.lengths, self.group_size, ends = lengths, max(sizes), np.cumsum(sizes)
         # The prompt of each row, and the row's number among those of its prompt.
         self.owners = np.repeat(np.arange(len(sizes)), sizes)
         self.seats = np.arange(ends[-1]) - (ends - sizes)[self.owners]
@@ -33,6 +49,7 @@ class SlotScheduler:
         self.rows: Int[np.ndarray, " places"] = np.full(places, -1)
         # The number of tokens sampled for the completion in each place.
         self.ages: Int[np.ndarray, " places"] = np.zeros(places, dtype=np.int64)
+        order = np.argsort(-lengths).tolist()
         self._waiting = [row for p in order for row in range(ends[p] - sizes[p], ends[p])]
         self._waiting.reverse()
 
@@ -75,61 +92,35 @@ class SlotScheduler:
         The numbers of slots and places are multiplied by ``share`` as often as their contents fit.
         Returns the slots and the places to keep, in their new order; None if nothing changes.
         """
-        used = np.flatnonzero(self.rows >= 0)
-        places = _shrink(len(self.rows), len(used), share)
-        if self._waiting or places == len(self.rows):
+        kept_slots, kept_places = _shrink(self.prompts, share), _shrink(self.rows, share)
+        if self._waiting or len(kept_places) == len(self.rows):
             return None
-        filled = np.flatnonzero(self.prompts >= 0)
-        slots = _shrink(len(self.prompts), len(filled), share)
-        kept_slots = np.append(filled, np.flatnonzero(self.prompts < 0))[:slots]
-        kept_places = np.append(used, np.flatnonzero(self.rows < 0))[:places]
         self.prompts = self.prompts[kept_slots]
         self.rows, self.ages = self.rows[kept_places], self.ages[kept_places]
         return kept_slots, kept_places
 
+    def build_index(self, heads: Sequence[tuple[int, int]], device: torch.device) -> SlotIndex:
+        """Build the index for layers of these numbers of query and key heads."""
+        group, places = self.group_size, np.arange(len(self.rows))
+        seats = self.find_slots(places) * group + self.seats[self.rows]
+        seat_places = np.zeros(len(self.prompts) * group, dtype=np.int64)
+        is_used = self.rows >= 0
+        seat_places[seats[is_used]] = places[is_used]
+        pairs: list[np.ndarray] = []
+        for count, key_heads in heads:
+            # Heads are ordered by key head in places, and by query of a key head in seats, where
+            # all queries of a key head are one sequence.
+            order = np.arange(count).reshape(key_heads, -1).T.ravel()
+            pairs.append((seat_places[:, None] * count + order).ravel())
+            pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
+        rows = np.where(is_used, self.rows, len(self.owners))
+        prompt_lengths = np.where(self.prompts >= 0, self.lengths[self.prompts], 1)
+        tensors = (copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
+        return SlotIndex(next(tensors), next(tensors), tuple(tensors))
 
-def _shrink(size: int, used: int, share: float) -> int:
-    while int(size * share) >= max(used, 1):
+
+def _shrink(contents: np.ndarray, share: float) -> np.ndarray:
+    used, size = np.flatnonzero(contents >= 0), len(contents)
+    while int(size * share) >= max(len(used), 1):
         size = int(size * share)
-    return size
-
-
-class SlotIndex(NamedTuple):
-    """A scheduler's arrays as tensors on the device; R places, P slots, G seats per slot, h heads.
-
-    A slot has a seat for each completion of its group, whether it has a place or not.
-    """
-
-    rows: Int[Tensor, " R"]
-    """Row of the completion in each place; the sampler's spare row in empty places."""
-    prompt_lengths: Int[Tensor, " P"]
-    """Number of tokens of the prompt in each slot, at least 1."""
-    seats: tuple[Tensor, ...]
-    """Two tensors for each number of heads: for each seat and head, the row of a (R·h, width)
-    tensor to copy; for each place and head, that of a (P·G·h, width) tensor."""
-
-
-def build_index(
-    scheduler: SlotScheduler,
-    heads: Sequence[tuple[int, int]],
-    lengths: Int[np.ndarray, " prompts"],
-    device: torch.device,
-) -> SlotIndex:
-    """Build the index, from the prompts' lengths and the layers' numbers of query and key heads."""
-    group = scheduler.group_size
-    places = np.arange(len(scheduler.rows))
-    seats = scheduler.find_slots(places) * group + scheduler.seats[scheduler.rows]
-    seat_places = np.zeros(len(scheduler.prompts) * group, dtype=np.int64)
-    is_used = scheduler.rows >= 0
-    seat_places[seats[is_used]] = places[is_used]
-    pairs: list[np.ndarray] = []
-    for count, key_heads in heads:
-        # Heads are ordered by key head in places, and by query of a key head in seats, where all
-        # queries of a key head are one sequence.
-        order = np.arange(count).reshape(key_heads, -1).T.ravel()
-        pairs.append((seat_places[:, None] * count + order).ravel())
-        pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
-    rows = np.where(is_used, scheduler.rows, len(scheduler.owners))
-    prompt_lengths = np.where(scheduler.prompts >= 0, lengths[scheduler.prompts], 1)
-    tensors = (copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
-    return SlotIndex(next(tensors), next(tensors), tuple(tensors))
+    return np.append(used, np.flatnonzero(contents < 0))[:size]

@@ -9,11 +9,79 @@ from typing import Any
 
 import torch
 
-from vlm_grpo.model.engine.limits import ENCODER_PATCHES
+from vlm_grpo.model.engine.batch import ENCODER_PATCHES
 from vlm_grpo.model.families import Family, ImageFeatures
 from vlm_grpo.model.families.family import Unit
 from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
+
+
+class ImageEncoder:
+    """A vision tower that encodes each unique image once.
+
+    Features of a frozen tower are cached until ``cache`` is cleared. Features of a trained tower
+    carry a gradient and are recomputed in every call, except inside ``share_passes``. Images with
+    noise have passes of their own, so that others are rounded as without them, and are not cached.
+    The stopwatch times the phase ``vision``.
+    """
+
+    def __init__(self, family: Family, model: Any, is_trained: bool, stopwatch: Stopwatch) -> None:
+        self.family, self.model, self.is_trained = family, model, is_trained
+        self.stopwatch = stopwatch
+        self.cache: dict[Unit, ImageFeatures] = {}
+        self._passes: list[DetachedFeatures] | None = None
+
+    def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[Unit, ImageFeatures], int]:
+        """Return the features of the prompts' units of images, and the number of images encoded."""
+        with_gradient = self.is_trained and torch.is_grad_enabled()
+        known = {} if self.is_trained else self.cache
+        if with_gradient:
+            for encoder_pass in self._passes or ():
+                known |= encoder_pass.leaves
+        todo: dict[Unit, dict] = {}
+        for prompt in prompts:
+            units = self.family.units(prompt.example.images)
+            if any(unit not in known for unit in units):
+                pairs = zip(units, self.family.split_images(prompt), strict=True)
+                todo |= {unit: values for unit, values in pairs if unit not in known}
+        with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
+            noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
+            new = self._encode({u: values for u, values in todo.items() if u not in noisy})
+        if with_gradient and self._passes is not None and new:
+            self._passes.append(DetachedFeatures(new))
+            new = self._passes[-1].leaves
+        known |= new
+        return {**known, **noisy} if noisy else known, sum(map(len, todo))
+
+    def _encode(self, vision: dict[Unit, dict]) -> dict[Unit, ImageFeatures]:
+        features = [
+            image
+            for images in split_passes(list(vision.values()))
+            for image in self.family.encode_images(self.model, images)
+        ]
+        return dict(zip(vision, features, strict=True))
+
+    @contextlib.contextmanager
+    def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
+        """Share passes through a trained tower between the micro-batches run inside.
+
+        Yields a function to call after each micro-batch's backward with the images that later
+        micro-batches need; it runs the backward of the passes that encoded none of them.
+        """
+
+        def finish(needed: Container[ImageRef]) -> None:
+            passes, self._passes = self._passes or [], []
+            for encoder_pass in passes:
+                if any(image in needed for unit in encoder_pass.leaves for image in unit):
+                    self._passes.append(encoder_pass)
+                else:
+                    encoder_pass.backward()
+
+        self._passes = []
+        try:
+            yield finish
+        finally:
+            self._passes = None
 
 
 def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
@@ -43,14 +111,12 @@ class DetachedFeatures:
 
     def backward(self) -> None:
         """Propagate the gradients accumulated in the leaves through the vision tower."""
-        outputs, grads = [], []
-        for unit, features in self.encoded.items():
-            for tensor, leaf in zip(_tensors(features), _tensors(self.leaves[unit]), strict=True):
-                if leaf.grad is not None:
-                    outputs.append(tensor)
-                    grads.append(leaf.grad)
-        if outputs:
-            torch.autograd.backward(outputs, grads)
+        sides = (self.encoded.values(), self.leaves.values())
+        tensors, leaves = ([t for features in side for t in _tensors(features)] for side in sides)
+        pairs = [(t, leaf.grad) for t, leaf in zip(tensors, leaves, strict=True)]
+        pairs = [(tensor, grad) for tensor, grad in pairs if grad is not None]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
@@ -63,74 +129,3 @@ def _detach(features: ImageFeatures) -> ImageFeatures:
     levels = len(features.deepstack)
     common = dict(zip(features.common, others[levels:], strict=True))
     return replace(features, embeds=embeds, deepstack=tuple(others[:levels]), common=common)
-
-
-class ImageEncoder:
-    """A vision tower that encodes each unique image once.
-
-    Features of a frozen tower are cached until ``clear_cache``. Features of a trained tower carry
-    a gradient and are recomputed in every call, except inside ``share_passes``. Images with noise
-    have passes of their own, so that others are rounded as without them, and are not cached. The
-    stopwatch times the phase ``vision``.
-    """
-
-    def __init__(self, family: Family, model: Any, is_trained: bool, stopwatch: Stopwatch) -> None:
-        self.family, self.model, self.is_trained = family, model, is_trained
-        self.stopwatch = stopwatch
-        self._cache: dict[Unit, ImageFeatures] = {}
-        self._passes: list[DetachedFeatures] | None = None
-
-    def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[Unit, ImageFeatures], int]:
-        """Return the features of the prompts' units of images, and the number of images encoded."""
-        with_gradient = self.is_trained and torch.is_grad_enabled()
-        known = {} if self.is_trained else self._cache
-        if with_gradient:
-            for encoder_pass in self._passes or ():
-                known |= encoder_pass.leaves
-        todo: dict[Unit, dict] = {}
-        for prompt in prompts:
-            units = self.family.units(prompt.example.images)
-            if any(unit not in known for unit in units):
-                pairs = zip(units, self.family.split_images(prompt), strict=True)
-                todo |= {unit: values for unit, values in pairs if unit not in known}
-        with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
-            noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
-            new = self._encode({u: values for u, values in todo.items() if u not in noisy})
-        if with_gradient and self._passes is not None and new:
-            self._passes.append(DetachedFeatures(new))
-            new = self._passes[-1].leaves
-        known |= new
-        return {**known, **noisy} if noisy else known, sum(map(len, todo))
-
-    def _encode(self, vision: dict[Unit, dict]) -> dict[Unit, ImageFeatures]:
-        features = [
-            image
-            for images in split_passes(list(vision.values()))
-            for image in self.family.encode_images(self.model, images)
-        ]
-        return dict(zip(vision, features, strict=True))
-
-    def clear_cache(self) -> None:
-        self._cache.clear()
-
-    @contextlib.contextmanager
-    def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
-        """Share passes through a trained tower between the micro-batches run inside.
-
-        Yields a function to call after each micro-batch's backward with the images that later
-        micro-batches need; it runs the backward of the passes that encoded none of them.
-        """
-
-        def finish(needed: Container[ImageRef]) -> None:
-            passes, self._passes = self._passes or [], []
-            for encoder_pass in passes:
-                if any(image in needed for unit in encoder_pass.leaves for image in unit):
-                    self._passes.append(encoder_pass)
-                else:
-                    encoder_pass.backward()
-
-        self._passes = []
-        try:
-            yield finish
-        finally:
-            self._passes = None

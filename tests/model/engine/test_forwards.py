@@ -17,13 +17,13 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
-from vlm_grpo.model.engine import norms
-from vlm_grpo.model.engine.norms import is_fused, use_fused_norms
+from vlm_grpo.model.engine import forwards
+from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
 
 
 @pytest.fixture
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "has_kernel", lambda hidden, weight: True)
+    monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: True)
 
 
 def build(kind: type, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -117,13 +117,13 @@ def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, has_kernel: bool) -> 
     names = [name for name in recorded.names if name != "device"]
     assert (names == ["_fused_rms_norm"]) == has_kernel
     assert (output.dtype, output.device.type) == (dtype, "cuda")
-    assert not norms.has_kernel(hidden, norm.weight.float().to(torch.float16))
+    assert not forwards.has_kernel(hidden, norm.weight.float().to(torch.float16))
 
 
 def test_a_norm_is_known_whatever_the_default_precision() -> None:
     torch.set_default_dtype(torch.bfloat16)  # while a model is loaded
     try:
-        assert norms._can_fuse.__wrapped__(LlamaRMSNorm)  # noqa: SLF001
+        assert forwards._can_fuse.__wrapped__(LlamaRMSNorm)  # noqa: SLF001
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,1 +1,0 @@
-"""What only CPUs need: products by oneDNN, with weights reordered once per rollout."""
