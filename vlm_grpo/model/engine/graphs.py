@@ -24,7 +24,8 @@ from vlm_grpo.errors import UserError
 
 DecodeStep = Callable[..., Tensor]
 """Maps the newest tokens (places,), their positions (axes, places, 1), their indices within the
-completion (places,) and the tensors of a ``SlotIndex`` to hidden states (places, width)."""
+completion (places,), and prompt lengths and seats (``SlotScheduler.build_index``) to hidden states
+(places, width)."""
 GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 """Captures a step, given the inputs of its first call. Each call of what it returns replays the
 step and overwrites the previous result."""

@@ -301,7 +301,7 @@ class DecodeAttention:
 
     Args:
         cache: the keys and values.
-        seats: those of ``SlotIndex``.
+        seats: as in ``SlotScheduler.build_index``, of each pair of numbers of heads.
         fed: number of tokens of each completion that were fed before this one.
         prompt_lengths: number of tokens of the prompt in each slot.
         visible: the keys of the prompts and, with this token's, of the completions.

@@ -28,7 +28,7 @@ from vlm_grpo.model.engine.kv_cache import CachedKeys, CacheSize, DecodeAttentio
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.model.engine.repeated import Counters, Engine
 from vlm_grpo.model.engine.sampling import SamplerState
-from vlm_grpo.model.engine.slots import SlotIndex, SlotScheduler
+from vlm_grpo.model.engine.slots import SlotScheduler
 from vlm_grpo.model.engine.vision import ImageEncoder
 from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
 from vlm_grpo.model.families.shared_form import Unit
@@ -180,7 +180,7 @@ class SharedEngine(Engine):
         return self.family.run(self.model, row.token_ids[None], positions, features, attend)[0]
 
     def build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
-        features, prefixes = self._encode(prompts, counters), []
+        features, prefixes = self.encoder(prompts, counters), []
         for prompt in prompts:
             images = prompt.example.images
             key = prompt.token_ids, tuple(image.clean for image in images)
@@ -191,14 +191,9 @@ class SharedEngine(Engine):
             prefixes.append(PrefixInputs(token_ids, self._layouts[key], units))
         return prefixes
 
-    def _encode(self, prompts: Sequence[Prompt], counters: Counters) -> dict[Unit, ImageFeatures]:
-        features, encoded = self.encoder(prompts)
-        counters.encoder_passes += encoded
-        return features
-
     def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
         if not self.encoder.is_trained:
-            self._encode(prompts, counters)
+            self.encoder(prompts, counters)
 
     def clear_image_features(self) -> None:
         self.encoder.cache.clear()
@@ -322,7 +317,7 @@ class _Rollout:
         starts = np.repeat([prefix.next_position for prefix in prefixes], sizes)
         self.starts = copy_to(self.device, np.append(starts, 0))
         self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
-        self.index: SlotIndex | None = None
+        self.index: tuple[Tensor, ...] | None = None
 
     def admit(self) -> None:
         while True:
@@ -372,17 +367,18 @@ class _Rollout:
         left = longest - int(scheduler.ages[has_completion].min())
         for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
             own = Visible.read(scheduler.ages[has_completion].clip(max=longest))
-            self._step(self.index, prompts, own)
+            self._step(*self.index, prompts=prompts, own=own)
             scheduler.ages += 1
         scheduler.release(self.state.update_active())
 
-    def _step(self, index: SlotIndex, prompts: Visible, own: Visible) -> None:
+    def _step(
+        self, rows: Tensor, prompt_lengths: Tensor, *seats: Tensor, prompts: Visible, own: Visible
+    ) -> None:
         state = self.state
-        fed = (state.lengths[index.rows] - 1).clamp_(min=0)  # the spare row has length 0
-        tokens = state.tokens[index.rows, fed]
-        positions = (self.starts[index.rows] + fed)[None, :, None].expand(self.axes, -1, 1)
-        inputs = tokens, positions, fed, index.prompt_lengths, *index.seats
-        state.sample(self.engine.step(self.cache, prompts, own, inputs), index.rows)
+        fed = (state.lengths[rows] - 1).clamp_(min=0)  # the spare row has length 0
+        positions = (self.starts[rows] + fed)[None, :, None].expand(self.axes, -1, 1)
+        inputs = state.tokens[rows, fed], positions, fed, prompt_lengths, *seats
+        state.sample(self.engine.step(self.cache, prompts, own, inputs), rows)
 
 
 def _fit(

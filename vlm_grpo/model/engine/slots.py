@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,21 +10,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from vlm_grpo.model.transfer import copy_to
-
-
-class SlotIndex(NamedTuple):
-    """A scheduler's arrays as tensors on the device; R places, P slots, G seats per slot, h heads.
-
-    A slot has a seat for each completion of its group, whether it has a place or not.
-    """
-
-    rows: Int[Tensor, " R"]
-    """Row of the completion in each place; the sampler's spare row in empty places."""
-    prompt_lengths: Int[Tensor, " P"]
-    """Number of tokens of the prompt in each slot, at least 1."""
-    seats: tuple[Tensor, ...]
-    """Two tensors for each number of heads: for each seat and head, the row of a (R·h, width)
-    tensor to copy; for each place and head, that of a (P·G·h, width) tensor."""
 
 
 class SlotScheduler:
@@ -99,8 +83,17 @@ class SlotScheduler:
         self.rows, self.ages = self.rows[kept_places], self.ages[kept_places]
         return kept_slots, kept_places
 
-    def build_index(self, heads: Sequence[tuple[int, int]], device: torch.device) -> SlotIndex:
-        """Build the index for layers of these numbers of query and key heads."""
+    def build_index(
+        self, heads: Sequence[tuple[int, int]], device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Build the index of R places, P slots and G seats per slot, one for each completion of its
+        group, whether it has a place or not; ``heads``: the layers' numbers of query and key heads.
+
+        Returns the row of the completion in each place (R,), the sampler's spare row in empty
+        ones; the number of tokens of the prompt in each slot (P,), at least 1; and two tensors for
+        each pair of numbers of heads: for each seat and head, the row of a (R·h, width) tensor to
+        copy; for each place and head, that of a (P·G·h, width) tensor.
+        """
         group, places = self.group_size, np.arange(len(self.rows))
         seats = self.find_slots(places) * group + self.seats[self.rows]
         seat_places = np.zeros(len(self.prompts) * group, dtype=np.int64)
@@ -115,8 +108,7 @@ class SlotScheduler:
             pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
         rows = np.where(is_used, self.rows, len(self.owners))
         prompt_lengths = np.where(self.prompts >= 0, self.lengths[self.prompts], 1)
-        tensors = (copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
-        return SlotIndex(next(tensors), next(tensors), tuple(tensors))
+        return tuple(copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
 
 
 def _shrink(contents: np.ndarray, share: float) -> np.ndarray:

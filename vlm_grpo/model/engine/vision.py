@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vlm_grpo.model.engine.batch import ENCODER_PATCHES
+from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.families import Family, ImageFeatures
 from vlm_grpo.model.families.family import Unit
 from vlm_grpo.types import ImageRef, Prompt
@@ -31,8 +32,8 @@ class ImageEncoder:
         self.cache: dict[Unit, ImageFeatures] = {}
         self._passes: list[DetachedFeatures] | None = None
 
-    def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[Unit, ImageFeatures], int]:
-        """Return the features of the prompts' units of images, and the number of images encoded."""
+    def __call__(self, prompts: Sequence[Prompt], counters: Counters) -> dict[Unit, ImageFeatures]:
+        """Return the features of the prompts' units of images."""
         with_gradient = self.is_trained and torch.is_grad_enabled()
         known = {} if self.is_trained else self.cache
         if with_gradient:
@@ -50,8 +51,9 @@ class ImageEncoder:
         if with_gradient and self._passes is not None and new:
             self._passes.append(DetachedFeatures(new))
             new = self._passes[-1].leaves
+        counters.encoder_passes += sum(map(len, todo))
         known |= new
-        return {**known, **noisy} if noisy else known, sum(map(len, todo))
+        return {**known, **noisy} if noisy else known
 
     def _encode(self, vision: dict[Unit, dict]) -> dict[Unit, ImageFeatures]:
         features = [
@@ -125,7 +127,9 @@ def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
 
 def _detach(features: ImageFeatures) -> ImageFeatures:
     # Beside a trained projector or tower the other one can be frozen, and with it some outputs.
-    embeds, *others = (t.detach().requires_grad_(t.requires_grad) for t in _tensors(features))
-    levels = len(features.deepstack)
-    common = dict(zip(features.common, others[levels:], strict=True))
-    return replace(features, embeds=embeds, deepstack=tuple(others[:levels]), common=common)
+    def detach(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    deepstack = tuple(map(detach, features.deepstack))
+    common = {name: detach(tensor) for name, tensor in features.common.items()}
+    return replace(features, embeds=detach(features.embeds), deepstack=deepstack, common=common)
