@@ -12,7 +12,6 @@ from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine import rollout_weights as module
 from vlm_grpo.model.engine.linear import is_adapted, is_fast, product, use_fast_linears
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
@@ -197,14 +196,14 @@ def test_factors_of_adapters_keep_their_address_and_follow_the_training(
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the width of each product with reordered weights."""
     found: list[int] = []
-    multiply = linear.multiply_by_onednn
+    multiply = module.multiply_by_onednn
 
     def count(*arguments: Any) -> Tensor:
         output = multiply(*arguments)
         found.append(output.shape[-1])
         return output
 
-    monkeypatch.setattr(linear, "multiply_by_onednn", count)
+    monkeypatch.setattr(module, "multiply_by_onednn", count)
     return found
 
 

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine.kv_cache import count_free_bytes
-from vlm_grpo.model.engine.linear import get_base, get_dtype, is_adapted, is_quantized
+from vlm_grpo.model.engine.linear import (
+    get_base,
+    get_dtype,
+    is_adapted,
+    is_quantized,
+    multiply_by_onednn,
+)
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of layers of a module that usually read the same input."""
@@ -196,9 +202,9 @@ class JoinedProduct:
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
         x = x.to(self.dtype)
         if self.first is not None:
-            x = torch.cat([x, linear.multiply_by_onednn(x, self.first, None)], -1)
+            x = torch.cat([x, multiply_by_onednn(x, self.first, None)], -1)
         bias = self.bias if self.norms is None else None
-        output = linear.multiply_by_onednn(x, self.weight, bias)
+        output = multiply_by_onednn(x, self.weight, bias)
         if self.norms is not None:
             output = output * self.norms if self.bias is None else output * self.norms + self.bias
         return [output] if len(self.sizes) == 1 else output.split(self.sizes, -1)
