@@ -14,7 +14,7 @@ from varlen_kernel import use_plain_varlen
 from vlm_grpo.model.engine import attention, kernels
 from vlm_grpo.model.engine.attention import PackedAttention
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan, _Gather
-from vlm_grpo.model.families.shared_form import ALL_LAYERS
+from vlm_grpo.model.families.family import ALL_LAYERS
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25

@@ -42,7 +42,7 @@ from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.forwards import replace_forward
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan
 from vlm_grpo.model.families import Family
-from vlm_grpo.model.families.shared_form import ALL_LAYERS, RECURRENT_TYPES, Masks
+from vlm_grpo.model.families.family import ALL_LAYERS, RECURRENT_TYPES, Masks
 
 ATTENTION_NAME = "shared_prefix"
 """Name of this attention in transformers' registry."""

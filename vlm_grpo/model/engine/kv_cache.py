@@ -23,7 +23,7 @@ from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import LayerState, PrefillAttention, RecurrentLayer
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.kernels import Layer
-from vlm_grpo.model.families.shared_form import RECURRENT_TYPES
+from vlm_grpo.model.families.family import RECURRENT_TYPES
 from vlm_grpo.model.transfer import copy_to
 
 Layers = dict[int, tuple[Tensor, ...]]

@@ -31,7 +31,7 @@ from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.engine.slots import SlotScheduler
 from vlm_grpo.model.engine.vision import ImageEncoder
 from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
-from vlm_grpo.model.families.shared_form import Unit
+from vlm_grpo.model.families.family import Unit
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt
