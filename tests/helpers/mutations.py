@@ -55,7 +55,7 @@ TARGETS = {
     "model/engine/attention.py": (
         0.2,
         "model/engine/test_attention.py model/engine/test_shared.py model/engine/test_devices.py "
-        "model/engine/test_decode.py model/engine/test_recurrence.py",
+        "model/engine/test_decode.py",
     ),
     "model/engine/batch.py": (0.3, "model/engine/test_batch.py model/engine/test_shared.py"),
     "model/engine/kv_cache.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),

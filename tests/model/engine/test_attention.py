@@ -1,18 +1,24 @@
-"""Attention over packed rows and its gradient equal its definition, in every dtype."""
+"""Attention and recurrent layers over packed rows equal their definition, with their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from family_policies import build_family_policy
+from float64_steps import use_float64_recurrence
 from gradients import output_and_gradients, relative_error
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.model.engine import attention, kernels
-from vlm_grpo.model.engine.attention import PackedAttention
+from vlm_grpo.model.engine.attention import (
+    LayerState,
+    PackedAttention,
+    find_recurrent_layers,
+)
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan, _Gather
 from vlm_grpo.model.families.family import ALL_LAYERS
 
@@ -39,24 +45,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None = No
     return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
 
 
+def list_sequences() -> Iterator[tuple[int, list[int], int]]:
+    """Yield the places of each prompt, and of each completion behind its prompt: the number of
+    its group, the places in the row and how many of them come before the sequence's own."""
+    for group, (start, length, completions) in enumerate(SPANS):
+        prompt, first = list(range(start, start + length)), start + length
+        yield group, prompt, 0
+        for count in completions:
+            yield group, [*prompt, *range(first, first + count)], length
+            first += count
+
+
 def attend_by_definition(
     tensors: Sequence[Tensor], layer: Layer = LAYER, masks: Sequence[Tensor | None] = (None,) * 3
 ) -> Tensor:
     """Compute every completion behind its own copy of the prompt."""
     outputs = []
-    for (start, length, completions), prompt_mask in zip(SPANS, masks, strict=True):
-        first = start + length
-        for number, count in enumerate((0, *completions)):
-            rows = [*range(start, start + length), *range(first, first + count)]
-            first += count
-            order = torch.arange(len(rows))
-            mask = order[:, None] >= order
-            if layer.window is not None:
-                mask &= order > order[:, None] - layer.window
-            if prompt_mask is not None:
-                mask[:length, :length] = prompt_mask
-            output = attend(*(x[:, :, rows] for x in tensors), mask, layer.cap)  # type: ignore[arg-type]
-            outputs.append(output[:, :, length if number else 0 :])
+    for group, rows, before in list_sequences():
+        order = torch.arange(len(rows))
+        mask = order[:, None] >= order
+        if layer.window is not None:
+            mask &= order > order[:, None] - layer.window
+        if (prompt_mask := masks[group]) is not None:
+            mask[: len(prompt_mask), : len(prompt_mask)] = prompt_mask
+        output = attend(*(x[:, :, rows] for x in tensors), mask, layer.cap)  # type: ignore[arg-type]
+        outputs.append(output[:, :, before:])
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -220,3 +233,64 @@ def test_the_kernels_are_named(
 ) -> None:
     monkeypatch.setattr(kernels, "has_varlen", lambda query: has_varlen)
     assert kernels.describe(torch.device(device), dtype) == name
+
+
+def build_recurrent_layer(name: str, monkeypatch: pytest.MonkeyPatch, shared: bool = True) -> Any:
+    policy = build_family_policy(name, torch.float64, shared=shared)
+    use_float64_recurrence(monkeypatch, policy.model)
+    return find_recurrent_layers(policy.family.language_model(policy.model))[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
+def test_a_recurrent_layer_over_a_packed_row_equals_whole_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = build_recurrent_layer(name, monkeypatch)
+    hidden = torch.randn(1, TOKENS, 32, dtype=torch.float64).requires_grad_()
+    weights = list(layer.parameters())
+    packed: Any = PackedAttention(SPANS)
+
+    def run_alone(x: Tensor, *_: Tensor) -> Tensor:
+        outputs = [layer(x[:, rows])[:, before:] for _, rows, before in list_sequences()]
+        return torch.cat(outputs, dim=1)
+
+    found = output_and_gradients(lambda x, *_: layer(x, attend=packed), [hidden, *weights])
+    expected = output_and_gradients(run_alone, [hidden, *weights])
+    # The gated norm of Qwen3.5 computes in float32, and its gradient is rounded to it.
+    for value, exact in zip(found, expected, strict=True):
+        assert relative_error(value, exact) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("qwen3_5", "cache_params"), ("lfm2_vl", "past_key_values")]
+)
+def test_a_recurrent_layer_over_single_tokens_equals_a_whole_row(
+    name: str, parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = build_recurrent_layer(name, monkeypatch, shared=False)
+    hidden = torch.randn(1, 9, 32, dtype=torch.float64)
+    with torch.no_grad():
+        state = LayerState()
+        outputs = [layer(hidden[:, :4], **{parameter: state})]
+        tensors = {key: tensor.clone() for key, tensor in state.tensors.items()}
+        cached = LayerState(tensors, in_place=True)
+        outputs += [layer(hidden[:, i : i + 1], **{parameter: cached}) for i in range(4, 9)]
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(hidden), rtol=0, atol=1e-12)
+
+
+def test_a_fork_does_not_change_its_origin() -> None:
+    state = LayerState()
+    state.update_conv_state(torch.ones(1, 3, 2), 0, conv_kernel_size=4)
+    before = state.get_conv_state(0)
+    assert before is not None
+    assert before.tolist() == [[[0, 0, 1, 1]] * 3]
+    fork = state.fork(2)
+    inputs = fork.update_conv_state(torch.full((2, 3, 1), 5.0), 0, conv_kernel_size=4)
+    assert inputs[1].tolist() == [[0, 0, 1, 1, 5]] * 3
+    assert fork.tensors["conv", 0][1].tolist() == [[0, 1, 1, 5]] * 3
+    assert state.get_conv_state(0) is before
+
+
+def test_layers_of_attention_are_not_recurrent() -> None:
+    policy = build_family_policy("gemma3")
+    assert find_recurrent_layers(policy.family.language_model(policy.model)) == []

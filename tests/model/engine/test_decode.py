@@ -47,29 +47,24 @@ def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
         assert completion.token_ids == tuple(output[0, tokens.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_logprobs_and_entropies_equal_scored_ones(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "lora"), [*((family, False) for family in FAMILIES), ("qwen2_5_vl", True)]
+)
+def test_sampled_logprobs_and_entropies_equal_scored_ones(family: str, lora: bool) -> None:
     policy = tiny_policy(family, min_new_tokens=2)
+    if lora:
+        add_lora(policy, ["q_proj", "down_proj"])
+    before = {n: w.clone() for n, w in policy.model.state_dict().items()}
     prompts = mixed_prompts(policy, 12)
     groups = sample_groups(policy, prompts, with_entropies=True)
+    after = policy.model.state_dict()
+    assert all(torch.equal(after[n], w) for n, w in before.items())
     scored = policy.score(pack_groups(prompts, groups), with_entropy=True)
+    assert scored.logprobs.requires_grad  # merged adapters are restored, and trained
     assert (scored.logprobs - sampled_logprobs(groups)).abs().max() < 1e-4
     entropies = torch.tensor([value for group in groups for c in group for value in c.entropies])
     assert scored.entropies is not None
     assert (scored.entropies - entropies).abs().max() < 1e-4
-
-
-def test_sampling_with_merged_adapters_leaves_the_weights_unchanged() -> None:
-    policy = tiny_policy("qwen2_5_vl")
-    add_lora(policy, ["q_proj", "down_proj"])
-    before = {n: w.clone() for n, w in policy.model.state_dict().items()}
-    prompts = mixed_prompts(policy, 4)
-    groups = sample_groups(policy, prompts)
-    after = policy.model.state_dict()
-    assert all(torch.equal(after[n], w) for n, w in before.items())
-    scored = policy.score(pack_groups(prompts, groups)).logprobs
-    assert scored.requires_grad  # the adapters are restored, and trained
-    assert (scored - sampled_logprobs(groups)).abs().max() < 1e-4
 
 
 def get_tokens(groups: Any) -> list[list[tuple[int, ...]]]:
@@ -144,16 +139,16 @@ def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
     policy.engine.use_capture(TracedStep)
     sample_groups(policy, mixed_prompts(policy, 2))
-    decoder: Any = policy.engine
-    kept = decoder.count_kept_bytes()
+    engine: Any = policy.engine
+    kept = engine.count_kept_bytes()
+    assert kept > 0
     memory = SimpleNamespace(total_memory=11 * kept)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    decoder.head = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
-    decoder._release_large_cache()  # noqa: SLF001
-    assert decoder.count_kept_bytes() == kept > 0
-    monkeypatch.setattr(shared, name, limit)
-    decoder._release_large_cache()  # noqa: SLF001
-    assert decoder.count_kept_bytes() == 0
+    engine.head = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
+    for left in (kept, 0):
+        engine._release_large_cache()  # noqa: SLF001
+        assert engine.count_kept_bytes() == left
+        monkeypatch.setattr(shared, name, limit)
 
 
 def fail_to_capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:

@@ -1,4 +1,4 @@
-"""Fused RMS norms: the same values and gradients, and only where the formula is the same."""
+"""Fused RMS norms have equal values and gradients, and only where the formula is the same."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ def compute(norm: nn.Module, hidden: Tensor) -> list[Tensor]:
     """Return the output, and the gradients of the hidden states and of the weights."""
     hidden = hidden.clone().requires_grad_()
     output = norm(hidden)
-    (output * torch.arange(16)).sum().backward()
+    (output * torch.arange(16, device=hidden.device)).sum().backward()
     assert hidden.grad is not None
     return [output.detach(), hidden.grad, norm.weight.grad]  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm])
-def test_values_and_gradients_equal_those_of_transformers(kind: type) -> None:
-    plain, fused, hidden = build(kind)
+def test_values_and_gradients_equal_those_of_transformers(kind: type, device: str) -> None:
+    plain, fused, hidden = (x.to(device) for x in build(kind))
+    bound = 1e-6 if device == "cpu" else 1e-5
     for found, expected in zip(compute(fused, hidden), compute(plain, hidden), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
     # In bfloat16 it is no further from the formula than transformers.
-    plain, fused, hidden = build(kind, torch.bfloat16)
+    plain, fused, hidden = (x.to(device) for x in build(kind, torch.bfloat16))
     wide, weight = hidden.double(), plain.weight.detach().double()  # pyright: ignore[reportCallIssue]
     exact = weight * wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
     errors = [(norm(hidden).double() - exact).abs().mean() for norm in (fused, plain)]

@@ -20,14 +20,7 @@ from transformers import CONFIG_MAPPING
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import graphs, shared
-from vlm_grpo.model.engine.graphs import (
-    CudaGraph,
-    DecodeStep,
-    capture_compiled,
-    compile_step,
-    find_cause,
-    get_capture,
-)
+from vlm_grpo.model.engine.graphs import CudaGraph, DecodeStep, compile_step, get_capture
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -85,29 +78,66 @@ def count_equal(first: list[Completion], second: list[Completion]) -> int:
     return sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True))
 
 
+GPU_CASES = [
+    *((name, dtype, "captured") for name in FAMILIES for dtype in (torch.float32, torch.bfloat16)),
+    ("qwen2_5_vl", torch.bfloat16, "compiled"),  # compiling takes a while
+    ("qwen3_vl", torch.float32, "compiled"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "form"),
+    [
+        ("qwen2_5_vl", torch.float64, "traced"),
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in GPU_CASES),
+    ],
+)
 def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, dtype: torch.dtype, form: str
 ) -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    policy = tiny_policy(family, dtype=dtype)
+    policy.model.to("cpu" if form == "traced" else "cuda")
     eager = sample_twice(policy)
-    assert count_equal(*eager) < len(eager[0])
-    policy.engine.use_capture(TracedStep)
+    count, captures = len(eager[0]), []
+    # Graphs that read the old weights would sample the tokens of before.
+    assert count_equal(*eager) <= 0.5 * count
+
+    def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
+        captures.append(inputs)
+        if form == "traced":
+            return TracedStep(step, inputs)
+        return CudaGraph(compile_step(step) if form == "compiled" else step, inputs)
+
+    policy.engine.use_capture(capture)
     sample(policy)
-    TracedStep.traces = 0
+    captures.clear()
     captured = sample_twice(policy)
-    assert TracedStep.traces == 0
+    assert not captures
+    assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
+    # Sums over a different number of masked positions round differently: in bfloat16 a token may
+    # change, and with it all that follow.
+    share, tolerance = (0.8, 0.1) if dtype == torch.bfloat16 else (1.0, 1e-4)
     for found, expected in zip(captured, eager, strict=True):
-        assert count_equal(found, expected) == len(expected)
+        assert count_equal(found, expected) >= share * count
+        for a, b in zip(found, expected, strict=True):
+            if a.token_ids == b.token_ids:
+                assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
+
+
+def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    policy.engine.use_capture(TracedStep)
+    expected = sample(policy)
 
     def fail(state: SamplerState) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    # A rollout that fails keeps none.
     with monkeypatch.context() as patch:
         patch.setattr(SamplerState, "update_active", fail)
         with pytest.raises(torch.OutOfMemoryError):
             sample(policy)
-    assert count_equal(sample(policy), eager[0]) == len(eager[0])
+    TracedStep.traces = 0
+    assert count_equal(sample(policy), expected) == len(expected)
     assert TracedStep.traces > 0
 
 
@@ -121,33 +151,43 @@ def build_dynamic_policy() -> Policy:
     return policy
 
 
-def sample_one(policy: Policy) -> list[tuple[int, ...]]:
-    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
-    [group] = sample_groups(policy, prompts, group_size=2, length=5)
-    return [completion.token_ids for completion in group]
-
-
-def test_dynamic_rope_is_decoded_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dynamic_rope_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = build_dynamic_policy()
     why = "run eagerly, because its dynamic RoPE reads positions from the device"
     assert policy.describe_engine().endswith(f"decode steps {why}")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        options: Any = {"shared": True, "training": True, "config": policy.model.config}
-        assert get_capture(RolloutSettings(), **options) is None
-        with pytest.raises(UserError, match=f"no effect with this model: decode steps {why}"):
-            get_capture(RolloutSettings(cuda_graphs=True), **options)
-    eager = sample_one(policy)
-    policy.engine.use_capture(TracedStep)  # a capture would fail, and changes nothing
-    assert sample_one(policy) == eager
-    assert "reads values from the device" in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options: Any = {"shared": True, "training": True, "config": policy.model.config}
+    assert get_capture(RolloutSettings(), **options) is None
+    with pytest.raises(UserError, match=f"no effect with this model: decode steps {why}"):
+        get_capture(RolloutSettings(cuda_graphs=True), **options)
     # That of some layers is found, too.
     config = CONFIG_MAPPING["gemma3"]()
     assert not graphs.has_dynamic_rope(config)
     config.get_text_config().rope_parameters["full_attention"]["rope_type"] = "dynamic"
     assert graphs.has_dynamic_rope(config)
+
+
+@pytest.mark.parametrize(
+    ("device", "capture", "cause"),
+    [
+        ("cpu", TracedStep, "reads values from the device"),
+        # The cause, not that of the capture's end.
+        pytest.param("cuda", CudaGraph, "capturing", marks=pytest.mark.gpu),
+    ],
+)
+def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(
+    device: str, capture: Any, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = build_dynamic_policy()
+    policy.model.to(device)
+    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
+    (eager,) = sample_groups(policy, prompts, group_size=2, length=5)
+    policy.engine.use_capture(capture)
+    (found,) = sample_groups(policy, prompts, group_size=2, length=5)
+    assert [c.token_ids for c in found] == [c.token_ids for c in eager]
+    assert cause in caplog.text
+    if device == "cuda":
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 # In a process of its own, because the checks of shapes in the tests cannot be compiled.
@@ -215,18 +255,20 @@ def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(
     with pytest.raises(RuntimeError, match="previous error") as caught:
         CudaGraph(step, (torch.ones(1),))
     assert cuda.current == "main"
-    assert str(find_cause(caught.value)) == "operation not permitted when stream is capturing"
+    assert (
+        str(graphs.find_cause(caught.value)) == "operation not permitted when stream is capturing"
+    )
     # What an error's author leaves out, or raises it from, is no cause that users need.
     error = ValueError("in detail")
     error.__cause__ = error.__context__ = RuntimeError("too much")
-    assert find_cause(error) is error
+    assert graphs.find_cause(error) is error
 
 
 def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Any] = []
     monkeypatch.setattr(CudaGraph, "__init__", lambda _, *arguments: captured.append(arguments))
     monkeypatch.setattr(graphs, "compile_step", lambda step: ("compiled", step))
-    capture_compiled(torch.cos, ())
+    graphs.capture_compiled(torch.cos, ())
     assert captured == [(("compiled", torch.cos), ())]
 
 
@@ -241,7 +283,7 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyP
         ({"cuda_graphs": True}, True, True, False, "needs a CUDA device"),
         ({"cuda_graphs": True}, True, True, True, CudaGraph),
         ({"cuda_graphs": True}, False, True, True, "repeats its prompt"),
-        ({"torch_compile": True}, True, True, True, capture_compiled),
+        ({"torch_compile": True}, True, True, True, graphs.capture_compiled),
         ({"torch_compile": True}, False, True, True, "torch_compile=true has no effect"),
     ],
 )
@@ -262,28 +304,7 @@ def test_unsupported_cuda_graphs_are_refused(
         assert get_capture(rollout, shared, training) is expected
 
 
-@pytest.fixture
-def _cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_cuda")
-def test_a_gpu_decodes_eagerly_after_a_capture_that_reads_from_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    policy = build_dynamic_policy()
-    policy.model.to("cuda")
-    eager = sample_one(policy)
-    policy.engine.use_capture(CudaGraph)
-    assert sample_one(policy) == eager
-    assert "capturing" in caplog.text  # the cause, not that of the capture's end
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_cuda")
 def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
     policy = tiny_policy("qwen2_5_vl")
     policy.model.to("cuda")
@@ -303,44 +324,3 @@ def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
         is_done.set()
         thread.join()
     assert policy.describe_engine().endswith("as CUDA graphs")
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_cuda")
-@pytest.mark.parametrize(
-    ("family", "dtype", "compiled"),
-    [
-        *((name, dtype, False) for name in FAMILIES for dtype in (torch.float32, torch.bfloat16)),
-        ("qwen2_5_vl", torch.bfloat16, True),  # compiling takes a while
-        ("qwen3_vl", torch.float32, True),
-    ],
-)
-def test_cuda_graphs_sample_equal_tokens_before_and_after_the_weights_change(
-    family: str, dtype: Any, compiled: bool
-) -> None:
-    policy = tiny_policy(family, dtype=dtype)
-    policy.model.to("cuda")
-    eager = sample_twice(policy)
-    count, captures = len(eager[0]), []
-    # Graphs that read the old weights would sample the tokens of before.
-    assert count_equal(*eager) <= 0.5 * count
-
-    def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
-        captures.append(inputs)
-        return CudaGraph(compile_step(step) if compiled else step, inputs)
-
-    policy.engine.use_capture(capture)
-    sample(policy)
-    captures.clear()
-    captured = sample_twice(policy)
-    assert not captures
-    assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
-    for found, expected in zip(captured, eager, strict=True):
-        # Sums over a different number of masked positions round differently: in bfloat16 a token
-        # may change, and with it all that follow.
-        share = 1.0 if dtype == torch.float32 else 0.8
-        assert count_equal(found, expected) >= share * count
-        for a, b in zip(found, expected, strict=True):
-            if a.token_ids == b.token_ids:
-                tolerance = 1e-4 if dtype == torch.float32 else 0.1
-                assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)

@@ -114,7 +114,7 @@ def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
     scheduler.release(np.isin(np.arange(6), [0, 4]))
     kept = scheduler.shrink(0.5)
     assert kept is not None
-    assert (kept[0].tolist(), kept[1].tolist()) == ([0, 2, 1], [0, 4, 1])
+    assert [part.tolist() for part in kept] == [[0, 2, 1], [0, 4, 1]]
     assert scheduler.prompts.tolist() == [0, 2, -1]
 
 

@@ -18,12 +18,19 @@ TOKENS, WIDTH, VOCABULARY = 23, 8, 40
 DISTRIBUTION = SamplingDistribution(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
 
 
-def make_inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+def make_inputs(kind: str = "trained") -> tuple[Any, Tensor, Tensor, Tensor]:
+    """Return a head, hidden states, their targets, none of them banned, and the positions."""
     torch.manual_seed(0)
-    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+    head: Any = nn.Linear(WIDTH, VOCABULARY, bias=kind == "biased", dtype=torch.float64)
+    head.requires_grad_(kind != "frozen")
+    if kind == "adapted":
+        holder: Any = nn.Module()
+        holder.lm_head = head
+        get_peft_model(holder, LoraConfig(r=2, target_modules=["lm_head"]))
+        head = holder.lm_head.double()
+        nn.init.normal_(head.lora_B["default"].weight)
     hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(10, VOCABULARY, (TOKENS,))  # none of the banned ones
-    return head, hidden, targets, torch.arange(TOKENS) % 6
+    return head, hidden, torch.randint(10, VOCABULARY, (TOKENS,)), torch.arange(TOKENS) % 6
 
 
 def score_plainly(head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor) -> tuple:
@@ -37,75 +44,44 @@ def score_plainly(head: nn.Module, hidden: Tensor, targets: Tensor, positions: T
     return logprobs.gather(1, targets[:, None])[:, 0], -terms.sum(-1)
 
 
+@pytest.mark.parametrize("chunk", [0, 1, 7, 100])
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("kind", ["trained", "frozen", "biased", "adapted"])
+def test_scores_and_gradients_equal_the_definition(kind: str, entropy: bool, chunk: int) -> None:
+    head, *inputs = make_inputs(kind)
+    settings = ScoringSettings(DISTRIBUTION, chunk, entropy)
+    coefficients = torch.randn(TOKENS, dtype=torch.float64)
+    wanted = [inputs[0], *(weight for weight in head.parameters() if weight.requires_grad)]
+    assert len(wanted) == {"frozen": 1, "trained": 2, "biased": 3, "adapted": 3}[kind]
+    scores = score_tokens(head, *inputs, settings)
+    with torch.no_grad():
+        alone = score_tokens(head, *inputs, settings)
+    expected = score_plainly(head, *inputs)
+    for found in (scores, alone):
+        assert found.logprobs.requires_grad == (found is scores)
+        assert (found.entropies is not None) == entropy
+        for values, exact in zip(found.columns[: 1 + entropy], expected, strict=False):
+            assert torch.allclose(values, exact, atol=1e-12)
+    grads = [
+        torch.autograd.grad((logprobs * coefficients).sum() + others.sum(), wanted)
+        for logprobs, others in (
+            (scores.logprobs, scores.entropies if entropy else torch.zeros(1)),
+            (expected[0], expected[1] if entropy else torch.zeros(1)),
+        )
+    ]
+    for grad, exact in zip(*grads, strict=True):
+        assert torch.allclose(grad, exact, atol=1e-12)
+
+
 @pytest.mark.parametrize("entropy", [True, False])
 def test_greedy_scores_have_the_gradient_of_temperature_one(entropy: bool) -> None:
-    head, hidden, targets, positions = make_inputs()
-    head.requires_grad_(False)
+    head, hidden, targets, positions = make_inputs("frozen")
     grads = []
     for temperature in (0.0, 1.0):
         settings = ScoringSettings(SamplingDistribution(temperature), 7, entropy)
         scores = score_tokens(head, hidden, targets, positions, settings)
         grads.append(torch.autograd.grad(scores.logprobs.sum(), hidden)[0])
     assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize(("bias", "enabled"), [(True, True), (True, False), (False, False)])
-def test_entropies_of_a_head_with_a_bias_or_without_gradient(bias: bool, enabled: bool) -> None:
-    head, hidden, targets, positions = make_inputs()
-    if bias:
-        head.bias = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
-    expected, expected_entropy = score_plainly(head, hidden, targets, positions)
-    with torch.set_grad_enabled(enabled):
-        found = score_tokens(
-            head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 7, with_entropy=True)
-        )
-    assert found.entropies is not None
-    assert found.entropies.requires_grad == enabled
-    assert torch.allclose(found.logprobs, expected, atol=1e-12)
-    assert torch.allclose(found.entropies, expected_entropy, atol=1e-12)
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 7, 100])
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("entropy", [True, False])
-def test_scores_and_gradients_equal_the_definition(chunk: int, frozen: bool, entropy: bool) -> None:
-    head, hidden, targets, positions = make_inputs()
-    head.requires_grad_(not frozen)
-    coefficients = torch.randn(TOKENS, dtype=torch.float64)
-    expected, expected_entropy = score_plainly(head, hidden, targets, positions)
-    wanted = [hidden] if frozen else [hidden, head.weight]
-    loss = (expected * coefficients).sum() + (expected_entropy.sum() if entropy else 0)
-    expected_grads = torch.autograd.grad(loss, wanted)
-
-    found = score_tokens(
-        head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, chunk, entropy)
-    )
-    assert torch.allclose(found.logprobs, expected, atol=1e-12)
-    loss = (found.logprobs * coefficients).sum()
-    if entropy:
-        assert found.entropies is not None
-        assert torch.allclose(found.entropies, expected_entropy, atol=1e-12)
-        loss = loss + found.entropies.sum()
-    for grad, expected_grad in zip(torch.autograd.grad(loss, wanted), expected_grads, strict=True):
-        assert torch.allclose(grad, expected_grad, atol=1e-12)
-
-
-def test_an_adapter_on_the_head_is_trained() -> None:
-    head, hidden, targets, positions = make_inputs()
-    holder = nn.Module()
-    holder.lm_head = head
-    adapted = get_peft_model(holder, LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
-    layer: Any = adapted.base_model.model.lm_head  # type: ignore[union-attr]
-    layer.double()
-    nn.init.normal_(layer.lora_B["default"].weight)
-    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    expected = torch.autograd.grad(
-        score_plainly(layer, hidden, targets, positions)[0].sum(), weights
-    )
-    scores = score_tokens(layer, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 5))
-    found = torch.autograd.grad(scores.logprobs.sum(), weights)
-    for grad, wanted in zip(found, expected, strict=True):
-        assert torch.allclose(grad, wanted, atol=1e-12)
 
 
 class Recorded(TorchDispatchMode):
@@ -126,8 +102,7 @@ class Recorded(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_chunk() -> None:
-    head, hidden, targets, positions = make_inputs()
-    head.requires_grad_(False)
+    head, hidden, targets, positions = make_inputs("frozen")
     with Recorded() as recorded:
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
         scores.logprobs.sum().backward()
@@ -152,8 +127,7 @@ def test_the_chunks_of_a_trained_head_share_one_gradient(
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_only_a_gradient_that_is_wanted_costs_a_second_product(enabled: bool, wanted: bool) -> None:
-    head, hidden, targets, positions = make_inputs()
-    head.requires_grad_(False)
+    head, hidden, targets, positions = make_inputs("frozen")
     hidden.requires_grad_(wanted)
     with torch.set_grad_enabled(enabled), Recorded() as recorded:
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))

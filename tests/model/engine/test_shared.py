@@ -1,10 +1,9 @@
-"""The shared form equals the repeated form; plausible but wrong variants of it do not."""
+"""The shared form equals the repeated form and transformers, with images and clips."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,21 +15,27 @@ from tiny_models import (
     FAMILIES,
     add_lora,
     make_prompt,
+    mixed_prompts,
     noise_clip,
     noise_example,
+    pack_groups,
+    sample_groups,
+    sampled_logprobs,
     tiny_policy,
 )
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.model.engine import kernels, shared
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.model.engine.attention import PackedAttention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.kernels import GroupSpan
-from vlm_grpo.model.engine.shared import PackedRow, PrefixInputs
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Example
+from vlm_grpo.planning.prompt_sizes import PromptCounter
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.training.methods import build_methods
+from vlm_grpo.training.rollout import select_usable
+from vlm_grpo.types import Example, Prompt
 from vlm_grpo.utils.chat import Turn
 
 EXAMPLES = [
@@ -111,31 +116,19 @@ CHANGES = {
 }
 
 
-def assert_forms_are_equal(
-    family: str, dtype: torch.dtype, bound: float, grad_bound: float, changes: Any = ()
-) -> None:
-    results = []
-    for is_shared in (True, False):
-        policy = tiny_policy(family, is_shared, dtype)
-        for change in changes:
-            change(policy)
-        results.append(score_with_gradients(policy))
-    (logprobs, grads), (expected, expected_grads) = results
-    assert (logprobs - expected).abs().max() < bound
-    assert relative_distance(grads, expected_grads) < grad_bound
-
-
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_repeated_in_float32(family: str, changes: str) -> None:
+    results = []
+    for is_shared in (True, False):
+        policy = tiny_policy(family, is_shared)
+        for change in CHANGES[changes]:
+            change(policy)
+        results.append(score_with_gradients(policy))
+    (logprobs, grads), (expected, expected_grads) = results
     # float32 through three layers
-    assert_forms_are_equal(family, torch.float32, 1e-5, 1e-5, CHANGES[changes])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_repeated_in_float64(family: str) -> None:
-    # transformers computes norms in float32
-    assert_forms_are_equal(family, torch.float64, 1e-9, 1e-6)
+    assert (logprobs - expected).abs().max() < 1e-5
+    assert relative_distance(grads, expected_grads) < 1e-5
 
 
 # Mllama's layers over images cannot share a prompt.
@@ -176,71 +169,71 @@ def test_a_chat_with_images_between_its_texts_equals_plain_passes(
     torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-9)
 
 
-def attend_causally(
-    self: PackedAttention, layer: kernels.Layer, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    return kernels.causal(q, k, v, layer.scaling).transpose(1, 2)
+def build_prompts(policy: Policy, examples: Sequence[Example]) -> list[Prompt]:
+    return [make_prompt(policy, example) for example in examples]
 
 
-INIT, PACK_ROW = PackedAttention.__init__, shared.pack_row
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_forms_sample_as_generate_and_score_what_they_sampled(family: str) -> None:
+    tokens = []
+    for shared in (True, False):
+        policy = tiny_policy(family, shared, torch.float64)
+        prompts = [*build_prompts(policy, CLIPS), *mixed_prompts(policy, 4)]
+        groups = sample_groups(policy, prompts)  # without sharing, by transformers' generate
+        tokens.append([[c.token_ids for c in group] for group in groups])
+        with torch.no_grad():
+            scored = policy.score(pack_groups(prompts, groups)).logprobs
+        assert (scored - sampled_logprobs(groups)).abs().max() < 1e-6
+    assert tokens[0] == tokens[1]
 
 
-def join_completions(self: PackedAttention, spans: Any, masks: Any) -> None:
-    """See one long completion instead of G short ones."""
-    INIT(
-        self,
-        [GroupSpan(s.start, s.prompt_length, (sum(s.completion_lengths),)) for s in spans],
-    )
+def test_a_clip_is_encoded_once_per_group() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    prompts = build_prompts(policy, [*CLIPS[:3], EXAMPLES[1]])
+    assert [prompt.image_decodes for prompt in prompts] == [1, 2, 2, 0]
+    groups = sample_groups(policy, prompts, group_size=5)
+    assert policy.counters.encoder_passes == 5  # four clips and an image, for 20 completions
+    policy.counters.encoder_passes = 0
+    policy.score(pack_groups(prompts, groups))
+    assert policy.counters.encoder_passes == 5  # with gradient, once more
 
 
-def pack_with_running_positions(prefixes: Sequence[PrefixInputs], completions: Any) -> PackedRow:
-    row = PACK_ROW(prefixes, completions)
-    for span, prefix in zip(row.spans, prefixes, strict=True):
-        first, count = span.start + span.prompt_length, sum(span.completion_lengths)
-        rest = slice(first, first + count)
-        row.position_ids[:, rest] = prefix.next_position + torch.arange(count)
-    return row
+def test_other_families_refuse_videos() -> None:
+    policy = build_family_policy("internvl", torch.float32)
+    with pytest.raises(UserError, match="example odd: it has a video, which only Qwen2-VL"):
+        make_prompt(policy, CLIPS[0])
 
 
-def pack_with_previous_predictor(prefixes: Sequence[PrefixInputs], completions: Any) -> PackedRow:
-    """Predict each first token from the token before it: right only for a group's first one."""
-    row = PACK_ROW(prefixes, completions)
-    starts = [
-        span.start + span.prompt_length + torch.tensor([0, *span.completion_lengths[:-1]]).cumsum(0)
-        for span in row.spans
-    ]
-    row.predictors[row.target_positions == 0] = torch.cat(starts) - 1
-    return row
+SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "wrong"),
-    [
-        (PackedAttention, "__call__", attend_causally),
-        (PackedAttention, "__init__", join_completions),
-        (shared, "pack_row", pack_with_running_positions),
-        (shared, "pack_row", pack_with_previous_predictor),
-        # The prompt's length instead of its last position + 1.
-        (PrefixInputs, "next_position", property(lambda prefix: len(prefix.token_ids))),
-    ],
+    "overrides",
+    [SERVERS, ["rollout.noise.strength=400"], ["objective.perception.kl_coef=0.01"]],
 )
-def test_plausible_variants_are_wrong_by_far_more_than_rounding(
-    owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
-    batch = make_micro_batch(policy)
-    with torch.no_grad():
-        right = policy.score(batch).logprobs
-        monkeypatch.setattr(owner, name, wrong)
-        assert (policy.score(batch).logprobs - right).abs().max() > 1e-3
+def test_methods_without_videos_refuse_them_before_the_run(overrides: list[str]) -> None:
+    settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
+    with pytest.raises(UserError, match=r"example odd: (rollout|objective)\.[a-z=]* does not sup"):
+        select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize(("family", "overrides"), [("qwen2_vl", []), ("qwen3_vl", SERVERS)])
+def test_videos_are_taken_where_they_are_supported(family: str, overrides: list[str]) -> None:
+    policy, settings = tiny_policy(family), load_settings("quickstart", overrides)
+    assert len(select_usable(policy, CLIPS, PlainQuestion(), settings, {})) == len(CLIPS)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_do_not_depend_on_the_rest_of_the_batch(family: str, is_shared: bool) -> None:
-    policy = tiny_policy(family, is_shared)
-    batch = make_micro_batch(policy)
-    together = policy.score(batch).logprobs
-    pieces = [*batch.slices[:-1], *batch.slices[-1].split_in_half()]
-    alone = torch.cat([policy.score(MicroBatch((piece,))).logprobs for piece in pieces])
-    assert (together - alone).abs().max() < 1e-5
+def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) -> None:
+    policy = tiny_policy(family)
+    assert policy.budget is not None
+    policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
+    clip = Example("large", (noise_clip("g", (300, 300), 12), IMAGE), "?", 0)
+    resized = policy.prompts.with_resized_sizes(clip).images
+    assert resized[0].resized_size in [(56, 56), (64, 64)]  # whole tokens
+    assert resized[1].resized_size in [(56, 84), (64, 96)]
+    examples = [clip, *EXAMPLES, *CLIPS]
+    counted = PromptCounter(examples, PlainQuestion(), policy.prompts)
+    prompts = build_prompts(policy, examples)
+    tokens = [size.tokens for size in counted.count(policy.prompts.budget)]
+    assert tokens == sorted(len(prompt.token_ids) for prompt in prompts)

@@ -214,6 +214,10 @@ class LayerState:
         return recurrent_states
 
 
+def find_mask(masks: Masks, kind: str) -> Tensor | None:
+    return masks.get(kind, masks.get(ALL_LAYERS))
+
+
 class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``, that the spans cover.
 
@@ -234,7 +238,7 @@ class PackedAttention:
         key: Float[Tensor, "1 key_heads T width"],
         value: Float[Tensor, "1 key_heads T width"],
     ) -> Float[Tensor, "1 T heads width"]:
-        masks = [masks.get(layer.kind, masks.get(ALL_LAYERS)) for masks in self.masks]
+        masks = [find_mask(masks, layer.kind) for masks in self.masks]
         row: Tensor | None = None
         if kernels.has_varlen(query) and layer.cap is None:
             self._plan = self._plan or VarlenPlan(self.spans, query.device)

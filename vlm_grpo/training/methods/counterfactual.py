@@ -23,10 +23,10 @@ from torch import Tensor
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.attention import Layer, PackedAttention, find_mask
+from vlm_grpo.model.engine.attention import PackedAttention, find_mask
 from vlm_grpo.model.engine.batch import GroupSlice
-from vlm_grpo.model.engine.kernels import build_window_mask
-from vlm_grpo.model.engine.repeated import SharedEngine
+from vlm_grpo.model.engine.kernels import Layer, build_window_mask
+from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training.batch import Values
 from vlm_grpo.training.methods import Method, Passes, Run
