@@ -66,7 +66,6 @@ TARGETS = {
         "model/engine/test_decode.py model/engine/test_shared.py model/engine/test_sampling.py "
         "model/test_policy.py",
     ),
-    "model/engine/slots.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
     "model/engine/sampling.py": (
         0.2,
         "model/engine/test_sampling.py model/engine/test_decode.py test_wiring.py",

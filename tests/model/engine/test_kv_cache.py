@@ -16,9 +16,8 @@ from varlen_kernel import use_plain_varlen
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
-from vlm_grpo.model.engine.kv_cache import CachedKeys, KVCache, count_free_tokens
+from vlm_grpo.model.engine.kv_cache import CachedKeys, KVCache, SlotScheduler, count_free_tokens
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, _round_up
-from vlm_grpo.model.engine.slots import SlotScheduler
 
 
 @pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])

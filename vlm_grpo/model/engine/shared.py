@@ -24,11 +24,16 @@ from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
 from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch
 from vlm_grpo.model.engine.graphs import DecodeStep, GraphCapture, find_cause
 from vlm_grpo.model.engine.kernels import GroupSpan
-from vlm_grpo.model.engine.kv_cache import CachedKeys, CacheSize, DecodeAttention, KVCache
+from vlm_grpo.model.engine.kv_cache import (
+    CachedKeys,
+    CacheSize,
+    DecodeAttention,
+    KVCache,
+    SlotScheduler,
+)
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.model.engine.repeated import Counters, Engine
 from vlm_grpo.model.engine.sampling import SamplerState
-from vlm_grpo.model.engine.slots import SlotScheduler
 from vlm_grpo.model.engine.vision import ImageEncoder
 from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
 from vlm_grpo.model.families.family import Unit
@@ -353,7 +358,7 @@ class _Rollout:
             self.hidden[copy_to(self.device, np.array(part))] = hidden
 
     def advance(self) -> None:
-        scheduler, longest = self.scheduler, self.state.tokens.shape[1]
+        scheduler, state = self.scheduler, self.state
         # Captured steps are of few sizes; on the CPU each row costs time.
         kept = scheduler.shrink(0.5 if self.engine.capture else 0.875)
         if kept is not None:
@@ -362,23 +367,18 @@ class _Rollout:
             self.index = None
         if self.index is None:
             self.index = scheduler.build_index(self.cache.heads, self.device)
+        rows, prompt_lengths, *seats = self.index
         prompts = Visible.read(scheduler.lengths[scheduler.prompts[scheduler.prompts >= 0]])
-        has_completion = scheduler.rows >= 0
+        has_completion, longest = scheduler.rows >= 0, state.tokens.shape[1]
         left = longest - int(scheduler.ages[has_completion].min())
         for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
+            fed = (state.lengths[rows] - 1).clamp_(min=0)  # the spare row has length 0
+            positions = (self.starts[rows] + fed)[None, :, None].expand(self.axes, -1, 1)
+            inputs = state.tokens[rows, fed], positions, fed, prompt_lengths, *seats
             own = Visible.read(scheduler.ages[has_completion].clip(max=longest))
-            self._step(*self.index, prompts=prompts, own=own)
+            state.sample(self.engine.step(self.cache, prompts, own, inputs), rows)
             scheduler.ages += 1
-        scheduler.release(self.state.update_active())
-
-    def _step(
-        self, rows: Tensor, prompt_lengths: Tensor, *seats: Tensor, prompts: Visible, own: Visible
-    ) -> None:
-        state = self.state
-        fed = (state.lengths[rows] - 1).clamp_(min=0)  # the spare row has length 0
-        positions = (self.starts[rows] + fed)[None, :, None].expand(self.axes, -1, 1)
-        inputs = state.tokens[rows, fed], positions, fed, prompt_lengths, *seats
-        state.sample(self.engine.step(self.cache, prompts, own, inputs), rows)
+        scheduler.release(state.update_active())
 
 
 def _fit(
