@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
-from tiny_models import make_prompt, noise_example, tiny_model
+from tiny_models import make_prompt, noise_example, tiny_model, wrap_model
 from torch import Tensor
 
 from vlm_grpo.config.policy import PolicySettings
@@ -15,9 +15,7 @@ from vlm_grpo.model.adapters import apply_lora_or_freeze
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.families import load_family
-from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
@@ -49,13 +47,7 @@ def build_family_policy(
         enable_gradient_checkpointing(model, settings.gradient_checkpointing)
         adapters = apply_lora_or_freeze(model, settings)
         model.train()
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, family, budget, shared, adapters)
-    defaults = {
-        "banned": family.banned_token_ids(model.config, processor),
-        "eos": (model.generation_config.eos_token_id,),
-    }
-    return Policy(loaded, SamplingDistribution(**(defaults | distribution)))
+    return wrap_model(model, processor, shared, adapters, **distribution)
 
 
 def build_prompts(policy: Policy, name: str, count: int) -> list[Prompt]:

@@ -82,64 +82,46 @@ def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
     }
 
 
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"depth": 2, "hidden_size": 32, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "depth": 3,
+            "hidden_size": 32,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    ),
+}
+"""The prefix of each family's classes in transformers, and the settings of its vision tower."""
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
     """Build a random model of the family and its processor."""
-    tokenizer = tiny_tokenizer()
-    pixels = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
-    common = {**_tokens(tokenizer), "tie_word_embeddings": False}
+    tokenizer, (prefix, vision), third = tiny_tokenizer(), VISION[family], family == "qwen3_vl"
+    edge = 32 if third else 28  # of an image token in pixels
+    pixels = {"shortest_edge": edge**2, "longest_edge": 64 * edge**2}
+    if family != "qwen2_vl":
+        vision = {"intermediate_size": 48, "out_hidden_size": 64, **vision}
     torch.manual_seed(seed)
-    model: Any
-    if family == "qwen3_vl":
-        pixels = {"shortest_edge": 32 * 32, "longest_edge": 64 * 32 * 32}
-        model = hf.Qwen3VLForConditionalGeneration(
-            hf.Qwen3VLConfig(
-                text_config=text_config(tokenizer, head_dim=16),
-                vision_config={
-                    "depth": 3,
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "num_heads": 2,
-                    "out_hidden_size": 64,
-                    "num_position_embeddings": 64,
-                    "deepstack_visual_indexes": [0, 1],
-                },
-                **common,
-            )
-        )
-        processor = hf.Qwen3VLProcessor(
-            image_processor=hf.Qwen2VLImageProcessor(size=pixels, patch_size=16),
-            tokenizer=tokenizer,
-            video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
-            chat_template=CHAT_TEMPLATE,
-        )
-    else:
-        vision = {"depth": 2, "num_heads": 2}
-        if family == "qwen2_vl":
-            config = hf.Qwen2VLConfig(
-                text_config=text_config(tokenizer),
-                vision_config={**vision, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
-                **common,
-            )
-            model, kind = hf.Qwen2VLForConditionalGeneration(config), hf.Qwen2VLProcessor
-        else:
-            config = hf.Qwen2_5_VLConfig(
-                text_config=text_config(tokenizer),
-                vision_config={
-                    **vision,
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "out_hidden_size": 64,
-                    "fullatt_block_indexes": [1],
-                },
-                **common,
-            )
-            model, kind = hf.Qwen2_5_VLForConditionalGeneration(config), hf.Qwen2_5_VLProcessor
-        processor = kind(
-            image_processor=hf.Qwen2VLImageProcessor(size=pixels),
-            tokenizer=tokenizer,
-            video_processor=hf.Qwen2VLVideoProcessor(size=pixels),
-            chat_template=CHAT_TEMPLATE,
-        )
+    config = getattr(hf, f"{prefix}Config")(
+        text_config=text_config(tokenizer, **({"head_dim": 16} if third else {})),
+        vision_config={"num_heads": 2, **vision},
+        tie_word_embeddings=False,
+        **_tokens(tokenizer),
+    )
+    model = getattr(hf, f"{prefix}ForConditionalGeneration")(config)
+    videos: Any = hf.Qwen2VLVideoProcessor(size=pixels)
+    if third:
+        videos = hf.Qwen3VLVideoProcessor(**NORMALIZATION)
+    processor = getattr(hf, f"{prefix}Processor")(
+        image_processor=hf.Qwen2VLImageProcessor(size=pixels, patch_size=edge // 2),
+        tokenizer=tokenizer,
+        video_processor=videos,
+        chat_template=CHAT_TEMPLATE,
+    )
     initialize(model, tokenizer)
     return model.to(dtype), processor
 
@@ -164,17 +146,29 @@ def tiny_policy(
 ) -> Policy:
     """Build a policy from ``tiny_model(family)``, whose weights do not depend on ``shared``."""
     model, processor = tiny_model(family, dtype)
-    architecture = load_family(model.config)
     if shared:
-        use_shared_attention(architecture, model)
+        use_shared_attention(load_family(model.config), model)
+    # Chunks smaller than any batch here, so that chunking is always exercised.
+    return wrap_model(model, processor, shared, chunk_tokens=7, **distribution)
+
+
+def wrap_model(
+    model: Any,
+    processor: Any,
+    shared: bool,
+    adapters: Any = None,
+    chunk_tokens: int = 0,
+    **distribution: Any,
+) -> Policy:
+    """Build the policy of a model, which samples under its own distribution with these changes."""
+    family = load_family(model.config)
+    budget = family.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, family, budget, shared, adapters)
     defaults = {
-        "banned": architecture.banned_token_ids(model.config, processor),
+        "banned": family.banned_token_ids(model.config, processor),
         "eos": (model.generation_config.eos_token_id,),
     }
-    budget = architecture.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, architecture, budget, shared, adapters=None)
-    # Chunks smaller than any batch here, so that chunking is always exercised.
-    return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens=7)
+    return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens)
 
 
 def noise_example(

@@ -6,10 +6,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import pack_groups, sampled_logprobs
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.server import Server, ServerProcess
+from vlm_grpo.types import Completion, Prompt
 
 START_SECONDS = 400.0
 LORA = ("policy.lora.target=all", "policy.lora.r=8", "policy.lora.alpha=16")
@@ -51,3 +58,21 @@ def run_servers(
     finally:
         for _, process in found:
             process.stop()
+
+
+def sample(
+    sampler: Any, prompts: Sequence[Prompt], sampling: SamplingSettings, count: int, seed: int = 0
+) -> list[tuple[Completion, ...]]:
+    """Sample ``count`` completions of each prompt, by the servers of a ``VllmSampler``."""
+    seeds = [(seed, index) for index in range(len(prompts))]
+    return sampler.start(prompts, sampling, [range(count)] * len(prompts), seeds).result(300)
+
+
+@torch.no_grad()
+def find_difference(
+    policy: Policy, prompts: list[Prompt], groups: list[tuple[Completion, ...]]
+) -> float:
+    """Return the largest difference of the sampled tokens' log-probs from the policy's."""
+    scored = policy.score(pack_groups(prompts, groups)).logprobs
+    policy.engine.clear_image_features()
+    return float((scored - sampled_logprobs(groups)).abs().max())

@@ -29,7 +29,6 @@ THINKING = CHAT_TEMPLATE + (
     "{% generation %}{% if add_generation_prompt and enable_thinking is defined "
     "and not enable_thinking %}<think></think>{% endif %}{% endgeneration %}"
 )
-TEXT_ONLY = CHAT_TEMPLATE.replace("{% if message['content'] is string %}", "{% if false %}")
 NO_SYSTEM = CHAT_TEMPLATE.replace(
     "<|im_start|>{{ message['role'] }}",
     "{% if message['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -55,16 +54,6 @@ def make_builder(chat: ChatTemplate) -> PromptBuilder:
 
 def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
     return [*turns, Turn("user", text)]
-
-
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TEXT_ONLY])
-def test_a_system_prompt_precedes_the_question(template: str) -> None:
-    chat = make_chat(template, system="Be brief.")
-    assert chat.render(ask(Turn("system", "Be brief."), text="<image>Where?")) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Where?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_arguments_reach_the_template() -> None:

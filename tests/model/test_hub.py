@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import socket
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from socketserver import ThreadingTCPServer
 from threading import Thread
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from judge_server import Reply, build_server
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -51,22 +50,21 @@ class StandIn:
 
     def __init__(self) -> None:
         self.url, self.refuses = "", "nothing"  # the address, and the start of refused paths
-        self.calls: list[str] = []  # method and path
+        self.calls: list[str] = []  # paths
         self.created: list[dict[str, Any]] = []  # bodies that create repositories
         self.files: dict[str, bytes] = {}  # that were committed, by path
 
-    def answer(self, path: str, body: bytes) -> Any:
+    def answer(self, path: str, body: Any) -> Any:
         if path == "/api/whoami-v2":
             return {"name": "someone", "type": "user", "orgs": []}
         if path == "/api/repos/create":
-            self.created.append(json.loads(body))
+            self.created.append(body)
             return {"url": f"{self.url}/someone/counter"}
         if "/preupload/" in path:
             kind = {"uploadMode": "regular", "shouldIgnore": False}
-            return {"files": [{"path": f["path"], **kind} for f in json.loads(body)["files"]]}
+            return {"files": [{"path": f["path"], **kind} for f in body["files"]]}
         if "/commit/" in path:
-            rows = [json.loads(row) for row in body.splitlines()]
-            for row in rows:
+            for row in map(json.loads, body.splitlines()):
                 if row["key"] == "file":
                     self.files[row["value"]["path"]] = base64.b64decode(row["value"]["content"])
             commit = {"commitUrl": f"{self.url}/someone/counter/commit/1", "commitOid": "1"}
@@ -78,27 +76,17 @@ class StandIn:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            stand_in.calls.append(f"{self.command} {path}")
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            refused = path.startswith(stand_in.refuses)
-            values = {"error": "no"} if refused else stand_in.answer(path, body)
-            data = json.dumps(values).encode()
-            self.send_response(403 if refused else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def respond(path: str, headers: Mapping[str, str], body: Any) -> Reply:
+        path = path.partition("?")[0]
+        stand_in.calls.append(path)
+        refused = path.startswith(stand_in.refuses)
+        values = {"error": "no"} if refused else stand_in.answer(path, body)
+        content = {"Content-Type": "application/json"}
+        return Reply(
+            status=403 if refused else 200, headers=content, body=json.dumps(values).encode()
+        )
 
-        do_POST = do_GET
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    tcp = ThreadingTCPServer(("127.0.0.1", 0), Handler)
-    tcp.daemon_threads, tcp.block_on_close = True, False
+    tcp = build_server(respond, ("127.0.0.1", 0))
     stand_in.url = f"http://127.0.0.1:{tcp.server_address[1]}"
     Thread(target=tcp.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", stand_in.url)

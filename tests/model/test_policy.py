@@ -6,26 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from family_policies import build_family_policy
 from jaxtyping import TypeCheckError
 from tiny_models import (
     make_prompt,
     noise_example,
     pack_groups,
     sample_groups,
-    tiny_model,
     tiny_policy,
 )
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
-from vlm_grpo.model.adapters import freeze_parts
-from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.engine.repeated import Counters
-from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.families import PromptLayout, load_family
-from vlm_grpo.model.loading import LoadedModel
+from vlm_grpo.model.families import PromptLayout
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion, Prompt
 
@@ -104,13 +101,8 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
 
 
 def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> None:
-    model, processor = tiny_model(FAMILY)
-    family = load_family(model.config)
-    use_shared_attention(family, model)
-    freeze_parts(model, ["vision", "projector"])
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, family, budget, shared=True, adapters=None)
-    policy = Policy(loaded, SamplingDistribution(eos=(model.generation_config.eos_token_id,)))
+    freeze = {"freeze": ["vision", "projector"]}
+    policy = build_family_policy(FAMILY, shared=True, policy=freeze)
     assert isinstance(policy.engine, SharedEngine)
     assert not policy.engine.encoder.is_trained
     prompts = make_prompts(policy)

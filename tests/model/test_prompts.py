@@ -21,7 +21,7 @@ from vlm_grpo.task import PlainQuestion, Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
-from vlm_grpo.utils.chat import IMAGE, Turn
+from vlm_grpo.utils.chat import Turn
 
 THIN = (2010, 10)
 """An image of 201 : 1; the resize accepts 200 : 1."""
@@ -61,20 +61,6 @@ def test_a_control_token_in_a_question_is_refused_by_all_steps(
         prompts.build(prompts.with_resized_sizes(bad), TASK)
     assert reason in str(selected.value)
     assert str(built.value).startswith(reason)
-
-
-@pytest.mark.parametrize("family", BUILDERS)
-def test_the_image_token_of_any_family_is_a_control_token(family: str) -> None:
-    policy = build_family_policy(family)
-    token = policy.processor.image_token
-    reason = f"has the text {re.escape(token)}, a control token"
-    if token == IMAGE:  # which stands for the example's image
-        assert policy.prompts.write(ask(f"How many {token}?"), TASK)[0].text == "How many <image>?"
-        token, reason = f"{token}{token}", "it has 2 <image> in its texts and 1 images"
-    with pytest.raises(UserError, match=reason):
-        policy.prompts.write(ask(f"{token}\nHow many?"), TASK)
-    other = "[IMG]" if policy.processor.image_token != "[IMG]" else "[img]"
-    assert policy.prompts.write(ask(other), TASK)[0].text == f"<image>{other}"
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -202,16 +188,6 @@ def test_a_chat_template_that_refuses_a_prompt_is_named(
     monkeypatch.setattr(embedded.processor, "chat_template", template)
     with pytest.raises(UserError, match=r"^rows\.jsonl:3: example a: only text$"):
         embedded.build(embedded.with_resized_sizes(ask("?")), TASK)
-
-
-def test_a_builder_needs_no_weights(embedded: PromptBuilder) -> None:
-    # 56 x 28 pixels are two image tokens; the other prompt has none, and no markers around them.
-    with_image, text = (
-        embedded.build(embedded.with_resized_sizes(example), TASK)
-        for example in (ask("How many?"), noise_example("t", [], "What?"))
-    )
-    assert len(with_image.token_ids) > len(text.token_ids) > 5
-    assert embedded.max_tokens is not None
 
 
 def test_an_image_is_decoded_once_while_it_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:

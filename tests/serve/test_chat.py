@@ -26,32 +26,28 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def test_a_request_has_the_system_prompt_the_images_in_order_and_the_text() -> None:
-    images = [Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")]
-    chat = Turn("system", "Be brief."), Turn("user", "<image><image>Which?")
+def test_a_request_has_the_turns_of_a_chat_with_their_images() -> None:
+    red, blue = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")
+    chat = (
+        Turn("system", "Be brief."),
+        Turn("user", "<image>?"),
+        Turn("assistant", "Red."),
+        Turn("user", "And <image>?"),
+    )
     with serve(ChatModel()) as server:
-        client = ChatClient(Endpoint(server.address))
-        client.ask(build_messages(chat, images), OPTIONS)
+        ChatClient(Endpoint(server.address)).ask(build_messages(chat, [red, blue]), OPTIONS)
     (listed, (path, headers, body)) = server.requests
     assert listed[0] == "/v1/models"
     assert (path, body["model"], body["max_tokens"]) == ("/v1/chat/completions", "policy", 9)
     assert "Authorization" not in headers
-    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert body["messages"][1]["content"][-1] == {"type": "text", "text": "Which?"}
-    sent = [(image.size, image.getpixel((0, 0))) for image in get_images(body)]
-    assert sent == [((4, 2), (255, 0, 0)), ((2, 4), (0, 0, 255))]
-
-
-def test_the_turns_of_a_chat_keep_their_images() -> None:
-    red, blue = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")
-    chat = Turn("user", "<image>?"), Turn("assistant", "Red."), Turn("user", "And <image>?")
-    first, answer, second = build_messages(chat, [red, blue])
+    system, first, answer, second = body["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
     assert answer == {"role": "assistant", "content": "Red."}
     assert [part["type"] for part in first["content"]] == ["image_url", "text"]
-    assert [part["type"] for part in second["content"]] == ["text", "image_url", "text"]
     assert [part.get("text") for part in second["content"]] == ["And ", None, "?"]
-    sent = [image.size for turn in (first, second) for image in get_images({"messages": [turn]})]
-    assert sent == [(4, 2), (2, 4)]
+    for turn, size, color in ((first, (4, 2), (255, 0, 0)), (second, (2, 4), (0, 0, 255))):
+        (image,) = get_images({"messages": [turn]})
+        assert (image.size, image.getpixel((0, 0))) == (size, color)
 
 
 @pytest.mark.parametrize("given", [None, "MY_KEY"])

@@ -36,6 +36,12 @@ def policy() -> Policy:
     return tiny_policy("qwen2_5_vl")
 
 
+def build(policy: Policy, example: Example, numbers: range = range(2)) -> tuple[Any, Any]:
+    prompt = make_prompt(policy, example)
+    sampling = SamplingSettings(policy.distribution, 4)
+    return prompt, build_request(policy, prompt, sampling, numbers, (0, 3))
+
+
 def make_choice(index: int = 0, tokens: Any = (1, 2), reason: str = "stop", **changes: Any) -> Any:
     return {
         "index": index,
@@ -84,12 +90,8 @@ def test_everything_that_changes_the_distribution_is_sent(policy: Policy) -> Non
 
 def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy: Policy) -> None:
     example = noise_example("a", [(56, 28)])
-    noisy = make_prompt(policy, example.with_noise(DiffusionNoise(400, (0, 3))))
-    sampling = SamplingSettings(policy.distribution, 4)
-    clean, other = (
-        build_request(policy, prompt, sampling, numbers, (0, 3))
-        for prompt, numbers in ((make_prompt(policy, example), range(4)), (noisy, range(4, 6)))
-    )
+    _, clean = build(policy, example, range(4))
+    _, other = build(policy, example.with_noise(DiffusionNoise(400, (0, 3))), range(4, 6))
     assert clean["token_ids"] == other["token_ids"]
     assert clean["content_parts"] != other["content_parts"]
     assert other["sampling_params"]["n"] == 2
@@ -99,10 +101,7 @@ def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy: Policy) 
 
 
 def test_images_are_sent_after_our_resize_without_loss(policy: Policy) -> None:
-    example = noise_example("a", [(131, 60), (40, 90)])
-    prompt = make_prompt(policy, example)
-    sampling = SamplingSettings(policy.distribution, 4)
-    request = build_request(policy, prompt, sampling, range(2), (0, 0))
+    prompt, request = build(policy, noise_example("a", [(131, 60), (40, 90)]))
     image_token = policy.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert request["token_ids"].count(image_token) == 2  # the server repeats them
     assert "features" not in request
@@ -111,17 +110,20 @@ def test_images_are_sent_after_our_resize_without_loss(policy: Policy) -> None:
         for part in request["content_parts"]
     ]
     assert [image.size for image in sent] == [i.resized_size for i in prompt.example.images]
-    ours = [image for image, _ in policy.prompts.load_images(prompt.example)]
-    for image, own in zip(sent, ours, strict=True):
+    for image, (own, _) in zip(sent, policy.prompts.load_images(prompt.example), strict=True):
         assert np.array_equal(np.asarray(image), np.asarray(own.convert("RGB")))
     side = 28  # of a merged patch in pixels
     expanded = sum((w // side) * (h // side) for w, h in (image.size for image in sent))
     assert list(prompt.token_ids).count(image_token) == expanded
 
 
-def test_choices_are_read_in_order(policy: Policy) -> None:
+@pytest.fixture
+def sampling(policy: Policy) -> SamplingSettings:
+    return SamplingSettings(policy.distribution, 4, stop=("b",))
+
+
+def test_choices_are_read_in_order(policy: Policy, sampling: SamplingSettings) -> None:
     (eos,) = policy.distribution.eos
-    sampling = SamplingSettings(policy.distribution, 4, stop=("b",))
     choices = [
         make_choice(2, (65, 66), "stop"),
         make_choice(0, (65, eos)),
@@ -135,20 +137,22 @@ def test_choices_are_read_in_order(policy: Policy) -> None:
     assert {c.version for c in group} == {4}
 
 
-def test_a_completion_has_the_version_of_its_oldest_weights(policy: Policy) -> None:
-    sampling = SamplingSettings(policy.distribution, 4)
-    names = [LABEL.write(5), LABEL.write(3), LABEL.write(4)]
-    spans = [{"version": name} for name in names]
-    (found,) = read_choices(policy, sampling, [make_choice(weight_versions=spans)], LABEL)
-    assert found.version == 3
-    other = [{"version": LABEL.write(5)}, {"version": "weights/another/9"}]
-    (found,) = read_choices(policy, sampling, [make_choice(weight_versions=other)], LABEL)
-    assert found.version == -1
+@pytest.mark.parametrize(
+    ("names", "oldest"),
+    [([LABEL.write(n) for n in (5, 3, 4)], 3), ([LABEL.write(5), "weights/another/9"], -1)],
+)
+def test_a_completion_has_the_version_of_its_oldest_weights(
+    policy: Policy, sampling: SamplingSettings, names: list[str], oldest: int
+) -> None:
+    choice = make_choice(weight_versions=[{"version": name} for name in names])
+    (found,) = read_choices(policy, sampling, [choice], LABEL)
+    assert found.version == oldest
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
-def test_a_completion_that_the_server_has_given_up(policy: Policy, reason: Any) -> None:
-    sampling = SamplingSettings(policy.distribution, 4)
+def test_a_completion_that_the_server_has_given_up(
+    policy: Policy, sampling: SamplingSettings, reason: Any
+) -> None:
     with pytest.raises(ServiceError, match=f"ended by {reason}"):
         read_choices(policy, sampling, [make_choice(reason=reason)], LABEL)
 
@@ -160,15 +164,16 @@ def test_prompts_with_other_tokens_are_refused(policy: Policy) -> None:
     image_token = policy.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     place = ours.index(image_token)
     count = ours.count(image_token)
-    with pytest.raises(UserError, match=rf"example a: its images have {count} tokens here and "):
-        check_prompt(policy, prompt, [*ours[:place], image_token, *ours[place:]])
-    changed = [*ours[:-3], ours[-3] + 1, *ours[-2:]]
-    with pytest.raises(UserError, match=rf"from token {len(ours) - 3} on .* another tokenizer"):
-        check_prompt(policy, prompt, changed)
-    with pytest.raises(UserError, match=rf"from token {len(ours) - 1} on"):
-        check_prompt(policy, prompt, ours[:-1])
-    with pytest.raises(UserError, match=rf"from token {len(ours)} on"):
-        check_prompt(policy, prompt, [*ours, 65])
+    more, changed = [*ours[:place], image_token, *ours[place:]], [*ours]
+    changed[-3] += 1
+    for tokens, message in (
+        (more, rf"example a: its images have {count} tokens here and "),
+        (changed, rf"from token {len(ours) - 3} on .* another tokenizer"),
+        (ours[:-1], rf"from token {len(ours) - 1} on"),
+        ([*ours, 65], rf"from token {len(ours)} on"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_prompt(policy, prompt, tokens)
 
 
 # Clips.
@@ -206,12 +211,6 @@ def unpack(data: bytes) -> tuple[Any, bytes]:
 def read_tensor(part: Any) -> np.ndarray:
     name, shape, data = part["data"]
     return np.frombuffer(data, dtype=name).reshape(shape)
-
-
-def build(policy: Policy, example: Example) -> tuple[Any, Any]:
-    prompt = make_prompt(policy, example)
-    sampling = SamplingSettings(policy.distribution, 4)
-    return prompt, build_request(policy, prompt, sampling, range(2), (0, 0))
 
 
 def test_the_server_gets_each_image_and_pair_of_frames_with_its_place(clip_policy: Policy) -> None:

@@ -16,11 +16,10 @@ from commands import fails
 from fake_vllm import read_calls, run_fake
 from processes import is_alive, is_listening, wait_for
 from safetensors.torch import load_file
-from small_runs import LORA, assert_same_run, make_trainer, read_metrics, read_samples
+from small_runs import LORA, assert_same_run, make_trainer, read_metrics
 
 from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
-from vlm_grpo.errors import UserError
 from vlm_grpo.serve import sampler, server
 from vlm_grpo.training.trainer import train
 
@@ -183,31 +182,6 @@ def test_a_port_that_is_in_use(
     assert "Address already in use" in error
 
 
-def test_running_servers_of_which_one_is_lost_and_then_the_last(
-    settings: Any, find_whole: Any, tmp_path: Path, model_folder: Path, caplog: Any
-) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    dies = {"faults": {GENERATE: {"3": "die"}}}
-    later = {"faults": {GENERATE: {"12": "die"}}, "seconds": 0.05}
-    with (
-        run_fake(folders[0], model_folder, **dies) as a,
-        run_fake(folders[1], model_folder, **later) as b,
-    ):
-        build = settings(urls=[a, b], checkpoint={"every": 0})
-        with pytest.raises(UserError, match=f"the last vLLM server failed: {b}.*resume=true"):
-            train(build)
-    assert f"the vLLM server {a} failed" in caplog.text
-    done = len(read_metrics(build.run_dir))
-    assert 1 <= done < 4
-    assert (build.run_dir / f"checkpoints/step-{done}").is_dir()
-    assert not (build.run_dir / "vllm").exists()
-    with run_fake(tmp_path / "third", model_folder) as url:
-        train(settings(urls=[url], resume=True))
-    whole = find_whole(rollout={"steps_ahead": 0})
-    assert read_samples(build.run_dir) == read_samples(whole)
-    assert read_metrics(build.run_dir) == read_metrics(whole)
-
-
 # Stops.
 
 
@@ -245,15 +219,3 @@ def test_ctrl_c_saves_the_run_and_ends_its_servers(
 
 def _read(folder: Path) -> str:
     return (folder / "output").read_text() if (folder / "output").exists() else ""
-
-
-def test_a_run_that_is_killed_leaves_no_process(settings: Any, fake: Path, tmp_path: Path) -> None:
-    """Its files of weights stay, and the next start of the run replaces them."""
-    build = settings({"faults": {GENERATE: {"6": "hang"}}, "has_child": True})
-    process = forked.start(tmp_path / "output", call_cli, ["train", str(write(build, tmp_path))])
-    try:
-        wait_for(lambda: len(read_calls(fake, GENERATE)) >= 6)
-    finally:
-        process.kill()
-    process.join(60)
-    wait_for(lambda: not any(is_alive(pid) for pid in find_pids(fake)))

@@ -155,6 +155,7 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(
         (GENERATE, "503"),
         (GENERATE, "404"),  # such as for an adapter that a restarted server does not have
         (GENERATE, "abort"),
+        (GENERATE, "hang"),
         (GENERATE, "{}"),
         (GENERATE, "[]"),
         (GENERATE, '{"prompt_token_ids": null, "choices": []}'),
@@ -175,28 +176,17 @@ def test_a_server_that_fails_once_is_given_the_weights_and_asked_again(
     fault: str,
 ) -> None:
     number = "4" if path == GENERATE else "1"  # the first request is the check's empty one
-    servers = start({"faults": {path: {number: fault}}})
+    timeout = {"request_timeout": 0.5} if fault == "hang" else {}
+    servers = start({"faults": {path: {number: fault}}}, **timeout)
     assert tokens(sample(servers.sampler, prompts)) == expected
+    assert servers.paths().count(GENERATE) == 8 + (path == GENERATE), "only what failed is repeated"
     assert f"the vLLM server {servers.urls[0]} failed (" in caplog.text
     assert "is asked again (1 of 3)" in caplog.text
+    assert ("timed out" in caplog.text) == (fault == "hang")
     assert servers.paths().count("/pause") == 2
     again = len(servers.paths()) - 1 - servers.paths()[::-1].index("/pause")
     loads = [LOAD, LOAD, "/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version"]
     assert servers.paths()[again : again + 7] == ["/pause", *loads, "/resume"]
-
-
-def test_only_what_failed_is_asked_again(start: Any, prompts: list[Prompt], expected: Any) -> None:
-    servers = start({"faults": {GENERATE: {"9": "500"}}})
-    assert tokens(sample(servers.sampler, prompts)) == expected
-    assert servers.paths().count(GENERATE) == 9
-
-
-def test_a_server_that_hangs_is_given_up_after_the_timeout(
-    start: Any, prompts: list[Prompt], expected: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    servers = start({"faults": {GENERATE: {"3": "hang"}}}, request_timeout=0.5)
-    assert tokens(sample(servers.sampler, prompts)) == expected
-    assert "timed out" in caplog.text
 
 
 def test_a_server_that_is_gone_is_dropped(
@@ -210,6 +200,12 @@ def test_a_server_that_is_gone_is_dropped(
     assert "is asked again" not in caplog.text
     servers.sampler.publish(1)
     assert versions(sample(servers.sampler, prompts)) == {1}
+
+
+def test_the_last_server_is_lost(start: Any, prompts: list[Prompt]) -> None:
+    servers = start({"faults": {GENERATE: {"3": "die"}}})
+    with pytest.raises(UserError, match=r"the last vLLM server failed: .*continue with resume"):
+        sample(servers.sampler, prompts)
 
 
 def test_failures_are_counted_until_a_rollout_is_finished(

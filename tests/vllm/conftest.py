@@ -53,12 +53,6 @@ def server_processes(
         yield found
 
 
-@pytest.fixture(scope="session")
-def server_url(server_processes: list[tuple[str, ServerProcess]]) -> str:
-    """The address of a running server of the embedded model, served as ``policy``."""
-    return server_processes[0][0]
-
-
 @pytest.fixture
 def make_sampler(
     tmp_path: Path, server_processes: list[tuple[str, ServerProcess]]

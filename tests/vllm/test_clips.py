@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from family_models import MROPE, build_qwen3
-from tiny_models import make_prompt, noise_clip, noise_example, pack_groups, sampled_logprobs
+from tiny_models import make_prompt, noise_clip, noise_example, sampled_logprobs
 from video_files import make_video
-from vllm_runs import make_settings
+from vllm_runs import find_difference, make_settings, sample
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.run import Settings
@@ -65,21 +65,16 @@ def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_upda
     policy = sampler.policy
     prompts = [make_prompt(policy, example) for example in EXAMPLES]
     sampling = SamplingSettings(policy.distribution, 6)
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     found: list[Any] = []
     for version in range(2):
         sampler.publish(version)
-        seeds = [(0, index) for index in range(len(prompts))]
-        groups = sampler.start(prompts, sampling, [range(3)] * len(prompts), seeds).result(300)
+        groups = sample(sampler, prompts, sampling, 3)
+        assert find_difference(policy, prompts, groups) < 1e-4
+        found.append(sampled_logprobs(groups)[:4])
         with torch.no_grad():
-            scored = policy.score(pack_groups(prompts, groups)).logprobs
-            difference = scored - sampled_logprobs(groups)
-            assert difference.abs().max() < 1e-4
             for _, weight in policy.trainable_parameters():
-                noise = torch.randn(weight.shape, generator=generator)
-                weight.add_(0.1 * weight.abs().mean() * noise)
-        policy.engine.clear_image_features()
-        found.append(scored[:4])
+                weight.add_(0.1 * weight.abs().mean() * torch.randn_like(weight))
     assert not torch.equal(found[0], found[1])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from small_runs import read_metrics
-from tiny_models import make_prompt, noise_example, pack_groups, sampled_logprobs
-from vllm_runs import LORA, make_settings
+from tiny_models import make_prompt, noise_example
+from vllm_runs import LORA, find_difference, make_settings, sample
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
@@ -20,7 +19,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.server import Server
 from vlm_grpo.training.trainer import train
-from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.types import Prompt
 
 
 def make_prompts(policy: Policy, count: int) -> list[Prompt]:
@@ -36,40 +35,24 @@ def make_prompts(policy: Policy, count: int) -> list[Prompt]:
     return prompts
 
 
-def sample(
-    sampler: Any, prompts: Sequence[Prompt], sampling: SamplingSettings, count: int, seed: int = 0
-) -> list[tuple[Completion, ...]]:
-    seeds = [(seed, index) for index in range(len(prompts))]
-    return sampler.start(prompts, sampling, [range(count)] * len(prompts), seeds).result(300)
-
-
-@torch.no_grad()
-def find_difference(
-    policy: Policy, prompts: list[Prompt], groups: list[tuple[Completion, ...]]
-) -> float:
-    """Return the largest difference of the sampled tokens' log-probs from the policy's."""
-    scored = policy.score(pack_groups(prompts, groups)).logprobs
-    policy.engine.clear_image_features()
-    return float((scored - sampled_logprobs(groups)).abs().max())
-
-
-def test_prompts_of_a_hundred_images_of_odd_sizes_have_our_tokens(make_sampler: Any) -> None:
-    sampler, strategy, _ = make_sampler()
-    prompts = make_prompts(strategy.policy, 100)
+@pytest.mark.parametrize(
+    ("count", "budget"),
+    [
+        (100, ()),
+        # Another budget than the server's: smaller images are left alone.
+        (10, ("policy.max_pixels=6272", "policy.max_pixels=25088")),
+        (10, ("policy.min_pixels=12544", "policy.max_pixels=25088")),
+    ],
+)
+def test_prompts_of_images_of_odd_sizes_have_our_tokens(
+    make_sampler: Any, count: int, budget: tuple[str, ...]
+) -> None:
+    sampler, strategy, _ = make_sampler(*budget)
+    prompts = make_prompts(strategy.policy, count)
     sampler.publish(0)
     sampling = SamplingSettings(strategy.policy.distribution, 2)
     groups = sample(sampler, prompts, sampling, 2)  # other tokens would be an error
-    assert [len(group) for group in groups] == [2] * 100
-    assert find_difference(strategy.policy, prompts, groups) < 1e-4
-
-
-@pytest.mark.parametrize("budget", ["policy.max_pixels=6272", "policy.min_pixels=12544"])
-def test_another_pixel_budget_than_the_server_s(make_sampler: Any, budget: str) -> None:
-    """Smaller images are left alone; a server that enlarges them is told to the user."""
-    sampler, strategy, _ = make_sampler(budget, "policy.max_pixels=25088")
-    prompts = make_prompts(strategy.policy, 10)
-    sampler.publish(0)
-    groups = sample(sampler, prompts, SamplingSettings(strategy.policy.distribution, 2), 2)
+    assert [len(group) for group in groups] == [2] * count
     assert find_difference(strategy.policy, prompts, groups) < 1e-4
 
 
@@ -170,22 +153,24 @@ def test_features_of_an_image_are_computed_with_the_new_vision_tower(
                 None if url.endswith(left_out) else send(url, *rest, **named)
             ),
         )
-        generator = torch.Generator().manual_seed(version)
+        torch.manual_seed(version)
         with torch.no_grad():
             for name, weight in policy.trainable_parameters():
                 if "visual" in name:
-                    weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+                    weight.add_(0.3 * torch.randn_like(weight))
     assert differences[0] < 1e-4
     assert (differences[1] < 1e-4) == resets, differences
 
 
-def test_a_server_with_other_base_weights_is_refused(make_sampler: Any, server_url: str) -> None:
+def test_a_server_with_other_base_weights_is_refused(
+    make_sampler: Any, server_processes: Any
+) -> None:
     sampler, strategy, _ = make_sampler()
     sampler.publish(0)
     sampling = SamplingSettings(strategy.policy.distribution, 2)
     sample(sampler, make_prompts(strategy.policy, 1), sampling, 2)
     with pytest.raises(UserError, match=r"its base weights were replaced .*: start it again"):
-        make_sampler(*LORA, urls=[server_url])[0].publish(0)
+        make_sampler(*LORA, urls=[server_processes[0][0]])[0].publish(0)
 
 
 def test_two_servers_share_the_prompts_and_one_may_be_killed(

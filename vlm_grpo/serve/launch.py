@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ class LaunchedModel:
     image_options: dict[str, Any]  # of the processor, which set the run's pixel budget, if any
     family: Family
     chat_arguments: dict[str, Any]
-    adapter: Path | None = None  # that is trained; None: there is none, or it is loaded later
-    adapted: frozenset[str | None] = frozenset()  # parts that the adapter changes
-    rank: int = 0
+    adapter: Path | None  # that is trained; None: there is none, or it is loaded later
+    adapted: frozenset[str | None]  # parts that the adapter changes
+    rank: int
 
 
 def describe_model(
@@ -63,9 +63,10 @@ def describe_model(
     ``for_rollouts``: the adapter of the settings is still to be trained. ``on_gpu``: whether the
     server has a GPU; None: if this machine has one.
     """
-    has_adapter = checkpoint is not None and (checkpoint / CONFIG).is_file()
-    source = get_model_source(settings.model)
-    if checkpoint is not None and not has_adapter:
+    source, adapter = get_model_source(settings.model), None
+    if checkpoint is not None and (checkpoint / CONFIG).is_file():
+        adapter = checkpoint.absolute()
+    elif checkpoint is not None:
         source = str(checkpoint)
     config, processor = load_config(settings, source), load_processor(settings, source)
     arguments = ChatTemplate(processor, settings.prompt).arguments
@@ -73,27 +74,28 @@ def describe_model(
     budget = get_pixel_budget(family, processor, settings.policy)
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     options = _get_image_options(family, processor, budget)
-    model = LaunchedModel(source, settings, on_gpu, options, family, arguments)
-    if checkpoint is not None and has_adapter:
-        config = read_object(checkpoint / CONFIG)
-        if config.get("use_dora") or config.get("modules_to_save"):
+    names, rank = [], 0  # of trained adapters
+    if adapter is not None:
+        described = read_object(adapter / CONFIG)
+        if described.get("use_dora") or described.get("modules_to_save"):
             raise UserError(
                 f"the adapter {checkpoint} has norms of rows (use_dora) or modules trained in full "
                 "(modules_to_save), which vLLM does not load: export the merged model first "
                 "(vlm-grpo export), and serve that folder"
             )
-        rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
-        with safe_open(checkpoint / WEIGHTS, "pt") as weights:
-            adapted = frozenset(map(find_part, weights.keys()))
-        return replace(model, adapter=checkpoint.absolute(), adapted=adapted, rank=rank)
-    if for_rollouts and settings.policy.lora is not None:
+        rank = max(described["r"], *(described.get("rank_pattern") or {}).values(), 1)
+        with safe_open(adapter / WEIGHTS, "pt") as weights:
+            names = [*weights.keys()]
+    elif for_rollouts and settings.policy.lora is not None:
         with torch.device("meta"):
             empty = build_empty(config, settings.policy.trust_remote_code)
             adapters: Any = apply_lora_or_freeze(empty, settings.policy, has_values=False)
-        trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
         rank = get_largest_rank(adapters)
-        return replace(model, adapted=frozenset(map(find_part, trained)), rank=rank)
-    return model
+        names = [name for name, weight in adapters.named_parameters() if weight.requires_grad]
+    adapted = frozenset(map(find_part, names))
+    return LaunchedModel(
+        source, settings, on_gpu, options, family, arguments, adapter, adapted, rank
+    )
 
 
 def build_command(model: LaunchedModel, address: tuple[str, int]) -> list[str]:

@@ -1,47 +1,49 @@
-"""Decoded completions keep the special tokens of a family's answers, and no others."""
+"""The base family: tokens of answers, and the shared form of any model, also of unknown ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from tiny_models import noise_example, tiny_policy
-from transformers import (
-    Gemma4Config,
-    Glm4vConfig,
-    InternVLConfig,
-    LlavaConfig,
-    PaliGemmaConfig,
-    Qwen2_5_VLConfig,
-    Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen3VLConfig,
+import torch
+from family_policies import build_family_policy
+from tiny_models import FAMILIES as QWEN
+from tiny_models import (
+    make_prompt,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    tiny_policy,
 )
+from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
 
 from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
-from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.families import Family, load_family
+from vlm_grpo.model.families.family import CappedHead
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example, Prompt
 
 INTERNVL = [f"<{mark}{name}>" for name in ("ref", "box", "quad", "img") for mark in ("", "/")]
 PALIGEMMA = [f"<loc{number:04d}>" for number in range(1024)] + ["<seg000>", "<image>"]
-FAMILIES: dict[str, tuple[Any, list[str]]] = {
-    "qwen2_vl": (Qwen2VLConfig, []),
-    "resized": (Qwen2_5_VLConfig, []),
-    "permille": (Qwen3VLConfig, []),
-    "internvl": (InternVLConfig, [*INTERNVL, "<IMG_CONTEXT>"]),
-    "glm": (Glm4vConfig, ["<|begin_of_box|>", "<|end_of_box|>", "<|begin_of_image|>", "<|image|>"]),
-    "paligemma": (PaliGemmaConfig, PALIGEMMA),
-    "gemma4": (Gemma4Config, ["<|image|>", "<image|>"]),
-    "fraction": (LlavaConfig, ["<image>"]),
+GLM = ["<|begin_of_box|>", "<|end_of_box|>", "<|begin_of_image|>", "<|image|>"]
+FAMILIES: dict[str, tuple[str, list[str]]] = {
+    "qwen2_vl": ("qwen2_vl", []),
+    "resized": ("qwen2_5_vl", []),
+    "permille": ("qwen3_vl", []),
+    "internvl": ("internvl", [*INTERNVL, "<IMG_CONTEXT>"]),
+    "glm": ("glm4v", GLM),
+    "paligemma": ("paligemma", PALIGEMMA),
+    "gemma4": ("gemma4", ["<|image|>", "<image|>"]),
+    "fraction": ("llava", ["<image>"]),
 }
-"""For each family, by its coordinate frame: the configuration and additional special tokens."""
+"""For each family, by its coordinate frame: the type of model and additional special tokens."""
 
 
 def load_family_and_tokenizer(frame: str) -> tuple[Family, Any]:
-    config, special = FAMILIES[frame]
+    kind, special = FAMILIES[frame]
     alphabet = [*map(chr, range(33, 127)), "Ġ"]  # how byte-level tokenizers write a space
     tokenizer = Qwen2Tokenizer(
         vocab={letter: number for number, letter in enumerate(alphabet)},
@@ -50,7 +52,7 @@ def load_family_and_tokenizer(frame: str) -> tuple[Family, Any]:
         pad_token="<|endoftext|>",
         additional_special_tokens=[*SPECIAL_TOKENS, *special],
     )
-    return load_family(config()), tokenizer
+    return load_family(CONFIG_MAPPING[kind]()), tokenizer
 
 
 @pytest.mark.parametrize("frame", FAMILIES)
@@ -77,11 +79,9 @@ def test_decoded_boxes_can_be_parsed_and_other_special_tokens_are_removed(frame:
 def test_completions_keep_the_special_tokens_of_answers() -> None:
     policy = tiny_policy("qwen2_vl")
     task = load_task("detection", frame=policy.prompts.frame)
-    prompt = policy.prompts.build(
-        policy.prompts.with_resized_sizes(noise_example("a", [(56, 56)])), task
-    )
-    sampling = SamplingSettings(policy.distribution, 64, ())
-    (members,) = policy.sample([prompt], sampling, 8, [(0, "a")], 100_000)
+    example = policy.prompts.with_resized_sizes(noise_example("a", [(56, 56)]))
+    prompt = policy.prompts.build(example, task)
+    (members,) = sample_groups(policy, [prompt], 8, length=64)
     start = policy.tokenizer.convert_tokens_to_ids("<|box_start|>")
     # 512 samples from about 270 tokens of a random model contain each token about twice.
     assert any(start in completion.token_ids for completion in members)
@@ -90,3 +90,124 @@ def test_completions_keep_the_special_tokens_of_answers() -> None:
         assert completion.text.count("<|box_start|>") == count
         assert "<|im_" not in completion.text
         assert "<|endoftext|>" not in completion.text
+
+
+# The shared form.
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mllama", "its language model reads images by cross-attention"),
+        ("florence2", "it is an encoder-decoder model"),
+        (
+            "kosmos-2",
+            "its model takes no precomputed image features (transformers 5.18 and later may)",
+        ),
+        ("llama4", "it has layers of the type chunked_attention"),
+    ],
+)
+def test_the_reason_against_the_shared_form(kind: str, reason: str) -> None:
+    assert Family().why_not_shared(CONFIG_MAPPING[kind]()) == reason
+
+
+def test_recurrent_layers_need_the_cache_of_a_newer_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Cache, "get_conv_state")
+    reason = "its recurrent layers need transformers 5.21 or later"
+    assert Family().why_not_shared(CONFIG_MAPPING["qwen3_5"]()) == reason
+    assert Family().why_not_shared(CONFIG_MAPPING["gemma3"]()) is None
+
+
+def test_code_from_elsewhere_does_not_share_prompts() -> None:
+    class OtherConfig(InternVLConfig):
+        model_type = "other"
+
+    assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
+
+
+def test_the_layout_of_a_prompt_shows_who_sees_whom() -> None:
+    policy = build_family_policy("gemma3")
+    prompt = make_prompt(policy, noise_example("a", [(60, 40)]))
+    layout = policy.family.lay_out(policy.model, prompt)
+    tokens = torch.tensor(prompt.token_ids)
+    image = (tokens == policy.model.config.image_token_id).nonzero().flatten()
+    count = len(tokens)
+    assert layout.positions.tolist() == [list(range(count))]
+    causal = torch.ones(count, count).tril().bool()
+    causal[image[0] : image[-1] + 1, image[0] : image[-1] + 1] = True
+    assert torch.equal(layout.masks["full_attention"], causal)
+    text = make_prompt(policy, noise_example("b", []))
+    mask = policy.family.lay_out(policy.model, text).masks["full_attention"]
+    assert torch.equal(mask, torch.ones_like(mask).tril())
+
+
+def test_positions_have_an_axis_for_time_height_and_width() -> None:
+    policy = build_family_policy("glm4v")
+    prompt = make_prompt(policy, noise_example("a", [(60, 60)]))
+    positions = policy.family.lay_out(policy.model, prompt).positions
+    assert positions.shape == (3, len(prompt.token_ids))
+    assert not (positions[0] == positions[1]).all()
+    text = make_prompt(policy, noise_example("b", []))
+    assert len(policy.family.lay_out(policy.model, text).positions) == 1
+
+
+def test_a_capped_head_caps_its_logits() -> None:
+    head = torch.nn.Linear(3, 2, bias=False)
+    hidden = torch.randn(4, 3) * 20
+    expected = 5 * torch.tanh(head(hidden) / 5)
+    torch.testing.assert_close(CappedHead(head, 5.0)(hidden), expected)
+
+
+@pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
+def test_a_family_that_is_unknown_shares_its_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = build_family_policy(name, torch.float64, shared=True, banned=())
+    prompt = make_prompt(known, noise_example("a", [(60, 40), (90, 30)]))
+    config = known.model.config
+    monkeypatch.setattr(type(config), "model_type", "novel_vl")
+    assert type(load_family(config)) is Family
+    novel = build_family_policy(name, torch.float64, shared=True, banned=())
+    assert type(novel.family) is Family
+    groups = sample_groups(known, [prompt])
+    assert [c.token_ids for group in sample_groups(novel, [prompt]) for c in group] == [
+        c.token_ids for group in groups for c in group
+    ]
+    batch = pack_groups([prompt], groups)
+    found, expected = novel.score(batch).logprobs, known.score(batch).logprobs
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+# Qwen's own form.
+
+
+def test_a_small_image_does_not_change_the_size_of_the_others() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    small = noise_example("small", [(10, 12)], seed=4)
+    large = noise_example("large", [(112, 84)], seed=5)
+
+    def make_prompts(*examples: Example) -> list[Prompt]:
+        return [make_prompt(policy, example) for example in examples]
+
+    before = make_prompts(large)[0]
+    after = make_prompts(small, large)[1]
+    assert before.token_ids == after.token_ids
+    assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
+    # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
+    grids = [p.vision["image_grid_thw"].tolist() for p in make_prompts(small, large)]
+    assert grids == [[[1, 2, 2]], [[1, 6, 8]]]
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_a_prompt_truncated_inside_an_image_is_refused(family: str) -> None:
+    policy = tiny_policy(family)
+    prompt = make_prompt(policy, noise_example("a", [(56, 56)]))
+    image = policy.model.config.image_token_id
+    first = prompt.token_ids.index(image)
+    features = policy.family.encode_images(policy.model, policy.family.split_images(prompt))
+    tokens = np.array([prompt.token_ids[: first + 1]])
+    positions = torch.zeros(3, 1, first + 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="has 1 image tokens but its images have 4 features"):
+        policy.family.run(policy.model, tokens, positions, features, None)
