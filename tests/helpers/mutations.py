@@ -35,22 +35,12 @@ TARGETS = {
     ),
     "training/objective/batch.py": (
         0.5,
-        "training/objective/test_batch.py training/objective/test_losses.py "
-        "training/objective/test_trl.py",
-    ),
-    "training/objective/diagnostics.py": (
-        0.2,
-        "training/objective/test_diagnostics.py training/objective/test_losses.py "
-        "training/objective/test_trl.py",
-    ),
-    "training/objective/kl.py": (
-        0.6,
-        "training/objective/test_kl.py training/objective/test_brute_force_kl.py",
+        "training/objective/test_losses.py training/objective/test_trl.py",
     ),
     "training/objective/losses.py": (
         0.25,
         "training/objective/test_losses.py training/objective/test_trl.py test_wiring.py "
-        "training/test_targets_trl.py",
+        "training/objective/test_brute_force_kl.py training/test_targets_trl.py",
     ),
     "model/engine/attention.py": (
         0.2,

@@ -66,11 +66,8 @@ def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, f
 def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
     """Return the metrics of one rank's groups, sampled after ``step`` steps; names follow TRL's.
 
-    They are the total reward and each reward, the task's metrics, lengths in tokens, the shares of
-    completions that were truncated and that have an answer, the entropy in nats per token, and the
-    staleness, in steps, of completions by an outside sampler. That does not tell entropies; the
-    mean of −log p over sampled tokens estimates theirs without bias.
-    Those sampled behind another form of their prompt do not count.
+    An outside sampler does not report entropies; the mean of −log p over sampled tokens estimates
+    them without bias. Completions behind another form of their prompt have no part in them.
     """
     completions = [c for group in groups for c in group.completions]
     scores = [s for group in groups for s in group.scores]

@@ -7,8 +7,8 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,14 +31,6 @@ MAX_REPLACEMENTS = 8
 """Number of later examples to try in place of one that cannot be read."""
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A prompt, perhaps in place of one that could not be read."""
-
-    prompt: Prompt
-    is_replacement: bool
-
-
 class PromptLoader:
     """A loader of prompts in the stream's order, which prepares the next step's in advance.
 
@@ -59,7 +51,7 @@ class PromptLoader:
     ) -> None:
         self.policy, self.task, self.stream = policy, task, stream
         self.skip_unreadable = skip_unreadable
-        self._pending: dict[tuple[int, Variant | None], Future[_Loaded]] = {}
+        self._pending: dict[tuple[int, Variant | None], Future[tuple[Prompt, bool]]] = {}
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="prompts")
         self._pool: WorkerPool | None = None
         if workers:
@@ -71,14 +63,14 @@ class PromptLoader:
     def load(self, indices: Sequence[int], variant: Variant | None = None) -> list[Prompt]:
         """Return the prompts at these indices of the stream, with their other forms."""
         self._submit(indices, variant)
-        loaded = [self._pending.pop((index, variant)).result() for index in indices]
-        prompts = [
-            p for item in loaded for p in (item.prompt, item.prompt.variant) if p is not None
-        ]
-        counters = self.policy.counters
-        counters.image_decodes += sum(prompt.image_decodes for prompt in prompts)
-        counters.replaced_prompts += sum(item.is_replacement for item in loaded)
-        return [item.prompt for item in loaded]
+        prompts, counters = list[Prompt](), self.policy.counters
+        for index in indices:
+            prompt, is_replacement = self._pending.pop((index, variant)).result()
+            for part in (prompt, prompt.variant):
+                counters.image_decodes += 0 if part is None else part.image_decodes
+            counters.replaced_prompts += is_replacement
+            prompts.append(prompt)
+        return prompts
 
     def prefetch(self, indices: Sequence[int], variant: Variant | None = None) -> None:
         """Start loading the prompts of the next ``load``, and drop all others."""
@@ -96,8 +88,9 @@ class PromptLoader:
             if key not in self._pending:
                 self._pending[key] = self._threads.submit(self._load, *key)
 
-    def _load(self, index: int, variant: Variant | None) -> _Loaded:
-        """Load the prompt at an index, or the first readable one after it."""
+    def _load(self, index: int, variant: Variant | None) -> tuple[Prompt, bool]:
+        """Load the prompt at an index, or the first readable one after it, and say whether it is
+        one after it."""
         position = index
         while True:
             try:
@@ -114,17 +107,18 @@ class PromptLoader:
                 logger.warning("%s; using the next example instead", error)
                 position += 1
             else:
-                return _Loaded(prompt, position > index)
+                return prompt, position > index
 
     def _build(self, example: Example) -> Prompt:
         if self._pool is None:
             prompt = self.policy.prompts.build(example, self.task)
         else:
             prompt = self._build_in_worker(self._pool, example)
-        if self.policy.device.type == "cuda":  # only copies from pinned memory do not wait
-            vision = {name: _pin(value) for name, value in prompt.vision.items()}
-            prompt = replace(prompt, vision=vision)
-        return prompt
+        if self.policy.device.type != "cuda":
+            return prompt
+        pairs = prompt.vision.items()  # only copies from pinned memory do not wait
+        pinned = {n: v.pin_memory() if isinstance(v, Tensor) else v for n, v in pairs}
+        return replace(prompt, vision=pinned)
 
     def _build_in_worker(self, pool: WorkerPool, example: Example) -> Prompt:
         """Build a prompt in a worker, or in a second one if the first ends."""
@@ -138,7 +132,10 @@ class PromptLoader:
                 reason = f"exit code {getattr(error, 'exitcode', 'unknown')}"
                 logger.warning("%s: the worker of its prompt ended (%s)", example.name, reason)
             else:
-                vision = {name: _from_array(value) for name, value in prompt.vision.items()}
+                pairs = prompt.vision.items()
+                vision = {
+                    n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in pairs
+                }
                 return replace(prompt, example=example, vision=vision)
         raise _WorkersEnded(
             f"{example.name}: two workers ended while they prepared its prompt ({reason}), perhaps "
@@ -165,16 +162,6 @@ class _Worker:
     def encode(cls, example: Example, turns: Sequence[Turn]) -> Prompt:
         """Build a prompt, with arrays: tensors would be sent through files in shared memory."""
         prompt = cls.builder.encode(example, turns)
-        return replace(prompt, vision={n: _to_array(value) for n, value in prompt.vision.items()})
-
-
-def _to_array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, Tensor) else value
-
-
-def _from_array(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def _pin(value: Any) -> Any:
-    return value.pin_memory() if isinstance(value, Tensor) else value
+        pairs = prompt.vision.items()
+        arrays = {n: v.numpy() if isinstance(v, Tensor) else v for n, v in pairs}
+        return replace(prompt, vision=arrays)

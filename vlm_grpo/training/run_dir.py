@@ -96,9 +96,9 @@ class RunDir:
         self.report_time = time.monotonic()
 
     def open(self, step: int, written: int | None = None) -> None:
-        """Prepare to continue after ``step`` steps, of which the metrics of ``written`` are written
-        (None: all), if the last one's evaluation is still to be made; the logs of later steps are
-        dropped.
+        """Prepare to continue after ``step`` steps, and drop the logs of later ones. ``written``:
+        number of steps whose metrics are written, if the last one's evaluation is still to be made;
+        None: all.
         """
         if not self.is_main:
             return

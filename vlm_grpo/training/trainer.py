@@ -25,7 +25,7 @@ from vlm_grpo.report.progress import Progress
 from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
-from vlm_grpo.training.batch import Estimator, Rollout, StepBatch, compute_advantages
+from vlm_grpo.training.batch import Estimator, Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.manager import (
     CheckpointManager,
     RunState,
@@ -144,7 +144,11 @@ class Trainer:
                 batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
                 metrics = rollout_metrics(rollout, advantages)
                 metrics = {**self.updater.update(batch), **metrics, **self.updater.learning_rates}
-                self._finish_step(rollout, batch, bool(metrics["skipped_updates"]))
+                self.policy.engine.clear_image_features()
+                groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
+                is_skipped = bool(metrics["skipped_updates"])
+                self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
+                self.nonfinite.check(self.global_step, is_skipped, groups, own)
         metrics |= self.meter.measure(rollout, batch)
         self.global_step += 1
         return metrics
@@ -159,12 +163,6 @@ class Trainer:
             except (StepInterrupted, UserError):
                 set_rng_states(states)  # a reward may use them
                 raise
-
-    def _finish_step(self, rollout: Rollout, batch: StepBatch, is_skipped: bool) -> None:
-        self.policy.engine.clear_image_features()
-        groups, advantages = rollout.groups, batch.advantages[: rollout.num_sampled]
-        self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
-        self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
 
     def run(self, stop_request: StopRequest | None = None) -> TrainResult:
         """Run the remaining steps with the evaluations and checkpoints due between them.
@@ -216,26 +214,18 @@ class Trainer:
         self.accelerator.end_training()
         checkpoint = self.checkpoints.path(self.state)
         if not self._is_done:
+            reason, status = self.stop_request.reason or "another process", self.stop_request.status
             raise Stopped(
-                f"stopped by {self.stop_request.reason or 'another process'} "
-                f"{self.progress}; saved in {checkpoint}; "
+                f"stopped by {reason} {self.progress}; saved in {checkpoint}; "
                 "continue with resume=true",
-                self.stop_request.status,
+                status,
             )
-        return TrainResult(
-            before,
-            after,
-            self.evaluator.best,
-            checkpoint,
-            settings.run_dir,
-            self.evaluator.task.lower_is_better,
-        )
+        best, is_error = self.evaluator.best, self.evaluator.task.lower_is_better
+        return TrainResult(before, after, best, checkpoint, settings.run_dir, is_error)
 
     @property
     def _is_done(self) -> bool:
         return self.global_step >= self.settings.optim.max_steps and self.unevaluated is None
-
-    # Stopping.
 
     @property
     def progress(self) -> str:
@@ -246,8 +236,6 @@ class Trainer:
     def _stop_requested(self) -> bool:
         """Return whether a stop was requested on any rank. All ranks must call it."""
         return any_rank(self.accelerator, self.stop_request.reason is not None)
-
-    # Evaluation.
 
     def _evaluate(self) -> Scored | None:
         evaluation = self.evaluator.evaluate(self.global_step)
@@ -262,8 +250,6 @@ class Trainer:
         if evaluation is not None:
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return evaluation
-
-    # Checkpoints.
 
     @property
     def state(self) -> RunState:

@@ -16,6 +16,7 @@ from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.methods import build_methods, find_methods
 from vlm_grpo.training.objective import (
+    MetricAccumulator,
     StepTotals,
     TokenBatch,
     completion_weights,
@@ -23,6 +24,7 @@ from vlm_grpo.training.objective import (
     needs_update,
     policy_loss,
 )
+from vlm_grpo.training.objective.losses import KL_ESTIMATORS, k3
 
 LENGTHS = torch.tensor([9, 1, 4, 16, 2, 7, 16, 3])
 MAX_LENGTH = 16
@@ -384,7 +386,8 @@ def test_no_term_of_a_method_is_left_out():
     arguments = step.lengths, step.active, count_totals(step), settings
     weights = completion_weights(*arguments, methods)
     assert settings.method_terms == weights.keys() & methods.keys() == {*fields}
-    adds_term = {m.name for m in find_methods() if "add_weights" in vars(m)}
+    # A method whose settings are in its file is selected by name, as that of a user is.
+    adds_term = {m.name for m in find_methods() if m.block and "add_weights" in vars(m)}
     assert adds_term == {*fields}
 
 
@@ -414,3 +417,117 @@ def test_the_cross_entropy_is_the_mean_over_its_weights():
     output = compute_loss(batch, ObjectiveSettings(sampler_correction="token"), methods=methods)
     assert output.loss.item() == pytest.approx(1.5)
     assert output.metrics.values() == {"mean_token_accuracy": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_k1_and_k3_equal_the_kl_on_average(name):
+    policy, reference = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    mean = (policy.exp() * KL_ESTIMATORS[name](policy, reference)).sum()
+    assert mean.item() == pytest.approx(exact.item(), abs=1e-14)
+
+
+def test_k2_and_k3_are_never_negative_and_agree_near_zero():
+    difference = torch.linspace(-3, 3, 101, dtype=torch.float64)
+    zero = torch.zeros_like(difference)
+    assert (KL_ESTIMATORS["k2"](difference, zero) >= 0).all()
+    assert (k3(difference, zero) >= 0).all()
+    small = torch.tensor([1e-3], dtype=torch.float64)
+    # They differ by d³/6 to leading order.
+    gap = KL_ESTIMATORS["k2"](small, small * 0) - k3(small, small * 0)
+    assert gap.item() == pytest.approx(1e-9 / 6, rel=1e-3)
+
+
+def test_k3_keeps_precision_for_small_differences():
+    """exp(d) − d − 1 in float32 is 0 or 6e-8 at d = 1e-4; expm1 keeps the first digits."""
+    difference = torch.tensor([1e-4])
+    assert k3(torch.zeros(1), difference).item() == pytest.approx(5e-9, rel=0.01)
+
+
+THREE = torch.tensor([2, 0, 3])
+ACTIVE = torch.tensor([True, True, False])
+
+
+def make_batch(active: torch.Tensor | None = None) -> TokenBatch:
+    completion = torch.tensor([0, 0, 2, 2, 2])
+    advantages = torch.tensor([1.0, 2.0, 3.0])
+    return TokenBatch(torch.zeros(5), completion, advantages, THREE, active=active)
+
+
+def test_values_are_summed_and_averaged_by_completion():
+    values = torch.tensor([1.0, 3.0, 2.0, 3.0, 7.0])
+    assert make_batch().completion_sum(values).tolist() == [4, 0, 12]
+    assert make_batch().completion_mean(values).tolist() == [2, 0, 4]  # 0 without tokens
+
+
+def test_tokens_have_the_advantage_and_the_activity_of_their_completion():
+    assert make_batch().per_token_advantages.tolist() == [1, 1, 3, 3, 3]
+    assert make_batch().active_tokens.tolist() == [1] * 5
+    assert make_batch(ACTIVE).active_tokens.tolist() == [1, 1, 0, 0, 0]
+
+
+def test_totals_count_masked_completions_but_not_their_tokens():
+    assert StepTotals.from_lengths(THREE, None, 16) == StepTotals(3, 5, 16)
+    assert StepTotals.from_lengths(THREE, ACTIVE, 16) == StepTotals(3, 2, 16)
+
+
+FIRST = MetricAccumulator(
+    means={"kl": (torch.tensor(3.0), torch.tensor(2.0)), "reward": (1.0, 1)},
+    minima={"min_length": 4},
+    maxima={"max_length": 9, "ratio": torch.tensor(1.5)},
+    sums={"failed": 1},
+    samples={"exact": (1.0, 0.0)},
+)
+SECOND = MetricAccumulator(
+    means={"kl": (torch.tensor(1.0), torch.tensor(2.0)), "entropy": (0.0, 0)},
+    minima={"min_length": 2},
+    maxima={"max_length": 5, "ratio": torch.tensor(1.25)},
+    sums={"failed": 2, "decoded": 7},
+    samples={"exact": (0.5,), "format": ()},
+)
+
+
+def test_two_parts_add_up_to_the_metrics_of_both():
+    values = (FIRST + SECOND).values()
+    assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
+    assert math.isnan(values.pop("format/mean"))
+    assert math.isnan(values.pop("format/std"))
+    assert values == {
+        "kl": 1.0,
+        "reward": 1.0,
+        "min_length": 2,
+        "max_length": 9,
+        "ratio": 1.5,
+        "exact/mean": 0.5,
+        "failed": 3,
+        "decoded": 7,
+    }
+
+
+def test_a_mean_over_nothing_is_left_out_or_given_a_value():
+    assert "entropy" not in SECOND.values()
+    assert math.isnan(SECOND.values(empty=math.nan)["entropy"])
+
+
+def test_the_sum_starts_from_an_empty_accumulator():
+    assert sum([FIRST], MetricAccumulator()).values() == FIRST.values()
+    assert MetricAccumulator().values() == {}
+
+
+def test_a_maximum_with_nan_is_nan():
+    broken = MetricAccumulator(maxima={"ratio": torch.tensor(math.nan)})
+    assert math.isnan((FIRST + broken).values()["ratio"])
+    assert math.isnan((broken + FIRST).values()["ratio"])
+
+
+def test_a_copy_in_host_memory_has_the_same_values():
+    assert FIRST.cpu().values() == FIRST.values()
+
+
+def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
+    reads, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
+    right = MetricAccumulator({"accuracy": (torch.tensor(3), 4), "kl": (torch.tensor(0.5), 2)})
+    found = (FIRST + right).cpu()
+    assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
+    assert found.values() == (FIRST + right).values()

@@ -45,7 +45,7 @@ from vlm_grpo.training.checkpoint.store import (
 from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
-from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, VideoRef
+from vlm_grpo.types import TARGET_COLUMN, Example, VideoRef
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +161,7 @@ class CheckpointManager:
             "random": gather_object([get_rng_states()]),
             "versions": get_versions(),
         }
-        tensors = {
-            "optimizer": self._gather(updater.strategy.optimizer_tensors()),
-        }
+        tensors = {"optimizer": self._gather(updater.strategy.optimizer_tensors())}
         if unused := self.sampler.unused:  # only with rollouts ahead of the steps
             metadata["unused"] = unused
         for method in updater.methods.values():
@@ -187,32 +185,24 @@ class CheckpointManager:
                 f"{checkpoint} was trained with the pixel budget {metadata['pixel_budget']}, the "
                 f"model now has {budget}: restore the files of its processor"
             )
-        self._restore_updater(checkpoint, metadata)
+        updater, now = self.updater, flatten_settings(self.settings)
+        updater.strategy.load_optimizer_tensors(read_tensors(checkpoint, "optimizer"))
+        updater.scheduler.load_state_dict(metadata["scheduler"])
+        set_rates(updater.strategy.optimizer, updater.scheduler, self.settings)
         self.sampler.restore(metadata["position"], metadata.get("unused", []))
-        for method in self.updater.methods.values():
+        for method in updater.methods.values():
             values = metadata.get("methods", {}).get(method.name)
             method.load_state_dict(values, read_tensors(checkpoint, method.state_file))
-        self._restore_max_tokens(metadata)
+        for owner, tokens in zip((self.sampler, updater), metadata["max_tokens"], strict=True):
+            budget = owner.budget
+            # Halved for lack of memory, it stays, unless the setting has changed.
+            if metadata["settings"][budget.setting] == now[budget.setting]:
+                budget.tokens = tokens
         states = metadata["random"]
         set_rng_states(states[self.accelerator.process_index % len(states)])
         best = None if metadata["best"] is None else tuple(metadata["best"])
         unevaluated = metadata.get("unevaluated")
         return RunState(metadata["step"], best, metadata["overflows"], unevaluated)
-
-    def _restore_updater(self, checkpoint: Path, metadata: Mapping[str, Any]) -> None:
-        updater = self.updater
-        updater.strategy.load_optimizer_tensors(read_tensors(checkpoint, "optimizer"))
-        updater.scheduler.load_state_dict(metadata["scheduler"])
-        set_rates(updater.strategy.optimizer, updater.scheduler, self.settings)
-
-    def _restore_max_tokens(self, metadata: Mapping[str, Any]) -> None:
-        """Restore token budgets that were halved for lack of memory, unless settings changed."""
-        sampler, updater = metadata["max_tokens"]
-        before, now = metadata["settings"], self.settings
-        if before["rollout.max_tokens_per_batch"] == now.rollout.max_tokens_per_batch:
-            self.sampler.budget.tokens = sampler
-        if before["optim.max_tokens_per_batch"] == now.optim.max_tokens_per_batch:
-            self.updater.budget.tokens = updater
 
 
 def find_checkpoint(
@@ -305,10 +295,7 @@ def flatten_settings(settings: Settings) -> dict[str, Any]:
 
 
 def check_same_settings(
-    saved: Mapping[str, Any],
-    settings: Settings,
-    checkpoint: str,
-    task: Task | None = None,
+    saved: Mapping[str, Any], settings: Settings, checkpoint: str, task: Task | None = None
 ) -> None:
     """Check that the settings of a run fit the checkpoint that it resumes from.
 
@@ -322,7 +309,8 @@ def check_same_settings(
         before, after = saved.get(key), now.get(key)
         if before == after or _may_change(key, task) or _is_new_setting(key, saved):
             continue
-        problems.append(f"{key} was {_format(before)} and is now {_format(after)}")
+        old, new = (json.dumps(v, ensure_ascii=False, default=str) for v in (before, after))
+        problems.append(f"{key} was {old} and is now {new}")
     if problems:
         raise UserError(
             f"{checkpoint} was written with other settings:\n{bullets(problems)}\n"
@@ -343,15 +331,6 @@ def _may_change(key: str, task: Task) -> bool:
     return find_on_resume(Settings, key) is not OnResume.LOCKED
 
 
-def _format(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _describe_image(image: ImageRef) -> tuple[Any, ...]:
-    times = image.times if isinstance(image, VideoRef) else ()
-    return image.name, image.size, *times
-
-
 def compute_digests(examples: Sequence[Example]) -> Tensor:
     """Return (rows, 8) bytes: a digest of each example's id, chat, answer, images and target."""
     digests = [
@@ -361,7 +340,10 @@ def compute_digests(examples: Sequence[Example]) -> Tensor:
                     example.id,
                     example.question,
                     example.answer,
-                    [_describe_image(image) for image in example.images],
+                    [
+                        (i.name, i.size, *(i.times if isinstance(i, VideoRef) else ()))
+                        for i in example.images
+                    ],
                     *map(astuple, example.history),
                     *(value for name, value in example.meta.items() if name == TARGET_COLUMN),
                 ],

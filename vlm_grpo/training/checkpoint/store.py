@@ -57,10 +57,7 @@ class CorruptCheckpoint(UserError):
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    state: CheckpointState,
-    write_weights: Callable[[Path], None],
+    folder: Path, step: int, state: CheckpointState, write_weights: Callable[[Path], None]
 ) -> Path:
     """Write a checkpoint to a temporary folder, flush it, read it back, rename it and return it.
 
@@ -330,11 +327,8 @@ class _LazyTensors(Mapping[str, torch.Tensor]):
 def read_tensors(checkpoint: Path, name: str) -> Mapping[str, torch.Tensor]:
     """Return the tensors of one kind, such as ``optimizer``, on the CPU, from one file or shards;
     none if the checkpoint has no such tensors."""
-    return _LazyTensors([path for path in checkpoint.iterdir() if _get_kind(path) == name])
-
-
-def _get_kind(path: Path) -> str | None:
-    return _SHARD.sub("", path.stem) if path.suffix == ".safetensors" else None
+    files = checkpoint.glob("*.safetensors")
+    return _LazyTensors([path for path in files if _SHARD.sub("", path.stem) == name])
 
 
 def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[int] = ()) -> None:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from vlm_grpo.model.policy import Policy
     from vlm_grpo.task import Task
     from vlm_grpo.training.batch import KeptGroup, Rollout, Values
-    from vlm_grpo.training.objective.batch import TokenBatch
-    from vlm_grpo.training.objective.losses import LossInputs, Shares
+    from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch
     from vlm_grpo.types import Example, Group, Prompt
 
 

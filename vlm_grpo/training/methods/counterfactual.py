@@ -30,9 +30,7 @@ from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training.batch import Values
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.kl import image_dependency
-from vlm_grpo.training.objective.losses import LossInputs, Shares
+from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, image_dependency
 from vlm_grpo.types import Group
 
 

@@ -13,9 +13,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.training.batch import Values
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.kl import k3
-from vlm_grpo.training.objective.losses import LossInputs, Shares
+from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
 
 _IMAGE_SETTINGS = (
     *("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"),

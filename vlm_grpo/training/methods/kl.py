@@ -23,7 +23,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.transfer import snapshot_on_host
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.kl import KL_ESTIMATORS
+from vlm_grpo.training.objective import KL_ESTIMATORS
 
 
 class ReferenceKL(Method):

@@ -16,8 +16,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Method, Run
-from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.losses import LossInputs
+from vlm_grpo.training.objective import LossInputs, TokenBatch
 from vlm_grpo.types import TARGET_COLUMN, Completion, Example, Group, Prompt, Score
 
 _ANSWER = "an answer 7"
