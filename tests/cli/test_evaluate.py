@@ -13,7 +13,7 @@ from judge_server import Reply
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.synthetic import write_examples
-from vlm_grpo.eval.foreign import LAYOUTS
+from vlm_grpo.eval.outputs import LAYOUTS
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.utils import http_json

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlm_grpo import cli
-from vlm_grpo.eval.predictions import PredictionLog
+from vlm_grpo.eval.generate import PredictionLog
 
 FEW = ["data.train_limit=6", "data.eval_limit=2"]
 CORRECTED = "objective.sampler_correction=token"

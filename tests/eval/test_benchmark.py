@@ -25,7 +25,7 @@ from vlm_grpo.eval.benchmark import (
     format_report,
     score_benchmark,
 )
-from vlm_grpo.eval.predictions import PredictionLog
+from vlm_grpo.eval.generate import PredictionLog
 from vlm_grpo.eval.statistics import bootstrap_interval
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.coordinates import FRAMES
@@ -79,8 +79,8 @@ def test_errors_are_printed_with_three_places():
     assert lines[0].startswith("FSC-147: mae 0.333 [0.000, 1.000] (n = 3")
     assert "  baseline, always '2': 0.333" in lines
     assert f"  {'val':<32}   0.333 [0.000, 1.000]  n = 3" in lines
-    comparison = compare([0.0, 1.0, 0.0], [0.0, 0.0, 0.0])
-    line = format_comparison(comparison, report.benchmark)
+    comparison = compare(report.benchmark, [0.0, 1.0, 0.0], [0.0, 0.0, 0.0])
+    line = format_comparison(report.benchmark, comparison)
     assert line.startswith("difference +0.333 [+0.000, +1.000], p = ")
     assert line.endswith("n = 3; 0 better, 1 worse)")
 
@@ -149,22 +149,18 @@ def test_groups_with_numbers_are_sorted_by_size():
 
 
 def test_comparison_is_paired():
-    values = [0.0, 1.0] * 50
-    equal = compare(values, values)
-    assert (equal.interval, equal.p_value, equal.higher, equal.lower) == ((0.0, 0.0), 1.0, 0, 0)
+    benchmark, values = load_benchmark("tallyqa"), [0.0, 1.0] * 50
+    equal = compare(benchmark, values, values)
+    assert [equal[name] for name in ("low", "high", "p_value", "better", "worse")] == [0, 0, 1, 0, 0]
     # Each example gains 0.01, which an unpaired test could not detect in this spread.
     base = np.random.default_rng(0).normal(0, 10, 100)
-    comparison = compare((base + 0.01).tolist(), base.tolist())
-    assert comparison.b - comparison.a == pytest.approx(0.01)
-    assert comparison.p_value < 0.001
-    assert comparison.higher == 100
+    found = compare(benchmark, (base + 0.01).tolist(), base.tolist())
+    assert found["difference"] == pytest.approx(0.01)
+    assert (found["p_value"] < 0.001, found["better"]) == (True, 100)
     with pytest.raises(UserError, match="no example has an answer in both outputs"):
-        compare([None, 1.0], [1.0, None])
-
-
-def test_a_comparison_of_binary_scores_counts_the_better_and_the_worse():
+        compare(benchmark, [None, 1.0], [1.0, None])
     first, second = [1.0] * 3 + [0.0] * 2 + [1.0] * 45, [0.0] * 3 + [1.0] * 47
-    line = format_comparison(compare(first, second), load_benchmark("tallyqa"))
+    line = format_comparison(benchmark, compare(benchmark, first, second))
     assert "(McNemar, n = 50; 3 better, 2 worse)" in line
 
 

@@ -12,8 +12,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
-from vlm_grpo.eval.generate import LocalModel, generate_all, split_into_chunks
-from vlm_grpo.eval.predictions import PredictionLog
+from vlm_grpo.eval.generate import LocalModel, PredictionLog, generate_all, split_into_chunks
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task

@@ -15,8 +15,7 @@ from chat_model import ChatModel, serve
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.evaluate import evaluate
-from vlm_grpo.eval.pass_at_k import estimate_best, find_majority, merge_scores
-from vlm_grpo.eval.scored import summarize
+from vlm_grpo.eval.scored import estimate_best, find_majority, merge_scores, summarize
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.registry import load_task

@@ -11,7 +11,8 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.predictions import PredictionLog, build_request, read_predictions
+from vlm_grpo.eval.generate import PredictionLog, build_request
+from vlm_grpo.eval.outputs import read_predictions
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.utils.chat import Turn
 
@@ -29,7 +30,6 @@ def write_answers(examples):
 
 def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     log = PredictionLog(tmp_path, REQUEST)
-    assert log.is_missing_any(KEYS[:4])
     log.append(KEYS[:4], EXAMPLES[:4], write_answers(EXAMPLES[:4]))
     log.append(KEYS[4:6], EXAMPLES[4:6], write_answers(EXAMPLES[4:6]))
     with log.rank_path.open("a") as file:  # the process ended within a line
@@ -37,12 +37,11 @@ def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     assert not log.path.exists(), "the file exists only when complete"
 
     resumed = PredictionLog(tmp_path, REQUEST)
-    assert not resumed.is_missing_any(KEYS[:6])
-    assert resumed.is_missing_any(KEYS[4:8])
+    assert [*resumed.outputs] == KEYS[:6]
     resumed.append(KEYS[4:], EXAMPLES[4:], write_answers(EXAMPLES[4:]))
     resumed.finish(KEYS, EXAMPLES, write_answers(EXAMPLES))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "request.json"]
-    assert not PredictionLog(tmp_path, REQUEST).is_missing_any(KEYS)
+    assert [*PredictionLog(tmp_path, REQUEST).outputs] == KEYS
     found, texts = read_predictions(resumed.path, EXAMPLES)
     assert texts == write_answers(EXAMPLES)
     assert found == EXAMPLES
@@ -52,7 +51,6 @@ def test_the_samples_of_an_example_are_told_apart(tmp_path):
     log, pair = PredictionLog(tmp_path, REQUEST), [EXAMPLES[0]] * 2
     keys = [(EXAMPLES[0].id, number) for number in range(3)]
     log.append(keys[1:], pair, ["b", "c"])
-    assert log.is_missing_any(keys)
     assert PredictionLog(tmp_path, REQUEST).outputs == {keys[1]: "b", keys[2]: "c"}
     log.append(keys[:1], pair[:1], ["a"])
     log.finish(keys, [*pair, EXAMPLES[0]], ["a", "b", "c"])

@@ -19,8 +19,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval import remote
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
-from vlm_grpo.eval.predictions import PredictionLog
-from vlm_grpo.eval.remote import load_evaluated_model
+from vlm_grpo.eval.generate import PredictionLog, load_evaluated_model
 from vlm_grpo.model.prompts import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES

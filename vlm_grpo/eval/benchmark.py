@@ -20,13 +20,10 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.evaluate import check_weights
-from vlm_grpo.eval.foreign import read_outputs
-from vlm_grpo.eval.generate import generate_all
-from vlm_grpo.eval.predictions import PredictionLog, build_request
-from vlm_grpo.eval.remote import load_evaluated_model
+from vlm_grpo.eval.generate import check_weights, generate_all, load_evaluated_model, open_log
+from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.eval.scored import Scored, has_answer, summarize
-from vlm_grpo.eval.statistics import PairedTest, bootstrap_interval, compare_pairs
+from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame
@@ -136,17 +133,16 @@ def _score_baseline(
 
 
 def compare(
-    first: Sequence[float | None], second: Sequence[float | None], seed: int = 0
-) -> PairedTest:
-    """Test the first of two sets of values against the second, on examples that both have."""
+    benchmark: Benchmark, first: Sequence[float | None], second: Sequence[float | None]
+) -> dict[str, Any]:
+    """Test the first of two sets of values against the second, on examples that both have.
+
+    Return the comparison as ``results.json`` has it.
+    """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         raise UserError("there is nothing to compare: no example has an answer in both outputs")
-    return compare_pairs([b for _, b in pairs], [a for a, _ in pairs], seed)
-
-
-def _describe_test(test: PairedTest, benchmark: Benchmark) -> dict[str, Any]:
-    """Return the comparison as ``results.json`` has it."""
+    test = compare_pairs([b for _, b in pairs], [a for a, _ in pairs])
     better, worse = test.higher, test.lower
     if benchmark.lower_is_better:
         better, worse = worse, better
@@ -155,16 +151,15 @@ def _describe_test(test: PairedTest, benchmark: Benchmark) -> dict[str, Any]:
     return {**found, "high": high, "p_value": test.p_value, "better": better, "worse": worse}
 
 
-def format_comparison(test: PairedTest, benchmark: Benchmark) -> str:
+def format_comparison(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
     """Format a comparison in the unit of a benchmark."""
-    found = _describe_test(test, benchmark)
     difference, low, high = (
         f"{found[name] * benchmark.scale:+.{benchmark.places}f}"
         for name in ("difference", "low", "high")
     )
     return (
-        f"difference {difference} [{low}, {high}], p = {test.p_value:.3g} "
-        f"({test.test}, n = {test.n}; {found['better']} better, {found['worse']} worse)"
+        f"difference {difference} [{low}, {high}], p = {found['p_value']:.3g} "
+        f"({found['test']}, n = {found['n']}; {found['better']} better, {found['worse']} worse)"
     )
 
 
@@ -259,19 +254,16 @@ def evaluate_benchmark(
     state = initialize_distributed()
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
+    examples = _load_examples(benchmark, settings, benchmark.load_task(**settings.task_options))
     reports: dict[str, Report] = {}
     for title, weights in {"model": None, "checkpoint": checkpoint}.items():
         if title == "checkpoint" and weights is None:
             continue
-        task = benchmark.load_task(**settings.task_options)
-        examples = _load_examples(benchmark, settings, task)
         model = load_evaluated_model(settings, weights, server)
         options = {**settings.task_options, "thinking_tags": model.prompts.thinking_tags}
         task = benchmark.load_task(model.prompts.frame, **options)
         folder = settings.run_dir / (weights.name if weights else "model")
-        request = build_request(settings, weights, task, examples) | model.identity
-        with state.main_process_first():
-            log = PredictionLog(folder, request, state.process_index)
+        log = open_log(folder, model, weights, task, examples)
         resized, texts = generate_all(model, task, examples, log)
         if state.is_main_process:
             settings.save(folder / "config.yaml")
@@ -373,8 +365,8 @@ def _finish(path: Path, name: str, reports: Mapping[str, Report], split: str | N
     values = [report.values for report in reports.values()]
     results["comparison"] = None
     if len(values) > 1 and values[0] is not None and values[1] is not None:
-        test, benchmark = compare(values[1], values[0]), reports["model"].benchmark
-        print(f"\n{format_comparison(test, benchmark)}")
-        results["comparison"] = _describe_test(test, benchmark)
+        benchmark = reports["model"].benchmark
+        results["comparison"] = compare(benchmark, values[1], values[0])
+        print(f"\n{format_comparison(benchmark, results['comparison'])}")
     with create_folder(path.parent):
         write_atomic(path, json.dumps(results, indent=1, ensure_ascii=False).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,15 @@ from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.foreign import read_outputs
-from vlm_grpo.eval.generate import EvaluatedModel, LocalModel, generate_all
-from vlm_grpo.eval.predictions import PredictionLog, build_request
-from vlm_grpo.eval.remote import load_evaluated_model
+from vlm_grpo.eval.generate import (
+    LocalModel,
+    check_weights,
+    generate_all,
+    load_evaluated_model,
+    name_outputs,
+    open_log,
+)
+from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.eval.scored import Scored, summarize
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.resolve import find_checkpoint
@@ -50,19 +54,9 @@ def evaluate_policy(
     The ranks share the examples; each returns the evaluation of all, or raises ``UserError``. The
     completions of an example depend only on the seed and on the example's index.
     """
-    return _evaluate(LocalModel(policy, settings), task, examples, scorer, None)
-
-
-def _evaluate(
-    model: EvaluatedModel,
-    task: Task,
-    examples: Sequence[Example],
-    scorer: RewardScorer,
-    log: PredictionLog | None,
-) -> Scored:
-    resized, texts = generate_all(model, task, examples, log)
+    resized, texts = generate_all(LocalModel(policy, settings), task, examples)
     scores = score_all(task, resized, texts, scorer)
-    return summarize(task, resized, texts, scores, model.settings.seed)
+    return summarize(task, resized, texts, scores, settings.seed)
 
 
 def score_all(
@@ -117,25 +111,24 @@ def evaluate(
     check_weights(weights, server)
     disable_progress_bar()
     run_task = load_run_task(settings, objects)
-    scoring_task = get_held_out_task(settings, run_task)
     if settings.data.eval is None:
         _, examples = load_data(settings, run_task, objects)
     else:
-        examples = load_split(settings, scoring_task, "eval", objects)
+        examples = load_split(settings, get_held_out_task(settings, run_task), "eval", objects)
     model = load_evaluated_model(settings, weights, server)
-    state = initialize_distributed()
     scoring_task = get_held_out_task(settings, model.prompts.adapt(run_task))
-    name, log = weights.name if weights else "model", None
+    folder, name = settings.run_dir / "evaluation", name_outputs(model, weights)
+    log = None
     if server is not None:
-        name = name_served(model)
-        request = build_request(settings, weights, scoring_task, examples) | model.identity
-        log = PredictionLog(settings.run_dir / "evaluation" / name, request)
+        log = open_log(folder / name, model, weights, scoring_task, examples)
+    resized, texts = generate_all(model, scoring_task, examples, log)
+    state = initialize_distributed()
     with build_scorer(settings, state.process_index) as scorer:
-        evaluation = _evaluate(model, scoring_task, examples, scorer, log)
-    path = settings.run_dir / "evaluation" / f"{name}.jsonl"
+        scores = score_all(scoring_task, resized, texts, scorer)
+    evaluation = summarize(scoring_task, resized, texts, scores, settings.seed)
     if state.is_main_process:
-        evaluation.write(path)
-    return replace(evaluation, path=path)
+        evaluation.write(folder / f"{name}.jsonl")
+    return replace(evaluation, path=folder / f"{name}.jsonl")
 
 
 def score_outputs(
@@ -151,20 +144,6 @@ def score_outputs(
         scores = scorer(task, texts, examples)
     FailureGuard().check(task, scores, examples)
     return summarize(task, examples, texts, scores, 0), len(loaded) - len(examples)
-
-
-def name_served(model: EvaluatedModel) -> str:
-    return "served-" + re.sub(r"[^\w.-]", "-", model.identity["served_model"])
-
-
-def check_weights(checkpoint: Path | None, server: Endpoint | str | None) -> None:
-    if checkpoint is not None and server is not None:
-        raise UserError(
-            "a server has its own weights: leave out the checkpoint, or the server; the settings "
-            "of a run are those of its config.yaml, given as the recipe"
-        )
-    if checkpoint is not None and not checkpoint.is_dir():
-        raise UserError(f"checkpoint {checkpoint} is not a folder")
 
 
 class HeldOutEvaluator:

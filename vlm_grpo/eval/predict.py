@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
@@ -19,8 +19,7 @@ from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.generate import EvaluatedModel
-from vlm_grpo.eval.remote import load_evaluated_model
+from vlm_grpo.eval.generate import EvaluatedModel, load_evaluated_model
 from vlm_grpo.model.resolve import NO_TASK, UNKNOWN, resolve_model, resolve_unknown
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
@@ -112,8 +111,10 @@ class Predictor:
             chat = read_question(question, [_recognize_clip(image) for image in images])
         except ValueError as error:
             raise UserError(f"the question cannot be used: {error}") from error
-        question = chat.turns[0].text
-        references = tuple(_read(image, self.settings.data) for image in chat.images)
+        question, data = chat.turns[0].text, self.settings.data
+        references = tuple(
+            read_image(image, data.max_image_pixels, data.video) for image in chat.images
+        )
         try:
             example = self.model.prompts.with_resized_sizes(
                 Example("question", references, question, None)
@@ -129,10 +130,13 @@ class Predictor:
             raise UserError(
                 f"the task's parser failed on {completion.text!r}: {error!r}"
             ) from error
-        has_task = not isinstance(self.task, PlainQuestion)
-        sizes = tuple(image.resized_size for image in example.images)
-        picture = _draw(self.task, example, answer, completion.text) if references else None
-        return Prediction(completion, has_task, answer, sizes, picture)
+        return Prediction(
+            completion,
+            not isinstance(self.task, PlainQuestion),
+            answer,
+            tuple(image.resized_size for image in example.images),
+            _draw(self.task, example, answer, completion.text) if references else None,
+        )
 
 
 def predict(
@@ -172,12 +176,15 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
     return load_task(task, **options)
 
 
-def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
-    """Read the image of a question; ``UserError``: it cannot be read, or is too large."""
-    name = str(image) if isinstance(image, str | Path) else "of the question"
+def read_image(image: ImageInput, max_pixels: int, video: VideoSettings | None = None) -> ImageRef:
+    """Read the image or the clip of a question; ``UserError``: it cannot be, or is too large."""
+    name, roots, data = "of the question", (), image
     try:
-        data = Path(image).read_bytes() if isinstance(image, str | Path) else image
-        return MediaReader(None, max_pixels).read(data, name)
+        if isinstance(image, Clip):
+            roots = Path.cwd(), Path(Path.cwd().anchor)
+        elif isinstance(image, str | Path):
+            name, data = str(image), Path(image).read_bytes()
+        return MediaReader(roots, max_pixels, video).read(data, name)
     except OSError as error:
         raise UserError(f"image {name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -190,17 +197,6 @@ def _recognize_clip(value: Any) -> Any:
         if path.suffix.lower() in VIDEO_SUFFIXES or path.is_dir():
             return Clip(path.absolute())
     return value
-
-
-def _read(value: Any, data: DataSettings) -> ImageRef:
-    if not isinstance(value, Clip):
-        return read_image(value, data.max_image_pixels)
-    roots = Path.cwd(), Path(Path.cwd().anchor)
-    reader = MediaReader(roots, data.max_image_pixels, data.video)
-    try:
-        return reader.read(value, "of the question")
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _draw(task: Task, example: Example, answer: Any, text: str) -> Image.Image:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -18,9 +17,7 @@ from vlm_grpo.config.prompt import THINKING_SWITCHES
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.eval.generate import EvaluatedModel, LocalModel, Seed
 from vlm_grpo.model.families import PixelBudget
-from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter, load_prompt_builder
 from vlm_grpo.model.resolve import UNKNOWN
 from vlm_grpo.serve.chat import Answer, ChatClient, Endpoint, build_messages, encode_clip
@@ -44,19 +41,8 @@ _KEEP_STOP = {"include_stop_str_in_output": True, "no_stop_trim": True}
 _NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
 """Fields that undo the model's own generation defaults, which servers of weights apply."""
 
-
-def load_evaluated_model(
-    settings: Settings, weights: Path | None = None, server: Endpoint | str | None = None
-) -> EvaluatedModel:
-    """Load a policy for evaluation on this process's device, or connect to a server.
-
-    Without ``weights``, the folder of a checkpoint, they are those of ``settings.model``.
-    """
-    if server is not None:
-        return RemoteModel(Endpoint(server) if isinstance(server, str) else server, settings)
-    policy = load_policy(settings, weights, training=False)
-    policy.model.to(initialize_distributed().device)
-    return LocalModel(policy, settings)
+Seed = tuple[int | str, ...]
+"""The parts of the seed of an example's random numbers."""
 
 
 class RemoteModel:
@@ -76,7 +62,7 @@ class RemoteModel:
         self.endpoint, self.settings = endpoint, settings
         self.prompts = _load_prompts(endpoint, settings)
         self.client = ChatClient(endpoint)
-        self.identity = {"served_model": self.client.model}
+        self.served_name = self.client.model
         self._options = self._build_options()
         self._unchecked = _CHECKED_PROMPTS
 
@@ -180,18 +166,17 @@ class _Usage:
     """The tokens and time of the answers so far, with an estimate after the first ones."""
 
     def __init__(self, model: RemoteModel, total: int) -> None:
-        self.model, self.endpoint, self.total = model, model.endpoint, total
+        self.endpoint, self.total = model.endpoint, total
         self.answers = self.prompt_tokens = self.completion_tokens = 0
         self.seconds, self.is_counted = 0.0, True
         self.due = min(2 * self.endpoint.concurrency, max(1, total // 10))
-        if total > 1:
-            known = model.settings.model
-            prompts = "images in their own size" if known == UNKNOWN else f"prompts of {known}"
-            self._print(
-                f"asking {model.client.model} at {self.endpoint.base}, "
-                f"{self.endpoint.concurrency} requests at once: {prompts}, "
-                f"boxes in the frame {model.prompts.frame.name}"
-            )
+        known = model.settings.model
+        prompts = "images in their own size" if known == UNKNOWN else f"prompts of {known}"
+        self._print(
+            f"asking {model.served_name} at {self.endpoint.base}, "
+            f"{self.endpoint.concurrency} requests at once: {prompts}, "
+            f"boxes in the frame {model.prompts.frame.name}"
+        )
 
     def add(self, answer: Answer) -> None:
         self.answers += 1
@@ -201,34 +186,35 @@ class _Usage:
         else:
             self.prompt_tokens += answer.prompt_tokens
             self.completion_tokens += answer.completion_tokens
-        if self.answers == self.due and self.total > 1:
+        if self.answers == self.due:
             left = self.total - self.answers
             at_once = max(1, min(left, self.endpoint.concurrency))
             seconds = self.seconds / self.answers * left / at_once
+            usage = self._describe(1 / self.answers, self.total / self.answers)
             self._print(
-                f"estimate from {self.answers} of {self.total} examples: "
-                f"{self._describe(1 / self.answers, self.total / self.answers)}, "
+                f"estimate from {self.answers} of {self.total} examples: {usage}, "
                 f"about {timedelta(seconds=round(seconds))} left"
             )
 
     def finish(self) -> None:
-        if self.total > 1 and self.answers:
-            self._print(f"{self.answers} answers: {self._describe(1.0, 1.0)}")
+        if self.answers:
+            self._print(f"{self.answers} answers: {self._describe()}")
 
-    def _describe(self, token_scale: float, price_scale: float) -> str:
+    def _describe(self, token_scale: float = 1, price_scale: float = 1) -> str:
         if not self.is_counted:
             return "no numbers of tokens, which the server does not report"
         prompt, completion = self.prompt_tokens, self.completion_tokens
         text = f"{prompt * token_scale:,.0f} prompt and {completion * token_scale:,.0f} completion"
-        unit = "tokens per example" if token_scale < 1 else "tokens"
+        text += " tokens per example" if token_scale < 1 else " tokens"
         if self.endpoint.price is None:
-            return f"{text} {unit}"
+            return text
         price, completion_price = self.endpoint.price
         cost = (prompt * price + completion * completion_price) / 1e6 * price_scale
-        return f"{text} {unit}, a cost of {cost:.4g} in total"
+        return f"{text}, a cost of {cost:.4g} in total"
 
     def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        if self.total > 1:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _load_prompts(endpoint: Endpoint, settings: Settings) -> PromptWriter:

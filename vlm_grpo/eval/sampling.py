@@ -6,7 +6,7 @@ import base64
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,16 +18,21 @@ from vlm_grpo.config.run import EvaluationSettings, Settings
 from vlm_grpo.data.loading import build_scorer, load_data, load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.evaluate import check_weights, name_served, score_all
-from vlm_grpo.eval.generate import generate_all
-from vlm_grpo.eval.predictions import PredictionLog, build_request
-from vlm_grpo.eval.remote import load_evaluated_model
+from vlm_grpo.eval.evaluate import score_all
+from vlm_grpo.eval.generate import (
+    check_weights,
+    generate_all,
+    load_evaluated_model,
+    name_outputs,
+    open_log,
+)
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import earns, get_gold_reward, measure_pass
-from vlm_grpo.types import Example, ImageRef, Score
+from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.chat import Turn
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,10 @@ def sample_examples(
     task = model.prompts.adapt(run_task)
     if settings.data.on_bad_row == "skip":
         examples = model.prompts.select_usable(examples, task, skip=True)
-    name = checkpoint.name if checkpoint else "model" if server is None else name_served(model)
-    folder = settings.run_dir / "sampled" / f"{name}-{count}"
-    request = build_request(settings, checkpoint, task, examples, "train") | model.identity
-    state = initialize_distributed()
-    with state.main_process_first():
-        log = PredictionLog(folder, request, state.process_index)
+    folder = settings.run_dir / "sampled" / f"{name_outputs(model, checkpoint)}-{count}"
+    log = open_log(folder, model, checkpoint, task, examples, "train")
     resized, flat = generate_all(model, task, examples, log)
-    with build_scorer(settings, state.process_index) as scorer:
+    with build_scorer(settings, initialize_distributed().process_index) as scorer:
         scores = score_all(task, resized, flat, scorer)
     own = [slice(start, start + count) for start in range(0, len(flat), count)]
     samples = [flat[part] for part in own], [scores[part] for part in own]
@@ -85,15 +86,15 @@ def write_difficulty(found: SampledExamples, path: Path) -> list[float]:
 
     The pass rate is the mean of ``measure_pass`` over the samples.
     """
-    rows = []
+    rows, rates = [], []
     for example, scores in zip(found.examples, found.scores, strict=True):
-        rate = fmean(measure_pass(found.task, example, score) for score in scores)
+        rates.append(fmean(measure_pass(found.task, example, score) for score in scores))
         rewards = [score.total for score in scores if score.total is not None]
         mean = fmean(rewards) if rewards else None
-        row = {"id": example.id, "pass_rate": rate, "reward": mean, "samples": len(scores)}
-        rows.append(row)
+        more = {"reward": mean, "samples": len(scores)}
+        rows.append({"id": example.id, "pass_rate": rates[-1], **more})
     _write_rows(path, rows)
-    return [row["pass_rate"] for row in rows]
+    return rates
 
 
 def write_completions(
@@ -106,6 +107,8 @@ def write_completions(
     the reward that they must have earned; None: the full one. Return the number of rows, and of
     the examples that have one.
     """
+    data = found.settings.data
+    columns: Mapping[Any, str] = {} if is_mixture(data.train) else data.columns
     tasks = _name_tasks(found.settings)
     rows, count = [], 0
     for example, texts, scores in zip(found.examples, found.texts, found.scores, strict=True):
@@ -115,11 +118,14 @@ def write_completions(
             if earns(score, enough) and _is_complete(text, found):
                 totals[text] = max(totals.get(text, score.total or 0.0), score.total or 0.0)
         best = sorted(totals, key=lambda text: -totals[text])[:keep]
-        row = _build_row(example, found.settings, path.parent, tasks) if best else {}
-        for number, text in enumerate(best, start=1):
-            name = example.id if number == 1 else f"{example.id}#{number}"
-            rows.append({**row, _column(found.settings, "id"): name, "completion": text})
         count += bool(best)
+        row = _build_row(example, tasks, path.parent) if best else {}
+        meta = {name: value for name, value in example.meta.items() if name != TARGET_COLUMN}
+        meta |= {"source": example.source} if example.source else {}
+        for number, text in enumerate(best, start=1):
+            row["id"] = example.id if number == 1 else f"{example.id}#{number}"
+            named = {columns.get(name, name): value for name, value in row.items()}
+            rows.append({**named, "meta": meta, TARGET_COLUMN: text})
     if not rows:
         totals_of_all = [s.total for scores in found.scores for s in scores if s.total is not None]
         wanted = "the full reward" if least is None else f"a reward of {least:g}"
@@ -143,32 +149,17 @@ def _is_complete(text: str, found: SampledExamples) -> bool:
     return is_short and found.prompts.remove_control_tokens(text) == text
 
 
-def _build_row(
-    example: Example, settings: Settings, folder: Path, tasks: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return an example as a row that names its columns as the source does."""
+def _build_row(example: Example, tasks: Mapping[str, str], folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"id": example.id}
     if example.source:
         row["task"] = tasks[example.source]
     row["images"] = [_write_image(image, folder) for image in example.images]
     if example.history:
-        turns = [asdict(turn) for turn in example.history]
-        turns.append({"role": "user", "text": example.question})
-        row["messages"] = [{"role": t["role"], "content": t["text"]} for t in turns]
+        turns = (*example.history, Turn("user", example.question))
+        row["messages"] = [{"role": turn.role, "content": turn.text} for turn in turns]
     else:
         row["question"] = example.question
-    row["answer"] = example.answer
-    row = {_column(settings, name): value for name, value in row.items()}
-    meta = {name: value for name, value in example.meta.items() if name != "completion"}
-    source = {"source": example.source} if example.source else {}
-    return {**row, "meta": {**meta, **source}}
-
-
-def _column(settings: Settings, name: str) -> str:
-    if is_mixture(settings.data.train):
-        return name
-    columns: dict[Any, str] = settings.data.columns
-    return columns.get(name, name)
+    return {**row, "answer": example.answer}
 
 
 def _write_image(image: ImageRef, folder: Path) -> str:
@@ -176,8 +167,7 @@ def _write_image(image: ImageRef, folder: Path) -> str:
     if image.path is None:
         content = base64.b64encode(image.read_bytes()).decode()
         return f"data:image;base64,{content}"
-    path = Path(os.path.realpath(image.path))
-    root = Path(os.path.realpath(folder))
+    path, root = (Path(os.path.realpath(given)) for given in (image.path, folder))
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
@@ -185,8 +175,7 @@ def _name_tasks(settings: Settings) -> dict[str, str]:
     """Return the name of each source's task, by ``Example.source``."""
     names = {}
     for source in settings.data.get_sources("train"):
-        for name in source.tasks:
-            names[f"{source.label}/{name}"] = name
+        names |= {f"{source.label}/{name}": name for name in source.tasks}
         names[source.label] = source.task or settings.task
     return names
 

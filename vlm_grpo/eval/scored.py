@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,6 @@ from typing import Any, NotRequired, TypedDict, TypeGuard
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from vlm_grpo.eval.pass_at_k import list_sample_metrics, merge_scores
 from vlm_grpo.eval.statistics import bootstrap_interval, format_value
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.scorer import group_by_source
@@ -24,9 +24,6 @@ from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.jsonl import read_valid_rows
 
 logger = logging.getLogger(__name__)
-
-_COUNTS = ("answered", "unscorable")
-"""Metrics of a table that are not those of its task."""
 
 
 class Output(TypedDict):
@@ -87,15 +84,10 @@ class Scored:
     @cached_property
     def values(self) -> Mapping[str, Mapping[str, float]]:
         """For each metric that is a mean over examples, its values by id, where it is defined."""
-        columns: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            for name, value in (*row["rewards"].items(), *row["metrics"].items()):
-                if value is not None:
-                    columns.setdefault(name, {})[row["id"]] = value
         # A metric of the full set may have values of examples too, but is not their mean.
         return {
             name: column
-            for name, column in columns.items()
+            for name, column in _collect(self.rows).items()
             if math.isclose(self.metrics.get(name, _mean(column)), _mean(column), abs_tol=1e-9)
         }
 
@@ -105,7 +97,7 @@ class Scored:
     @property
     def corpus(self) -> dict[str, float]:
         """Metrics of the full set, which are not means over examples."""
-        known = (*self.values, *_COUNTS)
+        known = (*self.values, "answered", "unscorable")
         return {name: value for name, value in self.metrics.items() if name not in known}
 
     @property
@@ -210,6 +202,16 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _collect(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Return the values of every reward and metric by id, of the rows where it is defined."""
+    columns: dict[str, dict[str, float]] = {}
+    for row in rows:
+        for name, value in (*row["rewards"].items(), *row["metrics"].items()):
+            if value is not None:
+                columns.setdefault(name, {})[row["id"]] = value
+    return columns
+
+
 def _mean(column: Mapping[str, float]) -> float:
     return float(np.mean([*column.values()]))
 
@@ -236,15 +238,16 @@ def summarize(
     count = len(texts) // len(examples)
     items = [example for example in examples for _ in range(count)]
     own_scores = [scores[start : start + count] for start in range(0, len(scores), count)]
-    pairs = zip(examples, own_scores, strict=True)
-    merged = [merge_scores(task, example, own) for example, own in pairs]
-    columns: dict[str, list[float]] = {}
-    for score in merged:
-        for name, value in (*score.rewards.items(), *score.metrics.items()):
-            columns.setdefault(name, [])
-            if value is not None:
-                columns[name].append(value)
-    metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
+    rows: list[Any] = []
+    for number, (example, own) in enumerate(zip(examples, own_scores, strict=True)):
+        own_texts = texts[number * count : (number + 1) * count]
+        samples = [*map(_build_output, own_texts, own)]
+        row = {"id": example.id} | ({"source": example.source} if example.source else {})
+        row |= _build_output(own_texts[0], merge_scores(task, example, own))
+        rows.append(row | ({"samples": samples} if count > 1 else {}))
+    columns = _collect(rows)
+    names = dict.fromkeys(name for row in rows for name in (*row["rewards"], *row["metrics"]))
+    metrics = {name: _mean(columns[name]) for name in names if name in columns}
     metrics["answered"] = _get_answered(scores)
     metrics["unscorable"] = sum(score.total is None for score in scores)
     # The values by source of the primary metric, which has no name here, and of those of samples.
@@ -260,7 +263,8 @@ def summarize(
         for name in ("", *([] if is_corpus else list_sample_metrics(count))):
             # It is undefined on every example if, for example, every reward failed.
             value = metrics.setdefault(start + (name or own.primary_metric), math.nan)
-            values = [] if is_corpus else columns.get(start + (name or own.primary_metric), [])
+            column = {} if is_corpus else columns.get(start + (name or own.primary_metric), {})
+            values = [*column.values()]
             if source and own.lower_is_better:  # the mean of the sources takes 1 less an error
                 value, values = 1 - value, [1 - v for v in values]
             parts.setdefault(name, []).append((value, values))
@@ -269,13 +273,6 @@ def summarize(
         metrics[name or task.primary_metric] = float(np.mean([value for value, _ in found]))
         samples = [values for _, values in found]
         intervals[name or task.primary_metric] = bootstrap_interval(*samples, seed=seed)
-    rows = []
-    for number, (example, score) in enumerate(zip(examples, merged, strict=True)):
-        own = slice(number * count, (number + 1) * count)
-        samples = [_build_output(*pair) for pair in zip(texts[own], scores[own], strict=True)]
-        row: Any = {"id": example.id} | ({"source": example.source} if example.source else {})
-        row |= _build_output(texts[own.start], score)
-        rows.append(row | ({"samples": samples} if count > 1 else {}))
     return Scored(tuple(rows), task.primary_metric, metrics, task.lower_is_better, intervals, seed)
 
 
@@ -306,3 +303,94 @@ def _compute_corpus_metrics(
     except FAILURES:  # a user's metric may raise anything; the run must continue
         logger.warning("the corpus metrics failed and are skipped", exc_info=True)
         return {}
+
+
+# Several samples of one example: the mean, the best of them, and what most of them say.
+
+
+def list_sample_metrics(count: int) -> list[str]:
+    """Return the names of the metrics of ``count`` samples of an example; none for one sample.
+
+    >>> list_sample_metrics(6)
+    ['mean_at_6', 'pass_at_2', 'pass_at_4', 'pass_at_6', 'majority_at_6']
+    """
+    if count == 1:
+        return []
+    sizes = [*(2**n for n in range(1, count.bit_length()) if 2**n < count), count]
+    return [f"mean_at_{count}", *(f"pass_at_{size}" for size in sizes), f"majority_at_{count}"]
+
+
+def merge_scores(task: Task, example: Example, scores: Sequence[Score]) -> Score:
+    """Return one score for the samples of an example: means, and the metrics of the samples.
+
+    ``mean_at_k``, ``pass_at_j`` and ``majority_at_k`` are those of the task's primary metric; they
+    are undefined if it is for one of the samples. The answer is that of the first sample. A single
+    score is returned as it is.
+    """
+    if len(scores) == 1:
+        return scores[0]
+    source, own = task.resolve(example)
+    start = f"{source}/" if source else ""
+    name = start + own.primary_metric
+    values = [{**score.rewards, **score.metrics}.get(name) for score in scores]
+    known = [value for value in values if value is not None]
+    found: dict[str, float | None] = {}
+    for metric in list_sample_metrics(len(scores)):
+        kind, _, size = metric.partition("_at_")
+        if len(known) < len(scores):
+            found[start + metric] = None
+        elif kind == "mean":
+            found[start + metric] = math.fsum(known) / len(known)
+        elif kind == "pass":
+            found[start + metric] = estimate_best(known, int(size), own.lower_is_better)
+        else:
+            found[start + metric] = known[find_majority(task, example, scores)]
+    rewards = _average([score.rewards for score in scores])
+    metrics = _average([score.metrics for score in scores])
+    total = _average([{"": score.total} for score in scores])[""]
+    return replace(scores[0], rewards=rewards, total=total, metrics={**metrics, **found})
+
+
+def estimate_best(values: Sequence[float], size: int, lower_is_better: bool = False) -> float:
+    """Estimate the mean of the best of ``size`` samples from n of them, without bias.
+
+    It is the mean over all subsets of this size, from 1 to n. Of values 0 and 1 it is pass@k, which
+    is 1 − C(n − c, k) / C(n, k) for c values of 1 (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+
+    >>> estimate_best([0, 1, 0, 0], 2)
+    0.5
+    """
+    ordered = sorted(values, reverse=lower_is_better)
+    subsets = math.comb(len(ordered), size)
+    # The value at position i is the best of the subsets with size - 1 of the i worse ones.
+    return math.fsum(
+        value * (math.comb(worse, size - 1) / subsets) for worse, value in enumerate(ordered)
+    )
+
+
+def find_majority(task: Task, example: Example, scores: Sequence[Score]) -> int:
+    """Return the position of the first sample with the most frequent answer.
+
+    Answers are equal if the task writes them equally; of several as frequent, the first counts. A
+    sample without an answer has no vote; without any vote the first sample is returned.
+    """
+    votes = {}
+    for position, score in enumerate(scores):
+        if score.answer is not None:
+            try:
+                votes[position] = task.write(score.answer, example)
+            except FAILURES:  # a user's method may raise anything: this sample has no vote
+                continue
+    if not votes:
+        return 0
+    ((most, _),) = Counter(votes.values()).most_common(1)  # the first of several
+    return next(position for position, text in votes.items() if text == most)
+
+
+def _average(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Return the mean of each column's values that are not None; None if all are."""
+    means: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [value for row in rows if (value := row.get(name)) is not None]
+        means[name] = math.fsum(values) / len(values) if values else None
+    return means

@@ -1,7 +1,7 @@
-"""Outputs written by the evaluations of other projects, matched with the examples of a dataset.
+"""Files of outputs, of vlm-grpo or of other projects' evaluations, matched with the examples.
 
-Their rows do not have the ids of the dataset. A row is matched by the image, question and gold
-answer of its example, or by its index in the dataset.
+The rows of other projects do not have the ids of the dataset. Each is matched by the image,
+question and gold answer of its example, or by its index in the dataset.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.eval.predictions import is_size, read_predictions
 from vlm_grpo.types import Example
 
 _BOX_TOLERANCE = 1.0
@@ -84,6 +85,55 @@ def read_outputs(
     return matched, outputs
 
 
+def read_predictions(
+    path: Path, examples: Sequence[Example], needs_resized_size: bool = False
+) -> tuple[list[Example], list[str]]:
+    """Read one output per example from lines of ``{"id", "output"[, "seen": [[width, height]]]}``.
+
+    The examples are returned with the resized sizes in "seen", which ``needs_resized_size`` asks
+    of every line.
+    """
+    by_id = {example.id: example for example in examples}
+    found: dict[str, tuple[Example, str]] = {}
+    problems: list[str] = []
+    for row in read_jsonl(path):
+        identity, output, sizes = (row.values.get(key) for key in ("id", "output", "seen"))
+        if isinstance(identity, int) and not isinstance(identity, bool):
+            identity = str(identity)
+        if row.problem is not None:
+            problems.append(f"{row.location}: {row.problem}")
+        elif not isinstance(identity, str) or not isinstance(output, str):
+            problems.append(f'{row.location}: a prediction is {{"id": …, "output": text}}')
+        elif identity not in by_id:
+            problems.append(f"{row.location}: no example has the id {identity!r}")
+        elif identity in found:
+            problems.append(f"{row.location}: id {identity!r} has a prediction already")
+        else:
+            example = by_id[identity]
+            is_list = isinstance(sizes, list) and len(sizes) == len(example.images)
+            if is_list and all(map(_is_size, sizes)):
+                example = example.with_resized_sizes([(w, h) for w, h in sizes])
+            elif needs_resized_size:
+                problems.append(
+                    f'{row.location}: --frame resized needs "seen": [[width, height]], one pair '
+                    "per image"
+                )
+            found[identity] = example, output
+    problems += (f"{path}: no prediction for id {name!r}" for name in by_id if name not in found)
+    if problems:
+        raise UserError(
+            f"the predictions and the examples do not match one to one:\n{bullets(problems)}"
+        )
+    matched = [found[example.id] for example in examples]
+    return [example for example, _ in matched], [output for _, output in matched]
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a value from JSON has two sides in pixels."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and all(isinstance(side, int) and side > 0 for side in value)
+
+
 class _Matcher:
     """A matcher of rows with examples that uses each example at most once."""
 
@@ -97,18 +147,14 @@ class _Matcher:
 
     def match(self, row: ForeignRow) -> int:
         """Return the index of the row's example; a ``ValueError`` names what does not match."""
-        index = self._match_index(row) if row.index is not None else self._match_content(row)
-        gold = self.examples[index].answer
-        if row.index is None and not _same_gold(row.gold, gold):
-            name = self.examples[index].id
-            raise ValueError(
-                f"its gold answer {row.gold!r} is not that of example {name}, {gold!r}"
-            )
+        if row.index is not None:
+            self._check_index(row, index := row.index)
+        else:
+            index = self._match_content(row)
         self.unmatched.discard(index)
         return index
 
-    def _match_index(self, row: ForeignRow) -> int:
-        index = row.index or 0
+    def _check_index(self, row: ForeignRow, index: int) -> None:
         if index not in self.unmatched:
             exists = 0 <= index < len(self.examples)
             problem = "has an output already" if exists else "does not exist"
@@ -119,7 +165,6 @@ class _Matcher:
                 f"its prompt does not contain {question!r}, example number {index}'s question: the "
                 "data must have the rows of the evaluated split, in its order"
             )
-        return index
 
     def _match_content(self, row: ForeignRow) -> int:
         # By image, and among several examples of one image by question and gold answer.
@@ -137,45 +182,23 @@ class _Matcher:
                 raise ValueError(f"no unmatched example has the question {row.question[:80]!r}")
         equal = [index for index in found if _same_gold(row.gold, self.examples[index].answer)]
         # The longest question is the best match: "the red cup on the left" contains "the red cup".
-        return max(equal or found, key=lambda i: (len(self.examples[i].question), -i))
-
-
-def _read_vlm_r1(path: Path) -> list[ForeignRow]:
-    """Read ``{"results": [{"image", "question", "ground_truth", "model_output", …}], …}``.
-
-    Source: VLM-R1, src/eval/test_rec_r1.py and its siblings.
-    """
-    results = _read_results(path, "vlm_r1", str)
-    return [_build_row(location, result, result, "image") for location, result in results]
-
-
-def _read_r1_v(path: Path) -> list[ForeignRow]:
-    """Read ``{"results": [{"question": {"image_path", "question"}, "model_output", …}]}``.
-
-    Source: R1-V, src/eval/test_qwen2vl_counting_superclevr.py and its siblings.
-    """
-    results = _read_results(path, "r1_v", dict)
-    return [
-        _build_row(where, result, result["question"], "image_path") for where, result in results
-    ]
-
-
-def _build_row(
-    location: str, result: Mapping[str, Any], asked: Mapping[str, Any], image_key: str
-) -> ForeignRow:
-    image, size = asked.get(image_key), result.get("input_size")
-    if not all(isinstance(text, str) for text in (result["model_output"], image or "")):
-        raise UserError(f"{location}: its output and its image must be strings")
-    if size is not None and not is_size(size):
-        raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
-    resized, question = None if size is None else (size[1], size[0]), asked.get("question")
-    output, gold = result["model_output"], result["ground_truth"]
-    return ForeignRow(location, output, image, question, gold, resized)
+        index = max(equal or found, key=lambda i: (len(self.examples[i].question), -i))
+        if not equal:
+            example = self.examples[index]
+            raise ValueError(
+                f"its gold answer {row.gold!r} is not that of example {example.id}, "
+                f"{example.answer!r}"
+            )
+        return index
 
 
 def _read_results(
-    path: Path, layout: str, question_type: type
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    path: Path, layout: str, question_type: type, image_key: str
+) -> Iterator[ForeignRow]:
+    """Read ``{"results": [{"question", "ground_truth", "model_output", …}], …}``.
+
+    VLM-R1 has the image beside the question, a text; R1-V has both in the object "question".
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -190,21 +213,27 @@ def _read_results(
         keys = ("question", "ground_truth", "model_output")
         if not isinstance(result, dict) or any(key not in result for key in keys):
             raise UserError(f"{location} must have {', '.join(keys)}, as {layout} writes")
-        if not isinstance(result["question"], question_type):
+        question, gold, output = (result[key] for key in keys)
+        if not isinstance(question, question_type):
             raise UserError(
-                f"{location}: its question is a {type(result['question']).__name__}, but {layout} "
+                f"{location}: its question is a {type(question).__name__}, but {layout} "
                 f"writes a {question_type.__name__}: is it another --format?"
             )
-        yield location, result
+        asked = question if isinstance(question, dict) else result
+        image, size = asked.get(image_key), result.get("input_size")
+        if not all(isinstance(text, str) for text in (output, image or "")):
+            raise UserError(f"{location}: its output and its image must be strings")
+        if size is not None and not _is_size(size):
+            raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
+        resized = None if size is None else (size[1], size[0])
+        yield ForeignRow(location, output, image, asked.get("question"), gold, resized)
 
 
-def _read_lmms_eval(path: Path) -> list[ForeignRow]:
+def _read_lmms_eval(path: Path) -> Iterator[ForeignRow]:
     """Read lines of ``{"doc_id", "input", "resps", "filtered_resps", …}``.
 
     ``resps`` is the model's output; it is missing if the filters changed nothing.
-    Source: lmms-eval, EvaluationTracker.save_results_samples, for ``--log_samples``.
     """
-    rows = []
     for row in read_jsonl(path):
         index = row.values.get("doc_id")
         responses = row.values.get("resps", row.values.get("filtered_resps"))
@@ -220,13 +249,15 @@ def _read_lmms_eval(path: Path) -> list[ForeignRow]:
             raise UserError(f"{row.location}: it has {count} responses; only one can be scored")
         given = row.values.get("input")
         prompt = given if isinstance(given, str) else None
-        rows.append(ForeignRow(row.location, responses, question=prompt, index=index))
-    return rows
+        yield ForeignRow(row.location, responses, question=prompt, index=index)
 
 
-LAYOUTS: dict[str, Callable[[Path], list[ForeignRow]]] = {
-    "vlm_r1": _read_vlm_r1,
-    "r1_v": _read_r1_v,
+LAYOUTS: dict[str, Callable[[Path], Iterable[ForeignRow]]] = {
+    # VLM-R1, src/eval/test_rec_r1.py and its siblings
+    "vlm_r1": partial(_read_results, layout="vlm_r1", question_type=str, image_key="image"),
+    # R1-V, src/eval/test_qwen2vl_counting_superclevr.py and its siblings
+    "r1_v": partial(_read_results, layout="r1_v", question_type=dict, image_key="image_path"),
+    # lmms-eval, EvaluationTracker.save_results_samples, for --log_samples
     "lmms_eval": _read_lmms_eval,
 }
 """Readers of the files of other projects, by the value of ``--format``."""
@@ -242,8 +273,9 @@ def _same_gold(given: Any, answer: Any) -> bool:
         return True
     if isinstance(answer, Mapping):
         several = isinstance(given, list) and given and isinstance(given[0], list)
+        boxes: Any = (given if several else [given], answer.get("boxes"))
         try:
-            first, second = _numbers(given if several else [given]), _numbers(answer.get("boxes"))
+            first, second = ([*map(float, chain.from_iterable(own))] for own in boxes)
         except (TypeError, ValueError):
             return True
         pairs = zip(first, second, strict=False)
@@ -255,7 +287,3 @@ def _same_gold(given: Any, answer: Any) -> bool:
     if not isinstance(accepted, list | tuple):
         return True
     return _normalize(str(given)) in map(_normalize, accepted)
-
-
-def _numbers(boxes: Any) -> list[float]:
-    return [float(number) for box in boxes for number in box]
