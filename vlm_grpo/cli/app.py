@@ -14,7 +14,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import cache
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -127,11 +126,6 @@ def explain(error: Exception) -> str | None:
     return None
 
 
-@cache
-def _build_program() -> Any:
-    return typer.main.get_command(app)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit: status 0, 2 for a user error, 130 if interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -149,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = next((word for word in words if not word.startswith("-")), "")
         if name in MOVED:
             raise UserError(f"vlm-grpo {name} has become {MOVED[name]}")
-        _build_program()(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
+        program = typer.main.get_command(app)
+        program(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
     except Exception as error:
         message = explain(error)
         if message is None:

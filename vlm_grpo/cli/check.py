@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,8 +23,6 @@ from vlm_grpo.errors import UserError
 if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.prompt import PromptSettings
-    from vlm_grpo.data.checks import Measure
-    from vlm_grpo.model.prompts import PromptBuilder
     from vlm_grpo.task import Task
     from vlm_grpo.types import Example, ImageRef
 
@@ -113,7 +112,7 @@ def check(
     builder = None if model is None else load_prompts(model, max_pixels, settings, prompt)
     if builder is not None:
         loaded = builder.adapt(loaded)
-    measure = _build_measure(prompt, builder)
+    measure = partial(_write_prompts, prompt) if builder is None else builder.measure
     count = None if token_side is None else _build_token_counter(token_side, max_pixels)
 
     def report_on(name: str, settings: DataSettings) -> DataReport:
@@ -125,9 +124,8 @@ def check(
     passed = report.passed
     if against is not None:
         root = against_root or image_root
-        other = report_on(
-            against, parse_data_options(options, against, image_root=root, **limits)[2]
-        )
+        _, _, others = parse_data_options(options, against, image_root=root, **limits)
+        other = report_on(against, others)
         overlap = describe_overlap(report, other)
         apart = f"{source} and {against} have no image and no id in common"
         typer.echo("\n".join(overlap) or apart)
@@ -148,25 +146,19 @@ def check(
             typer.echo(line)
 
 
-def _build_measure(prompt: PromptSettings, builder: PromptBuilder | None) -> Measure:
-    """Build a function that writes every prompt: as text, or as a model's tokens, to count them."""
-
-    def measure(examples: Sequence[Example], task: Task) -> tuple[list[int] | None, list[str]]:
-        lengths, problems = [], []
-        for example in examples:
-            try:
-                if builder is None:
-                    prompt.write_chat(example, task)
-                else:
-                    built = builder.build(builder.with_resized_sizes(example), task)
-                    lengths.append(len(built.token_ids))
-            except UserError as error:
-                problems.append(str(error))
-            except ValueError as error:
-                problems.append(f"{example.name}: {error}")
-        return None if builder is None else lengths, problems
-
-    return measure
+def _write_prompts(
+    prompt: PromptSettings, examples: Sequence[Example], task: Task
+) -> tuple[None, list[str]]:
+    """Write every prompt as text; return a line for each that fails."""
+    problems = []
+    for example in examples:
+        try:
+            prompt.write_chat(example, task)
+        except UserError as error:
+            problems.append(str(error))
+        except ValueError as error:
+            problems.append(f"{example.name}: {error}")
+    return None, problems
 
 
 def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:

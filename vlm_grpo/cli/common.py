@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -166,13 +166,14 @@ def get_frame(name: str) -> CoordinateFrame:
     return FRAMES[name]
 
 
-def build_endpoint(url: str | None, **options: Any) -> Endpoint | None:
-    """Build the endpoint of ``--server``; None without it. Options that are None were not given."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if url is None:
-        names = {"model": "--served-model", "api_key_env": "--api-key-env"}
+def build_endpoint(options: Mapping[str, Any], frame: str | None = None) -> Endpoint | None:
+    """Build the endpoint of ``--server`` from a command's options; None without it."""
+    names = ("served_model", "api_key_env", "concurrency", "timeout", "price")
+    found = {name: options.get(name) for name in names} | {"frame": frame}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if options["server"] is None:
         for name in given:
-            raise UserError(f"{names.get(name, f'--{name}')} needs --server")
+            raise UserError(f"--{name.replace('_', '-')} needs --server")
         return None
     from vlm_grpo.serve.chat import Endpoint
 
@@ -184,7 +185,7 @@ def build_endpoint(url: str | None, **options: Any) -> Endpoint | None:
         given["price"] = (price, completion_price)
     if "frame" in given:
         given["frame"] = get_frame(given["frame"])
-    return Endpoint(url, **given)
+    return Endpoint(options["server"], given.pop("served_model", None), **given)
 
 
 def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:

@@ -86,6 +86,7 @@ Split = Annotated[
 
 
 def evaluate(
+    context: typer.Context,
     recipe: RecipeOrBenchmark,
     overrides: Overrides = None,
     task: RecipeTask = None,
@@ -140,15 +141,7 @@ def evaluate(
             raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
     if predictions is None and server is None and frame is not None:
         raise UserError("--frame needs --predictions or --server: the frame of a model is known")
-    endpoint = build_endpoint(
-        server,
-        model=served_model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        timeout=timeout,
-        price=price,
-        frame=None if server is None else frame,
-    )
+    endpoint = build_endpoint(context.params, None if server is None else frame)
     if endpoint is not None and (checkpoint is not None or predictions is not None):
         raise UserError(
             "--server answers with its own weights: leave out --checkpoint and --predictions; the "

@@ -19,6 +19,7 @@ from vlm_grpo.errors import UserError
 
 
 def predict(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hub name, folder, run, checkpoint, or embedded.")
     ],
@@ -68,7 +69,7 @@ def predict(
     if out is not None and not images:
         raise UserError("--out needs an image to draw on: add --image")
     picture = _choose_file(out, images[0]) if images else None
-    endpoint = build_endpoint(server, model=served_model, api_key_env=api_key_env, frame=frame)
+    endpoint = build_endpoint(context.params, frame)
     from vlm_grpo.eval.predict import Predictor
 
     predictor = Predictor(model, task, overrides or (), endpoint)

@@ -27,11 +27,11 @@ from vlm_grpo.cli.evaluate import Checkpoint
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from vlm_grpo.eval.sampling import SampledExamples
-    from vlm_grpo.serve.chat import Endpoint
+    from vlm_grpo.config.run import Settings
 
 
 def sample(
+    context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
     task: RecipeTask = None,
@@ -88,25 +88,19 @@ def sample(
         out = out or Path("sampled.jsonl")
     elif out is None and (min_reward is not None or keep is not None):
         raise UserError("--min-reward and --keep need --out, the file of the kept completions")
-    endpoint = build_endpoint(
-        server,
-        model=served_model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        timeout=timeout,
-        price=price,
-    )
+    endpoint = build_endpoint(context.params)
     with exit_when_stopped("the same command continues it"):
-        values = add_task_override(overrides, task)
         files = {"--out": out, "--difficulty": difficulty}
-        found = _sample(recipe, values, checkpoint, (samples, files), endpoint)
+        settings = _load_settings(recipe, add_task_override(overrides, task), files)
         from vlm_grpo.dist.launch import initialize_distributed
-        from vlm_grpo.eval.sampling import find_outside_folder, write_completions, write_difficulty
+        from vlm_grpo.eval import sampling
+        from vlm_grpo.model.resolve import find_checkpoint
 
+        found = sampling.sample_examples(settings, samples, find_checkpoint(checkpoint), endpoint)
         if not initialize_distributed().is_main_process:
             return
         if difficulty is not None:
-            rates = write_difficulty(found, difficulty)
+            rates = sampling.write_difficulty(found, difficulty)
             never, always = sum(rate <= 0 for rate in rates), sum(rate >= 1 for rate in rates)
             typer.echo(
                 f"{difficulty}: of {len(rates)} examples, {never} have the pass rate 0, {always} "
@@ -115,8 +109,8 @@ def sample(
                 "'data.filter=0 < pass_rate < 1'"
             )
         if out is not None:
-            rows, examples = write_completions(found, out, min_reward, keep or 1)
-            root, data = find_outside_folder(found, out), found.settings.data
+            rows, examples = sampling.write_completions(found, out, min_reward, keep or 1)
+            root, data = sampling.find_outside_folder(found, out), found.settings.data
             is_outside = root is not None and data.image_root is None
             more = f" data.image_root={root}" if is_outside else ""
             typer.echo(
@@ -125,14 +119,8 @@ def sample(
             )
 
 
-def _sample(
-    recipe: str,
-    overrides: list[str],
-    checkpoint: str | None,
-    output: tuple[int, Mapping[str, Path | None]],
-    endpoint: Endpoint | None,
-) -> SampledExamples:
-    """Sample; ``output`` has the samples per example, and the files of later, by their options."""
+def _load_settings(recipe: str, overrides: list[str], files: Mapping[str, Path | None]) -> Settings:
+    """Load the settings of the samples, and refuse those and files that cannot be used."""
     for key in (override.partition("=")[0] for override in overrides):
         if key.startswith("evaluation.") and key != "evaluation.max_tokens_per_batch":
             raise UserError(
@@ -140,9 +128,8 @@ def _sample(
                 "use --samples and rollout.temperature"
             )
     from vlm_grpo.config.recipes import load_settings
-    from vlm_grpo.model.resolve import find_checkpoint
 
-    settings, (count, files) = load_settings(recipe, overrides), output
+    settings = load_settings(recipe, overrides)
     for name, neutral in {"top_p": 1.0, "top_k": 0, "min_p": None}.items():
         if (value := getattr(settings.rollout, name)) not in (neutral, 0):
             raise UserError(
@@ -159,6 +146,4 @@ def _sample(
                 f"{option} {path} exists: delete it, or give another file; samples of an earlier "
                 f"call are in {settings.run_dir}/sampled and are not taken again"
             )
-    from vlm_grpo.eval.sampling import sample_examples
-
-    return sample_examples(settings, count, find_checkpoint(checkpoint), endpoint)
+    return settings
