@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import write_jsonl
+from evaluations import make_settings, read_jsonl
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.benchmark import (
+    Report,
     build_group_table,
     build_report,
     compare,
@@ -35,12 +37,13 @@ from vlm_grpo.types import Example
 def make_examples(golds: list, **meta: list) -> list[Example]:
     columns = [dict(zip(meta, values, strict=True)) for values in zip(*meta.values(), strict=True)]
     metas = columns or [{}] * len(golds)
-    return [Example(f"r{i}", (), "?", g, m) for i, (g, m) in enumerate(zip(golds, metas))]  # noqa: B905
+    pairs = zip(golds, metas, strict=True)
+    return [Example(f"r{i}", (), "?", gold, own) for i, (gold, own) in enumerate(pairs)]
 
 
-def make_report(name: str, examples: list[Example], texts: list[str], **options: Any):
+def make_report(name: str, examples: list[Example], texts: list[str]) -> Report:
     benchmark = load_benchmark(name)
-    task = benchmark.load_task(**options)
+    task = benchmark.load_task()
     scores = [task.score(text, row) for text, row in zip(texts, examples, strict=True)]
     return build_report(benchmark, task, examples, texts, scores)
 
@@ -48,8 +51,7 @@ def make_report(name: str, examples: list[Example], texts: list[str], **options:
 def test_counting_report_by_hand():
     examples = make_examples([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
     report = make_report("tallyqa", examples, ["2", "2", "4", "many"])
-    assert report.value == 50.0  # two of four
-    assert report.scored.metrics["answered"] == 0.75
+    assert (report.value, report.scored.metrics["answered"]) == (50.0, 0.75)  # two of four
     assert report.metrics["absolute_error"] == pytest.approx(2 / 3)  # |4 − 2| over three answers
     assert report.metrics["rmse"] == pytest.approx((4 / 3) ** 0.5)
     assert report.baseline == ("always '2'", 75.0)
@@ -151,7 +153,8 @@ def test_groups_with_numbers_are_sorted_by_size():
 def test_comparison_is_paired():
     benchmark, values = load_benchmark("tallyqa"), [0.0, 1.0] * 50
     equal = compare(benchmark, values, values)
-    assert [equal[name] for name in ("low", "high", "p_value", "better", "worse")] == [0, 0, 1, 0, 0]
+    assert (equal["low"], equal["high"], equal["p_value"]) == (0, 0, 1)
+    assert (equal["better"], equal["worse"]) == (0, 0)
     # Each example gains 0.01, which an unpaired test could not detect in this spread.
     base = np.random.default_rng(0).normal(0, 10, 100)
     found = compare(benchmark, (base + 0.01).tolist(), base.tolist())
@@ -179,15 +182,6 @@ def benchmark(tmp_path: Path) -> str:
     path = tmp_path / "shapes.yaml"
     path.write_text(BENCHMARK)
     return str(path)
-
-
-def make_settings(rows: Path, tmp_path: Path, name: str = "run") -> Settings:
-    overrides = [f"data.eval={rows}", f"output_dir={tmp_path / 'runs'}", f"name={name}"]
-    return load_settings("counting", [*overrides, "data.eval_limit=null"])
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_stopped_evaluation_resumes_with_the_same_result(
@@ -238,12 +232,11 @@ def test_predictions_are_scored_without_a_model(
     rows: Path, benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture, shift: int
 ) -> None:
     golds = read_jsonl(rows)
-    path = tmp_path / "outputs.jsonl"
     # With shift=1 every second answer is too high by one.
     lines = [
         {"id": g["id"], "output": str(g["answer"] + shift * (i % 2))} for i, g in enumerate(golds)
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_jsonl(tmp_path / "outputs.jsonl", *lines)
     settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
     report = score_benchmark(benchmark, settings, path)
     assert report.value == 100.0 - 50.0 * shift
@@ -279,10 +272,8 @@ script_outputs: markdown
 
 def make_pages(rows: Path, tmp_path: Path) -> str:
     """Turn the rows into pages named after images, and return the definition of a benchmark."""
-    pages = [
-        row | {"id": f"images/{n}.png", "answer": "a"} for n, row in enumerate(read_jsonl(rows))
-    ]
-    rows.write_text("".join(json.dumps(page) + "\n" for page in pages))
+    found = enumerate(read_jsonl(rows))
+    write_jsonl(rows, *(row | {"id": f"images/{n}.png", "answer": "a"} for n, row in found))
     path = tmp_path / "pages.yaml"
     path.write_text(PAGES)
     return str(path)
@@ -319,8 +310,7 @@ def test_the_pages_of_predictions_have_no_thinking_and_no_tags(
         {"id": row["id"], "output": forms[n % 4].format(n)}
         for n, row in enumerate(read_jsonl(rows))
     ]
-    path = tmp_path / "outputs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_jsonl(tmp_path / "outputs.jsonl", *lines)
     score_benchmark(definition, settings, path)
     folder = settings.run_dir / "run-predictions-markdown"
     assert f"outputs for the official script in {folder}" in capsys.readouterr().out

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import write_jsonl
+from evaluations import make_settings, read_jsonl
 from PIL import Image
 
-from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_data
@@ -18,62 +16,10 @@ from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import DataParallel
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate
-from vlm_grpo.eval.scored import Row, Scored, summarize
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.trainer import train
-from vlm_grpo.types import Example
-
-
-def make_settings(rows: Path, tmp_path: Path, name: str = "run") -> Settings:
-    overrides = [f"data.eval={rows}", f"output_dir={tmp_path / 'runs'}", f"name={name}"]
-    return load_settings("counting", [*overrides, "data.eval_limit=null"])
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize("lower_is_better", [False, True])
-def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: bool) -> None:
-    def make_evaluation(value: float) -> Scored:
-        return Scored((), "x", {"x": value}, lower_is_better)
-
-    assert make_evaluation(2.0).is_better_than(3.0) is lower_is_better
-    assert make_evaluation(3.0).is_better_than(2.0) is not lower_is_better
-    assert make_evaluation(2.0).is_better_than(None)
-    assert not make_evaluation(2.0).is_better_than(2.0)
-    assert not make_evaluation(math.nan).is_better_than(None)
-
-
-def test_an_error_is_printed_as_a_number_and_a_share_in_percent() -> None:
-    error = Scored((), "x", {"x": 2}, True, intervals={"x": (2, 3)})
-    assert str(error) == "x 2.000 [2.000, 3.000] (n = 0)"
-    share = Scored((), "x", {"x": 0.5}, intervals={"x": (0, 1)})
-    assert str(share) == "x 50.0% [0.0%, 100.0%] (n = 0)"
-
-
-def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path: Path) -> None:
-    answer = "\ud83d"  # from JSON in an output; UTF-8 cannot encode it
-    row = Row(id="1", output="", answer=answer, reward=1.0, rewards={}, metrics={})
-    Scored((row,), "x", {"x": 1}).write(tmp_path / "p.jsonl")
-    assert read_jsonl(tmp_path / "p.jsonl") == [row]
-
-
-def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> None:
-    definition = tmp_path / "groups.yaml"
-    definition.write_text(
-        "title: Words\ntask: ocr\nmetric: word_recognition\naverage: groups\ngroups: [kind]\n"
-    )
-    task = load_benchmark(str(definition)).load_task()
-    examples = [Example(kind, (), "?", "YES", {"kind": kind[0]}) for kind in ("a1", "a2", "b")]
-    texts = ["YES", "YES", "NO"]
-    scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
-    found = summarize(task, examples, texts, scores, seed=0)
-    assert found.value == pytest.approx(0.5)  # the mean over groups; over examples it is 2/3
-    assert math.isnan(found.interval[0])
-    assert str(found) == "word_recognition 50.0% (n = 3)"
 
 
 def test_the_evaluation_of_a_recipe_writes_its_scores(rows: Path, tmp_path: Path) -> None:
@@ -134,18 +80,13 @@ def test_without_held_out_data_nothing_is_evaluated() -> None:
     settings = load_settings("counting", ["data.eval=null", "evaluation.every=0"])
     evaluator = make_evaluator(settings)
     assert not evaluator.is_due(settings.optim.max_steps)
-    assert evaluator.evaluate(0) is None
-    assert evaluator.best_step is None
+    assert (evaluator.evaluate(0), evaluator.best_step) == (None, None)
 
 
-def test_an_evaluation_is_due_at_intervals_and_after_the_last_step() -> None:
+def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best() -> None:
     overrides = ["evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0"]
     evaluator = make_evaluator(small_settings(*overrides))
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
-
-
-def test_the_first_of_equal_results_is_the_best() -> None:
-    evaluator = make_evaluator(small_settings())
     first, second = evaluator.evaluate(0), evaluator.evaluate(5)
     assert first is not None
     assert second is not None
@@ -161,30 +102,26 @@ def test_several_samples_are_evaluated_in_training_too() -> None:
     assert found.metrics["mean_at_2"] == found.value <= found.metrics["pass_at_2"]
 
 
-def test_evaluation_on_the_training_data_is_warned_about(
+def test_held_out_examples_that_are_also_trained_on_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "How many?", "answer": 3}\n')
-    task, other = load_task("counting"), small_settings(f"data.eval={path}")
-    load_data(small_settings(), task)  # the embedded data, whose splits differ
-    load_data(other, task)
-    assert "not on held-out" not in caplog.text
-    load_data(small_settings(f"data.eval={path}", f"data.train={path}"), task)
-    assert "data.eval is data.train: the evaluation is not on held-out examples" in caplog.text
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    row, image = {"question": "How many?", "answer": 3}, {"images": ["a.png"]}
+    rows = [write_jsonl(tmp_path / f"{n}.jsonl", row | more) for n, more in enumerate([{}, image])]
+    same = write_jsonl(tmp_path / "same.jsonl", row | image)
 
+    def warn(**sources: Path) -> str:
+        caplog.clear()
+        overrides = [f"data.{split}={path}" for split, path in sources.items()]
+        load_data(small_settings(*overrides), load_task("counting"))
+        return caplog.text
 
-def test_images_that_are_also_trained_on_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows, image = tmp_path / "rows.jsonl", tmp_path / "a.png"
-    Image.new("RGB", (30, 30)).save(image)
-    row = {"images": ["a.png"], "question": "How many?", "answer": 3}
-    rows.write_text(json.dumps(row) + "\n")
-    (tmp_path / "other.jsonl").write_text(json.dumps(row) + "\n")
-    sources = f"data.train={rows}", f"data.eval={tmp_path}/other.jsonl"
-    load_data(small_settings(*sources), load_task("counting"))
-    assert "1 of 1 held-out examples show an image that is also trained on" in caplog.text
+    warning = "data.eval is data.train: the evaluation is not on held-out examples"
+    assert warn() == ""  # the embedded data, whose splits differ
+    assert warn(eval=rows[0]) == ""
+    assert warning in warn(eval=rows[0], train=rows[0])
+    found = warn(train=rows[1], eval=same)
+    assert "1 of 1 held-out examples show an image that is also trained on" in found
 
 
 def test_settings_of_videos_are_warned_about_if_there_is_none(
@@ -192,15 +129,12 @@ def test_settings_of_videos_are_warned_about_if_there_is_none(
 ) -> None:
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row = {"question": "How many?", "answer": 3}
+    images = write_jsonl(tmp_path / "images.jsonl", row | {"images": ["a.png"]})
     video = {"videos": [{"frames": ["a.png", "a.png"]}]}
-    for name, extra in (("images", {"images": ["a.png"]}), ("videos", video)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | extra) + "\n")
-    sources = f"data.train={tmp_path}/images.jsonl", f"data.eval={tmp_path}/images.jsonl"
-    task, warning = load_task("counting"), "data.video has no effect: no example has a video"
-    load_data(small_settings(*sources), task)
-    load_data(
-        small_settings(sources[0], f"data.eval={tmp_path}/videos.jsonl", "data.video.fps=1"), task
-    )
-    assert warning not in caplog.text
-    load_data(small_settings(*sources, "data.video.fps=1"), task)
-    assert warning in caplog.text
+    videos = write_jsonl(tmp_path / "videos.jsonl", row | video)
+    warning = "data.video has no effect: no example has a video"
+    for held_out, fps, is_warned in ((images, "", False), (videos, 1, False), (images, 1, True)):
+        words = [f"data.train={images}", f"data.eval={held_out}"]
+        words += [f"data.video.fps={fps}"] if fps else []
+        load_data(small_settings(*words), load_task("counting"))
+        assert (warning in caplog.text) == is_warned

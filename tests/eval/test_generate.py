@@ -1,22 +1,35 @@
-"""Generation for all examples: bounded chunks, and outputs that do not depend on the batches."""
+"""Generation for all examples: bounded chunks, outputs that do not depend on the batches, and the
+log of a stopped evaluation."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_models import tiny_policy
 
+from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
-from vlm_grpo.eval.generate import LocalModel, PredictionLog, generate_all, split_into_chunks
+from vlm_grpo.eval.generate import (
+    LocalModel,
+    PredictionLog,
+    build_request,
+    generate_all,
+    split_into_chunks,
+)
+from vlm_grpo.eval.outputs import read_predictions
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.utils.chat import Turn
 
 
 def make_example(number: int, *sides: int) -> Example:
@@ -89,3 +102,71 @@ def test_several_samples_begin_with_the_only_one_and_resume(
     assert resumed == [*texts[:8], *["kept"] * 8, *texts[16:]]
     lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
     assert [json.loads(line)["output"] for line in lines] == resumed
+
+
+EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
+KEYS = [(example.id, 0) for example in EXAMPLES]
+GOLDS = [str(example.answer) for example in EXAMPLES]
+REQUEST = {"model": "embedded", "seed": 0}
+
+
+def append(log: PredictionLog, places: Sequence[int]) -> None:
+    """Write the gold answers of some examples."""
+    log.append(*([of_all[place] for place in places] for of_all in (KEYS, EXAMPLES, GOLDS)))
+
+
+def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path: Path) -> None:
+    log = PredictionLog(tmp_path, REQUEST)
+    append(log, range(4))
+    append(log, range(4, 6))
+    with log.rank_path.open("a") as file:  # the process ended within a line
+        file.write('{"id": "shapes-coun')
+    assert not log.path.exists(), "the file exists only when complete"
+
+    resumed = PredictionLog(tmp_path, REQUEST)
+    assert resumed.outputs == dict(zip(KEYS[:6], GOLDS, strict=False))
+    append(resumed, range(4, 10))
+    image = replace(EXAMPLES[0].images[0], resized_size=(56, 56))
+    examples = [replace(EXAMPLES[0], images=(image,)), *EXAMPLES[1:]]
+    resumed.finish(KEYS, examples, GOLDS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "request.json"]
+    assert [*PredictionLog(tmp_path, REQUEST).outputs] == KEYS
+    assert read_predictions(resumed.path, EXAMPLES) == (examples, GOLDS)
+
+
+def test_the_samples_of_an_example_are_told_apart(tmp_path: Path) -> None:
+    log, same = PredictionLog(tmp_path, REQUEST), [EXAMPLES[0]] * 3
+    keys = [(EXAMPLES[0].id, number) for number in range(3)]
+    log.append(keys[1:], same[1:], ["b", "\ud83d"])  # UTF-8 cannot encode it
+    assert PredictionLog(tmp_path, REQUEST).outputs == {keys[1]: "b", keys[2]: "\ud83d"}
+    log.append(keys[:1], same[:1], ["a"])
+    log.finish(keys, same, ["a", "b", "\ud83d"])
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
+    found = [(row.get("sample"), row["output"]) for row in rows]
+    assert found == [(None, "a"), (1, "b"), (2, "\ud83d")]
+
+
+def test_a_log_of_another_request_is_refused(tmp_path: Path) -> None:
+    PredictionLog(tmp_path, REQUEST)
+    with pytest.raises(UserError, match="seed was 0 and is now 1"):
+        PredictionLog(tmp_path, REQUEST | {"seed": 1})
+
+
+def test_a_request_has_the_prompts_in_full() -> None:
+    settings, task = load_settings("counting"), load_task("counting")
+    chat = replace(EXAMPLES[0], history=(Turn("user", "a"), Turn("assistant", "b")))
+    with_system = settings.model_copy(update={"prompt": PromptSettings(system="Be brief.")})
+    requests = [
+        build_request(settings, None, task, EXAMPLES[:1]),
+        build_request(settings, None, task, [chat]),
+        build_request(with_system, None, task, EXAMPLES[:1]),
+    ]
+    assert len({json.dumps(request, sort_keys=True) for request in requests}) == 3
+
+
+def test_each_process_writes_its_file_and_reads_all(tmp_path: Path) -> None:
+    first, second = PredictionLog(tmp_path, REQUEST), PredictionLog(tmp_path, REQUEST, rank=1)
+    append(first, range(5))
+    append(second, range(5, 10))
+    assert first.rank_path != second.rank_path
+    assert PredictionLog(tmp_path, REQUEST).outputs == dict(zip(KEYS, GOLDS, strict=True))

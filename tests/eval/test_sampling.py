@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
+from distance_task import Distance
+from evaluations import read_jsonl
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
@@ -22,31 +22,13 @@ from vlm_grpo.eval.sampling import (
     write_difficulty,
 )
 from vlm_grpo.model.prompts import PromptWriter, load_prompt_builder
-from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn
 
 COUNTING = load_task("counting")
-
-
-class Distance(Task):
-    """A task whose primary metric is an error."""
-
-    primary_metric = "error"
-    lower_is_better = True
-
-    def parse(self, text: str, example: Example) -> float | None:
-        return float(text) if text else None
-
-    @reward()
-    def near(self, answer: float, example: Example) -> float:
-        return 1.0 / (1.0 + abs(answer - example.answer))
-
-    @metric(without_answer=None)
-    def error(self, answer: float, example: Example) -> float:
-        return abs(answer - example.answer)
 
 
 def make_samples(
@@ -64,10 +46,6 @@ def make_samples(
     return SampledExamples(settings, task, writer, examples, texts, scores)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 EXAMPLES = [Example(name, (), f"How many {name}?", 3) for name in ("dogs", "cats", "cows")]
 TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
 
@@ -75,7 +53,7 @@ TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
 def test_the_pass_rate_is_the_mean_primary_metric(tmp_path: Path) -> None:
     found = make_samples(EXAMPLES, TEXTS)
     assert write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
-    assert read(tmp_path / "d.jsonl")[0] == {
+    assert read_jsonl(tmp_path / "d.jsonl")[0] == {
         **{"id": "dogs", "pass_rate": 0.75, "samples": 4},
         "reward": 0.75,
     }
@@ -89,9 +67,12 @@ def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path: Path) -> Non
 def test_kept_completions_are_distinct_and_the_best(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     assert write_completions(make_samples(EXAMPLES, TEXTS), path) == (2, 2)
-    assert [(row["id"], row["completion"]) for row in read(path)] == [("dogs", "3"), ("cows", "3")]
+    assert [(row["id"], row["completion"]) for row in read_jsonl(path)] == [
+        ("dogs", "3"),
+        ("cows", "3"),
+    ]
     assert write_completions(make_samples(EXAMPLES, TEXTS), path, least=0.0, keep=3) == (6, 3)
-    rows = [(row["id"], row["completion"]) for row in read(path)]
+    rows = [(row["id"], row["completion"]) for row in read_jsonl(path)]
     assert rows[:4] == [("dogs", "3"), ("dogs#2", "3 "), ("dogs#3", "4"), ("cats", "5")]
     with pytest.raises(UserError, match="earned the full reward; the highest reward is 0: lower"):
         write_completions(make_samples(EXAMPLES[1:2], TEXTS[1:2]), tmp_path / "none.jsonl")
@@ -118,7 +99,7 @@ def test_the_rows_are_read_as_the_examples_that_they_were(
     write_completions(found, path)
     assert find_outside_folder(found, path) is None
     assert find_outside_folder(found, tmp_path / "a" / "s.jsonl") == tmp_path
-    assert read(path)[0]["images"] == ["1.png"]
+    assert read_jsonl(path)[0]["images"] == ["1.png"]
     again = load_examples(path, COUNTING, found.settings.data, "train")
     for example, before, (text,) in zip(again, examples, texts, strict=True):
         assert example.meta == {**before.meta, "completion": text}
@@ -134,4 +115,4 @@ def test_truncated_completions_and_control_tokens_are_left_out(tmp_path: Path) -
     path = tmp_path / "s.jsonl"
     write_completions(replace(found, prompts=prompts), path, least=-1.0, keep=9)
     assert limit <= 9
-    assert [row["completion"] for row in read(path)] == ["3", "4"]
+    assert [row["completion"] for row in read_jsonl(path)] == ["3", "4"]

@@ -1,82 +1,203 @@
-"""The summary of an evaluation of several sources."""
+"""The summary of an evaluation, of several samples by an enumeration of all subsets, and files."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+import random
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
+from distance_task import Distance
 
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.data.loading import Mixed
-from vlm_grpo.eval.scored import summarize
-from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.eval.scored import (
+    Row,
+    Scored,
+    estimate_best,
+    find_majority,
+    merge_scores,
+    summarize,
+)
+from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 
-
-class Far(Task):
-    """A task whose primary metric is an error."""
-
-    primary_metric = "error"
-
-    def parse(self, text: str, example: Example) -> float:
-        return float(text)
-
-    @reward()
-    def near(self, answer: float, example: Example) -> float:
-        return 1.0 / (1.0 + abs(answer - example.answer))
-
-    @metric()
-    def error(self, answer: float, example: Example) -> float:
-        return abs(answer - example.answer)
-
-
-Far.lower_is_better = True
+COUNTING = load_task("counting")
+EXAMPLE = Example("1", (), "How many?", 3)
 COUNTS = [Example(f"c/{n}", (), "How many?", n, source="c") for n in range(6)]
 ERRORS = [Example(f"e/{n}", (), "How far?", n, source="e") for n in range(2)]
 
 
-def evaluate(task: Task, examples: list[Example], texts: list[str]):
+def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
+    items = [e for e in examples for _ in range(len(texts) // len(examples))]
     with RewardScorer() as scorer:
-        return summarize(task, examples, texts, scorer(task, texts, examples), 0)
+        return summarize(task, examples, texts, scorer(task, texts, items), 0)
+
+
+def score(task: Task, texts: list[str]):
+    return [task.score(text, EXAMPLE) for text in texts]
+
+
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: bool) -> None:
+    def make_evaluation(value: float) -> Scored:
+        return Scored((), "x", {"x": value}, lower_is_better)
+
+    assert make_evaluation(2.0).is_better_than(3.0) is lower_is_better
+    assert make_evaluation(3.0).is_better_than(2.0) is not lower_is_better
+    assert make_evaluation(2.0).is_better_than(None)
+    assert not make_evaluation(2.0).is_better_than(2.0)
+    assert not make_evaluation(math.nan).is_better_than(None)
+
+
+def test_an_error_is_printed_as_a_number_and_a_share_in_percent() -> None:
+    error = Scored((), "x", {"x": 2}, True, intervals={"x": (2, 3)})
+    assert str(error) == "x 2.000 [2.000, 3.000] (n = 0)"
+    share = Scored((), "x", {"x": 0.5}, intervals={"x": (0, 1)})
+    assert str(share) == "x 50.0% [0.0%, 100.0%] (n = 0)"
+
+
+def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path: Path) -> None:
+    answer = "\ud83d"  # from JSON in an output; UTF-8 cannot encode it
+    row = Row(id="1", output="", answer=answer, reward=1.0, rewards={}, metrics={})
+    Scored((row,), "x", {"x": 1}).write(tmp_path / "p.jsonl")
+    assert json.loads((tmp_path / "p.jsonl").read_text()) == row
+
+
+def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> None:
+    definition = tmp_path / "groups.yaml"
+    definition.write_text(
+        "title: Words\ntask: ocr\nmetric: word_recognition\naverage: groups\ngroups: [kind]\n"
+    )
+    task = load_benchmark(str(definition)).load_task()
+    examples = [Example(kind, (), "?", "YES", {"kind": kind[0]}) for kind in ("a1", "a2", "b")]
+    found = evaluate(task, examples, ["YES", "YES", "NO"])
+    assert found.value == pytest.approx(0.5)  # the mean over groups; over examples it is 2/3
+    assert math.isnan(found.interval[0])
+    assert str(found) == "word_recognition 50.0% (n = 3)"
+
+
+# Several sources.
 
 
 def test_sources_count_equally_and_keep_their_own_metrics() -> None:
-    mixed = Mixed(members={"c": load_task("counting"), "e": Far()})
+    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
     examples = [COUNTS[0], ERRORS[0], *COUNTS[1:], ERRORS[1]]
     texts = ["0", "0.25", "1", "2", "3", "9", "9", "1.5"]  # 4 of 6 counts; errors 0.25 and 0.5
     found = evaluate(mixed, examples, texts)
-    counts = evaluate(load_task("counting"), COUNTS, ["0", "1", "2", "3", "9", "9"])
+    counts = evaluate(COUNTING, COUNTS, ["0", "1", "2", "3", "9", "9"])
     assert found.primary_metric == "score"
     assert found.value == pytest.approx((4 / 6 + 1 - 0.375) / 2)
     assert {n: v for n, v in found.metrics.items() if n.startswith("c/")} == {
         f"c/{name}": value for name, value in counts.metrics.items() if name != "unscorable"
     }
-    assert found.metrics["e/error"] == 0.375
-    assert found.metrics["answered"] == 1.0
+    assert (found.metrics["e/error"], found.metrics["answered"]) == (0.375, 1.0)
     low, high = found.interval
     assert low < found.value < high
-    assert [row.get("source") for row in found.rows] == [example.source for example in examples]
-    assert [row["id"] for row in found.rows] == [example.id for example in examples]
+    kept = [(row.get("source"), row["id"]) for row in found.rows]
+    assert kept == [(example.source, example.id) for example in examples]
 
 
 def test_the_interval_is_that_of_the_mean_of_the_sources() -> None:
-    members = {"c": load_task("counting"), "d": load_task("counting")}
     few = [Example(f"d/{n}", (), "How many?", 1, source="d") for n in range(3)]
     many = [Example(f"c/{n}", (), "How many?", 1, source="c") for n in range(300)]
-    texts = ["1"] * 3 + ["1", "2"] * 150
-    found = evaluate(Mixed(members=members), [*few, *many], texts)
+    mixed = Mixed(members={"c": COUNTING, "d": COUNTING})
+    found = evaluate(mixed, [*few, *many], ["1"] * 3 + ["1", "2"] * 150)
     assert found.value == 0.75
     assert np.mean(found.interval) == pytest.approx(0.75, abs=0.05)
 
 
 def test_a_source_whose_metric_is_of_the_corpus_has_no_interval() -> None:
-    members = {"c": load_task("counting"), "e": Far()}
+    members = {"c": COUNTING, "e": Distance()}
     object.__setattr__(members["e"], "primary_metric", "total")
     object.__setattr__(members["e"], "corpus_metrics", lambda answers, examples: {"total": 0.5})
-    mixed = Mixed(members={"c": members["c"]})
+    mixed = Mixed(members={"c": COUNTING})
     object.__setattr__(mixed, "members", members)
     found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0"])
     assert found.metrics["e/total"] == 0.5
     assert math.isnan(found.interval[0])
+
+
+# Several samples.
+
+
+@pytest.mark.parametrize("lower_is_better", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_the_best_of_k_is_the_mean_over_all_subsets(n: int, lower_is_better: bool) -> None:
+    values = [random.Random(n).choice([0.0, 1.0, 0.25, 0.7]) for _ in range(n)]
+    best = min if lower_is_better else max
+    for size in range(1, n + 1):
+        subsets = [best(subset) for subset in itertools.combinations(values, size)]
+        expected = float(sum(map(Fraction, subsets)) / len(subsets))
+        assert estimate_best(values, size, lower_is_better) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_best_of_many_samples_neither_overflows_nor_loses_precision() -> None:
+    values = [1.0] + [0.0] * 4095
+    assert estimate_best(values, 1024) == pytest.approx(1024 / 4096, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("texts", "position"),
+    [
+        (["2", "3", "3"], 1),
+        (["2", "3"], 0),  # a tie: the first answer
+        (["3", "2", "2", "3"], 0),
+        (["", "", "3"], 2),  # no answer, no vote
+        (["", ""], 0),
+        (["13", "13", "2"], 2),  # an answer that cannot be written has no vote
+        (["2.2", "1.8", "3"], 0),  # equal as the task writes them
+    ],
+)
+def test_the_majority_is_of_answers_as_the_task_writes_them(
+    texts: list[str], position: int
+) -> None:
+    assert find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
+
+
+def test_the_metrics_of_an_example_are_those_of_its_samples() -> None:
+    found = merge_scores(COUNTING, EXAMPLE, score(COUNTING, ["3", "4", "4", "3", "none"]))
+    assert found.answer == 3
+    assert found.rewards["exact"] == found.metrics["mean_at_5"] == 2 / 5
+    assert found.metrics["pass_at_2"] == pytest.approx(1 - 3 / 10)  # of 10 pairs, 3 are all wrong
+    assert found.metrics["pass_at_5"] == 1.0
+    assert found.metrics["majority_at_5"] == 1.0  # 3 and 4 are as frequent, and 3 is first
+    (alone,) = score(COUNTING, ["3"])
+    assert merge_scores(COUNTING, EXAMPLE, [alone]) is alone
+    # Without a value for each sample, only the mean of the others is known.
+    found = merge_scores(Distance(), EXAMPLE, score(Distance(), ["4", ""]))
+    names = ("error", "pass_at_2", "majority_at_2")
+    assert [found.metrics[name] for name in names] == [1.0, None, None]
+
+
+def test_an_evaluation_has_means_and_intervals_over_the_examples() -> None:
+    examples = [Example(str(n), (), "How many?", n) for n in range(4)]
+    texts = ["0", "0", "1", "7", "2", "8", "9", "9"]  # right: 2, 1, 1 and 0 of 2
+    found = evaluate(COUNTING, examples, texts)
+    assert (found.n, found.value, found.metrics["mean_at_2"]) == (4, 0.5, 0.5)
+    assert (found.metrics["pass_at_2"], found.metrics["majority_at_2"]) == (0.75, 0.75)
+    assert found.intervals["mean_at_2"] == found.interval
+    # Four examples have 1, .5, .5 and 0: an interval of 8 outputs would be narrower than this one.
+    means = [np.mean(c) for c in itertools.product([1, 0.5, 0.5, 0], repeat=4)]
+    expected = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
+    assert found.interval == pytest.approx(expected, abs=0.05)
+    row = found.rows[1]
+    assert (row["output"], row["rewards"]["exact"]) == ("1", 0.5)
+    samples = [(s["output"], s["rewards"]["exact"]) for s in row.get("samples", [])]
+    assert samples == [("1", 1.0), ("7", 0.0)]
+
+
+def test_the_sources_of_a_mixture_have_their_own_metrics_of_samples() -> None:
+    task = Mixed(members={"c": COUNTING, "d": Distance()})
+    examples = [Example(f"{source}/1", (), "How many?", 3, source=source) for source in ("c", "d")]
+    found = evaluate(task, examples, ["3", "4", "3.25", "2.5"])
+    assert found.metrics["c/pass_at_2"] == 1.0
+    assert found.metrics["d/pass_at_2"] == 0.25  # the lowest error
+    assert found.metrics["d/majority_at_2"] == 0.25  # 3.25 is written as 3, 2.5 as 2: a tie
+    assert found.metrics["pass_at_2"] == (1.0 + 1 - 0.25) / 2

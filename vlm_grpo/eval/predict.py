@@ -179,11 +179,13 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
 def read_image(image: ImageInput, max_pixels: int, video: VideoSettings | None = None) -> ImageRef:
     """Read the image or the clip of a question; ``UserError``: it cannot be, or is too large."""
     name, roots, data = "of the question", (), image
+    if isinstance(image, str | Path):
+        name = str(image)
     try:
         if isinstance(image, Clip):
             roots = Path.cwd(), Path(Path.cwd().anchor)
         elif isinstance(image, str | Path):
-            name, data = str(image), Path(image).read_bytes()
+            data = Path(image).read_bytes()
         return MediaReader(roots, max_pixels, video).read(data, name)
     except OSError as error:
         raise UserError(f"image {name} cannot be read: {error.strerror or error}") from error
