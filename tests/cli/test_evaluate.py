@@ -11,8 +11,6 @@ from commands import fails, run, write_jsonl
 from judge_server import Reply
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.eval.outputs import LAYOUTS
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
@@ -21,32 +19,27 @@ from vlm_grpo.utils import http_json
 ROWS = ["--data", "embedded:counting"]
 
 
-def test_a_missing_checkpoint_is_named(capsys, tmp_path):
-    message = fails(capsys, "evaluate", "counting", "--checkpoint", tmp_path / "none")
-
-    assert f"checkpoint {tmp_path / 'none'} is not a folder" in message
-
-
-@pytest.mark.parametrize("given", ["runs/mine", "mine"])
-def test_the_newest_checkpoint_of_a_run_is_evaluated(capsys, tmp_path, monkeypatch, given):
-    monkeypatch.chdir(tmp_path)
-    newest = Path("runs/mine/checkpoints/step-10")
-    for folder in (newest, newest.with_name("step-2")):
-        load_settings("counting").save(folder / "config.yaml")
+@pytest.fixture
+def benchmark_calls(monkeypatch):
+    """The arguments of the evaluations on benchmarks, which are not made."""
     calls = []
     monkeypatch.setattr(
         "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
     )
+    return calls
+
+
+@pytest.mark.parametrize("given", ["runs/mine", "mine"])
+def test_the_newest_checkpoint_of_a_run_is_evaluated(
+    capsys, tmp_path, monkeypatch, benchmark_calls, given
+):
+    monkeypatch.chdir(tmp_path)
+    newest = Path("runs/mine/checkpoints/step-10")
+    for folder in (newest, newest.with_name("step-2")):
+        load_settings("counting").save(folder / "config.yaml")
     _, out, _ = run(capsys, "evaluate", "tallyqa", *ROWS, "--checkpoint", given)
     assert f"checkpoint {newest}, the newest of its run" in out
-    assert calls[0][2] == newest
-
-
-def test_a_run_without_checkpoints_is_one_message(capsys, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    message = fails(capsys, "evaluate", "counting", "--checkpoint", tmp_path)
-
-    assert f"{tmp_path} has no complete checkpoint" in message
+    assert benchmark_calls[0][2] == newest
 
 
 def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
@@ -67,44 +60,47 @@ def test_a_checkpoint_given_as_a_setting_is_answered_with_the_option(capsys, arg
     )
 
 
+SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "model has no value: add model="),
-        (["--frame", "permille"], "--frame needs --predictions"),
-        (["--task", "ocr"], "a benchmark has its own task"),
-        (["--format", "r1_v"], "--format needs --predictions"),
-        (["--predictions", "p.jsonl", "--format", "r1v"], "did you mean r1_v"),
-        (["--predictions", "p.jsonl", "--split", "tset"], "no split 'tset' (did you mean test?)"),
-        (["model=embedded", "--split", "val"], "its splits are test"),
-        (["--predictions", "p.jsonl", "--checkpoint", "runs"], "leave out --checkpoint"),
-        (["--predictions", "p.jsonl", "--frame", "permil"], "did you mean permille"),
-        (["model=embedded", "--checkpoint", "nowhere"], "nowhere is not a folder"),
-        (["model=embedded", "task_options.tagz=true"], "unknown option tagz"),
+        (["tallyqa", *ROWS], "model has no value: add model="),
+        (["tallyqa", *ROWS, "--frame", "permille"], "--frame needs --predictions"),
+        (["tallyqa", *ROWS, "--task", "ocr"], "a benchmark has its own task"),
+        (["tallyqa", *ROWS, "--format", "r1_v"], "--format needs --predictions"),
+        (["tallyqa", *SCORED, "--format", "r1v"], "did you mean r1_v"),
+        (["tallyqa", *SCORED, "--split", "tset"], "no split 'tset' (did you mean test?)"),
+        (["tallyqa", *ROWS, "model=embedded", "--split", "val"], "its splits are test"),
+        (["tallyqa", *SCORED, "--checkpoint", "runs"], "leave out --checkpoint"),
+        (["tallyqa", *SCORED, "--frame", "permil"], "did you mean permille"),
+        (["tallyqa", *ROWS, "model=embedded", "--checkpoint", "no"], "no is not a folder"),
+        (["tallyqa", *ROWS, "model=embedded", "task_options.tagz=true"], "unknown option tagz"),
+        (["counting", "--checkpoint", "nowhere"], "checkpoint nowhere is not a folder"),
+        (["counting", "--split", "val"], "give --data"),
+        (["counting", "--predictions", "p.jsonl"], "give --data"),
+        (["counting", *SCORED, "--frame", "permil"], "did you mean permille?"),
+        (["counting", *SCORED], "none.jsonl cannot be read"),
+        (["counting", *SCORED, "tags=true"], "tags is not a task option with --predictions"),
+        (["counting", *SCORED, "frame=permille"], "frame is not a task option with --predictions"),
+        (["counting", *SCORED, "--split", "test"], "--split needs a benchmark"),
+        (["counting", "--json"], "--tags, --json and --image-root need a task and --predictions"),
     ],
 )
 def test_options_that_exclude_each_other_are_one_message(capsys, arguments, message):
-    assert message in fails(capsys, "evaluate", "tallyqa", *ROWS, *arguments)
-
-
-@pytest.mark.parametrize("option", [["--split", "val"], ["--predictions", "p.jsonl"]])
-def test_options_of_a_benchmark_need_its_rows(capsys, option):
-    assert "give --data" in fails(capsys, "evaluate", "counting", *option)
+    assert message in fails(capsys, "evaluate", *arguments)
 
 
 def test_a_benchmark_takes_model_and_prompt_settings_from_the_checkpoint(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, benchmark_calls
 ):
     checkpoint = tmp_path / "step-3"
     trained = ["model=a/model", "task_options.tags=true", "policy.max_pixels=5000"]
     load_settings("counting", trained).save(checkpoint / "config.yaml")
-    calls = []
-    monkeypatch.setattr(
-        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
-    )
     given = [*ROWS, "--checkpoint", checkpoint, "policy.dtype=float32"]
     run(capsys, "evaluate", "tallyqa", *given)
-    (_, settings, folder, *_) = calls[0]
+    (_, settings, folder, *_) = benchmark_calls[0]
     assert folder == checkpoint
     assert (settings.model, settings.task_options) == ("a/model", {"tags": True, "thinking": False})
     assert (settings.policy.max_pixels, settings.policy.dtype) == (5000, "float32")
@@ -143,18 +139,14 @@ def test_options_of_a_server_that_cannot_be_used_are_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_benchmark_behind_an_address_needs_no_model(capsys, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
-    )
+def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
     options = ["--served-model", "gpt", "--concurrency", "4", "--price", "2.5,10"]
     options += ["--timeout", "9"]
     for model in ([], ["model=embedded"]):
         run(capsys, "evaluate", "tallyqa", *ROWS, *SERVER, *options, *model)
-    assert [settings.model for _, settings, *_ in calls] == ["none", "embedded"]
+    assert [settings.model for _, settings, *_ in benchmark_calls] == ["none", "embedded"]
     endpoint = Endpoint("http://127.0.0.1:1", "gpt", concurrency=4, price=(2.5, 10.0), timeout=9.0)
-    assert [given[2:] for given in calls] == [(None, None, endpoint)] * 2
+    assert [given[2:] for given in benchmark_calls] == [(None, None, endpoint)] * 2
 
 
 def test_a_recipe_behind_an_address_is_evaluated_and_its_failures_are_one_message(
@@ -183,25 +175,25 @@ def test_help_names_every_format_and_frame(capsys):
     assert {"predictions", *LAYOUTS, *FRAMES} <= words
 
 
-@pytest.mark.parametrize("option", ["tags=true", "frame=permille"])
-def test_an_option_that_has_a_flag_is_refused(capsys, option):
-    message = fails(capsys, "evaluate", "counting", option, "--data", "d", "--predictions", "x")
+@pytest.fixture
+def score(capsys, counting_data, tmp_path):
+    """A function that scores outputs of the two counting rows; it returns what is printed."""
 
-    assert f"{option.partition('=')[0]} is not a task option with --predictions" in message
+    def score(first: str, second: str, *flags: str, name: str = "counting") -> str:
+        rows = [{"id": "r5", "output": second}, {"id": "r3", "output": first}]
+        given = [name, "--data", counting_data, "--predictions"]
+        given.append(write_jsonl(tmp_path / "out.jsonl", *rows))
+        status, out, err = run(capsys, "evaluate", *given, *flags)
+        assert status == 0, err
+        return out
+
+    return score
 
 
-def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_path):
-    predictions = write_jsonl(
-        tmp_path / "out.jsonl",
-        {"id": "r5", "output": "<answer>4</answer>"},
-        {"id": "r3", "output": "<answer>three</answer>"},
-    )
-
-    given = ["counting", "--data", counting_data, "--predictions", predictions]
-    status, out, _ = run(capsys, "evaluate", *given, "--json")
+def test_json_has_one_row_per_example_and_the_total(score):
+    out = score("<answer>three</answer>", "<answer>4</answer>", "--json")
     first, second, last = map(json.loads, out.splitlines())
 
-    assert status == 0
     assert (first["id"], first["answer"], first["rewards"]["exact"]) == ("r3", 3, 1.0)
     assert (second["id"], second["metrics"]["absolute_error"]) == ("r5", 1.0)
     assert set(first) == {"id", "answer", "rewards", "metrics"}
@@ -221,82 +213,18 @@ def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_p
         ("<answer>3</answer>", ["--no-tags"], 0),
     ],
 )
-def test_an_answer_is_read_with_and_without_tags(
-    capsys, counting_data, tmp_path, output, flags, answered
-):
-    rows = [{"id": f"r{n}", "output": output} for n in (3, 5)]
-    given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "p.jsonl", *rows)]
-
-    _, out, _ = run(capsys, "evaluate", "counting", *given, *flags, "--json")
-    total = json.loads(out.splitlines()[-1])["total"]
+def test_an_answer_is_read_with_and_without_tags(score, output, flags, answered):
+    total = json.loads(score(output, output, *flags, "--json").splitlines()[-1])["total"]
 
     assert total["answered"] == answered
     assert total["rewards"]["exact"] == answered / 4  # 3 is right for one of two rows
 
 
-def test_outputs_that_cannot_be_read_are_shown(capsys, counting_data, tmp_path):
-    rows = [{"id": "r3", "output": "I see three or so"}, {"id": "r5", "output": "3 or 4"}]
-    given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "p.jsonl", *rows)]
-
-    _, scored, _ = run(capsys, "evaluate", "counting", *given)
-    _, evaluated, _ = run(capsys, "evaluate", "tallyqa", *given)
-
-    for out in (scored, evaluated):
-        assert "most outputs hold no answer that can be read, for example 'I see three" in out
-    assert "models were asked for: a number alone" in evaluated
-
-
-def test_the_table_shows_means(capsys, counting_data, tmp_path):
-    rows = [{"id": f"r{n}", "output": "3"} for n in (3, 5)]
-    given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "out.jsonl", *rows)]
-    _, out, _ = run(capsys, "evaluate", "counting", *given, "--no-tags")
+def test_the_table_shows_means_and_outputs_that_cannot_be_read(score):
+    out = score("3", "3", "--no-tags")
     assert all(text in out for text in ("exact", "all 2", "0.500"))
-
-
-@pytest.fixture
-def grounding_data(tmp_path):
-    """One grounding row on an 84-pixel image, with the gold box 21, 21, 63, 63; and its id."""
-    (example,) = make_shapes.draw_examples("grounding", 1)
-    path = write_examples([example], tmp_path / "made", "rows.jsonl")
-    row = json.loads(path.read_text())
-    write_jsonl(path, {**row, "answer": {"boxes": [[21, 21, 63, 63]]}})
-    return path, row["id"]
-
-
-@pytest.mark.parametrize(
-    ("frame", "output", "more"),
-    [
-        ("original", "[21, 21, 63, 63]", {}),
-        ("permille", "[250, 250, 750, 750]", {}),
-        ("qwen2_vl", "<|box_start|>(250,250),(750,750)<|box_end|>", {}),
-        ("resized", "[42, 42, 126, 126]", {"seen": [[168, 168]]}),
-    ],
-)
-def test_boxes_are_converted_from_their_frame(
-    capsys, grounding_data, tmp_path, frame, output, more
-):
-    path, identity = grounding_data
-    predictions = write_jsonl(tmp_path / "out.jsonl", {"id": identity, "output": output, **more})
-    given = ["grounding", "--no-tags", "--data", path, "--predictions", predictions]
-
-    _, out, _ = run(capsys, "evaluate", *given, "--frame", frame, "--json")
-
-    assert json.loads(out.splitlines()[0])["rewards"]["iou"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("wrong", [{}, {"seen": [168, 168]}, {"seen": [[0, 168]]}, {"seen": []}])
-def test_the_resized_frame_needs_the_resized_size(capsys, grounding_data, tmp_path, wrong):
-    path, identity = grounding_data
-    predictions = write_jsonl(tmp_path / "out.jsonl", {"id": identity, "output": "x", **wrong})
-    given = ["grounding", "--data", path, "--predictions", predictions, "--frame", "resized"]
-
-    assert '--frame resized needs "seen"' in fails(capsys, "evaluate", *given)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [(["--frame", "permil"], "did you mean permille?"), ([], "none.jsonl cannot be read")],
-)
-def test_what_is_not_there_is_named(capsys, counting_data, option, message):
-    given = ["counting", "--data", counting_data, "--predictions", "none.jsonl", *option]
-    assert message in fails(capsys, "evaluate", *given)
+    unread = "I see three or so", "3 or 4"
+    for name in ("counting", "tallyqa"):
+        out = score(*unread, name=name)
+        assert "most outputs hold no answer that can be read, for example 'I see three" in out
+    assert "models were asked for: a number alone" in out

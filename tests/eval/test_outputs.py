@@ -237,8 +237,25 @@ def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):
         read_predictions(path, EXAMPLES)
 
 
-def test_missing_resized_sizes_are_named(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", FIRST)
+@pytest.mark.parametrize("wrong", [{}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}])
+def test_missing_resized_sizes_are_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
     read_predictions(path, EXAMPLES[:1])
-    with pytest.raises(UserError, match='needs "seen"'):
+    with pytest.raises(UserError, match='--frame resized needs "seen"'):
         read_predictions(path, EXAMPLES[:1], needs_resized_size=True)
+
+
+@pytest.mark.parametrize(
+    ("frame", "box", "more"),
+    [
+        (None, "[64, 48, 320, 240]", {}),
+        ("qwen2_vl", "<|box_start|>(100,100),(500,500)<|box_end|>", {}),
+        ("resized", "[32, 24, 160, 120]", {"seen": [[320, 240]]}),
+    ],
+)
+def test_boxes_are_converted_from_their_frame(capsys, tmp_path: Path, frame, box, more) -> None:
+    row = {"images": ["7.jpg"], "question": CUP[0], "answer": {"boxes": [CUP[1]]}}
+    given = ["--data", write_data(tmp_path, [row]), "--no-tags", "--predictions"]
+    given.append(write_jsonl(tmp_path / "p.jsonl", {"id": "row 0", "output": box, **more}))
+    given += ["--frame", frame] if frame else []
+    assert score_as_json(capsys, "grounding", *given)[0]["rewards"]["iou"] == pytest.approx(1.0)
