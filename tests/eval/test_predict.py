@@ -73,12 +73,10 @@ def test_without_a_task_the_output_is_written_below_the_image() -> None:
 def test_an_image_may_be_a_path_bytes_or_a_pil_image() -> None:
     example = load_example("counting")
     predictor = Predictor("embedded", task="counting")
-    data = Path("counting.png").read_bytes()
-    with Image.open("counting.png") as image:
-        predictions = [
-            predictor(given, example.question)
-            for given in ("counting.png", Path("counting.png"), data, image, [image])
-        ]
+    path = Path("counting.png")
+    with Image.open(path) as image:
+        given = (str(path), path, path.read_bytes(), image, [image])
+        predictions = [predictor(form, example.question) for form in given]
 
     assert len({prediction.text for prediction in predictions}) == 1
     assert predictor([], example.question).picture is None

@@ -70,12 +70,15 @@ def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_
     assert found.value == sum(correct) / COUNT
 
 
-def test_a_benchmark_has_the_files_of_a_local_evaluation(tmp_path: Path) -> None:
+def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_path: Path) -> None:
     definition = tmp_path / "shapes.yaml"
     definition.write_text("title: Shapes\ntask: counting\nmetric: exact\n")
-    with serve(ChatModel()) as server:
-        settings = make_settings(tmp_path)
-        (report,) = evaluate_benchmark(str(definition), settings, server=server.address)
+    settings = make_settings(tmp_path)
+    with serve(ChatModel(models=("a", "b"))) as server:
+        first, second = (Endpoint(server.address, name) for name in "ab")
+        (report,) = evaluate_benchmark(str(definition), settings, server=first)
+        with pytest.raises(UserError, match="served_model was 'a' and is now 'b'"):
+            evaluate_benchmark(str(definition), settings, server=second)
     rows = (settings.run_dir / "model" / "predictions.jsonl").read_text().splitlines()
     assert [*json.loads(rows[0])] == ["id", "output", "seen"]
     assert json.loads(rows[0])["seen"] == [list(load_counting(settings)[0].images[0].size)]
@@ -157,14 +160,21 @@ def test_an_interrupted_evaluation_resumes(tmp_path: Path, monkeypatch: pytest.M
     assert len(model.bodies) == COUNT - 7
 
 
-def test_another_model_does_not_continue_the_outputs(tmp_path: Path) -> None:
-    definition = tmp_path / "shapes.yaml"
-    definition.write_text("title: Shapes\ntask: counting\nmetric: exact\n")
-    settings = make_settings(tmp_path)
-    with serve(ChatModel(models=("a", "b"))) as server:
-        evaluate_benchmark(str(definition), settings, server=Endpoint(server.address, "a"))
-        with pytest.raises(UserError, match="served_model was 'a' and is now 'b'"):
-            evaluate_benchmark(str(definition), settings, server=Endpoint(server.address, "b"))
+def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path: Path) -> None:
+    given = ["evaluation.temperature=1", "data.eval_limit=3"]
+    turns = itertools.count()
+    once, several = ChatModel(), ChatModel(answer=lambda text, image: str(next(turns)))
+    with serve(once) as server:
+        evaluate(make_settings(tmp_path, *given), None, Endpoint(server.address, concurrency=1))
+    settings = make_settings(tmp_path, *given, "evaluation.samples=2", name="several")
+    with serve(several) as server:
+        found = evaluate(settings, None, Endpoint(server.address, concurrency=1))
+        assert evaluate(settings, None, server.address).rows == found.rows  # nothing is asked
+    seeds = [body["seed"] for body in several.bodies]
+    assert seeds[::2] == [body["seed"] for body in once.bodies]
+    assert len({*seeds}) == 6
+    outputs = [sample["output"] for row in found.rows for sample in row.get("samples", [])]
+    assert outputs == [*"012345"]
 
 
 ENDED = rf"no output for {COUNT} examples; after 8 failures it was asked no more:\n  - example .*"
@@ -199,23 +209,15 @@ def test_failures_between_answers_do_not_end_the_evaluation(tmp_path: Path) -> N
 
 
 def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-    refusal = Reply(status=400, body=b"too long")
-    answered: list[str] = []
-
-    def answer_first(text: str, earlier: int) -> Reply | None:
-        answered.append(text)
-        return refusal if len(answered) > 1 else None
-
-    model = ChatModel(fail=answer_first)
+    settings, refusal = make_settings(tmp_path), Reply(status=400, body=b"too long")
+    first = iter([None])
+    model = ChatModel(fail=lambda text, earlier: next(first, refusal))
     with serve(model) as server:
-        endpoint = Endpoint(server.address, concurrency=1)
-        with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
-            evaluate(settings, None, endpoint)
-        assert len(model.bodies) == COUNT
-        with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
-            evaluate(settings, None, endpoint)  # the server has answered before
-    assert len(model.bodies) == 2 * COUNT - 1
+        # The second time, the server has answered before.
+        for asked in (COUNT, 2 * COUNT - 1):
+            with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
+                evaluate(settings, None, Endpoint(server.address, concurrency=1))
+            assert len(model.bodies) == asked
 
 
 @pytest.mark.parametrize(
@@ -223,8 +225,7 @@ def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path: 
     [
         # 40 examples of 100 and 2 tokens: 40 · (100 · 3 + 2 · 10) / 10^6 = 0.0128.
         (
-            100,
-            (3.0, 10.0),
+            *(100, (3.0, 10.0)),
             [
                 "100 prompt and 2 completion tokens per example, a cost of 0.0128 in total, about ",
                 "40 answers: 4,000 prompt and 80 completion tokens, a cost of 0.0128 in total\n",
@@ -235,11 +236,7 @@ def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path: 
     ],
 )
 def test_tokens_cost_and_time_are_estimated_and_summed(
-    prompt_tokens: int | None,
-    price: tuple[float, float] | None,
-    lines: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
+    prompt_tokens, price, lines, tmp_path: Path, capsys
 ) -> None:
     with serve(ChatModel(prompt_tokens=prompt_tokens)) as server:
         evaluate(make_settings(tmp_path), None, Endpoint(server.address, price=price))
