@@ -18,7 +18,6 @@ from vlm_grpo.task.registry import load_task
 
 def test_the_next_commands_are_printed(capsys, tmp_path):
     status, out, _ = run(capsys, "new-task", "clock", "--out", tmp_path)
-
     assert status == 0
     assert f"vlm-grpo check {tmp_path / 'clock.py'} --data" in out
     command = out.partition("vlm-grpo train ")[2].replace("\\\n", " ")
@@ -27,29 +26,21 @@ def test_the_next_commands_are_printed(capsys, tmp_path):
     assert settings.model == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
-def test_the_task_loads_and_its_class_is_named_after_the_file(tmp_path: Path) -> None:
-    file, _ = write_task("read_clock", tmp_path / "tasks")
+def test_the_task_loads_passes_its_test_and_is_sound(tmp_path: Path, capsys) -> None:
+    file, test = write_task("read_clock", tmp_path / "tasks")
     task = load_task(str(file))
     assert type(task).__name__ == "ReadClock"
     assert task.primary_metric in task.reward_weights()
     assert len(file.read_text().splitlines()) < 60  # short enough to read on one screen
-
-
-def test_the_test_of_the_task_passes(tmp_path: Path) -> None:
-    _, test = write_task("read_clock", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", test]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout  # one gold answer and four wrong texts
-
-
-def test_the_task_is_sound_on_two_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, _ = write_task("sky", tmp_path)
     rows = [{"id": a, "question": "Which color?", "answer": a} for a in ("Blue", "gray")]
     data = write_jsonl(tmp_path / "data.jsonl", *rows)
     status, out, err = run(capsys, "check", file, "--data", data)
     assert status == 0, err
-    assert "Sky is sound on this data" in out
+    assert "ReadClock is sound on this data" in out
 
 
 @pytest.mark.parametrize("name", ["a", "read_clock", "w" * LONGEST_NAME])
@@ -90,9 +81,5 @@ def test_no_file_is_overwritten(tmp_path: Path, existing: str) -> None:
     with pytest.raises(UserError, match=f"{existing} exists"):
         write_task("clock", tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written to"):
-        write_task("clock", tmp_path / "file")
+    with pytest.raises(UserError, match="cannot be written to"):  # its folder is a file
+        write_task("sundial", tmp_path / existing)

@@ -59,32 +59,29 @@ def test_a_truncated_output_is_reported(capsys):
     assert "answer   none" in out
 
 
+QUESTION = ["--image", "a.png", "--question", "What?"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--image", "none.png"], "image none.png cannot be read: No such file"),
-        (["--image", "text.png"], "corrupt or of a format other than"),
-        (["--image", "thin.png"], "thin.png cannot be resized for the model: absolute aspect"),
-        (["--image", "a.png", "--task", "countin"], "did you mean counting?"),
-        (["--image", "a.png", "--out", "a.png"], "a.png exists already"),
-        (["--image", "a.png", "--out", "no/b.png"], "there is no folder no"),
-        (["--image", "a.png", "--out", "b.txt"], "end the name in .png"),
-        (["--image", "a.png", "optim.rl=1"], "did you mean optim.lr?"),
+        (["embedded", "--image", "none.png"], "image none.png cannot be read: No such file"),
+        (["embedded", "--image", "text.png"], "corrupt or of a format other than"),
+        (["embedded", "--image", "thin.png"], "thin.png cannot be resized for the model: absolute"),
+        (["embedded", *QUESTION, "--task", "countin"], "did you mean counting?"),
+        (["embedded", *QUESTION, "--out", "a.png"], "a.png exists already"),
+        (["embedded", *QUESTION, "--out", "no/b.png"], "there is no folder no"),
+        (["embedded", *QUESTION, "--out", "b.txt"], "end the name in .png"),
+        (["embedded", *QUESTION, "optim.rl=1"], "did you mean optim.lr?"),
+        (["embedded", *QUESTION, "--frame", "permille"], "--frame needs --server"),
+        (["./nowhere", *QUESTION], "error: model ./nowhere: there is no such folder\n"),
+        (["none", *QUESTION], "there is no model or run 'none'"),
     ],
 )
 def test_wrong_arguments_are_one_message(capsys, arguments, message):
     Image.new("RGB", (900, 3)).save("thin.png")  # 300 : 1; Qwen's resize accepts up to 200 : 1
     Path("text.png").write_text("not an image")
-
-    assert message in fails(capsys, "predict", "embedded", "--question", "What?", *arguments)
-
-
-def test_a_missing_model_is_one_message(capsys):
-    given = ["--image", "a.png", "--question", "What?"]
-
-    assert fails(capsys, "predict", "./nowhere", *given) == (
-        "error: model ./nowhere: there is no such folder\n"
-    )
+    assert message in fails(capsys, "predict", "--question", "What?", *arguments)
 
 
 def test_a_model_behind_an_address_answers(capsys):
@@ -104,12 +101,3 @@ def test_a_model_behind_an_address_answers(capsys):
     assert "the server gave no output for 1 example:\n  - example question: http" in message
     assert "status 400 Bad Request: too long\nif a prompt is too long" in message
     assert "saved" not in message
-
-
-def test_a_model_of_which_nothing_is_known_needs_an_address(capsys):
-    given = ["--image", "a.png", "--question", "What?"]
-
-    assert "there is no model or run 'none'" in fails(capsys, "predict", "none", *given)
-    assert "--frame needs --server" in fails(
-        capsys, "predict", "embedded", *given, "--frame", "permille"
-    )

@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import fails, run, write_jsonl
 
-from vlm_grpo import cli
 from vlm_grpo.eval.generate import PredictionLog
 
 FEW = ["data.train_limit=6", "data.eval_limit=2"]
 CORRECTED = "objective.sampler_correction=token"
-
-
-def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out + captured.err
 
 
 def test_both_files_are_of_the_same_samples(
@@ -34,15 +27,15 @@ def test_both_files_are_of_the_same_samples(
 
     words = ["sample", "counting", *FEW, "--samples", "4"]
     monkeypatch.setattr(PredictionLog, "append", append_and_stop)
-    status, output = run(capsys, *words, "--difficulty", "d.jsonl")
-    assert (status, "the same command continues it" in output) == (130, True)
+    status, _, err = run(capsys, *words, "--difficulty", "d.jsonl")
+    assert (status, "the same command continues it" in err) == (130, True)
     assert not Path("d.jsonl").exists()
     monkeypatch.setattr(PredictionLog, "append", lambda *_: pytest.fail("it was sampled again"))
-    status, output = run(capsys, *words, "--difficulty", "d.jsonl")
+    status, output, _ = run(capsys, *words, "--difficulty", "d.jsonl")
     assert (status, "of 6 examples" in output) == (0, True)
     rates = [json.loads(line)["pass_rate"] for line in Path("d.jsonl").read_text().splitlines()]
     assert {*rates} <= {0, 0.25, 0.5, 0.75, 1}
-    status, output = run(capsys, *words, "--out", "s.jsonl")
+    status, output, _ = run(capsys, *words, "--out", "s.jsonl")
     kept = Path("s.jsonl").read_text().splitlines()
     assert (status, len(kept)) == (0, sum(rate > 0 for rate in rates))
     assert "vlm-grpo sft counting data.train=s.jsonl" in output
@@ -64,15 +57,8 @@ def test_both_files_are_of_the_same_samples(
         (["counting", "data.filter=x"], "is no filter"),
     ],
 )
-def test_bad_input_ends_with_status_2(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_bad_input_ends_with_status_2(capsys, tmp_path, monkeypatch, words, message) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"question": "?", "answer": 3}\n')
-    status, output = run(capsys, "sample", *words)
-    assert (status, message in output) == (2, True), output
+    write_jsonl(tmp_path / "rows.jsonl", {"question": "?", "answer": 3})
+    assert message in fails(capsys, "sample", *words)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

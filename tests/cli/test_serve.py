@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vlm_grpo import cli
+from commands import fails, run
 
 
 @pytest.fixture
@@ -20,30 +19,26 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_model_is_served_under_its_name(
-    executed: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_served_under_its_name(executed: list[Any], capsys) -> None:
     options = ["--python", sys.executable, "--port", "8123", "--argument=--max-num-seqs=4"]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["serve", "embedded", "policy.max_pixels=5000", *options])
-    assert not end.value.code
+    status, out, _ = run(capsys, "serve", "embedded", "policy.max_pixels=5000", *options)
+    assert status == 0
     program, words, environment = executed
     assert program == words[0] == sys.executable
     assert words[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]
     assert {"--port=8123", "--max-num-seqs=4", "--served-model-name=embedded"} <= set(words)
     assert '"longest_edge": 5000' in next(w for w in words if "mm-processor-kwargs" in w)
     assert "VLLM_SERVER_DEV_MODE" not in environment, "users must not change the weights"
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-1] == "the model will be embedded at http://127.0.0.1:8123"
+    assert out.splitlines()[-1] == "the model will be embedded at http://127.0.0.1:8123"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "embedded"])
-def test_rollouts_are_served_for_a_recipe_or_a_model(name: str, executed: list[Any]) -> None:
+def test_rollouts_are_served_for_a_recipe_or_a_model(
+    name: str, executed: list[Any], capsys
+) -> None:
     servers = "rollout.vllm.urls=[http://127.0.0.1:8000]"
-    overrides = ["rollout.sampler=vllm", servers, "policy.lora.r=8"]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["serve", name, *overrides, "--for-rollouts", "--python", sys.executable])
-    assert not end.value.code
+    given = ["rollout.sampler=vllm", servers, "policy.lora.r=8", "--python", sys.executable]
+    assert run(capsys, "serve", name, *given, "--for-rollouts")[0] == 0
     _, words, environment = executed
     assert {"--served-model-name=policy", "--enable-lora", "--enable-scale-out"} <= set(words)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
@@ -59,15 +54,8 @@ def test_rollouts_are_served_for_a_recipe_or_a_model(name: str, executed: list[A
     ],
 )
 def test_what_cannot_be_served_is_an_error(
-    arguments: list[str],
-    message: str,
-    executed: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, executed: list[Any], tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["serve", *arguments])
-    assert (end.value.code, executed) == (2, [])
-    assert message in capsys.readouterr().err
+    assert message in fails(capsys, "serve", *arguments)
+    assert executed == []
