@@ -162,18 +162,7 @@ def evaluate(
         raise UserError("--predictions are scored without a model: leave out --checkpoint")
     if is_task and split is not None:
         raise UserError("--split needs a benchmark")
-    if data is None:
-        values = add_task_override(values, task)
-        _evaluate_recipe(recipe, values, _find_checkpoint(checkpoint), endpoint)
-    elif predictions is None:
-        folder = _find_checkpoint(checkpoint)
-        values = values if endpoint is None else [_NO_MODEL, *values]
-        settings = _benchmark_settings(recipe, data, folder, values)
-        with exit_when_stopped("the same command continues it"):
-            from vlm_grpo.eval.benchmark import evaluate_benchmark
-
-            evaluate_benchmark(recipe, settings, folder, split, endpoint)
-    else:
+    if predictions is not None and data is not None:
         written_frame = None if frame is None else get_frame(frame)
         with exit_when_stopped("nothing was written"):
             if is_task:
@@ -187,6 +176,17 @@ def evaluate(
 
                 settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
                 score_benchmark(recipe, settings, predictions, layout, written_frame, split)
+        return
+    folder = _find_checkpoint(checkpoint)
+    if data is None:
+        _evaluate_recipe(recipe, add_task_override(values, task), folder, endpoint)
+        return
+    values = values if endpoint is None else [_NO_MODEL, *values]
+    settings = _benchmark_settings(recipe, data, folder, values)
+    with exit_when_stopped("the same command continues it"):
+        from vlm_grpo.eval.benchmark import evaluate_benchmark
+
+        evaluate_benchmark(recipe, settings, folder, split, endpoint)
 
 
 def _is_task(name: str) -> bool:
@@ -291,33 +291,28 @@ def _score_outputs(
     task: Task, data: DataSettings, predictions: tuple[Path, str | None], as_json: bool
 ) -> None:
     from vlm_grpo.eval.evaluate import score_outputs
-    from vlm_grpo.eval.scored import format_row
+    from vlm_grpo.eval.scored import format_row, has_answer
 
     scored, unanswered = score_outputs(task, data, *predictions)
-    total = _summarize(scored)
+    rewards, metrics = (
+        {name: _mean(scored.get_column(name)) for name in scored.rows[0][key]}
+        for key in ("rewards", "metrics")
+    )
+    total = {
+        "n": scored.n,
+        "answered": sum(has_answer(row["answer"]) for row in scored.rows),
+        "unscorable": scored.metrics["unscorable"],
+        "reward": _mean([row["reward"] for row in scored.rows]),
+        "rewards": rewards,
+        "metrics": metrics,
+        "corpus": {name: value for name, value in scored.corpus.items() if value == value},
+    }
     if as_json:
         for row in scored.rows:
             print(format_row({key: row[key] for key in ("id", "answer", "rewards", "metrics")}))
         print(json.dumps({"total": total}, ensure_ascii=False))
     else:
         _print_table(scored, total, unanswered)
-
-
-def _summarize(scored: Scored) -> dict[str, Any]:
-    from vlm_grpo.eval.scored import has_answer
-
-    def get_means(key: str) -> dict[str, float | None]:
-        return {name: _mean(scored.get_column(name)) for name in scored.rows[0][key]}
-
-    return {
-        "n": scored.n,
-        "answered": sum(has_answer(row["answer"]) for row in scored.rows),
-        "unscorable": scored.metrics["unscorable"],
-        "reward": _mean([row["reward"] for row in scored.rows]),
-        "rewards": get_means("rewards"),
-        "metrics": get_means("metrics"),
-        "corpus": {name: value for name, value in scored.corpus.items() if value == value},
-    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -331,29 +326,27 @@ def _print_table(scored: Scored, total: dict[str, Any], unanswered: int) -> None
 
     from vlm_grpo.eval.benchmark import format_unread
 
-    names = [*total["rewards"], *total["metrics"]]
-    table = Table("id", "answer", *names)
+    means = {**total["rewards"], **total["metrics"]}
+    table = Table("id", "answer", *means)
     for row in scored.rows[:_MAX_TABLE_ROWS]:
         values = {**row["rewards"], **row["metrics"]}
         answer = "no answer" if row["answer"] is None else str(row["answer"])
-        table.add_row(row["id"], answer[:60], *(_format(values[name]) for name in names))
+        table.add_row(row["id"], answer[:60], *(_format(values[name]) for name in means))
     if (more := scored.n - _MAX_TABLE_ROWS) > 0:
         table.add_row("…", f"{more} more; --json shows all")
     table.add_section()
-    means = [*total["rewards"].values(), *total["metrics"].values()]
-    table.add_row(f"all {total['n']}", f"{total['answered']} answered", *map(_format, means))
-    console = Console()
-    console.print(table, markup=False)
-    for name, value in total["corpus"].items():
-        console.print(f"{name} {_format(value)}", markup=False)
+    answered = f"{total['answered']} answered"
+    table.add_row(f"all {total['n']}", answered, *map(_format, means.values()))
+    lines = [f"{name} {_format(value)}" for name, value in total["corpus"].items()]
     if unanswered:
-        console.print(f"{unanswered} more examples have no output in the file")
+        lines.append(f"{unanswered} more examples have no output in the file")
     if (unread := format_unread(scored)) is not None:
-        console.print(f"{unread}: see --tags and --frame", markup=False)
-    if total["unscorable"]:
-        console.print(
-            f"{total['unscorable']} outputs could not be scored: a reward failed or took too long"
-        )
+        lines.append(f"{unread}: see --tags and --frame")
+    if count := total["unscorable"]:
+        lines.append(f"{count} outputs could not be scored: a reward failed or took too long")
+    console = Console()
+    for line in (table, *lines):
+        console.print(line, markup=False)
 
 
 def _format(value: float | None) -> str:
