@@ -103,31 +103,31 @@ def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monk
     assert "longer than its limit of 0.1 s" in message
 
 
-def test_arguments_that_fit_nothing_are_refused(capsys, write_letters, tmp_path: Path):
-    assert "give its data by --data" in fails(capsys, "check", write_letters())
-    assert "there is no task file nope.py" in fails(capsys, "check", "nope.py")
-    for option in ("--token-side", "--max-pixels", "--limit"):
-        assert option in fails(capsys, "check", "counting", option, "0")
-    message = fails(capsys, "check", "ocr", "--split", "test")
-    assert "'test' is not one of 'train', 'eval'" in message
-    message = fails(capsys, "check", "counting", "--preview", "a.pdf")
-    assert "--preview a.pdf: give a file with the suffix .html or .png" in message
-    path = tmp_path / "no" / "rows.png"
-    status, _, error = run(capsys, "check", "counting", "--limit", "1", "--preview", path)
-    assert status == 2
-    assert f"--preview {path} cannot be written: No such" in error
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nope.py", "there is no task file nope.py"),
+        ("counting --token-side 0", "--token-side"),
+        ("counting --max-pixels 0", "--max-pixels"),
+        ("counting --limit 0", "--limit"),
+        ("ocr --split test", "'test' is not one of 'train', 'eval'"),
+        ("counting --preview a.pdf", "--preview a.pdf: give a file with the suffix .html or .png"),
+        ("counting --limit 1 --preview no/rows.png", "--preview no/rows.png cannot be written: No"),
+    ],
+)
+def test_arguments_that_fit_nothing_are_refused(capsys, words, message):
+    assert message in fails(capsys, "check", *words.split())
 
 
 def test_prompts_are_built_for_a_model(capsys, write_letters, letters_data):
+    assert "give its data by --data" in fails(capsys, "check", write_letters())
     given = ["check", write_letters(), "--data", letters_data]
-
     status, out, _ = run(capsys, *given)
     assert status == 0
     assert "not checked without --model: control tokens" in out
     assert "Letters is sound on this data" in out
     status, out, _ = run(capsys, *given, "--model", "embedded")
-    assert status == 0
-    assert "tokens per prompt" in out
+    assert (status, "tokens per prompt" in out) == (0, True)
     given += ["instruction=End with <|im_end|>", "--model", "embedded"]
     status, out, error = run(capsys, *given)
     assert (status, error) == (2, "error: the data are not sound: see above\n")
