@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,35 +84,34 @@ def build_report(
     groups = {name: [get_group(name, e) for e in examples] for name in benchmark.groups}
     tables = {name: build_group_table(values, groups[name], seed) for name in groups}
     is_mean = benchmark.average == "examples"
-    strata = None if is_mean else groups[benchmark.groups[0]]
-    low, high = bootstrap_interval(*_split(values, strata).values(), seed=seed)
-    value, interval = _mean(values) if is_mean else scored.value, (low * scale, high * scale)
+    strata = _group(values, [""] * len(values) if is_mean else groups[benchmark.groups[0]])
+    low, high = bootstrap_interval(*strata.values(), seed=seed)
+    value, interval = scored.value, (low * scale, high * scale)
+    if is_mean:
+        value = float(np.mean(strata[""]))
     return Report(benchmark, scored, value * scale, values, interval, metrics, tables, baseline)
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    return float(np.mean([value for value in values if value is not None]))
-
-
-def _split(values: Sequence[float | None], groups: Sequence[str] | None) -> dict[str, list[float]]:
-    """Return the values that are not None of each group; without groups, all of them."""
-    split: dict[str, list[float]] = defaultdict(list)
-    for value, group in zip(values, groups or [""] * len(values), strict=True):
+def _group(values: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:
+    """Return the values that are not None of each group."""
+    found: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
         if value is not None:
-            split[group].append(value)
-    return split
+            found.setdefault(group, []).append(value)
+    return found
 
 
 def build_group_table(
     values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> list[dict[str, Any]]:
     """Return n, mean and interval of every group: numbers by size, then names."""
-    parts, rows = _split(values, groups), []
+    parts, rows = _group(values, groups), []
     for group in sorted(parts, key=lambda g: (0, float(g), "") if g.isdecimal() else (1, 0.0, g)):
-        part = parts[group]
-        low, high = bootstrap_interval(part, seed=seed)
-        row = {"group": group, "n": len(part), "mean": _mean(part), "low": low, "high": high}
-        rows.append(row)
+        mean = float(np.mean(parts[group]))
+        low, high = bootstrap_interval(parts[group], seed=seed)
+        rows.append(
+            {"group": group, "n": len(parts[group]), "mean": mean, "low": low, "high": high}
+        )
     return rows
 
 
