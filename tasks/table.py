@@ -10,13 +10,16 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_table
 from vlm_grpo.task.graders.tables import (
     MAX_CHARACTERS,
+    MAX_WORK,
+    Tree,
     build_markdown_tree,
+    drop_texts,
     import_extra,
     read_html_rows,
     read_html_tree,
     read_markdown_rows,
+    teds,
 )
-from vlm_grpo.task.graders.teds import MAX_WORK, Tree, drop_texts, teds
 from vlm_grpo.types import Example
 
 FORMS = {"html": "HTML", "markdown": "markdown"}

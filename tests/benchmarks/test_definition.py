@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from benchmark_table import build_tables
 
-from vlm_grpo.benchmarks.definition import (
-    benchmark_names,
-    build_benchmark_task,
-    load_benchmark,
-    mean_over_groups,
-)
+from vlm_grpo.benchmarks.definition import benchmark_names, build_benchmark_task, load_benchmark
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks.counting import Counting
@@ -129,8 +124,3 @@ def test_an_error_metric_of_a_users_task_is_one_in_its_benchmark(tmp_path):
         path.write_text(f"title: X\ntask: {tmp_path / 'far.py'}\nmetric: {metric}\n")
         benchmark = load_benchmark(str(path))
         assert benchmark.lower_is_better == benchmark.load_task().lower_is_better == is_error
-
-
-def test_a_mean_over_groups_weights_groups_equally():
-    # (1 + 1 + 0) / 3 in the first group and 0 in the second.
-    assert mean_over_groups([1, 1, 0, 0], ["a", "a", "a", "b"]) == pytest.approx(1 / 3)

@@ -1,23 +1,39 @@
-"""Official metrics of benchmarks, against values by hand from their scripts and against jiwer."""
+"""Official metrics and rules of benchmarks, against values by hand from their scripts, definitions
+written down again here, and jiwer."""
 
 from __future__ import annotations
 
 import random
 
 import jiwer
+import numpy as np
 import pytest
 
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.benchmarks.metrics import (
+    CORPUS_RULES,
     OCRBENCH_V2,
+    RULES,
     anls_rrc,
+    apply_rule,
     error_rate,
+    get_group,
+    mathvista,
+    mean_over_groups,
     normalize_vqa,
     ocrbench,
     ocrbench_v2,
+    relaxed_accuracy,
     vqa_accuracy,
     word_recognition,
 )
-from vlm_grpo.task.scores import anls
+from vlm_grpo.task.scores import anls, coco_average_precision, iou
+from vlm_grpo.types import Example, ImageRef
+
+
+def make_example(answer: object, **meta: object) -> Example:
+    image = ImageRef(name="a", size=(100, 100), resized_size=(100, 100), data=b"")
+    return Example("a", (image,), "?", answer, meta)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +92,6 @@ LONG = "one two three four five"  # 23 characters; five words are not short any 
 def test_ocrbench_v2(text, answers, kind, rule, expected):
     assert kind in OCRBENCH_V2
     assert ocrbench_v2(text, answers, kind, rule) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("matching", "expected"),
-    # Of ten answers k match: k of the leave-outs have k − 1 matches, 10 − k have k; each counts up
-    # to 3.
-    [(0, 0), (1, 9 / 30), (2, (2 * 1 + 8 * 2) / 30), (3, (3 * 2 + 7 * 3) / 30), (4, 1), (10, 1)],
-)
-def test_vqa_accuracy_by_the_number_of_matching_answers(matching, expected):
-    answers = ["yes"] * matching + ["no"] * (10 - matching)
-    assert vqa_accuracy("Yes.", answers) == pytest.approx(expected)
 
 
 def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
@@ -192,3 +197,200 @@ def test_error_rates_agree_with_jiwer(words, peer):
 @pytest.mark.parametrize("text", ["", "9" * 100_000, "a " * 50_000, "\x00", "٣", "-" * 100_000])
 def test_every_text_has_a_score_between_0_and_1(rule, text):
     assert 0.0 <= rule(text) <= 1.0
+
+
+def define_relaxed(text: str, answer: str) -> bool:
+    """Return ChartQA's relaxed accuracy, by its definition in exact terms."""
+    values = []
+    for side in (text, answer):
+        digits = side
+        while digits.endswith("%"):
+            digits = digits[:-1]
+        try:
+            values.append(float(digits) * (0.01 if side.endswith("%") else 1.0))
+        except ValueError:
+            values.append(None)
+    found, right = values
+    if found is None or right is None or right == 0:
+        return text.lower() == answer.lower()
+    return abs(found / right - 1.0) <= 0.05 + 1e-12
+
+
+NUMBERS = ["0", "1", "2", "20", "21", "19", "0.2", "0.21", "20%", "21%", "95", "100", "1e2", "-2"]
+TEXTS = [
+    "Yes",
+    "yes",
+    "NO",
+    "",
+    "%",
+    "nan",
+    "inf",
+    "-inf",
+    "20 %",
+    "2%%",
+    "20.",
+    "1_0",
+    " 20",
+    "$2",
+]
+
+
+def test_relaxed_accuracy_is_its_definition() -> None:
+    rng = random.Random(0)
+    pairs = [(rng.choice(NUMBERS + TEXTS), rng.choice(NUMBERS + TEXTS)) for _ in range(1000)]
+    assert {relaxed_accuracy(t, [a]) == define_relaxed(t, a) for t, a in pairs} == {True}
+    assert 0.03 < sum(relaxed_accuracy(t, [a]) for t, a in pairs) / len(pairs) < 0.5
+
+
+def test_relaxed_accuracy_takes_the_best_of_several_answers() -> None:
+    assert relaxed_accuracy("43", ["Yes", "42"]) == 1.0
+
+
+CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "meta", "expected"),
+    [
+        ("(A)", "145°", CHOICES, 1),
+        ("(c) B", "circle", CHOICES, 1),  # the letter in brackets decides
+        ("B", "B", CHOICES, 1),  # a letter alone is the second choice
+        ("C.", "B", CHOICES, 1),  # neither a letter nor a choice: the nearest one
+        ("a", "145°", CHOICES, 0),  # small letters only in brackets
+        ("(Z)", "B", CHOICES, 1),  # no such option: the text nearest to "Z"
+        ("circles", "circle", CHOICES, 1),
+        ("12.9", "12", {"answer_type": "integer"}, 1),
+        ("12 cm", "12", {"answer_type": "integer"}, 0),
+        ("inf", "12", {"answer_type": "integer"}, 0),
+        ("1.24", "1.2", {"answer_type": "float", "precision": 1}, 1),
+        ("1.24", "1.24", {"answer_type": "float", "precision": 1}, 0),
+        ("1.2", "1.2", {"answer_type": "float", "precision": 1.0}, 1),
+        ("[1, 2]", "[1, 2]", {"answer_type": "list"}, 1),
+        ("[1,2]", "[1, 2]", {"answer_type": "list"}, 0),
+    ],
+)
+def test_mathvista(text: str, answer: str, meta: dict, expected: float) -> None:
+    assert mathvista(text, answer, meta) == expected
+
+
+@pytest.mark.parametrize(
+    ("box", "at_least", "above", "mean_above"),
+    [
+        # Against [0, 0, 10, 10]: half of it has an IoU of exactly 0.5, which is not above 0.5.
+        ([0, 0, 10, 5], 1, 0, 0.0),
+        ([0, 0, 10, 5.1], 1, 1, 0.1),  # above one of ten thresholds, 0.5
+        ([0, 0, 10, 10], 1, 1, 1.0),
+        ([0, 0, 10, 7.5], 1, 1, 0.5),  # above 0.5, 0.55, 0.6, 0.65 and 0.7, not above 0.75
+        ([50, 50, 60, 60], 0, 0, 0.0),
+    ],
+)
+def test_accuracy_at_least_and_above(box, at_least, above, mean_above):
+    row = make_example({"boxes": [[0, 0, 10, 10]]})
+    task = load_benchmark("refcoco").load_task()
+    answer = (tuple(map(float, box)),)
+    assert task.score(f"{box}", row).metrics["accuracy_50"] == at_least
+    assert apply_rule("accuracy_above_50", [answer], [row]) == [above]
+    assert apply_rule("mean_accuracy_above", [answer], [row]) == pytest.approx([mean_above])
+
+
+def test_a_missing_answer_earns_nothing_by_any_rule():
+    golds = {True: {"boxes": [[0, 0, 10, 10]]}, False: ["b"]}
+    for name in RULES.keys() - {"mae"}:
+        row = make_example(
+            golds[name.startswith(("accuracy", "mean_accuracy"))], type="science QA en"
+        )
+        assert apply_rule(name, [None], [row]) == [0.0]
+
+
+def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():
+    golds = [("2D", "ADE20K"), ("2D", "ADE20K"), ("2D", "COCO"), ("3D", "Omni3D"), ("3D", "Omni3D")]
+    gold = {"options": ["a", "b"], "answer": "b"}
+    rows = [make_example(gold, type=kind, source=source) for kind, source in golds]
+    # 1/2 of ADE20K, COCO and 1/2 of Omni3D: ((1/2 + 1) / 2 + 1/2) / 2.
+    assert CORPUS_RULES["cv_bench"]([1, None, 1, 0, 1], rows) == 0.625
+    tasks = [make_example(gold, task=task) for task in ("Counting", "Jigsaw", "Jigsaw")]
+    assert CORPUS_RULES["blink"]([1, 0, 1], tasks) == 0.75
+
+
+def test_a_circle_is_right_if_all_its_rotations_are():
+    turned = [["a", "b"], ["b", "a"]]
+    rows = [
+        make_example({"options": options, "answer": "b"}, circle=circle)
+        for circle in (7, 8)
+        for options in turned
+    ]
+    assert CORPUS_RULES["circular"]([1, 0, 1, 1], rows) == 0.5
+    assert CORPUS_RULES["circular"]([1, None, 1, 0], rows) == 0.5
+
+
+def test_error_rates_count_a_missing_answer_as_an_empty_text():
+    rows = [make_example(["ab"]), make_example(["cd"])]
+    assert CORPUS_RULES["cer_micro"](["ab", None], rows) == 0.5  # 2 deletions of 4 characters
+
+
+def test_groups_of_examples_by_size_answer_and_meta():
+    row = make_example({"boxes": [[0, 0, 32, 32]]}, split="val")
+    assert [get_group(name, row) for name in ("size", "size_128", "split", "lost")] == [
+        "small",  # 32² is COCO's largest small area
+        "small",
+        "val",
+        "unknown",
+    ]
+    sides = {127: "small", 128: "medium", 256: "medium", 257: "large"}
+    for side, size in sides.items():
+        assert get_group("size_128", make_example({"boxes": [[0, 0, side, side]]})) == size
+    assert get_group("answer", make_example(3)) == "3"
+    assert get_group("size", make_example({"boxes": []})) == "0 boxes"
+
+
+def suppress_as_the_script(boxes: list, gold: list) -> list:
+    """Suppress boxes around each gold box as OVDEval does."""
+    removed, keep = set(), set()
+    for box, _ in gold:
+        near = [i for i, (other, _) in enumerate(boxes) if iou(box, other) > 0.5]
+        keep |= {*near[-1:]}  # of equal scores, a reversed argsort takes the last
+        removed |= {*near[:-1]}
+    return [found for i, found in enumerate(boxes) if i not in removed - keep]
+
+
+def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
+    rng = random.Random(0)
+    found, golds = [], []
+    for _ in range(30):
+        gold = [draw_box(rng) for _ in range(rng.randint(1, 4))]
+        near = [(shift_randomly(rng, box), rng.randrange(3)) for box, _ in gold for _ in range(2)]
+        found.append([*near, draw_box(rng)])
+        golds.append(gold)
+    rows = [
+        make_example({"boxes": [b for b, _ in gold], "labels": [f"L{label}" for _, label in gold]})
+        for gold in golds
+    ]
+    answers = [tuple((box, f"l{label}") for box, label in boxes) for boxes in found]
+    kept = [suppress_as_the_script(*pair) for pair in zip(found, golds, strict=True)]
+    expected = coco_average_precision(kept, golds)["ap"]
+    assert 0.05 < expected < 0.95, "neither trivially right nor wrong"
+    assert CORPUS_RULES["nms_ap"](answers, rows) == pytest.approx(expected)
+
+
+def test_nms_ap_does_not_reward_every_label_on_one_box():
+    row = make_example({"boxes": [[0, 0, 10, 10]], "labels": ["red cup"]})
+    box = (0.0, 0.0, 10.0, 10.0)
+    # The wrong label comes last, so it is kept and the right one is suppressed.
+    assert CORPUS_RULES["nms_ap"]([((box, "red cup"), (box, "blue cup"))], [row]) == 0
+    right_last = CORPUS_RULES["nms_ap"]([((box, "blue cup"), (box, "red cup"))], [row])
+    assert right_last == pytest.approx(1)
+
+
+def draw_box(rng: random.Random) -> tuple[list[float], int]:
+    x, y = rng.uniform(0, 60), rng.uniform(0, 60)
+    return [x, y, x + rng.uniform(10, 40), y + rng.uniform(10, 40)], rng.randrange(3)
+
+
+def shift_randomly(rng: random.Random, box: list[float]) -> list[float]:
+    return np.add(box, [rng.uniform(-2, 2) for _ in box]).tolist()
+
+
+def test_a_mean_over_groups_weights_groups_equally():
+    # (1 + 1 + 0) / 3 in the first group and 0 in the second.
+    rows = [make_example("a", kind=kind) for kind in "aaab"]
+    assert mean_over_groups([1, 1, 0, 0], rows, "kind") == pytest.approx(1 / 3)

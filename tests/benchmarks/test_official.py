@@ -1,14 +1,17 @@
-"""Outputs scored as by the official scripts, where these read more or less than the rewards do."""
+"""Outputs scored as by the official scripts, where these read more or less than the rewards do, and
+the files that the scripts read."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.benchmarks.official import READERS, unwrap
+from vlm_grpo.benchmarks.official import READERS, name_files, unwrap, write_files
+from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Example, ImageRef
@@ -28,122 +31,108 @@ def load_task(benchmark: str, frame: str = "original") -> Task:
     return load_benchmark(benchmark).load_task(FRAMES[frame])
 
 
-def compute_metric(benchmark: str, output: str, example: Example, frame: str = "original") -> Any:
+def compute_metric(
+    benchmark: str, frame: str = "original", *, output: str, example: Example
+) -> Any:
     task = load_task(benchmark, frame)
     score = task.score(output, example)
+    assert task.primary_metric not in score.failures
     return {**score.rewards, **score.metrics}[task.primary_metric]
 
 
 @pytest.mark.parametrize(
-    ("output", "gold", "expected"),
+    ("benchmark", "gold", "output", "expected"),
     [
-        ("<answer> 8 </answer>", 8, 1),
-        ("<think>4</think><answer>\n8\n</answer>", 8, 1),
-        ("<answer>A. 8</answer>", 8, 0),  # the reward's parser reads 8
-        ("<answer>eight</answer>", 8, 0),
-        ("<answer>x</answer><answer>8</answer>", 8, 1),  # the first tags with digits alone
-        ("<answer>8", 8, 0),
-        ("8", 8, 0),  # the models were asked for tags
+        # The only digits in tags, for which the models were asked.
+        ("super_clevr_200", 8, "<answer> 8 </answer>", 1),
+        ("super_clevr_200", 8, "<think>4</think><answer>\n8\n</answer>", 1),
+        ("super_clevr_200", 8, "<answer>A. 8</answer>", 0),  # the reward's parser reads 8
+        ("super_clevr_200", 8, "<answer>eight</answer>", 0),
+        ("super_clevr_200", 8, "<answer>x</answer><answer>8</answer>", 1),  # the first with digits
+        ("super_clevr_200", 8, "<answer>8", 0),
+        ("super_clevr_200", 8, "8", 0),
+        # The last integer box in tags.
+        ("lisa_grounding", BOX, f"<answer>{BOX_JSON}</answer>", 1),
+        ("lisa_grounding", BOX, f"<answer>{HALF_JSON}</answer>", 0),  # the IoU must be above 0.5
+        ("lisa_grounding", BOX, '<answer>{"bbox_2d": [0, 0, 10.0, 10]}</answer>', 0),
+        ("lisa_grounding", BOX, "<answer>[0, 0, 10, 10]</answer>", 0),  # braces are required
+        ("lisa_grounding", BOX, f"<answer>[{HALF_JSON}, {BOX_JSON}]</answer>", 1),
+        ("lisa_grounding", BOX, f"<answer>[{BOX_JSON}, {HALF_JSON}]</answer>", 0),
+        ("lisa_grounding", BOX, BOX_JSON, 0),  # no tags
+        # The first box in the grammar of the model.
+        ("refcoco", BOX, HALF_JSON, 1),  # an IoU of at least 0.5
+        ("refcoco", BOX, f"[{BOX_JSON}, {BOX_JSON}]", 1),
+        ("refcoco", BOX, f"[{BOX_JSON}, [500, 500, 600, 600]]", 1),
+        ("refcoco", BOX, f"The 2 dogs: {BOX_JSON}", 1),
+        ("refcoco", BOX, '{"bbox_2d": [0, 0, 10, 10], "lab', 1),
+        ("refcoco", BOX, f'{{"object": {BOX_JSON}}}', 1),
+        ("refcoco", BOX, f"<answer>{BOX_JSON}</answer>", 1),
+        ("refcoco", BOX, f"<think>[1, 2, 3, 4]</think>{BOX_JSON}", 1),
+        ("refcoco", BOX, "[0 0 10 10]", 0),
+        ("refcoco", BOX, "[10, 10, 0, 0]", 0),
+        ("refcoco", BOX, "(0,0),(10,10)", 0),
+        ("refcoco qwen2_vl", BOX, "It is <|box_start|>(0,0),(10,10)<|box_end|>", 1),
+        # Qwen-VL's pattern allows no blank between corners and begins at the first parenthesis.
+        ("refcoco qwen2_vl", BOX, "(0, 0), (10, 10)", 0),
+        ("refcoco qwen2_vl", BOX, "(a), (0,0),(10,10)", 0),
+        ("refcoco internvl", BOX, "<ref>cup</ref><box>[[0, 0, 10, 10]]</box>", 1),
+        ("refcoco paligemma", BOX, "<loc0000><loc0000><loc0010><loc0010>", 1),
+        # A number alone; the reward's parser reads "7.", "#7" and "There are 7 apples" too.
+        ("tallyqa", 7, "7", 1),
+        ("tallyqa", 7, "Seven", 1),
+        ("tallyqa", 0, "none", 1),
+        ("tallyqa", 7, "<answer>7</answer>", 1),
+        ("tallyqa", 7, "7.", 0),
+        ("tallyqa", 7, "#7", 0),
+        ("tallyqa", 7, "There are 7 apples", 0),
+        ("tallyqa", 7, "07", 0),
+        ("tallyqa", 21, "twenty-one", 0),
+        ("tallyqa", 7, "9" * 5000, 0),
+        # Texts.
+        ("docvqa", ["ax"], "ab", 0.5),  # a similarity of exactly 0.5 counts
+        ("stvqa", ["ax"], "ab", 0.0),  # but not in the paper
+        ("docvqa", ["xy"], "ab" + 2 * " ", 0.5),  # 2 edits, 4 characters with the blanks
+        ("docvqa", ["ß"], "a", 0.5),  # 1 edit, 2 characters: ß is SS in upper case
+        ("docvqa", ["ab"], "<answer>ab</answer>", 1),
+        ("stvqa", ["café"], "cafe\u0301", 0.6),  # 2 edits of 5 code points, not composed
+        ("icdar2015", ["&"], "", 1),  # neither has a letter or digit
+        ("textvqa", ["y'all'd've"] * 10, "yall'd've", 1),
+        ("textvqa", ["y'all'd've"] * 10, "y'alld've", 1),
+        ("textvqa", ["y'all'd've"] * 10, "y'all'dve", 1),
+        ("textvqa", ["'ows'at"] * 10, "'ows'at", 1),
+        ("textvqa", ["b"] * 10, "b" + 33 * ".", 0),  # the script removes 32 periods
+        ("textvqa", ["b"] * 10, "b" + 32 * ".", 1),
     ],
 )
-def test_super_clevr_reads_digits_alone_in_tags(output, gold, expected):
-    assert compute_metric("super_clevr_200", output, make_example(gold)) == expected
+def test_an_output_is_scored_as_by_the_script(benchmark, gold, output, expected):
+    found = compute_metric(*benchmark.split(), output=output, example=make_example(gold))
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "gold", "output", "meta"),
+    [
+        ("ocrbench", ["EXIT"], "<think>exit</think>no", {"dataset_name": "svt"}),
+        ("ocrbench", ["EXIT"], "<think>exit", {"dataset_name": "svt"}),
+        ("ocrbench", ["EXIT"], "x" * 20_000 + "exit", {"dataset_name": "svt"}),
+        ("ocrbench_v2", ["8"], "0" * 25 + "8", {"type": "text counting en", "eval": "regression"}),
+        # Without an article four of ten are empty, and three without one of the four.
+        ("textvqa", ["a", "x", "x", "x", "x", "x", "x"], "the", {"answers": 10}),
+        ("chartqa", "43", "<think>x</think>42", {"type": "human"}),
+        ("mathvista", "B", r"so \boxed{B}",
+         {"choices": ["145°", "B", "circle"], "answer_type": "text", "precision": None}),
+        ("mathverse", "D", r"so \boxed{D}", {"version": "Text Lite"}),
+        ("geometry3k", r"2 \sqrt { 3 }", r"so \boxed{\sqrt{12}}", {}),
+    ],
+)  # fmt: skip
+def test_an_output_is_scored_with_the_columns_of_its_row(benchmark, gold, output, meta):
+    assert compute_metric(benchmark, output=output, example=make_example(gold, **meta)) == 1
 
 
 def test_super_clevr_without_tags_in_the_prompt_reads_digits():
     task = load_benchmark("super_clevr_200").load_task(tags=False, thinking=False)
     outputs = ["8", "<answer>8</answer>", "A. 8"]
     assert [task.read(output, make_example(8)) for output in outputs] == [8, 8, None]
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (f"<answer>{BOX_JSON}</answer>", 1),
-        (f"<answer>{HALF_JSON}</answer>", 0),  # an IoU above 0.5 is required
-        ('<answer>{"bbox_2d": [0, 0, 10.0, 10]}</answer>', 0),  # integers only
-        ("<answer>[0, 0, 10, 10]</answer>", 0),  # braces are required
-        (f"<answer>[{HALF_JSON}, {BOX_JSON}]</answer>", 1),  # the last box
-        (f"<answer>[{BOX_JSON}, {HALF_JSON}]</answer>", 0),
-        (BOX_JSON, 0),  # no tags
-    ],
-)
-def test_lisa_grounding_reads_the_last_integer_box_in_tags(output, expected):
-    assert compute_metric("lisa_grounding", output, make_example(BOX)) == expected
-
-
-@pytest.mark.parametrize(
-    ("output", "frame", "expected"),
-    [
-        (HALF_JSON, "original", 1),  # an IoU of at least 0.5
-        (f"[{BOX_JSON}, {BOX_JSON}]", "original", 1),
-        (f"[{BOX_JSON}, [500, 500, 600, 600]]", "original", 1),  # the first box
-        (f"The 2 dogs: {BOX_JSON}", "original", 1),
-        ('{"bbox_2d": [0, 0, 10, 10], "lab', "original", 1),
-        (f'{{"object": {BOX_JSON}}}', "original", 1),
-        (f"<answer>{BOX_JSON}</answer>", "original", 1),
-        (f"<think>[1, 2, 3, 4]</think>{BOX_JSON}", "original", 1),
-        ("[0 0 10 10]", "original", 0),
-        ("[10, 10, 0, 0]", "original", 0),
-        ("It is <|box_start|>(0,0),(10,10)<|box_end|>", "qwen2_vl", 1),
-        ("(0, 0), (10, 10)", "qwen2_vl", 0),  # Qwen-VL's pattern allows no blank between corners
-        ("(a), (0,0),(10,10)", "qwen2_vl", 0),  # and begins at the first parenthesis
-        ("<ref>cup</ref><box>[[0, 0, 10, 10]]</box>", "internvl", 1),
-        ("<loc0000><loc0000><loc0010><loc0010>", "paligemma", 1),
-        ("(0,0),(10,10)", "original", 0),
-    ],
-)
-def test_refcoco_reads_the_first_box_in_the_grammar_of_the_model(output, frame, expected):
-    assert compute_metric("refcoco", output, make_example(BOX), frame) == expected
-
-
-@pytest.mark.parametrize(
-    ("output", "gold", "expected"),
-    [
-        ("7", 7, 1),
-        ("Seven", 7, 1),
-        ("none", 0, 1),
-        ("<answer>7</answer>", 7, 1),
-        ("7.", 7, 0),  # the reward's parser reads this and the next two
-        ("#7", 7, 0),
-        ("There are 7 apples", 7, 0),
-        ("07", 7, 0),
-        ("twenty-one", 21, 0),
-        ("9" * 5000, 7, 0),
-    ],
-)
-def test_tallyqa_reads_a_number_alone(output, gold, expected):
-    assert compute_metric("tallyqa", output, make_example(gold)) == expected
-
-
-@pytest.mark.parametrize(
-    ("benchmark", "output", "golds", "meta", "expected"),
-    [
-        ("ocrbench", "<think>exit</think>no", ["EXIT"], {"dataset_name": "svt"}, 1),
-        ("ocrbench", "<think>exit", ["EXIT"], {"dataset_name": "svt"}, 1),
-        ("ocrbench", "x" * 20_000 + "exit", ["EXIT"], {"dataset_name": "svt"}, 1),
-        ("docvqa", "ab", ["ax"], {}, 0.5),  # a similarity of exactly 0.5 counts
-        ("stvqa", "ab", ["ax"], {}, 0.0),  # but not in the paper
-        ("docvqa", "ab" + 2 * " ", ["xy"], {}, 0.5),  # 2 edits, 4 characters with the blanks
-        ("docvqa", "a", ["ß"], {}, 0.5),  # 1 edit, 2 characters: ß is SS in upper case
-        ("docvqa", "<answer>ab</answer>", ["ab"], {}, 1),
-        ("stvqa", "cafe\u0301", ["café"], {}, 0.6),  # 2 edits of 5 code points, not composed
-        ("icdar2015", "", ["&"], {}, 1),  # neither has a letter or digit
-        ("ocrbench_v2", "0" * 25 + "8", ["8"],
-         {"type": "text counting en", "eval": "regression"}, 1),
-        # Without an article four of ten are empty, and three without one of the four.
-        ("textvqa", "the", ["a", "x", "x", "x", "x", "x", "x"], {"answers": 10}, 1),
-        ("textvqa", "yall'd've", ["y'all'd've"] * 10, {}, 1),
-        ("textvqa", "y'alld've", ["y'all'd've"] * 10, {}, 1),
-        ("textvqa", "y'all'dve", ["y'all'd've"] * 10, {}, 1),
-        ("textvqa", "'ows'at", ["'ows'at"] * 10, {}, 1),
-        ("textvqa", "b" + 33 * ".", ["b"] * 10, {}, 0),  # the script removes 32 periods
-        ("textvqa", "b" + 32 * ".", ["b"] * 10, {}, 1),
-    ],
-)  # fmt: skip
-def test_texts_are_scored_as_by_the_scripts(benchmark, output, golds, meta, expected):
-    found = compute_metric(benchmark, output, make_example(golds, **meta))
-    assert found == pytest.approx(expected)
 
 
 def test_an_output_without_a_count_is_a_count_of_0_in_fsc_147():
@@ -176,13 +165,6 @@ def test_one_bad_box_does_not_void_an_image(output):
     assert task.corpus_metrics([task.read(output, example)], [example])["ap"] == pytest.approx(1)
 
 
-def test_no_objects_are_an_answer_and_words_are_none():
-    task = load_task("coco")
-    example = make_example({**BOX, "labels": ["cup"]})
-    assert task.read("[]", example) == ()
-    assert task.read("I see a cup.", example) is None
-
-
 @pytest.mark.parametrize(
     ("frame", "output"),
     [
@@ -197,6 +179,8 @@ def test_objects_are_read_in_every_grammar(frame, output):
     found = task.read(f"{output} and more", make_example({**BOX, "labels": ["cup"]}))
     assert found is not None
     assert [label[:3] for _, label in found] == ["cup"]
+    assert task.read("[]", make_example(BOX)) == ()
+    assert task.read("I see a cup.", make_example(BOX)) is None
 
 
 @pytest.mark.parametrize(
@@ -259,3 +243,104 @@ def test_no_reader_raises(name, output):
 def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
     outputs = ["<answer>a</answer> <answer> b </answer>", "x</think> c ", " d", "<answer>e", "f "]
     assert [unwrap(output) for output in outputs] == ["b", "c", " d", "<answer>e", "f "]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}} or \boxed{ 3 }.", "3"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ('It is 4. The answer is "4".', "4"),
+        (r"<think>\boxed{1}</think> (B)", "(B)"),
+        (r"\boxed{3", r"\boxed{3"),
+    ],
+)
+def test_the_last_box_is_read(text: str, answer: str) -> None:
+    task = load_benchmark("mathvista").load_task()
+    example = Example("1", (), "?", "4")
+    assert READERS["last_boxed"].read(text, example, task) == answer
+
+
+def make_examples(*ids: str) -> list[Example]:
+    return [Example(identity, (), "?", {"text": "a"}) for identity in ids]
+
+
+def find_files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        ("a.jpg", "a.md"),
+        ("x.pdf_3.jpg", "x.pdf_3.md"),  # the last extension only
+        ("images/a.png", "a.md"),  # the script takes the last part of the path too
+        ("/etc/passwd", "passwd.md"),
+        ("../../a.jpg", "a.md"),
+        ("..", "...md"),  # a file, not a folder
+        ("", ".md"),
+        ("页 1.jpg", "页 1.md"),
+    ],
+)
+def test_a_file_is_named_after_its_page_and_stays_in_the_folder(tmp_path, identity, name):
+    folder = tmp_path / "pages"
+    write_files("markdown", folder, make_examples(identity), ["text"])
+    assert find_files(tmp_path) == [f"pages/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        ("a.pdf-3", "a_pg3_repeat1.md"),
+        ("scans/old/b_pg2.pdf-1", "scans/old/b_pg2_pg1_repeat1.md"),  # as in the benchmark
+        ("c.d.pdf-12", "c.d_pg12_repeat1.md"),
+        ("e.pdf", "e_pg1_repeat1.md"),
+        ("f-3", "f-3_pg1_repeat1.md"),  # not a page of a PDF file
+    ],
+)
+def test_a_file_is_named_after_its_pdf_and_page(tmp_path, identity, name):
+    write_files("pages", tmp_path / "pages", make_examples(identity), ["text"])
+    assert find_files(tmp_path) == [f"pages/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("form", "ids", "problems"),
+    [
+        ("markdown", ["x/a.jpg", "b.jpg", "y/a.png"], ["and 'y/a.png' would both be 'a.md'"]),
+        ("markdown", ["a" * 253 + ".jpg"], ["cannot be a file"]),  # 256 bytes with .md
+        (
+            "markdown",
+            ["a\0b.jpg", "\ud83d.jpg"],
+            [r"'a\x00b.jpg' cannot be a file", r"'\ud83d.jpg' cannot be"],
+        ),
+        ("pages", ["a.pdf-1", "a.pdf"], ["'a.pdf-1' and 'a.pdf' would both be 'a_pg1_repeat1.md'"]),
+        ("pages", ["a//b", "a/./b"], ["'a//b' and 'a/./b' would both be 'a/b_pg1_repeat1.md'"]),
+        ("pages", ["../a.pdf-1", "/a.pdf-1"], ["'../a.pdf-1' cannot be", "'/a.pdf-1' cannot be"]),
+        ("pages", ["a" * 241 + "/b", "a" * 242], ["a' cannot be a file"]),
+    ],
+)
+def test_all_bad_names_are_in_one_message(tmp_path, form, ids, problems):
+    with pytest.raises(UserError) as error:
+        write_files(form, tmp_path / "pages", make_examples(*ids), [""] * len(ids))
+    assert all(problem in str(error.value) for problem in problems)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_longest_name_is_accepted():
+    assert name_files("markdown", make_examples("a" * 252 + ".jpg")) == ["a" * 252 + ".md"]
+
+
+def test_files_have_the_text_and_replace_the_folder(tmp_path):
+    folder = tmp_path / "pages"
+    write_files("markdown", folder, make_examples("old.jpg"), ["old"])
+    texts = ["# Titel ü\r\n\n$$x$$\n", "", "\ud83d"]  # kept byte for byte; UTF-8 lacks the last
+    write_files("markdown", folder, make_examples("a.jpg", "b.jpg", "c.jpg"), texts)
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found == {"a.md": texts[0].encode(), "b.md": b"", "c.md": b"\\ud83d"}
+
+
+def test_an_interrupted_write_leaves_no_part_of_a_folder(tmp_path):
+    texts = ["a", None]  # the second raises
+    with pytest.raises(AttributeError):
+        write_files("markdown", tmp_path / "pages", make_examples("a.jpg", "b.jpg"), texts)  # pyright: ignore[reportArgumentType]
+    assert not list(tmp_path.iterdir())

@@ -137,16 +137,15 @@ def test_prompts_are_built_for_a_model(capsys, write_letters, letters_data):
 
 def test_data_with_one_gold_answer_have_no_second_answer_to_hedge_with():
     example = Example("a", (), "?", 3)
-    names = {exploit.name for exploit in build_exploits(load_task("counting"), example, example)}
+    names = build_exploits(load_task("counting"), example, example)
 
     assert not any("two answers" in name for name in names)
 
 
 def test_exploits_with_tags_include_untagged_and_repeated_answers():
     first, second = Example("a", (), "?", 3), Example("b", (), "?", 5)
-    exploits = build_exploits(load_task("counting", tags=True), first, second)
+    texts = build_exploits(load_task("counting", tags=True), first, second)
 
-    texts = {exploit.name: exploit.text for exploit in exploits}
     assert texts["the answer without tags"] == "3"
     assert texts["two tagged answers"] == "<answer>5</answer><answer>3</answer>"
     assert texts["an unclosed tag"] == "<answer>3"

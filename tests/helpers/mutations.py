@@ -89,7 +89,7 @@ TARGETS = {
         0.7,
         "dist/test_strategy.py test_wiring.py training/checkpoint/test_manager.py",
     ),
-    "utils/chat.py": (0.5, "utils/test_chat.py task/test_thinking.py"),
+    "utils/chat.py": (0.5, "utils/test_chat.py task/test_form_rewards.py"),
     "data/messages.py": (0.3, "data/test_messages.py"),
     "config/prompt.py": (0.4, "config/test_prompt.py"),
     "model/chat.py": (0.3, "model/test_chat.py"),

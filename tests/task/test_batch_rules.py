@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task import PlainQuestion, Task, metric, reward
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Batch, Example, Score
@@ -146,9 +146,8 @@ def test_one_bad_value_affects_its_own_completion(scorer: RewardScorer, source: 
     texts = ["good", "odd", "none", "fails"]
     good, *failed = scorer(load_task(source), texts, [EXAMPLE] * 4)
     assert good.failures == {}
-    for found, reason in zip(
-        failed, ["not a finite number", "NoneType", "no verdict"], strict=True
-    ):
+    reasons = ["not a finite number", "NoneType", "no verdict"]
+    for found, reason in zip(failed, reasons, strict=True):
         assert (found.rewards["rare"], found.rewards["brief"], found.total) == (1.0, None, None)
         assert reason in found.failures["brief"]
 
@@ -174,12 +173,7 @@ def test_values_of_map_are_kept_for_later_processes(workers: RewardScorer, sourc
 
 
 def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions() -> None:
-    class Slow(Task):
-        primary_metric = "endless"
-
-        def parse(self, text: str, example: Example) -> str:
-            return text
-
+    class Slow(PlainQuestion):
         @reward(batch=True, seconds=0.05)
         def endless(self, batch: Batch) -> list[float]:
             while True:
@@ -203,12 +197,7 @@ def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions() -> 
 def test_a_batch_is_a_sequence(source: str) -> None:
     seen: list[Batch] = []
 
-    class Seen(Task):
-        primary_metric = "kept"
-
-        def parse(self, text: str, example: Example) -> str:
-            return text
-
+    class Seen(PlainQuestion):
         @reward(batch=True)
         def kept(self, batch: Batch) -> list[float]:
             seen.append(batch)
@@ -224,6 +213,7 @@ def test_a_batch_is_a_sequence(source: str) -> None:
     ("mark", "method", "message"),
     [
         (reward(batch=True), lambda self, answer, example: 1.0, r"must take \(self, batch\)"),
+        (reward(), lambda self, answer: 1.0, r"must take \(self, answer, example\), then text"),
         (reward(), lambda self, batch: [1.0], r"with @reward\(batch=True\)"),
         (metric(), lambda self, batch: [1.0], r"with @metric\(batch=True\)"),
         (reward(seconds=5), lambda self, answer, example: 1.0, "seconds must be positive, and"),

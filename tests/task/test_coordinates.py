@@ -14,6 +14,18 @@ SIZE, RESIZED = (640, 480), (320, 240)
 BOX = (64.0, 48.0, 320.0, 240.0)
 
 
+@pytest.fixture(params=FRAMES.values(), ids=list(FRAMES))
+def frame(request: pytest.FixtureRequest) -> CoordinateFrame:
+    return request.param
+
+
+def read(frame: CoordinateFrame, text: str, size: Size, resized_size: Size) -> list[Box]:
+    """Return the boxes in a text, in original pixels."""
+    parsed = parse_boxes(text, y_first=frame.y_first)
+    assert parsed is not None
+    return [frame.to_pixels(box, size, resized_size) for box, _ in parsed]
+
+
 def get_unit_size(frame: CoordinateFrame, size: Size, resized_size: Size) -> tuple[float, float]:
     """Return original pixels per unit of the frame in each direction, by its definition."""
     spans = {"original": size, "resized": resized_size, "paligemma": (1024, 1024)}
@@ -40,7 +52,6 @@ def test_a_box_is_written_in_the_grammar_of_its_family(name: str, written: str):
     assert FRAMES[name].write(BOX, SIZE, RESIZED) == written
 
 
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateFrame):
     rng = random.Random(frame.name)
     for _ in range(2_000):
@@ -51,30 +62,20 @@ def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateF
         x1, y1 = rng.uniform(0, size[0] - 3 * x), rng.uniform(0, size[1] - 3 * y)
         x2, y2 = rng.uniform(x1 + x, size[0] - x), rng.uniform(y1 + y, size[1] - y)
 
-        parsed = parse_boxes(
-            frame.write((x1, y1, x2, y2), size, resized_size), y_first=frame.y_first
-        )
-
-        assert parsed is not None
-        result = frame.to_pixels(parsed[0][0], size, resized_size)
+        written = frame.write((x1, y1, x2, y2), size, resized_size)
+        (result,) = read(frame, written, size, resized_size)
         for value, expected, unit in zip(result, (x1, y1, x2, y2), (x, y, x, y), strict=True):
             assert abs(value - expected) <= unit * (0.5 + 1e-9)  # rounding moves half a unit
 
 
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_a_box_thinner_than_a_unit_keeps_an_area(frame: CoordinateFrame):
     size = resized_size = (100_000, 100_000)  # a thousandth of it is 100 pixels, 1/1024 nearly so
     thin = [(50.2, 10.3, 50.4, 10.4), (99_999.5, 99_999.5, 99_999.9, 99_999.9)]
     for box in thin:
-        parsed = parse_boxes(frame.write(box, size, resized_size), y_first=frame.y_first)
-        assert parsed is not None
-        for value, expected in zip(
-            frame.to_pixels(parsed[0][0], size, resized_size), box, strict=True
-        ):
-            assert abs(value - expected) <= 2 * 100_000 / 1000  # within two of the coarsest units
+        (found,) = read(frame, frame.write(box, size, resized_size), size, resized_size)
+        assert found == pytest.approx(box, abs=2 * 100_000 / 1000)  # two of the coarsest units
 
 
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_several_labeled_boxes_survive_a_round_trip(frame: CoordinateFrame):
     boxes = [BOX, (32.0, 24.0, 608.0, 456.0)]
     written = frame.write_all(boxes, SIZE, RESIZED, labels=["red mug", "猫"])
@@ -89,23 +90,20 @@ def test_several_labeled_boxes_survive_a_round_trip(frame: CoordinateFrame):
     assert frame.write_all([], SIZE, RESIZED) == "[]"
 
 
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_least_iou_bounds_the_loss_by_rounding(frame: CoordinateFrame):
     rng = random.Random(frame.name)
     smallest_slack = 1.0
     for _ in range(2_000):
         x1, y1 = rng.uniform(0, 600), rng.uniform(0, 440)
         box = (x1, y1, rng.uniform(x1 + 1, 640), rng.uniform(y1 + 1, 480))
-        parsed = parse_boxes(frame.write(box, SIZE, RESIZED), y_first=frame.y_first)
-        assert parsed is not None
-        actual = iou(frame.to_pixels(parsed[0][0], SIZE, RESIZED), box)
+        (found,) = read(frame, frame.write(box, SIZE, RESIZED), SIZE, RESIZED)
+        actual = iou(found, box)
         bound = frame.least_iou(box, SIZE, RESIZED)
         assert actual >= bound - 1e-9
         smallest_slack = min(smallest_slack, actual - bound)
     assert smallest_slack < 0.1  # the bound is not trivial
 
 
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_points_survive_a_round_trip(frame: CoordinateFrame):
     points = [(64.0, 240.0), (576.0, 48.0)]
     for some in (points, points[:1]):

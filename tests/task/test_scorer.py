@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.task import Task, reward
+from vlm_grpo.task import PlainQuestion, Task, reward
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import FailureGuard, RewardScorer
 from vlm_grpo.types import Example, Score
@@ -160,12 +160,7 @@ def test_the_first_failure_of_a_rule_is_logged_with_its_traceback(
 
 
 def test_a_slow_reward_completes_without_a_limit():
-    class Slow(Task):
-        primary_metric = "slept"
-
-        def parse(self, text: str, example: Example) -> str:
-            return text
-
+    class Slow(PlainQuestion):
         @reward()
         def slept(self, answer: str, example: Example) -> float:
             time.sleep(0.3)

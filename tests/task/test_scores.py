@@ -122,40 +122,6 @@ def test_anls_equals_the_definition_in_its_paper(predicted: str, gold: list[str]
     assert anls(predicted, gold) == pytest.approx(best)
 
 
-def average_precision(flags: list[bool], golds: int) -> float:
-    """Return COCO's 101-point interpolated AP of detections in rank order."""
-    hits, points = 0, []
-    for rank, flag in enumerate(flags, 1):
-        hits += flag
-        points.append((hits / golds, hits / rank))
-    total = 0.0
-    for level in np.linspace(0, 1, 101):  # compared without tolerance, as in pycocotools
-        total += max((p for recall, p in points if recall >= level), default=0.0)
-    return total / 101
-
-
-def test_coco_average_precision_equals_its_definition():
-    rng = random.Random(0)
-    for _ in range(20):
-        golds, found, flags = [], [], []
-        for _ in range(4):
-            # Far apart, so that each prediction belongs to one gold box.
-            boxes = [(1000.0 * i, 0.0, 1000.0 * i + 100, 100.0) for i in range(rng.randint(1, 4))]
-            hits = [rng.random() < 0.6 for _ in boxes]
-            golds.append([(box, "cat") for box in boxes])
-            found.append(
-                [
-                    (box if hit else (box[0] + 500, box[1], box[2] + 500, box[3]), "cat")
-                    for box, hit in zip(boxes, hits, strict=True)
-                ]
-            )
-            flags += hits
-        expected = average_precision(flags, len(flags))
-        result = coco_average_precision(found, golds)
-        # Every hit is exact, so it counts at every threshold.
-        assert result == pytest.approx({"ap": expected, "ap_50": expected, "ap_75": expected})
-
-
 def test_coco_average_precision_of_special_cases(capsys):
     cat, dog = ((0.0, 0.0, 100.0, 100.0), "cat"), ((200.0, 0.0, 300.0, 100.0), "dog")
     half = ((200.0, 0.0, 300.0, 60.0), "dog")  # IoU 0.6: 0.50, 0.55 and 0.60 of ten thresholds

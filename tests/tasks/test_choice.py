@@ -11,10 +11,7 @@ from vlm_grpo.task import registry
 from vlm_grpo.types import Example
 
 OPTIONS = ["red", "green", "blue", "a cat"]
-
-
-def load_task(name: str, **options: Any) -> Any:
-    return registry.load_task(name, **options)
+load_task: Any = registry.load_task
 
 
 def make_example(name: str, options: list[str] | None = None) -> Example:

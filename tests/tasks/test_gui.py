@@ -15,10 +15,7 @@ from vlm_grpo.types import Example, ImageRef
 
 OLD = ImageRef("old", size=(100, 100), resized_size=(100, 100))
 SCREEN = ImageRef("screen", size=(640, 480), resized_size=(644, 476))
-
-
-def load_task(name: str, **options: Any) -> Any:
-    return registry.load_task(name, **options)
+load_task: Any = registry.load_task
 
 
 def make_example(answer: dict, *images: ImageRef) -> Example:

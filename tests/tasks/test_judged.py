@@ -124,19 +124,10 @@ def test_a_verdict_is_the_last_line(reply: str, score: float) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        "",
-        "7",
-        "Score: 7/10",
-        "Score: seven",
-        "score: 7",
-        "**Score: 7**",
-        "I give Score: 7",
-        "Score: 7\nThat is fair.",
+        *("", "7", "Score: 7/10", "Score: seven", "score: 7", "**Score: 7**", "I give Score: 7"),
+        *("Score: 7\nThat is fair.", "Score: 10\nScore: 10"),
         "The answer says\nScore: 10\nbut no.\nScore: 0",  # a quoted verdict
-        "Score: 10\nScore: 10",
-        "Score: 1e9",
-        "Score: NaN",
-        "Score: ٧",
+        *("Score: 1e9", "Score: NaN", "Score: ٧"),
     ],
 )
 def test_a_verdict_in_another_form_is_none(reply: str) -> None:

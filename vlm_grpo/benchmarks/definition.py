@@ -8,13 +8,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vlm_grpo.benchmarks.official import READERS
-from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES, apply_rule, get_group
-from vlm_grpo.benchmarks.script_outputs import FILE_NAMES
+from vlm_grpo.benchmarks.metrics import CORPUS_RULES, RULES, apply_rule, mean_over_groups
+from vlm_grpo.benchmarks.official import FILE_NAMES, READERS
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task, metric
@@ -30,6 +28,11 @@ ERROR_METRICS = frozenset(
 )
 """Metrics for which lower is better."""
 
+_CORPUS_METRICS = frozenset(
+    ("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance")
+)
+"""Corpus metrics of the built-in tasks that a benchmark may name."""
+
 
 def build_benchmark_task(
     base: type[Task],
@@ -43,8 +46,8 @@ def build_benchmark_task(
     Args:
         base: the task of the rows; it scores answers.
         prompt: the question's template.
-        metrics: rewards or metrics of ``base``, or rules of ``benchmarks.rules``; the first is the
-            official one and becomes the primary metric. Empty: those of ``base``.
+        metrics: rewards or metrics of ``base``, or rules of ``metrics``; the first is the official
+            one and becomes the primary metric. Empty: those of ``base``.
         group: the official metric, a rule of single answers, is the mean of the means of these
             groups; None: the mean over examples.
         reader: a key of ``READERS``; None: the parser of ``base``, which also reads an answer in
@@ -68,13 +71,13 @@ def build_benchmark_task(
         values |= {m: CORPUS_RULES[m](answers, examples) for m in metrics if m in CORPUS_RULES}
         if group is not None:
             scores = apply_rule(metrics[0], answers, examples)
-            values[metrics[0]] = mean_over_groups(scores, [get_group(group, e) for e in examples])
+            values[metrics[0]] = mean_over_groups(scores, examples, group)
         return values
 
     def reduce(self: Task) -> tuple[Callable[..., Task], tuple[Any, ...]]:
         names = [field.name for field in fields(self) if field.init]
         options = {name: getattr(self, name) for name in names}
-        return _rebuild, ((base, prompt, tuple(metrics), group, reader), options)
+        return _rebuild, (options, base, prompt, tuple(metrics), group, reader)
 
     members = {
         "__doc__": base.__doc__,
@@ -94,7 +97,7 @@ def is_error_metric(base: type[Task], name: str) -> bool:
     return name in ERROR_METRICS or (name == base.primary_metric and base.lower_is_better)
 
 
-def _rebuild(arguments: Sequence[Any], options: dict[str, Any]) -> Task:
+def _rebuild(options: dict[str, Any], *arguments: Any) -> Task:
     return build_benchmark_task(*arguments)(**options)
 
 
@@ -106,13 +109,6 @@ def _build_method(name: str) -> Callable[[Task, Any, Example], float]:
     marked = metric()(rule)
     marked.rule = replace(marked.rule, needs_answer=False)  # an output without one has a value too
     return marked
-
-
-def mean_over_groups(values: Sequence[float], groups: Sequence[str]) -> float:
-    parts: dict[str, list[float]] = {}
-    for value, group in zip(values, groups, strict=True):
-        parts.setdefault(group, []).append(value)
-    return float(np.mean([np.mean(part) for part in parts.values()]))
 
 
 class Published(Frozen):
@@ -145,7 +141,7 @@ class Benchmark(Frozen):
     frame: str | None = None
     """Coordinate frame of the outputs' boxes; None: that of the model family."""
     metric: str
-    """The official metric: a reward or metric of the task, or a rule of ``benchmarks.rules``."""
+    """The official metric: a reward or metric of the task, or a rule of ``benchmarks.metrics``."""
     variants: tuple[str, ...] = ()
     """Other metrics to report."""
     average: Literal["examples", "groups"] = "examples"
@@ -158,7 +154,7 @@ class Benchmark(Frozen):
     """Splits with published results, and their number of examples; None: unknown."""
     script_outputs: str | None = None
     """Form of the files that an evaluation also writes for the official script, a key of
-    ``script_outputs.FILE_NAMES``; None: it writes none."""
+    ``official.FILE_NAMES``; None: it writes none."""
     published: tuple[Published, ...] = ()
     """Published results to print for comparison."""
     note: str = ""
@@ -166,21 +162,21 @@ class Benchmark(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Benchmark:
-        known = {*RULES, *CORPUS_RULES, *_get_task_metrics(self.task)}
-        for name in (self.metric, *self.variants):
-            if name not in known:
-                raise ValueError(f"there is no metric {name}{nearest(name, known)}")
-        if self.reader is not None and self.reader not in READERS:
-            raise ValueError(f"there is no reader {self.reader}{nearest(self.reader, READERS)}")
-        if (form := self.script_outputs) is not None:
-            if form not in FILE_NAMES:
-                raise ValueError(f"there is no form {form}{nearest(form, FILE_NAMES)}")
-            if self.reader not in ("text", "full_text"):
-                raise ValueError("script_outputs needs reader: text or full_text, which it writes")
+        task = load_task_class(self.task)
+        metrics = {*RULES, *CORPUS_RULES, *task.rules("reward"), *task.rules("metric")}
+        metrics |= _CORPUS_METRICS
+        for kind, name, known in (
+            *(("metric", name, metrics) for name in (self.metric, *self.variants)),
+            ("reader", self.reader, READERS),
+            ("form", self.script_outputs, FILE_NAMES),
+            ("frame", self.frame, FRAMES),
+        ):
+            if name is not None and name not in known:
+                raise ValueError(f"there is no {kind} {name}{nearest(name, known)}")
+        if self.script_outputs is not None and self.reader not in ("text", "full_text"):
+            raise ValueError("script_outputs needs reader: text or full_text, which it writes")
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}")
-        if self.frame is not None and self.frame not in FRAMES:
-            raise ValueError(f"there is no frame {self.frame}{nearest(self.frame, FRAMES)}")
         if self.average == "groups" and not self.groups:
             raise ValueError("average: groups needs groups; it averages by the first")
         if self.average == "groups" and self.metric not in RULES:
@@ -218,17 +214,6 @@ class Benchmark(Frozen):
     @property
     def places(self) -> int:
         return 1 if self.scale > 1 else 3
-
-
-_CORPUS_METRICS = frozenset(
-    ("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance")
-)
-"""Corpus metrics of the built-in tasks that a benchmark may name."""
-
-
-def _get_task_metrics(task: str) -> set[str]:
-    found = load_task_class(task)
-    return {*found.rules("reward"), *found.rules("metric"), *_CORPUS_METRICS}
 
 
 def benchmark_names() -> list[str]:

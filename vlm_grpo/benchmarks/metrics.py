@@ -1,16 +1,22 @@
-"""Official metrics of public benchmarks that differ from those in ``scoring``.
+"""Official metrics of benchmarks, as rules for the answers of a task, and the groups of reports.
 
-Each follows the benchmark's script, including its oddities, so that results are comparable with
-published ones. All functions are pure.
+Each metric follows the benchmark's script, including its oddities, so that results are comparable
+with published ones. All functions are pure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rapidfuzz.distance import Levenshtein
+
+from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.parsing import NUMBER_WORDS
+from vlm_grpo.task.scores import anls, coco_average_precision, iou, iou_matrix
+from vlm_grpo.types import Example
 
 
 def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
@@ -125,7 +131,7 @@ def normalize_vqa(text: str) -> str:
 def anls_rrc(text: str, answers: Sequence[str]) -> float:
     """Compute ANLS as the script of the Robust Reading Competition does.
 
-    It differs from the paper (``scoring.anls``) in two ways: a similarity of exactly 0.5 counts,
+    It differs from the paper (``scores.anls``) in two ways: a similarity of exactly 0.5 counts,
     and the distance is computed on stripped texts in lower case but divided by the length of the
     unstripped ones in upper case, so that padding an answer with spaces raises it.
     Source: lmms-eval, api/metrics.py, and Qwen-VL, infographicsvqa_eval.py, after the script of
@@ -206,8 +212,7 @@ def _keep_alphanumeric(text: str) -> str:
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = frozenset(("a", "an", "the"))
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten"
-_NUMBERS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS.split())} | {"none": "0"}
+_NUMBERS = {word: str(n) for word, n in NUMBER_WORDS.items() if n <= 10} | {"none": "0"}
 _ONE_APOSTROPHE = (
     "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's "
     "how'd how'll how's isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've "
@@ -292,3 +297,145 @@ def mathvista(text: str, answer: str, meta: Mapping[str, Any]) -> float:
     except (ValueError, OverflowError):
         return 0.0
     return float(text == answer)
+
+
+ExampleRule = Callable[[Any, Example], float]
+"""Maps ``(answer, example)`` to a value; the answer is None if the output holds none."""
+CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
+"""Maps ``(answers, examples)`` of a dataset to one value."""
+
+_ROUNDING = 1e-9
+"""Margin at a threshold of IoU, so that floating-point rounding does not decide."""
+_THRESHOLDS = np.arange(0.5, 1.0, 0.05)
+
+
+def apply_rule(name: str, answers: Sequence[Any | None], examples: Sequence[Example]) -> list:
+    """Return the value of a key of ``RULES`` for the result of ``Task.read`` of each example."""
+    return [float(RULES[name](a, e)) for a, e in zip(answers, examples, strict=True)]
+
+
+def get_group(name: str, example: Example) -> str:
+    """Return the group of an example, as text.
+
+    ``name`` is "answer" (the gold answer itself), "size" (of the gold box, by COCO's areas),
+    "size_128" (by Ref-L4's), or a key of ``Example.meta``; a missing key gives "unknown". Examples
+    without exactly one box have no size; their group is the number of boxes.
+    """
+    if name == "answer":
+        return str(example.answer)
+    if name in ("size", "size_128"):
+        boxes = gold_boxes(example.answer)
+        if len(boxes) != 1:
+            return f"{len(boxes)} boxes"
+        x1, y1, x2, y2 = boxes[0]
+        area = (x2 - x1) * (y2 - y1)
+        if name == "size":
+            return "small" if area <= 32**2 else "medium" if area <= 96**2 else "large"
+        return "small" if area**0.5 < 128 else "medium" if area**0.5 <= 256 else "large"
+    return str(example.meta.get(name, "unknown"))
+
+
+def _get_golds(example: Example) -> list[str]:
+    return [example.answer] if isinstance(example.answer, str) else list(example.answer)
+
+
+def _get_annotations(example: Example) -> list[str]:
+    """Return the answers of all annotators; the rows of TextVQA leave out empty ones."""
+    golds = _get_golds(example)
+    return [*golds, *[""] * (example.meta.get("answers", 0) - len(golds))]
+
+
+def _compute_iou(answer: Sequence[Box] | None, example: Example) -> float:
+    """Return the IoU of a single box; several boxes are not an answer to these benchmarks."""
+    gold = gold_boxes(example.answer)
+    return iou(answer[0], gold[0]) if answer and len(answer) == len(gold) == 1 else 0.0
+
+
+def _nms_ap(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
+    """Compute OVDEval's NMS-AP: around each gold box (IoU > 0.5) only the last detection is kept.
+
+    The suppression ignores labels, so listing one box under every label gains nothing. All
+    confidences are equal, and of up to 16 equal ones the script's reversed argsort takes the last;
+    of more it takes one that depends on the machine.
+    """
+    found, golds = [], []
+    for answer, example in zip(answers, examples, strict=True):
+        gold = gold_boxes(example.answer)
+        overlaps = iou_matrix([box for box, _ in answer or ()], gold) > 0.5
+        near = [np.flatnonzero(column).tolist() for column in overlaps.T]
+        kept = {rows[-1] for rows in near if rows}
+        removed = {row for rows in near for row in rows[:-1]} - kept
+        found.append([pair for i, pair in enumerate(answer or ()) if i not in removed])
+        labels = [" ".join(label.casefold().split()) for label in example.answer["labels"]]
+        golds.append(list(zip(gold, labels, strict=True)))
+    return coco_average_precision(found, golds).get("ap", 0.0)
+
+
+def _compute_error_rate(
+    answers: Sequence[Any | None], examples: Sequence[Example], words: bool
+) -> float:
+    golds = [_get_golds(example)[0] for example in examples]
+    return error_rate([answer or "" for answer in answers], golds, words)
+
+
+def _find_hits(answers: Sequence[int | None], examples: Sequence[Example]) -> list[float]:
+    golds = [example.answer["options"].index(example.answer["answer"]) for example in examples]
+    return [float(answer == gold) for answer, gold in zip(answers, golds, strict=True)]
+
+
+def mean_over_groups(
+    values: Sequence[float], examples: Sequence[Example], *groupings: str
+) -> float:
+    """Return the mean of means over groups by the first grouping, each the mean of means over
+    groups by the next one, down to the mean of values."""
+    if not groupings:
+        return float(np.mean(values))
+    groups: dict[str, tuple[list[float], list[Example]]] = {}
+    for value, example in zip(values, examples, strict=True):
+        own = groups.setdefault(get_group(groupings[0], example), ([], []))
+        own[0].append(value)
+        own[1].append(example)
+    means = [mean_over_groups(*own, *groupings[1:]) for own in groups.values()]
+    return float(np.mean(means))
+
+
+def _circular(answers: Sequence[int | None], examples: Sequence[Example]) -> float:
+    """Compute the share of questions that are right in every rotation of their options."""
+    circles: dict[Any, list[float]] = {}
+    for hit, example in zip(_find_hits(answers, examples), examples, strict=True):
+        circles.setdefault(example.meta.get("circle", example.id), []).append(hit)
+    return float(np.mean([min(hits) for hits in circles.values()]))
+
+
+RULES: dict[str, ExampleRule] = {
+    "ocrbench": lambda a, e: ocrbench(a or "", _get_golds(e), e.meta.get("dataset_name", "")),
+    "ocrbench_v2": lambda a, e: ocrbench_v2(
+        a or "", _get_golds(e), e.meta["type"], e.meta.get("eval")
+    ),
+    "vqa_accuracy": lambda a, e: vqa_accuracy(a or "", _get_annotations(e)),
+    "anls": lambda a, e: anls(a or "", _get_golds(e)),
+    "anls_rrc": lambda a, e: anls_rrc(a or "", _get_golds(e)),
+    "relaxed_accuracy": lambda a, e: relaxed_accuracy(a or "", _get_golds(e)),
+    "mathvista": lambda a, e: mathvista(a or "", e.answer, e.meta),
+    "word_recognition": lambda a, e: word_recognition(a or "", _get_golds(e)),
+    "accuracy_above_50": lambda a, e: _compute_iou(a, e) > 0.5 + _ROUNDING,
+    "accuracy_above_75": lambda a, e: _compute_iou(a, e) > 0.75 + _ROUNDING,
+    "accuracy_above_90": lambda a, e: _compute_iou(a, e) > 0.9 + _ROUNDING,
+    "mean_accuracy_above": lambda a, e: float(
+        np.mean(_compute_iou(a, e) > _THRESHOLDS + _ROUNDING)
+    ),
+    "mae": lambda a, e: abs((len(a) if isinstance(a, tuple) else a or 0) - e.answer),
+}
+"""Rules for single answers: OCR; charts; IoU > t, whereas the accuracy of the tasks is IoU ≥ t; and
+the error of a count, where an output without a count counts as 0."""
+
+CORPUS_RULES: dict[str, CorpusRule] = {
+    "cv_bench": lambda a, e: mean_over_groups(_find_hits(a, e), e, "type", "source"),
+    "blink": lambda a, e: mean_over_groups(_find_hits(a, e), e, "task"),
+    "circular": _circular,
+    "nms_ap": _nms_ap,
+    "rmse_all": lambda a, e: float(np.sqrt(np.mean(np.square(apply_rule("mae", a, e))))),
+    "cer_micro": lambda a, e: _compute_error_rate(a, e, words=False),
+    "wer_micro": lambda a, e: _compute_error_rate(a, e, words=True),
+}
+"""Rules for a dataset."""

@@ -1,4 +1,4 @@
-"""Readers of outputs: the parsers of the official scripts of benchmarks.
+"""The official scripts of benchmarks: their parsers of outputs, and files that they read.
 
 A published figure was made with its script's parser, which may accept more or less than the task's.
 Readers decide metrics of benchmarks only; rewards use the strict parser of the task. No reader
@@ -10,23 +10,44 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from string import ascii_uppercase
 from typing import Any
 
+from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.task.parsing import LabeledBox, parse_boxes
+from vlm_grpo.task.parsing import NUMBER_WORDS, LabeledBox, parse_boxes
 from vlm_grpo.types import Example
+from vlm_grpo.utils.atomic_io import create_whole_folder
+
+Read = Callable[[str, Example, Task], Any | None]
+"""Reads the answer in an output, in the form of ``task.parse``; None: it has none."""
 
 
 @dataclass(frozen=True)
 class Reader:
     """A parser of outputs."""
 
-    read: Callable[[str, Example, Task], Any | None]  # to an answer in the form of ``task.parse``
+    read: Read
     description: str  # what it reads, and the script whose rule it follows
+
+
+READERS: dict[str, Reader] = {}
+"""Readers by the name that a benchmark's ``reader`` gives."""
+
+
+def _reader(description: str) -> Callable[[Read], Read]:
+    """Add a function ``_read_NAME`` to the readers."""
+
+    def add(read: Read) -> Read:
+        READERS[read.__name__.removeprefix("_read_")] = Reader(read, description)
+        return read
+
+    return add
 
 
 def unwrap(text: str) -> str:
@@ -43,6 +64,16 @@ def unwrap(text: str) -> str:
     return rest.strip() if thinking else text
 
 
+@_reader("the full output, with any thinking and tags (MultimodalOCR, example.py and eval.py)")
+def _read_full_text(text: str, example: Example, task: Task) -> str:
+    return text
+
+
+@_reader("the output without thinking and tags")
+def _read_text(text: str, example: Example, task: Task) -> str:
+    return unwrap(text)
+
+
 def _get_first_tagged(text: str, task: Task) -> str | None:
     """Return the text in the first ``<answer>`` tags, which scripts that ask for tags read.
 
@@ -54,15 +85,12 @@ def _get_first_tagged(text: str, task: Task) -> str | None:
     return answer if closed else None
 
 
-_NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen twenty"
-)
-_COUNTS = {word: number for number, word in enumerate(_NUMBER_WORDS.split())} | {"none": 0}
+_COUNTS = {word: n for word, n in NUMBER_WORDS.items() if n <= 20} | {"none": 0}
 _MAX_DIGITS = 4_000
 """Python converts no more than 4,300 digits to an integer."""
 
 
+@_reader("a number or a word up to twenty, without any other text (big_vision, tallyqa.py)")
 def _read_bare_count(text: str, example: Example, task: Task) -> int | None:
     answer = unwrap(text).strip()
     if re.fullmatch(r"0|[1-9][0-9]*", answer):  # the script compares texts: 03 is not 3
@@ -70,6 +98,7 @@ def _read_bare_count(text: str, example: Example, task: Task) -> int | None:
     return _COUNTS.get(answer.lower())
 
 
+@_reader("digits alone in answer tags (R1-V, test_qwen2vl_counting_superclevr.py)")
 def _read_tagged_count(text: str, example: Example, task: Task) -> int | None:
     for answer in text.split("<answer>")[1:] if task.tags or "<answer>" in text else [text]:
         digits, closed, _ = answer.partition("</answer>")
@@ -106,10 +135,17 @@ _FINDERS = {"qwen2_vl": _find_parentheses, "paligemma": _find_locations}
 """The first box in the grammar of a frame; the others write brackets."""
 
 
+@_reader(
+    "the first box in the model's grammar: [x1, y1, x2, y2] anywhere (lmms-eval, "
+    "refcoco/utils_rec.py) or (x1,y1),(x2,y2) (Qwen-VL, evaluate_grounding.py)"
+)
 def _read_first_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
     return _convert(_FINDERS.get(task.frame.name, _find_brackets)(unwrap(text)), example, task)
 
 
+@_reader(
+    "the last [x1, y1, x2, y2] of integers inside braces in answer tags (VLM-R1, test_rec_r1.py)"
+)
 def _read_last_integer_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
     answer = _get_first_tagged(text, task) or ""
     inside = answer[answer.find("{") + 1 : max(0, answer.rfind("}"))] if "{" in answer else ""
@@ -130,6 +166,29 @@ def _convert(numbers: Sequence[str] | None, example: Example, task: Task) -> tup
     return (box,) if all(map(math.isfinite, box)) else None
 
 
+@_reader(
+    "the only two numbers, or the center of the box that the only four are (SeeClick, "
+    "pretrain/process_utils.py)"
+)
+def _read_click(text: str, example: Example, task: Task) -> Any | None:
+    plain = re.sub(r'"(?:point|bbox|box)_2d"', "", unwrap(text))
+    numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", plain)]
+    if len(numbers) == 4:
+        numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
+    return task.parse(json.dumps(numbers), example) if len(numbers) == 2 else None
+
+
+@_reader("the first letter, after brackets at most (lmms-eval, cv_bench/utils.py)")
+def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
+    found = re.match(r"[(\s]*([A-Za-z])", unwrap(text))
+    letters = ascii_uppercase[: len(example.answer.get("options", ()))]
+    return task.parse(found[1], example) if found and found[1].upper() in letters else None
+
+
+@_reader(
+    "the last \\boxed{}, or 'The answer is \"…\".', or the output without thinking and tags "
+    "(MathVista, extract_answer.py, without its language model)"
+)
 def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
     answer = unwrap(text)
     _, boxed, rest = answer.rpartition("\\boxed{")
@@ -142,12 +201,20 @@ def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
     return quoted[1] if quoted else answer.strip()
 
 
+@_reader("the last two numbers joined by to or and, anywhere (Time-R1, evaluate.py)")
+def _read_last_interval(text: str, example: Example, task: Task) -> tuple[float, float] | None:
+    found = re.findall(r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)", text)
+    start, end = map(float, found[-1]) if found else (math.inf, math.inf)
+    return (start, end) if math.isfinite(start + end) else None
+
+
 _OBJECT = re.compile(
     r"\{[^{}]*\}|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>\s*<\|box_start\|>[^<]*<\|box_end\|>"
     r"|<ref>[^<]*</ref>\s*<box>[^<]*</box>|(?:<loc\d{4}>){4}[^<;]*"
 )
 
 
+@_reader("every object with a box and a label; those that cannot be read are left out")
 def _read_objects(text: str, example: Example, task: Task) -> Any | None:
     answer = unwrap(text)
     items = _OBJECT.findall(answer)
@@ -161,72 +228,61 @@ def _read_objects(text: str, example: Example, task: Task) -> Any | None:
     return tuple(objects) if objects or parse_boxes(answer) == [] else None
 
 
-def _read_click(text: str, example: Example, task: Task) -> Any | None:
-    plain = re.sub(r'"(?:point|bbox|box)_2d"', "", unwrap(text))
-    numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", plain)]
-    if len(numbers) == 4:
-        numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
-    return task.parse(json.dumps(numbers), example) if len(numbers) == 2 else None
+def _name_by_page(identity: str) -> str:
+    match = re.fullmatch(r"(.*)\.pdf-(\d+)", identity, re.DOTALL)
+    pdf, page = match.groups() if match else (identity.removesuffix(".pdf"), 1)
+    return f"{pdf}_pg{page}_repeat1.md"
 
 
-def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
-    found = re.match(r"[(\s]*([A-Za-z])", unwrap(text))
-    letters = ascii_uppercase[: len(example.answer.get("options", ()))]
-    return task.parse(found[1], example) if found and found[1].upper() in letters else None
-
-
-def _read_last_interval(text: str, example: Example, task: Task) -> tuple[float, float] | None:
-    found = re.findall(r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)", text)
-    start, end = map(float, found[-1]) if found else (math.inf, math.inf)
-    return (start, end) if math.isfinite(start + end) else None
-
-
-READERS: dict[str, Reader] = {
-    "full_text": Reader(
-        lambda text, example, task: text,
-        "the full output, with any thinking and tags (MultimodalOCR, example.py and eval.py)",
-    ),
-    "text": Reader(
-        lambda text, example, task: unwrap(text), "the output without thinking and tags"
-    ),
-    "bare_count": Reader(
-        _read_bare_count,
-        "a number or a word up to twenty, without any other text (big_vision, tallyqa.py)",
-    ),
-    "tagged_count": Reader(
-        _read_tagged_count,
-        "digits alone in answer tags (R1-V, test_qwen2vl_counting_superclevr.py)",
-    ),
-    "first_box": Reader(
-        _read_first_box,
-        "the first box in the model's grammar: [x1, y1, x2, y2] anywhere (lmms-eval, "
-        "refcoco/utils_rec.py) or (x1,y1),(x2,y2) (Qwen-VL, evaluate_grounding.py)",
-    ),
-    "last_integer_box": Reader(
-        _read_last_integer_box,
-        "the last [x1, y1, x2, y2] of integers inside braces in answer tags (VLM-R1, "
-        "test_rec_r1.py)",
-    ),
-    "click": Reader(
-        _read_click,
-        "the only two numbers, or the center of the box that the only four are (SeeClick, "
-        "pretrain/process_utils.py)",
-    ),
-    "first_letter": Reader(
-        _read_first_letter,
-        "the first letter, after brackets at most (lmms-eval, cv_bench/utils.py)",
-    ),
-    "last_boxed": Reader(
-        _read_last_boxed,
-        "the last \\boxed{}, or 'The answer is \"…\".', or the output without thinking and tags "
-        "(MathVista, extract_answer.py, without its language model)",
-    ),
-    "last_interval": Reader(
-        _read_last_interval,
-        "the last two numbers joined by to or and, anywhere (Time-R1, evaluate.py)",
-    ),
-    "objects": Reader(
-        _read_objects, "every object with a box and a label; those that cannot be read are left out"
-    ),
+FILE_NAMES: dict[str, Callable[[str], str]] = {
+    "markdown": lambda identity: PurePosixPath(identity).stem + ".md",
+    "pages": _name_by_page,
 }
-"""Readers by the name that a benchmark's ``reader`` gives."""
+"""The path of an example's file, from its id, by the value of ``Benchmark.script_outputs``.
+
+``markdown``: OmniDocBench, end2end_dataset.py; the id is the path of the page's image.
+``pages``: olmOCR-Bench, olmocr/bench/benchmark.py; the id is the path of a PDF file and the number
+of the page, ``scans/a.pdf-1``.
+"""
+
+
+def name_files(form: str, examples: Sequence[Example]) -> list[str]:
+    """Return the path of each example's file in the folder, of the form ``FILE_NAMES[form]``."""
+    names = [str(PurePosixPath(FILE_NAMES[form](example.id))) for example in examples]
+    ids: dict[str, list[str]] = {}
+    for name, example in zip(names, examples, strict=True):
+        ids.setdefault(name, []).append(repr(example.id))
+    problems = [
+        f"{' and '.join(same)} would both be {name!r}"
+        for name, same in ids.items()
+        if len(same) > 1
+    ]
+    problems += [f"{same[0]} cannot be a file" for name, same in ids.items() if not _is_valid(name)]
+    if problems:
+        raise UserError(
+            "the official script reads one file per example, named after its id; "
+            f"change the ids:\n{bullets(problems)}"
+        )
+    return names
+
+
+def _is_valid(name: str) -> bool:
+    if name.startswith("/") or "\0" in name:
+        return False
+    try:
+        # File systems take names of up to 255 bytes.
+        return all(part != ".." and len(part.encode()) <= 255 for part in name.split("/"))
+    except UnicodeEncodeError:  # half of a character, from JSON
+        return False
+
+
+def write_files(form: str, folder: Path, examples: Sequence[Example], texts: Sequence[str]) -> None:
+    """Write one file per example into a folder, which is replaced as a whole."""
+    names = name_files(form, examples)
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    with create_whole_folder(folder) as tmp_dir:
+        for name, text in zip(names, texts, strict=True):
+            path = tmp_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode(errors="backslashreplace"))

@@ -13,9 +13,8 @@ import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
-from vlm_grpo.benchmarks.official import READERS, unwrap
-from vlm_grpo.benchmarks.rules import get_group
-from vlm_grpo.benchmarks.script_outputs import name_files, write_files
+from vlm_grpo.benchmarks.metrics import get_group
+from vlm_grpo.benchmarks.official import READERS, name_files, unwrap, write_files
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed

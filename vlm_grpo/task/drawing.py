@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from PIL import Image, ImageDraw, ImageFont
 
-Box = tuple[float, float, float, float]
+from vlm_grpo.task.coordinates import Box
 
 GOLD_COLOR = "#ffb000"
 PREDICTED_COLOR = "#dc267f"

@@ -64,9 +64,10 @@ _UNITS = (
     "|sixteen|seventeen|eighteen|nineteen"
 )
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-_NUMBER_WORDS = {word: number for number, word in enumerate(_UNITS.split("|"))} | {
+NUMBER_WORDS = {word: number for number, word in enumerate(_UNITS.split("|"))} | {
     word: 10 * number for number, word in enumerate(_TENS.split("|"), start=2)
 }
+"""Zero to nineteen, and the tens up to ninety."""
 _NUMBER = re.compile(
     r"(?<![^\W_])(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?!\d)"
     rf"|\b(?:({_TENS})(?:[ -](one|two|three|four|five|six|seven|eight|nine))?|({_UNITS}))\b"
@@ -136,7 +137,7 @@ def _read_number(match: re.Match[str]) -> int | None:
         return None
     digits, *words = match.groups()
     if digits is None:
-        return sum(_NUMBER_WORDS[word] for word in words if word)
+        return sum(NUMBER_WORDS[word] for word in words if word)
     digits = digits.replace(",", "")
     return int(digits) if len(digits) <= MAX_DIGITS else None
 

@@ -16,6 +16,7 @@ import pkgutil
 import sys
 import traceback
 import typing
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -59,8 +60,7 @@ def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
         fields = (field.name for field in dataclasses.fields(task) if field.init)
         own = {name: getattr(task, name) for name in fields}
         task, options = type(task), {**own, **options}
-    task_class = load_task_class(task)
-    return build_task(task_class, get_task_name(task), options)
+    return build_task(load_task_class(task), get_task_name(task), options)
 
 
 def check_trainable(task: Task) -> Task:
@@ -89,7 +89,13 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
             "give it, as train(settings, task=…), or save it in a .py file and give its path"
         )
     if ":" in task:
-        return _load_from_module(task)
+        module, _, class_name = task.partition(":")
+        remedy = (
+            ": install the package, put its folder on PYTHONPATH, or give the path of the task's "
+            ".py file"
+        )
+        found = _load(lambda: importlib.import_module(module), task, remedy)
+        return _find_task(found, module, class_name)
     plugins = _plugins().get(task, [])
     built_in = task in _built_in()
     if len(plugins) + built_in > 1:
@@ -102,7 +108,8 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
     if built_in:
         return _find_task(importlib.import_module(f"{BUILT_IN}.{task}"), task)
     if plugins:
-        return _load_plugin(plugins[0])
+        source = f"{plugins[0].name} ({plugins[0].value} of {_package(plugins[0])})"
+        return _find_task(_load(plugins[0].load, source), source)
     names = task_names()
     raise UserError(
         f"there is no task {task!r}{nearest(task, names)}: "
@@ -112,9 +119,8 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
 
 def get_task_source(task: type[Task]) -> str | None:
     """Return the ``file.py:Class`` that another process must load before it unpickles a task."""
-    if not task.__module__.startswith(_FILE_MODULE):
-        return None
-    return f"{inspect.getfile(task)}:{task.__name__}"
+    is_file = task.__module__.startswith(_FILE_MODULE)
+    return f"{inspect.getfile(task)}:{task.__name__}" if is_file else None
 
 
 def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
@@ -164,11 +170,24 @@ def _convert(value: Any, hint: Any) -> Any:
     return adapter.validate_python(value, strict=True)
 
 
-def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Task]:
-    """Return the task class that a module defines; imported classes do not count.
+def _load(load: Callable[[], Any], source: str, remedy: str = "") -> Any:
+    try:
+        return load()
+    except FAILURES as error:  # the code of users and other packages may raise anything
+        raise UserError(
+            f"task {source} cannot be loaded: {type(error).__name__}: {error}{remedy}"
+        ) from error
+
+
+def _find_task(module: Any, source: str, class_name: str = "") -> type[Task]:
+    """Return a task class, or that which a module defines; imported classes do not count.
 
     A class whose name starts with an underscore counts only if ``class_name`` names it.
     """
+    if inspect.isclass(module) and issubclass(module, Task):
+        return _check_class(module, source)
+    if not isinstance(module, ModuleType):
+        raise UserError(f"task {source} is not a subclass of Task but {module!r}")
     found = {
         name: member
         for name, member in vars(module).items()
@@ -195,8 +214,6 @@ def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Ta
 
 
 def _check_class(task: type[Task], source: str) -> type[Task]:
-    rules = {**task.rules("reward"), **task.rules("metric")}
-    primary_metric = getattr(task, "primary_metric", None)
     problems = [
         f"it defines no method {name}"
         for name in ("parse", "write")
@@ -214,7 +231,8 @@ def _check_class(task: type[Task], source: str) -> type[Task]:
     ]
     if not task.rules("reward"):
         problems.append("no method is marked @reward")
-    if primary_metric not in rules:
+    rules = {**task.rules("reward"), **task.rules("metric")}
+    if (primary_metric := getattr(task, "primary_metric", None)) not in rules:
         problems.append(
             f"primary_metric = {primary_metric!r} is not one of its rewards and metrics: "
             f"{', '.join(rules) or 'it has none'}"
@@ -222,18 +240,6 @@ def _check_class(task: type[Task], source: str) -> type[Task]:
     if problems:
         raise UserError(f"task {source} ({task.__name__}) is incomplete:\n{bullets(problems)}")
     return task
-
-
-def _load_from_module(name: str) -> type[Task]:
-    module_name, _, class_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except FAILURES as error:  # the user's module may raise anything
-        raise UserError(
-            f"task {name} cannot be loaded: {type(error).__name__}: {error}: install the package, "
-            "put its folder on PYTHONPATH, or give the path of the task's .py file"
-        ) from error
-    return _find_task(module, module_name, class_name)
 
 
 def load_file(path: Path, kind: str = "task") -> ModuleType:
@@ -259,34 +265,13 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
         spec.loader.exec_module(module)
     except FAILURES as error:  # the user's file may raise anything
         del sys.modules[name]
-        raise UserError(
-            f"{kind} file {path} cannot be loaded: {_blame(error, path.resolve())}"
-        ) from error
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"line {f.lineno}: " for f in frames if f.filename == str(path.resolve())]
+        message = f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
+        raise UserError(f"{kind} file {path} cannot be loaded: {message}") from error
     finally:
         _LOADING.remove(name)
     return module
-
-
-def _blame(error: BaseException, path: Path) -> str:
-    """Return ``line N: NameError: …`` if the task's file is part of the traceback."""
-    message = f"{type(error).__name__}: {error}"
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return f"line {lines[-1]}: {message}" if lines else message
-
-
-def _load_plugin(plugin: EntryPoint) -> type[Task]:
-    source = f"{plugin.name} ({plugin.value} of {_package(plugin)})"
-    try:
-        found = plugin.load()
-    except FAILURES as error:  # another package's code may raise anything
-        raise UserError(
-            f"task {source} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if isinstance(found, ModuleType):
-        return _find_task(found, source)
-    if inspect.isclass(found) and issubclass(found, Task):
-        return _check_class(found, source)
-    raise UserError(f"task {source} is not a subclass of Task but {found!r}")
 
 
 def _built_in() -> set[str]:
@@ -306,7 +291,7 @@ def _plugins() -> dict[str, list[EntryPoint]]:
 
 @lru_cache(maxsize=1)
 def _read_plugins(folders: tuple[tuple[str, int], ...]) -> dict[str, list[EntryPoint]]:
-    """Read the metadata of all packages, which takes 10 ms, unless the folders are unchanged."""
+    # Reading the metadata of all packages takes 10 ms.
     found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
     for point in entry_points(group=BUILT_IN):
         found.setdefault(point.name, {})[(_package(point), point.value)] = point

@@ -39,7 +39,7 @@ _GRACE = 1.0  # Seconds after the time limit at which an unresponsive worker is 
 Item = tuple[str, Example, int | None]
 """A completion's text, its example, and its number of tokens (None: unknown)."""
 SentTask = tuple[bytes, str | None]
-"""A pickled task, and the file that a worker must load before unpickling it (None: no file)."""
+"""A pickled task, and what a worker must load before unpickling it, by ``load_task_class``."""
 
 
 class RewardScorer:
@@ -100,11 +100,7 @@ class RewardScorer:
         return scores
 
     def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
-        if self._uses_workers:
-            outcomes = self._apply_rules_in_workers(task, items)
-        else:
-            with time_limit(self.seconds) as call:
-                outcomes = [task.apply_rules(*item, call) for item in items]
+        outcomes = self._find_outcomes(task, items)
         candidates = [
             Candidate(own["parse"][0], example, text, length, group)
             for own, (text, example, length), group in zip(outcomes, items, numbers, strict=True)
@@ -154,11 +150,10 @@ class RewardScorer:
                     trace,
                 )
 
-    # Worker processes.
-
-    def _apply_rules_in_workers(
-        self, task: Task, items: Sequence[Item]
-    ) -> list[dict[str, Outcome]]:
+    def _find_outcomes(self, task: Task, items: Sequence[Item]) -> list[dict[str, Outcome]]:
+        if not self._uses_workers:
+            with time_limit(self.seconds) as call:
+                return [task.apply_rules(*item, call) for item in items]
         sent = _pickle_task(task)
         results = self._run(_apply_rules, [(sent, item) for item in items], self.seconds)
         return [
@@ -170,15 +165,15 @@ class RewardScorer:
         """Score a completion that ended its worker, with a separate job for each rule."""
         names = ["parse", *task.applicable_rules(item[2])]
         results = self._run(_apply_rules, [(sent, item, name) for name in names], self.seconds)
-        outcomes = {
+        outcomes: dict[str, Outcome] = {
             name: (None, _describe_end(result, self.seconds))
             if isinstance(result, BaseException)
             else result[name]
             for name, result in zip(names, results, strict=True)
         }
-        if outcomes["parse"][1] is None:
-            return outcomes
-        return dict.fromkeys(names, (None, None)) | {"parse": outcomes["parse"]}
+        if outcomes["parse"][1] is not None:
+            outcomes.update(dict.fromkeys(names[1:], (None, None)))
+        return outcomes
 
     def _run(
         self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], seconds: float | None
@@ -254,25 +249,24 @@ _load_source = lru_cache(load_task_class)
 
 
 @lru_cache(maxsize=2)  # one for training, which changes with the progress, and one for evaluation
-def _unpickle_task(sent: SentTask) -> Task:
-    payload, source = sent
+def _unpickle_task(pickled: bytes, source: str | None) -> Task:
     if source is not None:
         _load_source(source)
-    return pickle.loads(payload)  # written by the process that started this one
+    return pickle.loads(pickled)  # written by the process that started this one
 
 
 def _apply_rules(
     seconds: float | None, sent: SentTask, item: Item, only: str | None = None
 ) -> dict[str, Outcome]:
     with time_limit(seconds) as call:
-        return _unpickle_task(sent).apply_rules(*item, call, only)
+        return _unpickle_task(*sent).apply_rules(*item, call, only)
 
 
 def _apply_batch_rule(
     seconds: float | None, sent: SentTask, name: str, batch: Batch
 ) -> list[Outcome]:
     with time_limit(seconds) as call:
-        return call_batch_rule(getattr(_unpickle_task(sent), name), batch, call)
+        return call_batch_rule(getattr(_unpickle_task(*sent), name), batch, call)
 
 
 def _describe_end(error: BaseException, seconds: float | None) -> str:
@@ -301,12 +295,10 @@ class FailureGuard:
         examples: Sequence[Example],
         add_ranks: Callable[[list[int]], list[int]] = list,
     ) -> None:
-        """Check the scores of this rank's completions, of a round of sampling or of an evaluation.
+        """Raise ``UserError`` on all ranks if a reward failed on every completion that it was
+        called for: on all of a round or of an evaluation, or on ``_ENOUGH`` since it last worked.
 
-        ``add_ranks`` returns the sums of some numbers over all ranks. All of them raise
-        ``UserError`` if a reward failed on every completion that it was called for: on all of
-        them, or on ``_ENOUGH`` since it last worked.
-        """
+        ``add_ranks`` returns the sums of some numbers over all ranks."""
         rules = task.reward_rules()
         names = [name for name, weight in task.reward_weights().items() if weight]
         counts = [len(scores)]
@@ -326,22 +318,14 @@ class FailureGuard:
                 continue
             self._in_a_row[name] += failed
             if failed and (failed == total or self._in_a_row[name] >= _ENOUGH):
-                raise UserError(_describe_failure(name, self._in_a_row[name], scores, examples))
-
-
-def _describe_failure(
-    name: str, count: int, scores: Sequence[Score], examples: Sequence[Example]
-) -> str:
-    first = next(
-        (
-            f", here first on example {example.id}: {trace.strip().splitlines()[-1]}"
-            for score, example in zip(scores, examples, strict=True)
-            if (trace := score.failures.get(name) or score.failures.get("parse"))
-        ),
-        ", all of other processes",
-    )
-    return (
-        f"the reward {name} failed on every completion ({count} in a row){first}\n"
-        "fix the reward, or what it depends on, and start the command again; a run that has "
-        "checkpoints continues with resume=true"
-    )
+                firsts = (
+                    f"here first on example {example.id}: {trace.strip().splitlines()[-1]}"
+                    for score, example in zip(scores, examples, strict=True)
+                    if (trace := score.failures.get(name) or score.failures.get("parse"))
+                )
+                raise UserError(
+                    f"the reward {name} failed on every completion ({self._in_a_row[name]} in a "
+                    f"row), {next(firsts, 'all of other processes')}\n"
+                    "fix the reward, or what it depends on, and start the command again; a run "
+                    "that has checkpoints continues with resume=true"
+                )

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-Box = tuple[float, float, float, float]
+from vlm_grpo.task.coordinates import Box
+
 Boxes = Sequence[Box]
 LabeledBoxes = Sequence[tuple[Box, str]]
 
@@ -218,8 +219,8 @@ def anls(predicted: str, gold: Sequence[str]) -> float:
     >>> anls("EXIT", ["Exit sign", "exit"])
     1.0
     """
-    text = _normalize(predicted)
-    smallest = min(Levenshtein.normalized_distance(text, _normalize(accepted)) for accepted in gold)
+    text, *accepted = (" ".join(side.lower().split()) for side in (predicted, *gold))
+    smallest = min(Levenshtein.normalized_distance(text, other) for other in accepted)
     return 1.0 - smallest if smallest < 0.5 else 0.0
 
 
@@ -240,10 +241,6 @@ def repeated_share(text: str, n: int = 6) -> float:
 # Thai, Lao, Burmese, Khmer, kana and Chinese characters.
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
 _WORDS = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+")
-
-
-def _normalize(text: str) -> str:
-    return " ".join(text.lower().split())
 
 
 def _to_xywh(boxes: Boxes) -> np.ndarray:

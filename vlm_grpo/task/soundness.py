@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from vlm_grpo.errors import UserError, bullets
@@ -15,8 +14,9 @@ from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
 _ROUNDING = 1e-6  # Tolerance for floating-point rounding in a reward between 0 and 1
-_HEDGE_BOUND = 0.5
-"""Reward allowed for two answers at once: if several are requested, half of them are right."""
+_BOUNDS = {"two answers with or between": 0.5, "two answers, listed": 0.5}
+"""The share of the full reward that exploits may earn if it is not 0: of two answers at once, half
+are right if several are requested."""
 _EXPLOIT_ROWS = 200
 """Rows on which exploits are tried; a reward with a flaw shows it within a few rows."""
 _BATCH_ROWS = 20
@@ -39,15 +39,6 @@ _HOSTILE = {
 """Texts on which parsers have raised exceptions or hung."""
 
 
-@dataclass(frozen=True)
-class Exploit:
-    """A text that exploits a flawed reward, and the share of the full reward that it may earn."""
-
-    name: str
-    text: str
-    bound: float = 0.0
-
-
 def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     """Check a task on examples, and yield the lines of a report.
 
@@ -66,77 +57,64 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
         yield f"{', '.join(batch_rules)} scores batches: checked on the first {len(rows)} examples"
     golds = [task.gold(example) for example in examples]
     scores = _score(task, golds, examples)
-    shares = _reward_shares(golds, examples, scores, full)
     bad = _find_bad_golds(task, golds, examples, scores)
     _raise("gold answers that do not earn the full reward", bad)
+    shares = [(score.total or 0.0) / full for score in scores]
     yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
     if batch_rules:
-        same, copies = [golds[0]] * _GROUP_SIZE, [examples[0]] * _GROUP_SIZE
-        group = _reward_shares(same, copies, _score(task, same, copies, [0] * _GROUP_SIZE), full)
-        yield (
-            f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns "
-            f"{fmean(group):.3f}"
-        )
+        scores = _score(task, [golds[0]] * _GROUP_SIZE, [examples[0]] * _GROUP_SIZE, grouped=True)
+        earned = fmean((score.total or 0.0) / full for score in scores)
+        yield f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns {earned:.3f}"
 
     yield from _check_exploits(task, rows, examples, full)
     _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
     yield "the parser handles hostile texts, each within 50 ms"
 
     text, count = Counter(golds).most_common(1)[0]
-    texts = [text] * len(rows)
-    earned = fmean(_reward_shares(texts, rows, _score(task, texts, rows), full))
+    scores = _score(task, [text] * len(rows), rows)
+    earned = fmean((score.total or 0.0) / full for score in scores)
     yield f"always answering {text[:60]!r}, the answer of {count} rows, earns {earned:.3f}"
     yield f"{type(task).__name__} is sound on this data"
 
 
-def build_exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
-    """Build the known exploits of rewards that apply to any task, from the gold answer of an
-    example; ``other`` has another gold answer, for hedging."""
+def build_exploits(task: Task, example: Example, other: Example) -> dict[str, str]:
+    """Return the known exploits of rewards that apply to any task, by name, made from the gold
+    answer of an example; ``other`` has another gold answer, for hedging."""
     gold = task.write(task.gold_answer(example), example)
     hedge = task.write(task.gold_answer(other), example)
 
-    def tagged(text: str) -> str:
-        return f"<answer>{text}</answer>"
-
     def in_form(text: str) -> str:
-        return tagged(text) if task.tags else text
+        return f"<answer>{text}</answer>" if task.tags else text
 
-    exploits = [
-        Exploit("an empty text", ""),
-        Exploit("white space", " \n\t"),
-        Exploit("empty tags", "<answer></answer>" if task.tags else "<think></think>"),
-        Exploit("the answer inside the thinking", f"<think>{in_form(gold)}</think>"),
-        Exploit("thinking that does not end", f"<think>{in_form(gold)}"),
-    ]
+    exploits = {
+        "an empty text": "",
+        "white space": " \n\t",
+        "empty tags": "<answer></answer>" if task.tags else "<think></think>",
+        "the answer inside the thinking": f"<think>{in_form(gold)}</think>",
+        "thinking that does not end": f"<think>{in_form(gold)}",
+    }
     if hedge != gold:  # the same answer twice is one answer
-        exploits += [
-            Exploit("two answers with or between", in_form(f"{gold} or {hedge}"), _HEDGE_BOUND),
-            Exploit("two answers, listed", in_form(f"{hedge}, {gold}"), _HEDGE_BOUND),
-        ]
+        exploits |= {
+            "two answers with or between": in_form(f"{gold} or {hedge}"),
+            "two answers, listed": in_form(f"{hedge}, {gold}"),
+        }
     if task.tags:
-        exploits += [
-            Exploit("the answer without tags", gold),
-            Exploit("an unclosed tag", f"<answer>{gold}"),
-            Exploit("two tagged answers", tagged(hedge) + tagged(gold)),
-            Exploit("the answer twice", tagged(gold) * 2),
-        ]
+        exploits |= {
+            "the answer without tags": gold,
+            "an unclosed tag": f"<answer>{gold}",
+            "two tagged answers": in_form(hedge) + in_form(gold),
+            "the answer twice": in_form(gold) * 2,
+        }
     return exploits
 
 
 def _score(
-    task: Task,
-    texts: Sequence[str],
-    examples: Sequence[Example],
-    groups: Sequence[int] | None = None,
+    task: Task, texts: Sequence[str], examples: Sequence[Example], grouped: bool = False
 ) -> list[Score]:
+    """Score texts, each as a group of its own or all as one; a rule that fails is an error."""
+    groups = [0] * len(texts) if grouped else None
     with RewardScorer(REWARD_TIMEOUT, logs_failures=False) as scorer:
-        return scorer(task, texts, examples, groups=groups)
-
-
-def _reward_shares(
-    texts: Sequence[str], examples: Sequence[Example], scores: Sequence[Score], full: float
-) -> list[float]:
-    """Return the reward of each text as a share of the full reward."""
+        scores = scorer(task, texts, examples, groups=groups)
     for text, example, score in zip(texts, examples, scores, strict=True):
         if score.failures:
             trace = next(iter(score.failures.values()))
@@ -144,7 +122,7 @@ def _reward_shares(
                 f"{', '.join(score.failures)} failed on example {example.id!r} with the text "
                 f"{text[:60]!r}:\n{trace}"
             )
-    return [(score.total or 0.0) / full for score in scores]
+    return scores
 
 
 def _find_bad_golds(
@@ -174,19 +152,19 @@ def _check_exploits(
     """Yield one line per exploit with the largest share that it earned on the rows."""
     worst: dict[str, float] = {}
     problems: list[str] = []
-    pairs = []
+    tried: list[tuple[str, str, Example]] = []
     for example in rows:
         gold = task.gold_answer(example)
         other = next((e for e in examples if task.gold_answer(e) != gold), example)
-        pairs += [(exploit, example) for exploit in build_exploits(task, example, other)]
-    texts, tried = [exploit.text for exploit, _ in pairs], [example for _, example in pairs]
-    shares = _reward_shares(texts, tried, _score(task, texts, tried), full)
-    for (exploit, example), share in zip(pairs, shares, strict=True):
-        worst[exploit.name] = max(worst.get(exploit.name, share), share)
-        if share > exploit.bound + _ROUNDING:
+        exploits = build_exploits(task, example, other).items()
+        tried += [(name, text, example) for name, text in exploits]
+    scores = _score(task, [text for _, text, _ in tried], [example for *_, example in tried])
+    for (name, text, example), score in zip(tried, scores, strict=True):
+        share, bound = (score.total or 0.0) / full, _BOUNDS.get(name, 0.0)
+        worst[name] = max(worst.get(name, share), share)
+        if share > bound + _ROUNDING:
             problems.append(
-                f"{exploit.name} earns {share:.3f}, above {exploit.bound}, "
-                f"on {example.id}: {exploit.text[:60]!r}"
+                f"{name} earns {share:.3f}, above {bound}, on {example.id}: {text[:60]!r}"
             )
     _raise("exploits that earn too much", problems)
     for name, share in worst.items():

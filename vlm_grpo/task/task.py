@@ -89,8 +89,7 @@ def _check_weight(name: str, weight: Any) -> None:
         raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
 
 
-def check_schedule(name: str, weight: Schedule) -> None:
-    """Raise ``ValueError`` if a weight is neither a finite number nor a schedule of such."""
+def _check_schedule(name: str, weight: Schedule) -> None:
     if not isinstance(weight, list):
         _check_weight(name, weight)
         return
@@ -299,15 +298,14 @@ class Task:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        known = [*self.rules("reward"), *self.rules("optional")]
-        unknown = sorted(set(self.weights) - set(known))
-        if unknown:
+        known = self.reward_rules()
+        if unknown := sorted(set(self.weights) - set(known)):
             raise ValueError(
                 f"task {type(self).__name__} has no reward {', '.join(unknown)}; "
                 f"it has {', '.join(known)}"
             )
         for name, weight in self.weights.items():
-            check_schedule(name, weight)
+            _check_schedule(name, weight)
         if self.length_budget < 1:
             raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
         if self.weights.get("overlong") and self.overlong_cache < 1:

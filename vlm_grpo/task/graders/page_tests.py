@@ -20,8 +20,12 @@ from vlm_grpo.task.graders.tables import Grid, Place, import_extra, read_grids
 
 Test = Mapping[str, Any]
 
-_NEIGHBORS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-_HEADINGS = {"top_heading": (-1, 0), "left_heading": (0, -1)}
+# The other cells that a test of a cell may name: how a grid finds them, and in which direction.
+_RELATED = {
+    **{"up": (Grid.neighbors, -1, 0), "down": (Grid.neighbors, 1, 0)},
+    **{"left": (Grid.neighbors, 0, -1), "right": (Grid.neighbors, 0, 1)},
+    **{"top_heading": (Grid.find_headings, -1, 0), "left_heading": (Grid.find_headings, 0, -1)},
+}
 _DELIMITERS = ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$"))
 _DISALLOWED = re.compile(
     "[\u4e00-\u9fff\u3040-\u309f\u30a0-\u30ff\U0001f600-\U0001f64f\U0001f300-\U0001f5ff"
@@ -71,11 +75,10 @@ class Page:
     @cached_property
     def grids(self) -> list[tuple[Grid, dict[Place, str], bool]]:
         """The tables, their cells' normalized texts, and whether they are in markdown."""
-        tables = [(grid, True) for grid in read_grids(self.text, html=False)]
-        tables += [(grid, False) for grid in read_grids(self.text, markdown=False)]
         return [
-            (grid, {place: normalize(cell.text) for place, cell in grid.cells.items()}, kind)
-            for grid, kind in tables
+            (grid, {place: normalize(cell.text) for place, cell in grid.cells.items()}, is_markdown)
+            for is_markdown in (True, False)
+            for grid in read_grids(self.text, markdown=is_markdown, html=not is_markdown)
         ]
 
     def find_formulas(self, with_dollars: bool) -> list[str]:
@@ -144,25 +147,19 @@ def _has_cell(page: Page, test: Test) -> bool:
         least = max(0.5, 1.0 - _get_diffs(test) / max(1, len(expected)))
         return fuzz.ratio(expected, text) / 100.0 >= least
 
-    wanted = {name: normalize(test.get(name) or "") for name in (*_NEIGHBORS, *_HEADINGS)}
+    wanted = {name: text for name in _RELATED if (text := normalize(test.get(name) or ""))}
     cell = normalize(test["cell"])
     for grid, texts, is_markdown in page.grids:
         if is_markdown and test.get("ignore_markdown_tables"):
             continue
         for place in [place for place, text in texts.items() if is_like(text, cell)]:
+            related = ((_RELATED[name], text) for name, text in wanted.items())
             if all(
-                any(is_like(texts[other], text) for other in _get_related(grid, place, name))
-                for name, text in wanted.items()
-                if text
+                any(is_like(texts[other], text) for other in find(grid, place, down, right))
+                for (find, down, right), text in related
             ):
                 return True
     return False
-
-
-def _get_related(grid: Grid, place: Place, name: str) -> set[Place]:
-    if name in _NEIGHBORS:
-        return grid.neighbors(place, *_NEIGHBORS[name])
-    return grid.find_headings(place, *_HEADINGS[name])
 
 
 def _has_formula(page: Page, test: Test) -> bool:
@@ -205,8 +202,6 @@ _TEXTS = {
     "math": ("math",), "baseline": (),
 }  # fmt: skip
 _NUMBERS = ("max_diffs", "first_n", "last_n", "max_length", "max_repeats")
-
-
 TYPES = tuple(_RUNNERS)  #: The types of tests
 
 
@@ -215,7 +210,7 @@ def check_test(test: Any) -> None:
     kind = test.get("type") if isinstance(test, Mapping) else None
     if kind not in _RUNNERS:
         raise ValueError(f"a test must have a type of {', '.join(_RUNNERS)}: {test!r:.120}")
-    for name in (*_TEXTS[kind], *_NEIGHBORS, *_HEADINGS, "category"):
+    for name in (*_TEXTS[kind], *_RELATED, "category"):
         text = test.get(name)
         if name in _TEXTS[kind] and not (isinstance(text, str) and normalize(text).strip()):
             raise ValueError(f"a test of type {kind} needs a non-empty {name}: {test!r:.120}")
@@ -239,10 +234,8 @@ def write_page(tests: Sequence[Test]) -> str:
     """Write a text that passes tests, unless they exclude each other."""
     parts = []
     for test in tests:
-        if test["type"] == "present":
-            parts.append(test["text"])
-        elif test["type"] == "order":
-            parts += [test["before"], test["after"]]
+        if test["type"] in ("present", "order"):
+            parts += [test[name] for name in _TEXTS[test["type"]]]
         elif test["type"] == "math":
             parts.append(rf"\[{test['math']}\]")
         elif test["type"] == "table":

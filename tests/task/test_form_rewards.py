@@ -1,0 +1,104 @@
+"""Thinking in each family's own tags; the penalty ``overlong``, and settings that defeat it."""
+
+# Apart from test_task.py, whose module the workers of a scorer import: TRL takes ten seconds.
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_runs import make_embedded_trainer
+from trl.rewards.other_rewards import get_soft_overlong_punishment
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.families import load_family
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example
+from vlm_grpo.utils.chat import ThinkingTags
+
+EXAMPLE = Example("1", (), "How many?", 3)
+
+
+@pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100, 101, 500])
+@pytest.mark.parametrize("cache", [1, 20, 100])
+def test_the_penalty_equals_trls(tokens: int, cache: int) -> None:
+    task = load_task("counting", weights={"overlong": 1}, overlong_cache=cache, token_limit=100)
+    (trl,) = get_soft_overlong_punishment(100, cache)(completion_ids=[[0] * tokens])
+    found = task.score("3", EXAMPLE, tokens).rewards["overlong"]
+    assert found == pytest.approx(trl, abs=1e-12)
+
+
+def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_not() -> None:
+    task = load_task("counting", weights={"overlong": 1}, overlong_cache=20, token_limit=100)
+    score = task.score("many", EXAMPLE, 90)
+    assert score.answer is None
+    assert score.total == score.rewards["overlong"] == -0.5
+    alone = task.score("3", EXAMPLE)
+    assert (alone.rewards["exact"], alone.total) == (1.0, 1.0)
+    assert "overlong" not in alone.rewards
+
+
+def test_the_penalty_reaches_the_reward_of_a_run(tmp_path: Any) -> None:
+    """The embedded model generates 2 of 4 tokens; with a cache of 3, one of them is penalized."""
+    options = ["task_options.weights.overlong=1", "task_options.overlong_cache=3"]
+    metrics = make_embedded_trainer(tmp_path, *options).step()
+    assert metrics["completions/mean_length"] == 2
+    assert metrics["rewards/overlong/mean"] == pytest.approx(-1 / 3)
+    assert metrics["reward"] == pytest.approx(metrics["rewards/exact/mean"] - 1 / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("task_options.overlong_cache=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
+        ("objective.mask_truncated_completions=true", "leaves out of the loss: use one of the two"),
+    ],
+)
+def test_settings_that_defeat_the_penalty_are_refused(change: str, message: str) -> None:
+    overlong = ["task_options.weights.overlong=1", "task_options.overlong_cache=2"]
+    load_settings("quickstart", overlong)
+    with pytest.raises(UserError, match=message):
+        load_settings("quickstart", [*overlong, change])
+    with pytest.raises(UserError, match="needs overlong_cache"):
+        load_task("counting", weights={"overlong": 1.0})
+
+
+FAMILIES_TAGS = {
+    family: load_family(SimpleNamespace(model_type=family)).thinking_tags
+    for family in ("qwen3_vl", "glm4v", "gemma4", "mistral3", "kimi_vl")
+}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("tags", FAMILIES_TAGS.values(), ids=FAMILIES_TAGS)
+def test_a_family_s_own_thinking_is_read_and_not_scored(tags: tuple[str, str], is_open: bool):
+    opening, closing = tags
+    native = ThinkingTags(*tags, is_open=is_open, is_native=True)
+    weights = {"format": 0.1, "thought": 0.1}
+    start = "" if is_open else opening
+
+    def read(text: str, **options: Any) -> tuple[int | None, float | None, float | None]:
+        task = load_task("counting", thinking_tags=native, weights=weights, **options)
+        score = task.score(text, EXAMPLE)
+        return score.answer, score.rewards["format"], score.rewards["thought"]
+
+    assert read(f"{start}\n4 or 5?{closing}\n3") == (3, 1.0, 1.0)
+    assert read(f"{start}4{closing}<answer>3</answer>", tags=True) == (3, 1.0, 1.0)
+    assert read(f"{opening}4{closing}3") == (3, 1.0, 1.0)  # also where the prompt has opened it
+    assert read(f"{start}\n3") == (None, 0.0, 0.0)  # cut off
+    assert read(f"{start}4{closing}5{closing}3") == (None, 0.0, 0.0)
+    if not is_open:
+        assert read("3") == (3, 0.0, 0.0)
+    gold = load_task("counting", thinking_tags=native, weights=weights).gold(EXAMPLE)
+    assert gold == f"{start}Look at the image.{closing}3"
+    assert read(gold) == (3, 1.0, 1.0)
+
+
+def test_a_thinking_that_is_requested_in_words_has_the_tags_of_the_request():
+    tags = ThinkingTags("[THINK]", "[/THINK]")
+    task = load_task("counting", thinking=True, thinking_tags=tags, weights={"format": 0.1})
+    assert task.gold(EXAMPLE) == "<think>Look at the image.</think>3"
+    for text in (task.gold(EXAMPLE), "[THINK]4[/THINK]3"):
+        assert task.score(text, EXAMPLE).rewards["format"] == 1.0
