@@ -16,7 +16,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval import remote
+from vlm_grpo.eval import generate
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.generate import PredictionLog, load_evaluated_model
@@ -378,6 +378,8 @@ def test_a_checkpoint_and_several_processes_are_refused(
         evaluate(settings, tmp_path, "http://127.0.0.1:1")
     with pytest.raises(UserError, match="a server has its own weights"):
         evaluate_benchmark("tallyqa", settings, tmp_path, server="http://127.0.0.1:1")
-    monkeypatch.setattr(remote, "initialize_distributed", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(
+        generate, "initialize_distributed", lambda: SimpleNamespace(num_processes=2)
+    )
     with pytest.raises(UserError, match="--server needs one process"):
         load_evaluated_model(settings, None, "http://127.0.0.1:1")
