@@ -4,7 +4,6 @@ log of a stopped evaluation."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,22 +109,22 @@ GOLDS = [str(example.answer) for example in EXAMPLES]
 REQUEST = {"model": "embedded", "seed": 0}
 
 
-def append(log: PredictionLog, places: Sequence[int]) -> None:
+def append(log: PredictionLog, chunk: slice) -> None:
     """Write the gold answers of some examples."""
-    log.append(*([of_all[place] for place in places] for of_all in (KEYS, EXAMPLES, GOLDS)))
+    log.append(KEYS[chunk], EXAMPLES[chunk], GOLDS[chunk])
 
 
 def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path: Path) -> None:
     log = PredictionLog(tmp_path, REQUEST)
-    append(log, range(4))
-    append(log, range(4, 6))
+    append(log, slice(4))
+    append(log, slice(4, 6))
     with log.rank_path.open("a") as file:  # the process ended within a line
         file.write('{"id": "shapes-coun')
     assert not log.path.exists(), "the file exists only when complete"
 
     resumed = PredictionLog(tmp_path, REQUEST)
     assert resumed.outputs == dict(zip(KEYS[:6], GOLDS, strict=False))
-    append(resumed, range(4, 10))
+    append(resumed, slice(4, 10))
     image = replace(EXAMPLES[0].images[0], resized_size=(56, 56))
     examples = [replace(EXAMPLES[0], images=(image,)), *EXAMPLES[1:]]
     resumed.finish(KEYS, examples, GOLDS)
@@ -166,7 +165,7 @@ def test_a_request_has_the_prompts_in_full() -> None:
 
 def test_each_process_writes_its_file_and_reads_all(tmp_path: Path) -> None:
     first, second = PredictionLog(tmp_path, REQUEST), PredictionLog(tmp_path, REQUEST, rank=1)
-    append(first, range(5))
-    append(second, range(5, 10))
+    append(first, slice(5))
+    append(second, slice(5, 10))
     assert first.rank_path != second.rank_path
     assert PredictionLog(tmp_path, REQUEST).outputs == dict(zip(KEYS, GOLDS, strict=True))

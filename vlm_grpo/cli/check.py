@@ -23,6 +23,7 @@ from vlm_grpo.errors import UserError
 if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.prompt import PromptSettings
+    from vlm_grpo.model.prompts import PromptBuilder
     from vlm_grpo.task import Task
     from vlm_grpo.types import Example, ImageRef
 
@@ -112,7 +113,7 @@ def check(
     builder = None if model is None else load_prompts(model, max_pixels, settings, prompt)
     if builder is not None:
         loaded = builder.adapt(loaded)
-    measure = partial(_write_prompts, prompt) if builder is None else builder.measure
+    measure = partial(_measure, prompt, builder)
     count = None if token_side is None else _build_token_counter(token_side, max_pixels)
 
     def report_on(name: str, settings: DataSettings) -> DataReport:
@@ -146,19 +147,23 @@ def check(
             typer.echo(line)
 
 
-def _write_prompts(
-    prompt: PromptSettings, examples: Sequence[Example], task: Task
-) -> tuple[None, list[str]]:
-    """Write every prompt as text; return a line for each that fails."""
-    problems = []
+def _measure(
+    prompt: PromptSettings, builder: PromptBuilder | None, examples: Sequence[Example], task: Task
+) -> tuple[list[int] | None, list[str]]:
+    """Write every prompt, as text or as the model's tokens, whose numbers are returned."""
+    lengths, problems = [], []
     for example in examples:
         try:
-            prompt.write_chat(example, task)
+            if builder is None:
+                prompt.write_chat(example, task)
+            else:
+                built = builder.build(builder.with_resized_sizes(example), task)
+                lengths.append(len(built.token_ids))
         except UserError as error:
             problems.append(str(error))
         except ValueError as error:
             problems.append(f"{example.name}: {error}")
-    return None, problems
+    return None if builder is None else lengths, problems
 
 
 def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:

@@ -60,7 +60,6 @@ _REQUEST_SETTINGS = {
     *("policy", "prompt", "rollout"),
 }
 """Settings that change the outputs, in addition to those of ``evaluation`` and ``data``."""
-
 FAILURES_IN_A_ROW = 8
 """Number of failed examples, without an answer between them, after which no more are asked; at
 least as many as are asked at once."""

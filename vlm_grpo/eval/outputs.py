@@ -97,7 +97,8 @@ def read_predictions(
     found: dict[str, tuple[Example, str]] = {}
     problems: list[str] = []
     for row in read_jsonl(path):
-        identity, output, sizes = (row.values.get(key) for key in ("id", "output", "seen"))
+        identity, output = row.values.get("id"), row.values.get("output")
+        sizes: Any = row.values.get("seen")
         if isinstance(identity, int) and not isinstance(identity, bool):
             identity = str(identity)
         if row.problem is not None:

@@ -155,10 +155,10 @@ def predict(
 
 
 def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task:
-    if task is None and settings.task == NO_TASK:
-        return PlainQuestion()
     if isinstance(task, Task):
         return task
+    if task is None and settings.task == NO_TASK:
+        return PlainQuestion()
     if settings.is_mixture and isinstance(mixed := load_run_task(settings), Mixed):
         if task in mixed.members:
             return mixed.members[str(task)]
@@ -167,13 +167,11 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
                 "the model was trained on several sources, each with its task: name one by --task "
                 f"(in Python, task=…): {', '.join(mixed.members)}"
             )
-    name = get_task_name(task) if isinstance(task, type) else str(task)
-    if task is None or name == settings.task:
-        return load_task(task or settings.task, **settings.task_options)
+    name = get_task_name(task) if isinstance(task, type) else str(task or settings.task)
     options = settings.task_options
-    if settings.task != NO_TASK:  # every task has these options
+    if settings.task not in (name, NO_TASK):  # every task has these options
         options = {key: options[key] for key in ("tags", "thinking") if key in options}
-    return load_task(task, **options)
+    return load_task(task or settings.task, **options)
 
 
 def read_image(image: ImageInput, max_pixels: int, video: VideoSettings | None = None) -> ImageRef:

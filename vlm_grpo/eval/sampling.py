@@ -108,7 +108,7 @@ def write_completions(
     the examples that have one.
     """
     data = found.settings.data
-    columns: Mapping[Any, str] = {} if is_mixture(data.train) else data.columns
+    columns: dict[Any, str] = {} if is_mixture(data.train) else {**data.columns}
     tasks = _name_tasks(found.settings)
     rows, count = [], 0
     for example, texts, scores in zip(found.examples, found.texts, found.scores, strict=True):

@@ -129,8 +129,8 @@ class Scored:
         interval = "" if math.isnan(bounds[0]) else f" [{low}, {high}]"
         return f"{self.primary_metric} {value}{interval} (n = {self.n})"
 
-    def write(self, path: Path) -> Scored:
-        """Write the rows as JSON Lines, and the summary as JSON; return the table with its path."""
+    def write(self, path: Path) -> None:
+        """Write the rows as JSON Lines, and the summary as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(format_row(row) + "\n" for row in self.rows)
         write_atomic(path, lines.encode(errors="backslashreplace"))
@@ -142,7 +142,6 @@ class Scored:
             intervals={n: i for n, i in self.intervals.items() if math.isfinite(i[0])},
         )
         write_atomic(path.with_suffix(".json"), summary.model_dump_json(indent=1).encode())
-        return replace(self, path=path)
 
 
 class _Summary(BaseModel):
