@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vlm_grpo.config.data import DataSettings, SourceSettings
-from vlm_grpo.config.filter import Filter
+from vlm_grpo.config.data import DataSettings, Filter, SourceSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError

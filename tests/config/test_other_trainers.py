@@ -53,13 +53,12 @@ def test_trls_names_are_those_of_its_config() -> None:
         ("rollout_batch_size", "EasyR1's data.rollout_batch_size is optim.prompts_per_step (in"),
         ("load_in_4bit", "TRL's load_in_4bit is policy.load_in (4bit or 8bit"),
         ("system", "ms-swift's system is prompt.system here"),
+        ("num_generations", "TRL's num_generations is rollout.num_generations here"),
+        ("policy.lora.rank", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),
     ],
 )
 def test_a_name_is_found_with_or_without_its_block(key: str, expected: str) -> None:
     assert expected in str(find_other_setting(key))
-
-
-def test_an_unknown_name_is_not_found() -> None:
     assert find_other_setting("zebra") is None
 
 

@@ -45,10 +45,7 @@ def test_a_template_writes_the_user_message(template: str | None, expected: str)
         ("{{ question }\n", "line 1 is not Jinja: "),
         ("{{ question }}\n{% if id %}x", "line 2 is not Jinja: "),
         ("{{ question }}\n{{ qestion }}", r"line 2 has the unknown name qestion \(did you mean qu"),
-        (
-            "{{ answer }}",
-            "line 1 has the unknown name answer; it may use question, ",
-        ),
+        ("{{ answer }}", "line 1 has the unknown name answer; it may use question, "),
         ("{{ question | sqeeze }}", "line 1 is not Jinja: No filter named 'sqeeze'"),
     ],
 )

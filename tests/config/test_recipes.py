@@ -131,11 +131,7 @@ def test_numpy_numbers_are_numbers():
         ("date.yaml", "a: 2026-13-45", "recipe {} cannot be read"),
         ("digits.yaml", f"a: {'9' * 5000}", "recipe {} cannot be read"),
         ("deep.yaml", f"a: {'[' * 1000}{']' * 1000}", "recipe {} cannot be read"),
-        (
-            "image.png",
-            b"\x89PNG",
-            "recipe {} cannot be read: it is not a text file: name a reci",
-        ),
+        ("image.png", b"\x89PNG", "recipe {} cannot be read: it is not a text file: name a reci"),
         ("a.jsonl", '{"id": 1}', "{0} holds data: name a recipe, and set data.train={0}"),
         ("run/config.yaml", "", "is the folder of a run: its recipe is {}"),
     ],
@@ -190,11 +186,7 @@ SETTINGS, TEXT = load_settings("counting"), r"recipe must be the name or the pat
         ),
         ("counting", {"model": Opaque()}, "^model must be text, not Opaque$"),
         ("counting", {"output_dir": Opaque()}, "^output_dir must be text, not Opaque$"),
-        (
-            "counting",
-            {"rollout": {"stop": ["a", Opaque()]}},
-            r"rollout\.stop must be text, ",
-        ),
+        ("counting", {"rollout": {"stop": ["a", Opaque()]}}, r"rollout\.stop must be text, "),
     ],
 )
 def test_python_values_of_a_wrong_type_are_refused(recipe: Any, overrides: Any, problem: str):

@@ -12,13 +12,7 @@ from pydantic import BaseModel
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.requirements import (
-    _COMPARISON,
-    _UNARY,
-    Requirement,
-    _read_table,
-    list_notes,
-)
+from vlm_grpo.config.requirements import _COMPARISON, _UNARY, Requirement, _read_table, list_notes
 from vlm_grpo.config.rollout import VllmSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import Frozen, get_blocks
@@ -216,10 +210,7 @@ def test_the_ratio_is_not_1_with_replay_or_several_updates() -> None:
         ({"beta": 0.04}, "beta=0.04 has no effect"),
         ({"beta": 0.04, "kl_in": "reward", "num_iterations": 4}, "beta=0.04 has no effect"),
         ({"kl_in": "reward", "reference_refresh_every": "never"}, "objective.kl_in is unused"),
-        (
-            {"beta": 0.04, "kl_in": "reward", "reference_refresh_every": 10},
-            "kl_estimator=k1 does",
-        ),
+        ({"beta": 0.04, "kl_in": "reward", "reference_refresh_every": 10}, "kl_estimator=k1 does"),
         (
             {"beta": 0.04, "kl_estimator": "k2", "reference_refresh_every": "never"},
             "half the mean squared log-ratio",
@@ -236,10 +227,7 @@ def test_the_ratio_is_not_1_with_replay_or_several_updates() -> None:
             {"importance_sampling_level": "sequence", "loss_type": "dapo", "num_iterations": 2},
             "GSPO is loss_type=grpo",
         ),
-        (
-            {"beta": 0.1, "importance_sampling_level": "sequence"},
-            "gradient is not exact",
-        ),
+        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "gradient is not exact"),
         ({"beta": 0.1, "sampler_correction": "token"}, "weights only the policy loss"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
         ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),

@@ -149,21 +149,24 @@ def test_steps_or_epochs_of_the_user_replace_those_of_the_recipe(tmp_path: Any) 
         load_settings("quickstart", optim=both)
 
 
-def test_the_first_steps_of_a_run_are_supervised() -> None:
-    settings = load_settings("quickstart", ["warm_start.steps=3", "optim.max_steps=23"])
-    assert [settings.is_supervised(step) for step in range(5)] == [True] * 3 + [False] * 2
-    assert (settings.supervised_steps, settings.name) == (3, "quickstart")
-    without = load_settings("quickstart")
-    assert (without.warm_start, without.supervised_steps) == (None, 0)
-    assert not without.is_supervised(0)
-
-
-def test_all_steps_of_a_run_can_be_supervised() -> None:
-    settings = load_settings("quickstart", ["warm_start.steps=all", "optim.max_steps=20"])
-    assert settings.supervised_steps == 20
-    assert settings.is_supervised(20)  # a caller of Trainer.step may go on after the last one
-    assert settings.name == "quickstart-sft"  # not the folder of train
-    assert load_settings("quickstart", ["warm_start.steps=all", "name=mine"]).name == "mine"
+@pytest.mark.parametrize(
+    ("overrides", "count", "name"),
+    [
+        ([], 0, "quickstart"),
+        (["warm_start.steps=3"], 3, "quickstart"),
+        (["warm_start.steps=all"], 23, "quickstart-sft"),  # not the folder of train
+        (["warm_start.steps=all", "name=mine"], 23, "mine"),
+    ],
+)
+def test_the_first_or_all_steps_of_a_run_are_supervised(
+    overrides: list[str], count: int, name: str
+) -> None:
+    settings = load_settings("quickstart", ["optim.max_steps=23", *overrides])
+    assert (settings.supervised_steps, settings.name) == (count, name)
+    # A caller of Trainer.step may go on after the last one.
+    assert [settings.is_supervised(step) for step in (0, 2, 3, 23)] == [
+        *(count > 0, count > 0, count > 3, count == 23)
+    ]
 
 
 @pytest.mark.parametrize(

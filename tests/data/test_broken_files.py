@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from broken_files import BROKEN, tar
-from dataset_files import (
-    encode_image,
-    get_load_error,
-    png,
-    png_with_claimed_size,
-    write_table,
-)
+from dataset_files import encode_image, get_load_error, png, png_with_claimed_size, write_table
 from PIL import Image
 from published_formats import SAMPLES, write_format
 

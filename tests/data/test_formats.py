@@ -46,7 +46,6 @@ def test_a_task_asks_about_the_boxes_of_every_detection_format(
     source = write_format(tmp_path, name)
     (cup, *books), (large,) = ([box for _, box in BOXES[image]] for image in "ab")
     a, b = (64, 48), (40, 30)
-
     every = describe(load(source, EVERY))
     assert every == [(a, "cup", [cup]), (a, "book", books), (b, "cup", [large])]
     assert describe(load(source, POINTING)) == every

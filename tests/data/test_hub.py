@@ -31,9 +31,7 @@ def test_image_columns_are_read_without_decoding(tmp_path: Path):
     }
     dataset = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"test": dataset}).save_to_disk(str(tmp_path / "saved"))
-
     (example,) = load_examples(f"hf:{tmp_path / 'saved'}", COUNTING)
-
     assert example.images[0].load().size == (8, 6)
     assert example.meta["more"][0]["bytes"].startswith(b"\x89PNG")
 
@@ -47,9 +45,7 @@ def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_sett
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "saved"))
     source = str(tmp_path / "saved")
     data = {"train": source, "columns": {"answer": "label"}, "default_question": "Cat or dog?"}
-
     examples = load_examples(source, load_task("ocr"), DataSettings.model_validate(data))
-
     assert [(e.question, e.answer) for e in examples] == [
         ("Cat or dog?", n) for n in ("dog", "cat")
     ]
@@ -86,7 +82,6 @@ def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
     columns = datasets.Features({"image": datasets.Image(), "answer": datasets.Value("int64")})
     dataset = datasets.Dataset.from_dict({"image": ["a.png"], "answer": [3]}, features=columns)
     monkeypatch.setattr(datasets.Dataset, "cast_column", lambda *_: 1 / 0)
-
     with pytest.raises(UserError, match="columns of the Dataset cannot be read: ZeroDivisionError"):
         load_examples(dataset, COUNTING)
 
@@ -100,7 +95,6 @@ def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path: Path)
     ]
     path = write_table(tmp_path / "rows.parquet", rows)
     first, second = load_examples(str(path), COUNTING)
-
     assert (first.id, first.answer, first.meta) == ("row-1", 3, {"level": 1})
     assert (first.images[0].size, second.images[0].size) == ((8, 6), (4, 5))
     assert second.images[0].load().size == (4, 5)
@@ -109,9 +103,7 @@ def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path: Path)
 def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path: Path):
     rows = [{"question": "How many?", "answer": n if n != 99 else -1} for n in range(130)]
     path = write_table(tmp_path / "rows.parquet", rows)
-
     message = get_load_error(str(path))
-
     assert "1 bad row (good rows: 129)" in message
     assert f"{path} row 100: the answer -1 must be" in message
     examples = load_examples(str(path), COUNTING, DataSettings(train=str(path), on_bad_row="skip"))

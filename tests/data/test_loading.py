@@ -45,9 +45,7 @@ COUNTING = load_task("counting")
 def test_written_examples_are_loaded_unchanged(tmp_path: Path):
     written = make_words.draw_examples("ocr", 3, seed=5)
     path = write_examples(written, tmp_path / "words", "ocr.jsonl")
-
     loaded = load_examples(str(path), load_task("ocr"))
-
     assert [(e.id, e.question, e.answer, dict(e.meta)) for e in loaded] == [
         (e.id, e.question, e.answer, dict(e.meta)) for e in written
     ]
@@ -64,10 +62,8 @@ def test_written_examples_are_loaded_unchanged(tmp_path: Path):
 def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name: str, task_name: str):
     source, task = f"embedded:{name}", load_task(task_name)
     settings = DataSettings(train=source, eval=source, train_limit=40, eval_limit=30)
-
     train = load_examples(source, task, settings, "train")
     held_out = load_examples(source, task, settings, "eval")
-
     assert (len(train), len(held_out)) == (40, 30)
     assert not {e.images[0].data for e in train} & {e.images[0].data for e in held_out}
 
@@ -90,16 +86,13 @@ def test_a_folder_of_an_unknown_user_is_a_missing_file():
 def test_a_limit_keeps_the_first_good_rows(folder: Path):
     source = write_rows(folder, *[make_row(id=i) for i in range(5)])
     settings = DataSettings(train=source, train_limit=2)
-
     assert [e.id for e in load_examples(source, COUNTING, settings, "train")] == ["0", "1"]
     assert len(load_examples(source, COUNTING, settings, "eval")) == 5
 
 
 def test_an_example_names_the_line_that_it_was_read_from(folder: Path):
     source = write_rows(folder, "", make_row())
-
     (example,) = load_examples(source, COUNTING)
-
     assert example.name == f"{source}:2: example a"
     assert example == replace(example, location="")  # the location is for messages only
 
@@ -117,10 +110,8 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
 ):
     task = type("Hinted", (type(COUNTING),), {"question": question})()
     source = write_rows(folder, make_row(id="good", meta={"hint": "Look!"}), make_row())
-
     with pytest.raises(UserError) as caught:
         load_examples(source, task)
-
     assert f"{source}:2: the task cannot write its prompt: {reason}" in str(caught.value)
     assert "1 bad row (good rows: 1)" in str(caught.value)
 
@@ -128,7 +119,6 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder: Path):
     source = write_rows(folder, *[make_row(id=i, answer="x") for i in range(60)])
     message = get_load_error(source)
-
     assert "60 bad rows (good rows: 0)" in message
     assert f"{source}:50: " in message
     assert f"{source}:51: " not in message
@@ -137,7 +127,6 @@ def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder: 
 
 def test_a_duplicate_id_is_reported_with_both_lines(folder: Path):
     source = write_rows(folder, make_row(id=1), make_row(id="1"))
-
     assert f"{source}:2: id '1' is a duplicate of {source}:1" in get_load_error(source)
 
 
@@ -147,7 +136,6 @@ def test_skipping_keeps_the_good_rows_and_logs_the_others(
     source = write_rows(folder, make_row(id=1), make_row(id=2, answer="x"), make_row(id=3))
     with caplog.at_level(logging.WARNING):
         examples = load_examples(source, COUNTING, DataSettings(train=source, on_bad_row="skip"))
-
     assert [e.id for e in examples] == ["1", "3"]
     assert "skipped 1 bad row, kept 2" in caplog.text
     assert f"{source}:2: the answer 'x'" in caplog.text
@@ -155,7 +143,6 @@ def test_skipping_keeps_the_good_rows_and_logs_the_others(
 
 def test_skipping_all_rows_is_an_error(folder: Path):
     source = write_rows(folder, make_row(answer="x"))
-
     for on_bad_row in ("skip", "error"):
         message = get_load_error(source, on_bad_row=on_bad_row)
         assert "1 bad row (good rows: 0)" in message

@@ -49,9 +49,7 @@ def test_a_task_object_is_named_with_its_options_and_used_as_it_is(tmp_path: Pat
     # The library sets frame, progress and token_limit.
     task = Parity(tags=True, words=("no", "yes"), frame=PERMILLE, progress=0.5, token_limit=9)
     objects = Objects(task, ROWS)
-
     named = objects.name_in(make_settings(task_options={"tags": False}))
-
     assert named.task.endswith(":Parity")
     assert named.task_options == {"tags": True, "words": ["no", "yes"]}
     assert named.run_dir.name == "parity"
@@ -89,9 +87,7 @@ def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources() -> None:
     objects = Objects({"mine": Counting(tags=True)}, {"mine": ROWS}, {"mine": ROWS[:1]})
     data = {"train": sources, "eval": [{"source": "python", "name": "mine"}]}
     settings = objects.name_in(Settings(model="embedded", data=data))
-
     task, train, held_out = load_run(settings, objects)
-
     assert settings.task_names == ("counting",)
     first = settings.data.get_sources("train")[0]
     assert (first.task, first.task_options) == ("counting", {"tags": True})
@@ -115,9 +111,7 @@ def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources() -> None:
 def test_rows_take_the_place_of_a_source(rows: Any) -> None:
     objects = Objects(train=rows)
     settings = objects.name_in(load_settings("counting", ["data.train_limit=2"]))
-
     examples = load_split(settings, Counting(), "train", objects)
-
     assert [example.answer for example in examples] == [0, 1]
     assert settings.data.train == "python"
     with pytest.raises(UserError, match=r"^data\.train=python: .* as train\(settings, data=rows\)"):
@@ -127,15 +121,9 @@ def test_rows_take_the_place_of_a_source(rows: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"task": Counting},
-            "task must be text, not .* give an object as an argument",
-        ),
+        ({"task": Counting}, "task must be text, not .* give an object as an argument"),
         ({"task": 3}, r"task=3 should be text: give an object as an argument"),
-        (
-            {"task_options": {"marker": object()}},
-            "options.marker must be text, .* the task its",
-        ),
+        ({"task_options": {"marker": object()}}, "options.marker must be text, .* the task its"),
         ({"data": {"train": ROWS}}, r"data\.train=.* give rows as an argument, train\(settings, d"),
         (
             {"data": {"train": [Example("1", (), "?", 1)]}},
@@ -215,10 +203,8 @@ def test_an_example_with_a_wrong_field_is_a_bad_row(fields: Any, reason: str) ->
 
 def test_bad_rows_in_memory_are_named() -> None:
     rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
-
     with pytest.raises(UserError) as caught:
         load_examples(rows, Counting(), DataSettings(train="python"), "train")
-
     message = str(caught.value)
     assert "data.train row 4: it has no answer" in message
     assert "data.train row 5: it is not a mapping but int" in message

@@ -10,6 +10,7 @@ from dataset_files import check_bad_row, get_load_error, make_row, write_rows
 from PIL import Image
 
 from vlm_grpo.data import load_examples
+from vlm_grpo.data.files import MAX_DEPTH
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
 from vlm_grpo.task.registry import load_task
@@ -21,9 +22,7 @@ GROUNDING = load_task("grounding")
 def test_a_canonical_row_becomes_an_example(folder: Path):
     first_row = make_row(meta={"level": 2}, license="CC0")
     source = write_rows(folder, first_row, "", make_row(id=7, images=...))
-
     first, second = load_examples(source, COUNTING)
-
     assert (first.id, first.question, first.answer) == ("a", "How many?", 3)
     assert first.meta == {"level": 2, "license": "CC0"}
     assert first.images[0].size == first.images[0].resized_size == (8, 6)
@@ -38,9 +37,7 @@ def test_vlm_r1_grounding_rows_are_converted(folder: Path):
     )
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": [1, 2, 3, 4.5]}]
     source = write_rows(folder, {"id": 1, "image": "a.png", "conversations": turns, "size": 3})
-
     (example,) = load_examples(source, GROUNDING)
-
     assert (example.id, example.question) == ("1", "the red cup")
     assert example.answer == {"boxes": [[1, 2, 3, 4.5]]}
     assert example.meta == {"size": 3}
@@ -50,9 +47,7 @@ def test_columns_with_other_names_are_mapped(folder: Path):
     values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
     reader = MediaReader(folder, max_pixels=100)
     columns: Any = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
-
     example = to_example(Row("row 1", 1, values), columns, reader, COUNTING)
-
     assert (example.id, example.question, example.answer) == ("x", "How many?", 3)
     assert [image.name for image in example.images] == ["a.png"]
     with pytest.raises(
@@ -80,13 +75,27 @@ def test_columns_with_other_names_are_mapped(folder: Path):
 )
 def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidates: list):
     found = get_answer_candidates(value)
-
     assert found == [f if c is ... else c for f, c in zip(found, candidates, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
+        ('{"id": "a", "question"', "the line is not JSON: Expecting ':' delimiter at column"),
+        ('{"id": "a", "answer": NaN}', "it contains NaN"),
+        ("[1, 2]", "must be a JSON object, not a list"),
+        (b'{"id": "\xff"}', "not UTF-8"),
+        ('{"a":' * 40 + "1" + "}" * 40, f"nested deeper than {MAX_DEPTH}"),
+        ('{"a":' + "[" * 200_000 + "]" * 200_000 + "}", f"nested deeper than {MAX_DEPTH}"),
+        ('{"a": ' + "9" * 5000 + "}", "the line is not JSON"),
+        (make_row(images=[5]), "must be a path, encoded bytes or a PIL image, not int"),
+        (make_row(images=[{"bytes": 5}]), "an image must be a path, encoded bytes or a PIL image"),
+        (make_row(images=["a\x00.png"]), "cannot be read"),
+        (make_row(images=["https://example.org/a.png"]), "is a URL"),
+        (make_row(images=["file:///etc/hostname"]), "is a URL"),
+        (make_row(images=["data:image/png;base64,AAAA"]), "rows.jsonl:2 image 1 cannot be read"),
+        (make_row(images=["data:image/png;base64,A"]), "is no data:image/…;base64,… URL: "),
+        (make_row(images=["data:image/png,PNG"]), "is no data:image/…;base64,… URL: "),
         (make_row(answer="three"), "the answer 'three' must be an integer"),
         (make_row(answer=True), "must be an integer of at least 0"),
         (make_row(answer="3"), "must be an integer of at least 0"),  # the canonical form is strict
@@ -105,8 +114,9 @@ def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidate
             "turn 1 of the chat: first comes one of system or user, not of assistant",
         ),
     ],
+    ids=lambda value: repr(value)[:40],
 )
-def test_a_bad_row_is_named_with_file_line_and_reason(folder: Path, bad: dict, reason: str):
+def test_a_bad_row_is_named_with_file_line_and_reason(folder: Path, bad: Any, reason: str):
     check_bad_row(folder, bad, reason)
 
 
@@ -128,7 +138,6 @@ IMAGE_FILES = {"bytes": b"PNG", "path": None}
 def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: Any):
     values = {"question": "How many?", "answer": 3, column: value}
     reader = MediaReader(None, 100)
-
     with pytest.raises(
         ValueError, match=rf"column {column} .* rename it to images, set data\.colu"
     ):
@@ -138,15 +147,12 @@ def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: An
 
 def test_other_columns_of_a_row_without_images_are_meta():
     values = {"question": "?", "answer": 3, "image_id": 7, "source": "a book", "tags": [], "n": 1}
-
     example = to_example(Row("row 1", 1, values), {}, MediaReader(None, 100), COUNTING)
-
     assert dict(example.meta) == {"image_id": 7, "source": "a book", "tags": [], "n": 1}
 
 
 def test_a_row_without_text_keys_is_a_bad_row():
     values: Any = {1: 2, None: 3}
-
     with pytest.raises(
         ValueError, match=r"it has no question; it has 1, None: set data\.columns\.question=…"
     ):
@@ -155,9 +161,6 @@ def test_a_row_without_text_keys_is_a_bad_row():
 
 def test_a_check_that_raises_another_error_makes_a_bad_row(folder: Path):
     source = write_rows(
-        folder,
-        make_row(answer={"boxes": [[1, 2, 3]]}),
-        make_row(id="b", answer={"boxes": 5}),
+        folder, make_row(answer={"boxes": [[1, 2, 3]]}), make_row(id="b", answer={"boxes": 5})
     )
-
     assert "2 bad rows" in get_load_error(source, "grounding")

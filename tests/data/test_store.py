@@ -40,7 +40,6 @@ def test_stored_examples_equal_those_that_were_added(tmp_path: Path):
     for example in examples:
         store.append(example)
     store.flush()
-
     assert list(store) == examples
     assert (store[-1], store[:1], store[0].location) == (examples[1], examples[:1], "rows.jsonl:3")
     assert [image.load().size for image in store[0].images] == [size] * 3

@@ -48,7 +48,6 @@ def test_a_resumed_run_writes_the_same_file(tmp_path, argv, capsys):
     assert make_converter(20).main(argv) == 0
     uninterrupted = (tmp_path / "out" / "set.jsonl").read_bytes()
     (tmp_path / "out" / "set.jsonl").unlink()
-
     assert make_converter(20, stop_after=9).main(argv) == 130
     assert not (tmp_path / "out" / "set.jsonl").exists()
     (part,) = (tmp_path / "out").glob(".set.jsonl.*.part")
@@ -226,7 +225,6 @@ def test_missing_rows_are_an_error_unless_allowed(tmp_path, argv, capsys, conver
     assert "--allow-partial" in error
     assert list((tmp_path / "out").iterdir()) == []
     assert [path for path in (tmp_path / "images").rglob("*") if path.is_file()] == []
-
     assert converter.main([*argv, "--allow-partial"]) == 0
     assert f"rows are missing: {problem}\n" in capsys.readouterr().out
     assert len(read_rows(tmp_path)) == 7

@@ -1,16 +1,22 @@
-"""Generators of embedded data: reproducible, written as they are drawn, with clear errors."""
+"""Drawn examples: reproducible, written as they are drawn, and answers that match the pixels."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from scipy import ndimage
 
+from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import (
     make_charts,
     make_clips,
@@ -19,13 +25,16 @@ from vlm_grpo.data_scripts import (
     make_tables,
     make_words,
 )
-from vlm_grpo.data_scripts.synthetic import Generator
+from vlm_grpo.data_scripts.make_shapes import COLORS, MAX_COUNT, RELATIONS, SIDE
+from vlm_grpo.data_scripts.make_tables import CELL
+from vlm_grpo.data_scripts.make_words import DIGITS, LENGTHS, LETTERS
+from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
 MODULES = make_charts, make_clips, make_screens, make_shapes, make_tables, make_words
-KINDS = [(module.draw_examples, kind) for module in MODULES for kind in module.draw_examples.kinds]
-NAMED = pytest.mark.parametrize(("draw", "kind"), KINDS, ids=[kind for _, kind in KINDS])
+GENERATORS = {kind: m.draw_examples for m in MODULES for kind in m.draw_examples.kinds}
 RECORDED = {
     "counting": "9c3c933de746ab70",
     "cluttered": "86cdc55bed639260",
@@ -41,17 +50,19 @@ rows = draw_examples("counting", 5, 3) + draw_examples("grounding", 5, 3)
 parts = [row.images[0].read_bytes() + repr(row.answer).encode() for row in rows]
 print(hashlib.sha256(b"".join(parts)).hexdigest())
 """
+BOTH_SPLITS = pytest.mark.parametrize("split", ["train", "eval"])
 
 
-@NAMED
-def test_the_examples_of_the_recipes_stay_the_same(draw: Generator, kind: str) -> None:
-    if kind not in RECORDED:
-        return
-    digest = hashlib.sha256()
-    for row in draw(kind, 100, seed=1):
-        answer = repr((row.id, row.question, row.answer, row.meta))
-        digest.update(row.images[0].load().tobytes() + answer.encode())
-    assert digest.hexdigest()[:16] == RECORDED[kind]
+def draw(world: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
+    """Draw examples of a kind or a world, perhaps with dials; without scikit-learn, skip it."""
+    kind = world.partition(":")[0]
+    if kind == "handwriting":
+        pytest.importorskip("sklearn")
+    return GENERATORS[kind](world, count, seed, split)
+
+
+def get_pixels(row: Example, mode: str = "RGB") -> np.ndarray:
+    return np.asarray(row.images[0].load().convert(mode))
 
 
 def list_images(rows: list[Example]) -> list[bytes]:
@@ -64,10 +75,19 @@ def list_images(rows: list[Example]) -> list[bytes]:
     ]
 
 
-@NAMED
-def test_an_example_depends_on_seed_split_and_index_only(draw: Generator, kind: str) -> None:
-    if kind == "handwriting":
-        pytest.importorskip("sklearn")
+@pytest.mark.parametrize("kind", RECORDED)
+def test_the_examples_of_the_recipes_stay_the_same(kind: str) -> None:
+    digest = hashlib.sha256()
+    for row in draw(kind, 100, seed=1):
+        answer = repr((row.id, row.question, row.answer, row.meta))
+        digest.update(row.images[0].load().tobytes() + answer.encode())
+    assert digest.hexdigest()[:16] == RECORDED[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", [*GENERATORS, "clips:hard", *(f"tables:{n}" for n in make_tables.Tables.levels)]
+)
+def test_an_example_depends_on_seed_split_and_index_only(kind: str) -> None:
     ten = draw(kind, 10, seed=4)
     assert draw(kind, 3, seed=4) == ten[:3]
     assert len({*list_images(ten)}) == 10
@@ -76,7 +96,6 @@ def test_an_example_depends_on_seed_split_and_index_only(draw: Generator, kind: 
 
 
 def test_another_process_draws_the_same_pixels() -> None:
-    draw = make_shapes.draw_examples
     rows = draw("counting", 5, 3) + draw("grounding", 5, 3)
     here = b"".join(row.images[0].read_bytes() + repr(row.answer).encode() for row in rows)
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -85,16 +104,14 @@ def test_another_process_draws_the_same_pixels() -> None:
     assert there.stdout.strip() == hashlib.sha256(here).hexdigest()
 
 
-@NAMED
-def test_files_hold_the_same_examples_as_memory(draw: Generator, kind: str, tmp_path: Path) -> None:
-    if kind == "handwriting":
-        pytest.importorskip("sklearn")
-    out = tmp_path / "new" / "scenes"
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_files_hold_the_same_examples_as_memory(kind: str, tmp_path: Path) -> None:
+    out, generator, drawn = tmp_path / "new" / "scenes", GENERATORS[kind], draw(kind, 3, 2, "eval")
     argv = ["--count", "3", "--seed", "2", "--split", "eval", "--out", str(out)]
-    argv += [] if kind == draw.kinds[0] else ["--task", kind]  # the default
-    assert draw.main(argv) == 0
+    argv += [] if kind == generator.kinds[0] else ["--task", kind]  # the default
+    assert generator.main(argv) == 0
     rows = [json.loads(line) for line in (out / f"{kind}.jsonl").read_text().splitlines()]
-    for row, example in zip(rows, draw(kind, 3, 2, "eval"), strict=True):
+    for row, example in zip(rows, drawn, strict=True):
         assert (row["id"], row["question"]) == (example.id, example.question)
         assert row["answer"] == example.answer
         for path, image in zip(row["images"], example.images, strict=False):
@@ -104,14 +121,14 @@ def test_files_hold_the_same_examples_as_memory(draw: Generator, kind: str, tmp_
 
 def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path: Path, capsys) -> None:
     (tmp_path / "mine.txt").write_text("keep")
-    draw = make_shapes.draw_examples
-    assert draw.main(["--count", "1", "--out", str(tmp_path)]) == 1
+    generator = GENERATORS["counting"]
+    assert generator.main(["--count", "1", "--out", str(tmp_path)]) == 1
     assert "not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    assert draw.main(["--count", "0", "--out", str(tmp_path / "x")]) == 1
+    assert generator.main(["--count", "0", "--out", str(tmp_path / "x")]) == 1
     assert "count is 0" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"'ocr': choose counting, cluttered, .*, choices$"):
-        draw("ocr", 1)
+        generator("ocr", 1)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +147,449 @@ def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path: Path, capsys) -> 
     ],
 )
 def test_wrong_dials_are_one_clear_error(dials: str, message: str) -> None:
-    (draw,) = (draw for draw, kind in KINDS if kind == dials.partition(":")[0])
     with pytest.raises(UserError, match=message):
         draw(dials, 1)
+
+
+# Held-out compositions: pairs of attributes that training never has.
+
+
+def describe_attributes(row: Example) -> set[tuple[str, ...]]:
+    """Return (color, kind) of a question "How many red circles are there?"."""
+    color, kinds = row.question.removeprefix("How many ").removesuffix(" are there?").split()
+    return {(color, kinds.removesuffix("s"))}
+
+
+def describe_relations(row: Example) -> set[tuple[str, ...]]:
+    """Return (relation, color) next to the named shape: "the shape left of the red square"."""
+    relation, _, reference = row.question.removeprefix("the shape ").rpartition(" the ")
+    return {(relation.rpartition("the shape ")[2], reference.split()[0])}
+
+
+def describe_choices(row: Example) -> set[tuple[str, ...]]:
+    """Return (color, kind) of the shape that a question "What color is the circle?" means."""
+    asked = row.question.removesuffix("?").split()[-1]
+    return {tuple(sorted((asked, row.answer["answer"]), key=tuple(COLORS).__contains__))[::-1]}
+
+
+def describe_named(row: Example) -> set[tuple[str, ...]]:
+    """Return (color, kind) of a question with both, as "click the red circle"."""
+    return {tuple(re.findall(rf"({'|'.join(COLORS)}) (\w+)", row.question)[0])}
+
+
+@pytest.mark.parametrize(
+    ("world", "describe", "share"),
+    [
+        ("attributes", describe_attributes, 3 / 12),
+        ("attributes:hard", describe_attributes, 3 / 12),
+        ("relations", describe_relations, 4 / 16),
+        ("relations:hard,depth=2", describe_relations, 4 / 16),
+        ("choices", describe_choices, 3 / 12),
+        ("screens", describe_named, 3 / 12),
+        ("clips", describe_named, 3 / 12),
+    ],
+)
+def test_training_has_every_attribute_but_no_composition_of_the_evaluation(
+    world: str, describe: Any, share: float
+) -> None:
+    train, other = (
+        {part for row in draw(world, 500, 1, split) for part in describe(row)}
+        for split in ("train", "eval")
+    )
+    assert not train & other
+    assert len(other) / len(train | other) == share
+    for place in range(2):
+        assert {part[place] for part in train} >= {part[place] for part in other}
+    same = draw(world + (":" if ":" not in world else ",") + "held_out=false", 200, 1, "eval")
+    assert {part for row in same for part in describe(row)} <= train
+
+
+@pytest.mark.parametrize(("world", "key"), [("attributes:hard", "shapes"), ("screens", "elements")])
+def test_training_scenes_contain_no_held_out_pair(world: str, key: str) -> None:
+    train, other = (
+        {(part["color"], part["kind"]) for row in draw(world, 300, 1, s) for part in row.meta[key]}
+        for s in ("train", "eval")
+    )
+    new = {("red", "circle"), ("blue", "triangle"), ("yellow", "square")}
+    assert (len(train), train & new) == (9, set())  # (first + second) % 4 = 0
+    assert new < other
+
+
+# Shapes.
+
+
+def find_shapes(pixels: np.ndarray) -> np.ndarray:
+    """(height, width) booleans: True where a pixel has the color of a shape."""
+    return np.any([np.all(pixels == color, axis=-1) for color in COLORS.values()], axis=0)
+
+
+def classify(mask: np.ndarray) -> str:
+    """Return a shape's kind by the share of its box that it covers: 1, about π/4, about 1/2."""
+    share = mask.mean()
+    return "square" if share == 1 else "circle" if share > 0.68 else "triangle"
+
+
+def list_kinds(mask: np.ndarray) -> list[str]:
+    """Return the kinds of the connected components of a mask."""
+    labels = np.empty(mask.shape, dtype=np.int32)
+    ndimage.label(mask, structure=np.ones((3, 3)), output=labels)
+    return [classify(labels[part] > 0) for part in ndimage.find_objects(labels)]
+
+
+def fill_box(mask: np.ndarray, box: list[int]) -> bool:
+    """Return whether what is True inside a box touches all of its sides; x2, y2 are exclusive."""
+    x1, y1, x2, y2 = box
+    ys, xs = np.nonzero(mask[y1:y2, x1:x2])
+    return (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) == (0, 0, x2 - x1, y2 - y1)
+
+
+@pytest.mark.parametrize("task", ["counting", "cluttered"])
+def test_the_count_matches_the_pixels(task: str) -> None:
+    rows = draw(task, 200, seed=1)
+    for row in rows:
+        target = row.question.removeprefix("How many ").removesuffix("s are there?")
+        assert list_kinds(find_shapes(get_pixels(row))).count(target) == row.answer, row.id
+    assert {row.answer for row in rows} == set(range(1, MAX_COUNT + 1))
+    has_distractors = any(len(row.meta["shapes"]) > row.answer for row in rows)
+    assert has_distractors == (task == "cluttered")
+
+
+@pytest.mark.parametrize("task", ["grounding", "crowded", "scattered"])
+def test_the_box_is_tight_and_the_expression_is_unique(task: str) -> None:
+    for row in draw(task, 200, seed=1):
+        color, kind = row.question.removeprefix("the ").split()
+        same_color = np.all(get_pixels(row) == COLORS[color], axis=-1)
+        assert fill_box(same_color, row.answer["boxes"][0]), row.id
+        assert list_kinds(same_color).count(kind) == 1, row.id
+        assert row.answer["labels"] == [f"{color} {kind}"]
+
+
+@BOTH_SPLITS
+def test_one_option_alone_is_the_color_or_the_kind(split: str) -> None:
+    for row in draw("choices:hard,occlusion=0,noise=0,clutter=0", 100, 1, split):
+        pixels = get_pixels(row)
+        asked = row.question.removesuffix("?").split()[-1]
+        found = [
+            answer
+            for color in COLORS
+            for kind in list_kinds(np.all(pixels == COLORS[color], axis=-1))
+            for name, answer in [(kind, color), (color, kind)]
+            if name == asked
+        ]
+        assert found == [row.answer["answer"]], row.id
+        assert len(row.answer["options"]) == (4 if asked in ("circle", "square", "triangle") else 3)
+
+
+@BOTH_SPLITS
+def test_the_count_of_a_color_and_kind_matches_the_pixels(split: str) -> None:
+    rows = draw("attributes:hard,occlusion=0,noise=0,clutter=0", 150, 1, split)
+    for row in rows:
+        ((color, kind),) = describe_attributes(row)
+        same_color = np.all(get_pixels(row) == COLORS[color], axis=-1)
+        assert list_kinds(same_color).count(kind) == row.answer, row.id
+    assert {row.answer for row in rows} == set(range(1, MAX_COUNT + 1))
+
+
+@pytest.mark.parametrize("dials", ["easy", "hard,occlusion=0", "depth=2,distractors=2,size=16"])
+def test_one_shape_alone_fits_the_relation(dials: str) -> None:
+    for row in draw(f"relations:{dials}", 150, 1, "eval"):
+        boxes = {f"{s['color']} {s['kind']}": s["box"] for s in row.meta["shapes"]}
+        *relations, reference = row.question.split(" the ")
+        start = boxes[reference]
+        for relation in reversed(" the ".join(relations).split("the shape ")[1:]):
+            dx, dy = RELATIONS[relation.removesuffix(" the ").strip()]
+            fitting = []
+            for box in boxes.values():
+                # Twice the offsets of the centers, along the direction and across it.
+                right, down = (box[i] + box[i + 2] - start[i] - start[i + 2] for i in (0, 1))
+                if right * dx + down * dy > abs(right * dy + down * dx):
+                    fitting.append(box)
+            assert len(fitting) == 1, row.id
+            (start,) = fitting
+        assert row.answer["boxes"] == [list(start)]
+
+
+def test_a_box_is_that_of_the_visible_part() -> None:
+    for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
+        for shape in row.meta["shapes"]:
+            assert fill_box(np.all(get_pixels(row) == COLORS[shape["color"]], -1), shape["box"])
+
+
+# Charts.
+
+
+def read_bars(example: Example) -> dict[str, int]:
+    """Measure the bars of a chart without noise, of at most 6 units, by their highest pixel."""
+    pixels, unit, floor = get_pixels(example), (SIDE - 8) // 6, SIDE - 3
+    found = {}
+    for color, rgb in COLORS.items():
+        rows = np.flatnonzero((pixels == np.array(rgb)).all(2).any(1))
+        if len(rows):
+            found[color] = (floor - int(rows[0])) / unit
+    return {color: round(value) for color, value in found.items() if value == round(value)}
+
+
+@BOTH_SPLITS
+def test_answers_agree_with_the_bars(split: str) -> None:
+    task = load_task("numeric", instruction=None)
+    kinds = set()
+    for example in draw("charts", 120, 3, split):
+        bars = read_bars(example)
+        named = re.findall("|".join(COLORS), example.question)
+        kinds.add(example.meta["kind"])
+        if example.meta["kind"] == "difference":
+            assert example.answer == bars[named[0]] - bars[named[1]] > 0
+        elif named:
+            assert example.answer == bars[named[0]]
+        else:
+            assert example.answer == max(bars, key=bars.__getitem__)
+        assert len(set(bars.values())) == len(bars) in (2, 3)
+        assert task.score(task.gold(example), example).total == 1.0
+    assert kinds == {"value", "difference", "highest"}
+
+
+def list_compositions(split: str, kind: str) -> Iterator[tuple[str, object]]:
+    """Yield the color and value of each question of a kind, or the two colors it compares."""
+    for example in draw("charts", 800, 0, split):
+        if example.meta["kind"] == kind:
+            named = re.findall("|".join(COLORS), example.question) or [example.answer]
+            yield named[0], named[1] if kind == "difference" else read_bars(example)[named[0]]
+
+
+@pytest.mark.parametrize("kind", ["value", "difference", "highest"])
+def test_the_evaluation_asks_about_other_bars(kind: str) -> None:
+    train, held_out = {*list_compositions("train", kind)}, {*list_compositions("eval", kind)}
+    assert train
+    assert held_out
+    assert not train & held_out
+    assert {color for color, _ in held_out} <= {color for color, _ in train}
+
+
+# Clips.
+
+
+def get_clip(example: Example) -> VideoRef:
+    (clip,) = example.images
+    assert isinstance(clip, VideoRef)
+    return clip
+
+
+@BOTH_SPLITS
+def test_a_shape_is_visible_in_its_interval_and_no_other(split: str) -> None:
+    examples, task = draw("clips:easy", 40, split=split), load_task("temporal")
+    for example in examples:
+        task.check(example)
+        start, end = example.answer
+        color = COLORS[example.question.split()[1]]
+        frames = [np.asarray(frame) for frame in get_clip(example).load_frames()]
+        seen = [bool((frame == color).all(-1).any()) for frame in frames]
+        assert seen == [start <= number < end for number in range(4)]
+    assert len({tuple(example.answer) for example in examples}) > 6  # of 10 intervals
+
+
+def test_written_clips_are_read_back(tmp_path: Path) -> None:
+    examples, task = draw("clips", 3), load_task("temporal")
+    rows = load_examples(write_examples(examples, tmp_path / "clips", "clips.jsonl"), task)
+    for row, example in zip(rows, examples, strict=True):
+        assert (row.question, row.answer) == (example.question, example.answer)
+        clip, drawn = get_clip(row), get_clip(example)
+        assert (clip.times, clip.seconds) == (drawn.times, drawn.seconds)
+        pairs = zip(clip.load_frames(), drawn.load_frames(), strict=True)
+        assert all(found.tobytes() == expected.tobytes() for found, expected in pairs)
+
+
+# Screens.
+
+
+@pytest.mark.parametrize("dials", ["easy", "medium", "hard,noise=0", "columns=4,rows=3"])
+def test_one_button_fits_and_holds_its_icon(dials: str) -> None:
+    for row in draw(f"screens:{dials}", 100, 1, "eval"):
+        ((color, kind),) = describe_named(row)
+        elements = row.meta["elements"]
+        assert [(e["color"], e["kind"]) for e in elements].count((color, kind)) == 1
+        ((x1, y1, x2, y2),) = row.answer["boxes"]
+        assert row.answer["boxes"][0] == elements[0]["box"]
+        pixels = get_pixels(row)
+        ys, xs = np.nonzero(np.all(pixels[y1:y2, x1:x2] == COLORS[color], axis=-1))
+        # An icon is in the middle: a border of at least 3 pixels on each side of it.
+        assert min(xs.min(), ys.min()) >= 3
+        assert xs.max() < x2 - x1 - 3
+        assert ys.max() < y2 - y1 - 3
+        assert len({tuple(pixels[y, x]) for x, y in ((x1, y1), (x2 - 1, y2 - 1))}) == 1  # its edge
+
+
+def test_buttons_lie_in_the_window_and_do_not_overlap() -> None:
+    for row in draw("screens:columns=4,rows=3,distractors=11", 100, 1):
+        taken = np.zeros((SIDE, SIDE), int)
+        for element in row.meta["elements"]:
+            x1, y1, x2, y2 = element["box"]
+            assert 1 <= x1 < x2 < SIDE
+            assert 10 < y1 < y2 < SIDE  # below the title bar
+            taken[y1:y2, x1:x2] += 1
+        assert taken.max() == 1
+
+
+def test_every_distractor_shares_the_color_or_the_kind() -> None:
+    for row in draw("screens:hard", 100, 2):
+        ((color, kind),) = describe_named(row)
+        others = row.meta["elements"][1:]
+        assert all((e["color"] == color) != (e["kind"] == kind) for e in others)
+
+
+# Tables.
+
+
+def read_columns(example: Example) -> list[tuple[str, str]]:
+    """Return the first characters of the word and of the number below it, of each column."""
+    words, numbers = (row.split("|") for row in example.answer.split("\n"))
+    return [(word[0], number[0]) for word, number in zip(words, numbers, strict=True)]
+
+
+def test_every_table_of_the_evaluation_has_a_column_that_training_never_has() -> None:
+    train = {column for example in draw("tables", 600) for column in read_columns(example)}
+    assert {letter for letter, _ in train} == set(make_tables.LETTERS)
+    assert {digit for _, digit in train} == set(make_tables.DIGITS)
+    for example in draw("tables", 100, 0, "eval"):
+        assert not {*read_columns(example)} <= train
+
+
+@pytest.mark.parametrize("level", make_tables.Tables.levels)
+def test_a_table_fits_its_image_and_the_task(level: str) -> None:
+    task = load_task("table", form="markdown", instruction=None)
+    for example in draw(f"tables:{level}", 20, 1):
+        task.check(example)
+        assert task.score(task.gold(example), example).total == 1.0
+        rows = [row.split("|") for row in example.answer.split("\n")]
+        assert example.images[0].size == (len(rows[0]) * CELL[0], len(rows) * CELL[1])
+
+
+def test_every_cell_has_its_text_inside() -> None:
+    for example in draw("tables:medium,longest=3", 30, 2):
+        light = get_pixels(example, "L") > 180
+        for row in range(2):
+            for column in range(2):
+                x, y = column * CELL[0], row * CELL[1]
+                cell = light[y : y + CELL[1], x : x + CELL[0]]
+                assert cell[2:-2, 2:-1].any()
+                assert not cell[:2].any()
+                assert not cell[:, -1].any()
+
+
+# Words.
+
+
+def test_the_word_fits_into_the_image() -> None:
+    rows = draw("ocr", 300, seed=1)
+    for row in rows:
+        gray = get_pixels(row, "L").astype(int)
+        border = np.concatenate([gray[0], gray[-1], gray[:, 0], gray[:, -1]])
+        assert row.images[0].size == gray.shape[::-1] == (84, 28)
+        # Text pixels at the border would mean a cropped letter; antialiasing may shade one lightly.
+        assert np.ptp(border) < 40, row.answer
+    assert {len(row.answer) for row in rows} == set(range(LENGTHS[0], LENGTHS[1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("world", "alphabet"), [("words:hard", LETTERS), ("handwriting:hard", DIGITS)]
+)
+def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(
+    world: str, alphabet: str
+) -> None:
+    seen = {}
+    for split, expected in (("train", 0), ("eval", 1)):
+        rows = draw(world, 600, 1, split)
+        pairs = [[*zip(row.answer, row.answer[1:], strict=False)] for row in rows]
+        held_out = [
+            [p for p in text if (alphabet.index(p[0]) + alphabet.index(p[1])) % 4 == 0]
+            for text in pairs
+        ]
+        assert {len(text) for text in held_out} == {expected}
+        assert {letter for row in rows for letter in row.answer} == set(alphabet)
+        seen[split] = {pair for text in held_out for pair in text}
+    assert len(seen["eval"]) > 0.9 * len(alphabet) ** 2 / 4  # nearly every fourth pair
+
+
+def test_handwriting_of_the_evaluation_is_that_of_other_images() -> None:
+    pytest.importorskip("sklearn")
+    load = make_words.load_digits
+    train, other = (
+        {glyph.tobytes() for glyphs in load(is_new) for glyph in glyphs} for is_new in (False, True)
+    )
+    assert not train & other
+    assert (len(train), len(other)) == (1437, 360)  # 4/5 of 1,797 and the rest
+    assert all(len(load(is_new)[value]) > 30 for is_new in (False, True) for value in range(10))
+
+
+def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch) -> None:
+    def refuse(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(make_words, "import_module", refuse)
+    make_words.load_digits.cache_clear()
+    with pytest.raises(UserError, match=r"scikit-learn: pip install 'vlm-grpo\[handwriting\]'"):
+        make_words.draw_examples("handwriting", 1)
+
+
+def test_more_fonts_draw_other_letters() -> None:
+    one, six = (
+        {get_pixels(row, "L").tobytes() for row in draw(f"words:easy,fonts={n}", 9)} for n in (1, 6)
+    )
+    assert len(one & six) < 5  # the first font is one of six
+
+
+# Dials.
+
+
+def measure_scene(row: Example) -> dict[str, float]:
+    """Return numbers of a scene that its dials change, each rising with its dial."""
+    pixels = get_pixels(row).astype(float)
+    gray = pixels.mean(axis=-1)
+    colored = np.ptp(pixels, axis=-1) > 6  # noise, strokes and patches are gray
+    sides = [max(s["box"][2] - s["box"][0], s["box"][3] - s["box"][1]) for s in row.meta["shapes"]]
+    return {
+        "noise": gray[~colored].std(),
+        "clutter": (abs(gray - np.median(gray))[~colored] > 20).sum(),
+        "occlusion": (abs(gray - np.median(gray))[~colored] > 20).sum(),
+        "contrast": np.ptp(pixels, axis=-1).max(),
+        "distractors": len(sides),
+        "size": min(sides),
+        "spread": max(sides) - min(sides),
+    }
+
+
+def measure_text(row: Example) -> dict[str, float]:
+    """Return numbers of a line of text that its dials change, each rising with its dial."""
+    pixels = get_pixels(row).astype(float)
+    gray = pixels.mean(axis=-1) - np.median(pixels)
+    ys, xs = np.nonzero(gray > 30)
+    return {
+        "noise": gray[-3:].std(),
+        "clutter": (abs(gray[:, -10:]) > 20).sum(),
+        "contrast": gray.max(),
+        "longest": len(row.answer),
+        "tilt": abs(np.polyfit(xs, ys, 1)[0]),
+    }
+
+
+SCENE = "size=12,spread=4,distractors=1,noise=0,clutter=0,occlusion=0"
+SCENE_DIALS = {"noise": (0, 40), "clutter": (0, 10), "occlusion": (0, 0.5), "contrast": (0.3, 1)}
+SCENE_DIALS |= {"distractors": (0, 4), "size": (8, 14), "spread": (0, 10)}
+TEXT_DIALS = {"noise": (0, 40), "clutter": (0, 10), "contrast": (0.5, 1), "longest": (3, 5)}
+TEXT_DIALS |= {"tilt": (0, 15)}
+
+
+@pytest.mark.parametrize(
+    ("world", "dial"),
+    [
+        *((f"{w}:{SCENE}", dial) for w in make_shapes.draw_examples.worlds for dial in SCENE_DIALS),
+        *(("words:easy", dial) for dial in TEXT_DIALS),
+    ],
+)
+def test_a_dial_changes_what_it_names(world: str, dial: str) -> None:
+    is_text = world == "words:easy"
+    measure, bounds = (measure_text, TEXT_DIALS) if is_text else (measure_scene, SCENE_DIALS)
+    low, high = (
+        np.mean([measure(row)[dial] for row in draw(f"{world},{dial}={v}", 60 if is_text else 40)])
+        for v in bounds[dial]
+    )
+    assert high > 1.2 * low

@@ -23,8 +23,7 @@ from vlm_grpo.media.images import (
 
 # 3 x 2: red, green, blue over black, white, yellow.
 COLORS = np.array(
-    [[[255, 0, 0], [0, 255, 0], [0, 0, 255]], [[0, 0, 0], [255, 255, 255], [255, 255, 0]]],
-    np.uint8,
+    [[[255, 0, 0], [0, 255, 0], [0, 0, 255]], [[0, 0, 0], [255, 255, 255], [255, 255, 0]]], np.uint8
 )
 SMALL = Image.fromarray(COLORS)
 
@@ -82,7 +81,6 @@ def test_the_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     file = encode(image, kind, exif=exif, **({"quality": 95} if kind != "TIFF" else {}))
-
     size = read_size(file)
     shown = decode_image(file)
     # The upright corners by orientation: EXIF 2.3 names the sides that row 0 and column 0 show.

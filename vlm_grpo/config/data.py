@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vlm_grpo.config.filter import Filter
 from vlm_grpo.config.methods import CurriculumSettings
 from vlm_grpo.config.section import FREE, SAME_ROWS, Frozen
 from vlm_grpo.task.registry import get_short_name
@@ -162,7 +162,7 @@ class DataSettings(Frozen):
     """Maximum number of training examples; None: all (embedded data: 4096)."""
     eval_limit: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Maximum number of held-out examples; None: all (embedded data: 500)."""
-    filter: str | None = None
+    filter: Annotated[str, AfterValidator(lambda text: Filter(text) and text)] | None = None
     """Training examples to keep, by numbers about them: comparisons joined by ``and``, such as
     ``0.1 < pass_rate < 0.9``. None: all."""
     difficulty: Annotated[Path | None, SAME_ROWS] = None
@@ -208,13 +208,6 @@ class DataSettings(Frozen):
     def has_held_out(self) -> bool:
         return self.eval is not None or self.eval_share is not None
 
-    @field_validator("filter")
-    @classmethod
-    def _check_filter(cls, value: str | None) -> str | None:
-        if value is not None:
-            Filter(value)
-        return value
-
     @property
     def is_embedded(self) -> bool:
         return not self._reads_files("train") and not self.evaluates_files
@@ -255,3 +248,49 @@ class DataSettings(Frozen):
 
 def is_mixture(given: object) -> TypeGuard[tuple[SourceSettings, ...]]:
     return isinstance(given, tuple)
+
+
+# Filters of training examples: comparisons of numbers.
+
+_COMPARE = {
+    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"==": operator.eq, "!=": operator.ne},
+}
+_SIGNS = re.compile("(<=|>=|==|!=|<|>)")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class Filter:
+    """A filter of examples; ``names`` are the columns that it compares."""
+
+    def __init__(self, text: str) -> None:
+        parts = [_SIGNS.split(chain) for chain in re.split(r"\band\b", text)]
+        self._chains = [[_read(part.strip()) for part in chain] for chain in parts]
+        operands = [operand for chain in self._chains for operand in chain[::2]]
+        self.names = tuple(dict.fromkeys(name for name in operands if isinstance(name, str)))
+        if None in operands or min(map(len, self._chains)) < 3 or not self.names:
+            raise ValueError(
+                "is no filter: write comparisons of columns with numbers, such as "
+                '"0.1 < pass_rate < 0.9", joined by and'
+            )
+
+    def find_missing(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the columns without a number."""
+        found = {n: v for n in self.names if isinstance(v := values.get(n), int | float)}
+        numbers = {n for n, v in found.items() if not isinstance(v, bool) and v == v}
+        return [name for name in self.names if name not in numbers]
+
+    def accepts(self, values: Mapping[str, float]) -> bool:
+        return all(
+            _COMPARE[sign](values.get(left, left), values.get(right, right))
+            for chain in self._chains
+            for left, sign, right in zip(chain[::2], chain[1::2], chain[2::2], strict=False)
+        )
+
+
+def _read(text: str) -> Any:
+    """Return a number, or the name of a column, or a sign; None for other text."""
+    if text in _COMPARE or _NAME.fullmatch(text):
+        return text
+    return float(text) if _NUMBER.fullmatch(text) else None

@@ -216,7 +216,6 @@ def _load_version(file: Path, changed: int) -> ModuleType:
 
 @cache
 def _find_named() -> dict[str, ModuleType]:
-    """Return the built-in methods whose settings are in their files, by the names of the files."""
     found = pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__)
     modules = {m.name: importlib.import_module(f"{BUILT_IN}.{m.name}") for m in found}
     return {name: module for name, module in modules.items() if _find_settings(module)}

@@ -20,10 +20,6 @@ Checkpointing = Annotated[Literal["none", "mlp", "full"], BeforeValidator(_name_
 """Activations that are recomputed; true and false, as in TRL, mean full and none."""
 
 
-def _name_default(value: Any) -> Any:
-    return "default" if value is True else value
-
-
 class LoraSettings(Frozen):
     """Low-rank adapters, trained instead of the full weights. Names and meanings follow PEFT's
     LoraConfig."""
@@ -42,7 +38,9 @@ class LoraSettings(Frozen):
     learning rate (rsLoRA)."""
     use_dora: bool = False
     """Train the norm of each row of the adapted weights separately (DoRA)."""
-    init_lora_weights: Annotated[str, BeforeValidator(_name_default)] = "default"
+    init_lora_weights: Annotated[
+        str, BeforeValidator(lambda value: "default" if value is True else value)
+    ] = "default"
     """Initial values: ``default`` (or true, as in PEFT), ``gaussian`` and ``orthogonal`` do not
     change the model's output; ``pissa``, ``pissa_niter_16`` (a fast approximation of it) and
     ``olora`` are the main directions of the base weights, and leave these as they are."""

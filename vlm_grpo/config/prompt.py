@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import nearest
@@ -20,6 +20,7 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that chat templates give to the switch of a model's thinking."""
 VARIABLES = ("question", "instruction", "id", "source", "meta")
 """Variables of ``prompt.template``."""
+MessageTemplate = Annotated[str, AfterValidator(lambda text: compile_template(text) and text)]
 
 
 class PromptSettings(Frozen):
@@ -28,7 +29,9 @@ class PromptSettings(Frozen):
     system: str | None = Field(default=None, min_length=1)
     """System message of examples whose row has none; None: none, or what the chat template adds
     itself."""
-    template: str | None = None
+    template: (
+        Annotated[str, AfterValidator(lambda text: compile_template(text) and text)] | None
+    ) = None
     """Jinja template of the user message, with the variables ``question``, ``instruction`` (the
     task's, on how to answer), ``id``, ``source`` (its name in a mixture) and ``meta`` (the row's
     other columns); ``<image>`` stands for an image. None: the question and the instruction."""
@@ -36,13 +39,6 @@ class PromptSettings(Frozen):
     """Switch of the model's own thinking, in its chat template; None: the template's default."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of the model's chat template; empty: its defaults."""
-
-    @field_validator("template")
-    @classmethod
-    def _check_template(cls, value: str | None) -> str | None:
-        if value is not None:
-            compile_template(value)
-        return value
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -70,10 +70,7 @@ def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) 
 
 
 def build_settings(
-    recipe: str,
-    content: Any,
-    overrides: Overrides = (),
-    values: Mapping[str, Any] | None = None,
+    recipe: str, content: Any, overrides: Overrides = (), values: Mapping[str, Any] | None = None
 ) -> Settings:
     """Build settings from a recipe's content, an OmegaConf mapping, as ``load_settings`` does."""
     texts, python_values = _split_overrides(overrides)
@@ -135,7 +132,6 @@ def _explain(error: Exception) -> str:
 
 
 def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the overrides as texts and as nested values; one of the two is empty."""
     if isinstance(overrides, Mapping):
         values: dict[str, Any] = {}
         merge(values, overrides)
@@ -201,7 +197,6 @@ _REMEDIES = {
 
 
 def _read_recipe(recipe: str) -> Any:
-    """Return the recipe's values, without overrides, as an OmegaConf mapping."""
     if recipe.endswith(".py"):
         return OmegaConf.create({"task": recipe})
     if recipe in recipe_names():

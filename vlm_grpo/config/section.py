@@ -74,12 +74,13 @@ def find_on_resume(model: type[BaseModel], key: str) -> OnResume:
     return found
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of a settings model, each block before its fields."""
+def known_keys(model: type[BaseModel], prefix: str = "", required: bool = False) -> Iterator[str]:
+    """Yield every dotted key of a settings model, or every required one, blocks before fields."""
     for name, field in model.model_fields.items():
-        yield prefix + name
-        for block in get_blocks(field.annotation):
-            yield from known_keys(block, f"{prefix}{name}.")
+        if field.is_required() or not required:
+            yield prefix + name
+            for block in get_blocks(field.annotation):
+                yield from known_keys(block, f"{prefix}{name}.", required)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -89,12 +90,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     {'optim.lr': 1e-06, 'seed': 0}
     """
     flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        flat |= flatten(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return flat
 
 
@@ -131,14 +129,6 @@ def describe_missing(key: str) -> str:
     return f"{key} has no value: add {key}=… to the command or recipe"
 
 
-def _required_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        if field.is_required():
-            yield prefix + name
-            for block in get_blocks(field.annotation):
-                yield from _required_keys(block, f"{prefix}{name}.")
-
-
 def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """Return one line for each wrong key: its name, its value and the expected value."""
     expected: dict[str, list[str]] = {}
@@ -155,7 +145,7 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
             texts = [head]
         elif problem["type"] == "missing":
             # A missing block is reported by its required fields.
-            inner = [k for k in _required_keys(model) if k.startswith(f"{key}.")]
+            inner = [k for k in known_keys(model, required=True) if k.startswith(f"{key}.")]
             texts = [describe_missing(k) for k in inner or [key]]
         elif problem["type"] == "value_error":
             texts = problem["msg"].removeprefix("Value error, ").split("\n")
@@ -223,7 +213,6 @@ def get_blocks(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _get_items(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings models of the items of a list in an annotation."""
     own = get_origin(annotation) is tuple
     return [
         block

@@ -184,7 +184,6 @@ def _find_boxes_outside(example: Example, task: Task) -> Iterator[str]:
 
 
 def _describe_answers(examples: Sequence[Example]) -> Iterator[str]:
-    """Yield lines of statistics on the counts, boxes and texts among the gold answers."""
     total = max(1, len(examples))
     counts = Counter(e.answer for e in examples if isinstance(e.answer, int))
     if counts:
@@ -248,7 +247,6 @@ def find_duplicates(hashes: Sequence[ImageHash]) -> list[list[int]]:
 
 
 def _split_by_pixels(indices: Sequence[int], hashes: Sequence[ImageHash]) -> list[list[int]]:
-    """Return groups of two or more of the indices whose images have equal pixels."""
     groups: list[tuple[np.ndarray, list[int]]] = []
     for index in indices:
         pixels = _resize(hashes[index])

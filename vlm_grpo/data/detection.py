@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -122,8 +122,7 @@ def _find_problem(region: Region, size: tuple[int, int] | None) -> str | None:
         return f"box {list(box)} (x1, y1, x2, y2) has no area"
     if size is not None:
         width, height = size
-        low, high = -_TOLERANCE, _TOLERANCE
-        if x1 < low or y1 < low or x2 > width + high or y2 > height + high:
+        if min(x1, y1) < -_TOLERANCE or x2 > width + _TOLERANCE or y2 > height + _TOLERANCE:
             return f"box {list(box)} (x1, y1, x2, y2) is outside its image of {width}x{height}"
     return None
 
@@ -150,14 +149,8 @@ class Coco:
     images: Mapping[Any, dict[str, Any]]  # image entries by id, with a ``file_name``
     # annotation entries, unchecked; ``bbox`` is x, y, width, height in pixels
     annotations: Sequence[Any]
-    # category entries by id, with a ``name``; empty in a file of captions
-    categories: Mapping[Any, dict[str, Any]]
-
-    @property
-    def has_captions(self) -> bool:
-        """Whether its annotations are captions."""
-        first = self.annotations[0] if self.annotations else None
-        return isinstance(first, dict) and "caption" in first
+    categories: Mapping[Any, dict[str, Any]]  # category entries by id, with a ``name``
+    has_captions: bool  # its annotations are captions, without categories
 
 
 def find_coco_file(folder: Path) -> Path | None:
@@ -166,13 +159,13 @@ def find_coco_file(folder: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def list_coco_folders(path: Path) -> Sequence[Path]:
-    """Return the folders in which COCO and its tools place the images of a file."""
+def list_image_folders(path: Path) -> Sequence[Path]:
+    """Return the folders in which the images of COCO or Pascal VOC, and of their tools, may be."""
     folder = path if path.is_dir() else path.parent
     split = path.stem.rpartition("_")[2]  # instances_val2017
     candidates = [
-        *(folder / name for name in ("images", split)),
-        *(folder.parent / name for name in (split, f"images/{split}", "images")),
+        *(folder / name for name in ("JPEGImages", "images", split)),
+        *(folder.parent / name for name in ("JPEGImages", split, f"images/{split}", "images")),
     ]
     return [folder, *filter(Path.is_dir, candidates)]
 
@@ -206,11 +199,10 @@ def parse_coco(path: Path, content: Mapping[str, Any]) -> Coco:
     not unique. Nothing that refers to it would be sound.
     """
     images = _index(path, "images", content.get("images"), "file_name")
-    coco = Coco(path, images, _check_list(path, "annotations", content.get("annotations")), {})
-    if coco.has_captions:
-        return coco
-    categories = _index(path, "categories", content.get("categories"), "name")
-    return replace(coco, categories=categories)
+    annotations = _check_list(path, "annotations", content.get("annotations"))
+    has_captions = isinstance((annotations or [None])[0], dict) and "caption" in annotations[0]
+    named = [] if has_captions else content.get("categories")
+    return Coco(path, images, annotations, _index(path, "categories", named, "name"), has_captions)
 
 
 def _read_instances(coco: Coco) -> Iterator[AnnotatedImage]:
@@ -223,15 +215,10 @@ def _read_instances(coco: Coco) -> Iterator[AnnotatedImage]:
         key = key if isinstance(key, int | str) else None
         regions[key].append(_try_region(_read_coco_region, location, annotation, coco))
     for number, (key, image) in enumerate(coco.images.items(), start=1):
-        width, height = image.get("width"), image.get("height")
-        sides = (width, height) if isinstance(width, int) and isinstance(height, int) else (0, 0)
-        yield AnnotatedImage(
-            id=str(key),
-            location=f"{coco.path}: image {number}",
-            path=image["file_name"],
-            size=sides if min(sides) > 0 else None,
-            regions=regions.pop(key, ()),
-        )
+        sides: Any = image.get("width"), image.get("height")
+        size = sides if all(isinstance(side, int) and side > 0 for side in sides) else None
+        location, own = f"{coco.path}: image {number}", regions.pop(key, ())
+        yield AnnotatedImage(str(key), location, image["file_name"], size, own)
     for left in regions.values():  # annotations without an image
         yield AnnotatedImage("", str(coco.path), "", None, left)
 
@@ -251,9 +238,7 @@ def _read_coco_region(location: str, annotation: Any, coco: Coco) -> Region:
 
 
 def _read_captions(coco: Coco) -> Iterator[Row]:
-    """Yield a row per image, whose answer is the list of its captions."""
     captions: dict[int | str, list[str]] = defaultdict(list)
-    rows: list[Row] = []
     for number, annotation in enumerate(coco.annotations, start=1):
         try:
             key, caption = _get_image(annotation, coco), annotation.get("caption")
@@ -261,17 +246,15 @@ def _read_captions(coco: Coco) -> Iterator[Row]:
                 raise ValueError(f"its caption must be text, not {caption!r:.60}")
             captions[key].append(caption.strip())
         except ValueError as error:
-            rows.append(Row(f"{coco.path}: annotation {number}", 0, problem=str(error)))
+            yield Row(f"{coco.path}: annotation {number}", 0, problem=str(error))
     for number, (key, image) in enumerate(coco.images.items(), start=1):
         if texts := captions[key]:
             values = {"id": str(key), "images": [image["file_name"]], "answer": texts}
             location = f"{coco.path}: image {number}"
-            rows.append(Row(location, 0, values, True, question=CAPTION_QUESTION))
-    return iter(rows)
+            yield Row(location, 0, values, True, question=CAPTION_QUESTION)
 
 
 def _get_image(annotation: Any, coco: Coco) -> int | str:
-    """Return the id of an annotation's image."""
     if not isinstance(annotation, dict):
         raise ValueError(f"it must be an object, not a {type(annotation).__name__}")
     if (key := _get_key(annotation, "image_id")) not in coco.images:
@@ -318,14 +301,6 @@ def _get_key(entry: Mapping[str, Any], name: str) -> int | str:
 def is_voc(folder: Path) -> bool:
     """Return whether a folder has XML files, itself or in ``Annotations``."""
     return any(_list_voc_files(folder))
-
-
-def list_voc_folders(path: Path) -> Sequence[Path]:
-    """Return the folders in which the images of a file or folder of annotations may be."""
-    folder = path if path.is_dir() else path.parent
-    names = ("JPEGImages", "images")
-    candidates = [parent / name for parent in (folder, folder.parent) for name in names]
-    return [folder, *filter(Path.is_dir, candidates)]
 
 
 def read_voc(path: Path, task: Task, split: Split) -> Iterator[Row]:
@@ -448,15 +423,15 @@ def read_yolo(path: Path, task: Task, split: Split) -> Iterator[Row]:
         raise UserError(f"{path} has no images of the part {split}")
     found = [_read_yolo_image(image, names, "kpt_shape" in content) for image in images]
     known = {_get_labels(image) for image in images}
-    listed = {Path(name).name for name in _CLASSES}
-    for labels in chain.from_iterable(sorted(f.glob("*.txt")) for f in {k.parent for k in known}):
-        if labels not in known and labels.name not in listed:
+    others = chain.from_iterable(sorted(f.glob("*.txt")) for f in {k.parent for k in known})
+    for labels in others:
+        if labels not in known and labels.name not in {Path(name).name for name in _CLASSES}:
             found.append(_explain(str(labels), "there is no image with its name"))
     return ask_about_images(found, list(dict.fromkeys(names.values())), task)
 
 
 def _find_config(path: Path) -> Path | None:
-    """Return the ``data.yaml`` of a path, which may be the folder of a split beside it."""
+    # The path may be the folder of a split beside the file.
     if path.is_file():
         return path
     candidates = [folder / name for folder in (path, path.parent) for name in _CONFIGS]
@@ -529,7 +504,6 @@ def _read_names(path: Path, content: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _get_labels(image: Path) -> Path:
-    """Return an image's label file: in ``labels`` where the image is in ``images``."""
     parts = list(image.parts)
     for index in reversed(range(len(parts) - 1)):
         if parts[index] == "images":

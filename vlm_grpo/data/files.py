@@ -83,7 +83,6 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _parse_json(data: bytes, what: str) -> Any:
-    """Parse a JSON value; ``what`` names it in messages."""
     try:
         text = data.decode("utf-8-sig")
         value = json.loads(text, parse_constant=_refuse_constant)

@@ -24,8 +24,7 @@ from vlm_grpo.data.detection import (
     find_coco_file,
     is_voc,
     is_yolo,
-    list_coco_folders,
-    list_voc_folders,
+    list_image_folders,
     list_yolo_folders,
     read_json_source,
     read_voc,
@@ -78,14 +77,13 @@ def _is_folder(test: Callable[[Path], Any]) -> Callable[[Path], bool]:
 
 
 def _read_table(path: Path, task: Task, split: Split) -> Iterable[Row]:
-    """Read a Parquet file, or a folder that ``Dataset.save_to_disk`` wrote."""
     from vlm_grpo.data.hub import read_hub, read_parquet  # slow to import
 
     return read_parquet(path) if path.is_file() else read_hub(str(path), split)
 
 
 def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _list_shards(folder: Path) -> list[Path]:
@@ -107,16 +105,16 @@ def _only_path(read: Callable[[Path], Iterable[Row]]) -> Callable[..., Iterable[
 
 FORMATS: tuple[Format, ...] = (
     Format(".jsonl", _has_suffix(".jsonl"), _only_path(read_jsonl)),
-    Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_coco_folders),
+    Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_image_folders),
     Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _only_path(read_csv)),
     Format(".parquet", _has_suffix(".parquet"), _read_table),
     Format(".tar (WebDataset)", _has_suffix(".tar"), _only_path(read_tar)),
     Format("data.yaml of YOLO", _has_suffix(".yaml", ".yml"), read_yolo, list_yolo_folders),
-    Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_voc_folders),
+    Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_image_folders),
     Format("a folder of save_to_disk", _is_folder(_is_saved), _read_table, _itself),
-    Format("a folder of COCO", _is_folder(find_coco_file), read_json_source, list_coco_folders),
+    Format("a folder of COCO", _is_folder(find_coco_file), read_json_source, list_image_folders),
     Format("of YOLO", _is_folder(is_yolo), read_yolo, list_yolo_folders),
-    Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_voc_folders),
+    Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_image_folders),
     Format("of images and metadata", _is_folder(find_metadata), _only_path(read_metadata), _itself),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
     Format("of a subfolder per class", _is_folder(list_classes), _only_path(read_classes), _itself),
@@ -167,7 +165,6 @@ def open_source(source: str | Rows, task: Task, limit: int | None, split: Split)
 
 
 def _enter_split(path: Path, split: Split) -> Path:
-    """Return a folder's subfolder of the split, or the path itself if it has none."""
     if not (path / "train").is_dir():
         return path
     found = (path / name for name in SPLIT_NAMES[split])
@@ -175,7 +172,6 @@ def _enter_split(path: Path, split: Split) -> Path:
 
 
 def _expand(source: str) -> list[Path]:
-    """Return the path, or those that its wildcards and braces stand for, in order."""
     text = os.path.expanduser(source)  # Path's own raises for an unknown user
     if os.path.exists(text):
         return [Path(text)]

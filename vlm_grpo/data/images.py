@@ -66,10 +66,8 @@ class MediaReader:
     def read(self, value: Any, name: str) -> ImageRef:
         """Return a reference to an image or clip after reading its header.
 
-        Args:
-            value: a ``Clip``, or an image: a path, the encoded image's bytes, ``{"bytes": …,
-                "path": …}`` as in a table's image column, a ``data:`` URL, or a Pillow image.
-            name: name for messages of what has no path.
+        ``value`` is a ``Clip``, or an image: a path, encoded bytes, ``{"bytes": …, "path": …}`` as
+        in a table, a ``data:`` URL, or a Pillow image. ``name`` names what has no path in messages.
         """
         if isinstance(value, Clip):
             return self._read_clip(value.value, name)

@@ -15,8 +15,7 @@ from typing import Any
 from scipy.cluster.hierarchy import DisjointSet
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split, is_mixture
-from vlm_grpo.config.filter import Filter, check_number
+from vlm_grpo.config.data import PYTHON, DataSettings, Filter, SourceSettings, Split, is_mixture
 from vlm_grpo.config.run import MIXED, Settings
 from vlm_grpo.data.formats import open_source
 from vlm_grpo.data.images import MediaReader
@@ -218,7 +217,6 @@ def load_run_task(settings: Settings, objects: Objects = NO_OBJECTS) -> Task:
 
 
 def _load_task(given: TaskObject | None, name: str, options: Mapping[str, Any]) -> Task:
-    """Load a task by name, or take an object; its class has the options of the settings."""
     return given if isinstance(given, Task) else load_task(given or name, **options)
 
 
@@ -246,20 +244,16 @@ def load_split(
     A mixture as ``task`` gives the examples the names of their sources. Errors are those of
     ``load_examples``.
     """
-    if not isinstance(task, Mixed):
-        (source,) = settings.data.get_sources(split)
-        rows = objects.get_rows(split, source.label)
-        return load_source(source, task, settings.data, split, rows=rows)
     parts = []
     for source in settings.data.get_sources(split):
-        label, members = source.label, task.members
-        if source.tasks:
-            own = Mixed(members={name: members[f"{label}/{name}"] for name in source.tasks})
-        else:
-            own = members[label]
-        rows = objects.get_rows(split, label)
+        own, label = task, source.label if isinstance(task, Mixed) else ""
+        if isinstance(task, Mixed) and source.tasks:
+            own = Mixed(members={name: task.members[f"{label}/{name}"] for name in source.tasks})
+        elif isinstance(task, Mixed):
+            own = task.members[label]
+        rows = objects.get_rows(split, source.label)
         parts.append(load_source(source, own, settings.data, split, label, rows))
-    return ExampleView(*parts)
+    return parts[0] if len(parts) == 1 else ExampleView(*parts)
 
 
 def load_run(
@@ -366,7 +360,6 @@ def get_held_out_task(settings: Settings, task: Task) -> Task:
 def _get_members(
     source: SourceSettings, settings: Settings, task: Task
 ) -> Iterator[tuple[str, Task]]:
-    """Yield the tasks of a held-out source, each with the ``Example.source`` of its examples."""
     label = source.label
     trained = task.members.get(label) if isinstance(task, Mixed) else task
     if source.benchmark is not None:
@@ -415,7 +408,7 @@ def filter_examples(
     kept, problems = [], []
     for index, example in enumerate(examples):
         values = {**example.meta, **known.get(example.id, {})}
-        missing = [name for name in chosen.names if not check_number(values.get(name))]
+        missing = chosen.find_missing(values)
         problems += (f"{example.name} has no number {name}" for name in missing)
         if not missing and chosen.accepts(values):
             kept.append(index)
@@ -436,7 +429,6 @@ def filter_examples(
 
 
 def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the rows of a file of ``vlm-grpo sample --difficulty`` by id."""
     rows: dict[str, Mapping[str, Any]] = {}
     try:
         for number, row in enumerate(read_rows(path), start=1):
@@ -486,7 +478,6 @@ def split_by_image(
 
 
 def _join_by_image(examples: Sequence[Example]) -> dict[str, list[int]]:
-    """Return the places of the examples that images connect, by the least of their images' keys."""
     keys = [list(_get_keys(example)) for example in examples]
     joined = DisjointSet(dict.fromkeys(chain.from_iterable(keys)))
     for first, *others in keys:

@@ -101,7 +101,6 @@ def _read_turn(message: Any) -> tuple[Role, Any]:
 
 
 def _check_order(role: Role, turns: Sequence[Turn]) -> None:
-    """Raise ``ValueError`` unless the user and the assistant alternate after a system prompt."""
     before = turns[-1].role if turns else None
     expected = {None: ("system", "user"), "user": ("assistant",)}.get(before, ("user",))
     if role not in expected:

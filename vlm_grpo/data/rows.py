@@ -136,7 +136,6 @@ def _read_image(row: Row, column: str, position: int, value: Any, images: MediaR
 
 
 def _check_fields(example: Example) -> None:
-    """Raise ``ValueError`` if a field of an example that the user built has another type."""
     if not isinstance(example.id, str) or not example.id:
         raise ValueError(f"an Example's id must be non-empty text, not {shorten(example.id)}")
     if not isinstance(example.question, str):
@@ -221,7 +220,6 @@ def _to_list(media: Any) -> Sequence[Any]:
 
 
 def _refuse_misnamed_images(values: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if a row without images has a column that seems to hold them."""
     for column, value in values.items():
         for kind, suffixes in _MEDIA.items():
             likeness = max(SequenceMatcher(None, str(column), n).ratio() for n in _NAMES[kind])
@@ -255,9 +253,8 @@ def _get_id(value: Any, row: Row) -> str:
 def select_valid(examples: Sequence[Example], task: Task) -> Example:
     """Return the first of several readings of a row whose answer the task accepts.
 
-    Raises:
-        ValueError: the task accepts none, in which case the message is that for the first; it
-            cannot write the prompt; or the texts have another number of ``<image>`` than images.
+    ``ValueError``: the task accepts none, in which case the message is that for the first; it
+    cannot write the prompt; or the texts have another number of ``<image>`` than images.
     """
     problems = []
     turns = *examples[0].history, Turn("user", examples[0].question)
@@ -279,7 +276,6 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
 
 
 def _parse_boxes(value: Any) -> dict[str, Any] | None:
-    """Return the task's form of a box, or a list of boxes or of labeled boxes."""
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:

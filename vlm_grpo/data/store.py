@@ -22,8 +22,6 @@ _BUFFER_BYTES = 2**20  # Number of bytes that are written at once
 
 
 class _Examples(Sequence[Example]):
-    """A sequence of examples that are read one at a time."""
-
     def __getitem__(self, index: Any) -> Any:
         numbers = range(len(self))[index]
         return self._read(numbers) if isinstance(numbers, int) else list(map(self._read, numbers))
@@ -36,22 +34,19 @@ class _Examples(Sequence[Example]):
 class _Pickler(pickle.Pickler):
     """A pickler that leaves the cells of tables where they are."""
 
-    def __init__(self, file: io.BytesIO, tables: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, tables: dict[int, Any]) -> None:
         super().__init__(file, protocol=5)
         self._tables = tables
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, TableCell):
             return None
-        number = next((n for n, t in enumerate(self._tables) if t is obj.table), None)
-        if number is None:
-            number = len(self._tables)
-            self._tables.append(obj.table)
-        return number, obj.row, obj.column, obj.item
+        self._tables[id(obj.table)] = obj.table
+        return id(obj.table), obj.row, obj.column, obj.item
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tables: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, tables: dict[int, Any]) -> None:
         super().__init__(file)
         self._tables = tables
 
@@ -73,7 +68,7 @@ class ExampleStore(_Examples):
         weakref.finalize(self, os.close, self._file)
         self._buffer = bytearray()
         self._ends = array("Q", [0])
-        self._tables: list[Any] = []
+        self._tables: dict[int, Any] = {}
 
     def append(self, example: Example) -> None:
         file = io.BytesIO()

@@ -74,7 +74,6 @@ def _open(source: Path | BinaryIO | Image.Image) -> Iterator[Image.Image]:
 
 
 def _get_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
     if image.format not in _FORMATS_WITH_ORIENTATION:
         return 1
     try:

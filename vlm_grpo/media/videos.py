@@ -61,14 +61,9 @@ def decode_frames(
 ) -> list[Image.Image]:
     """Decode the frames that are shown at the given times, which ascend, as RGB.
 
-    Args:
-        source: the video file.
-        times: seconds from its first frame.
-        size: width and height of a frame.
-        fit: resizes each frame as soon as it is decoded: all together may fill the memory.
-
-    Raises:
-        ValueError: the file is corrupt, ends before the last time, or has frames of another size.
+    Times are seconds from the first frame. ``fit`` resizes each frame as soon as it is decoded: all
+    together may fill the memory. ``ValueError``: the file is corrupt, ends before the last time, or
+    has frames of another size.
     """
     try:
         return _decode_frames(source, times, size, fit, skips=True)
@@ -165,7 +160,6 @@ def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -
 
 @contextmanager
 def _open(source: Path | BinaryIO) -> Iterator[tuple[Any, Any]]:
-    """Open a video file and its first stream of pictures."""
     av: Any = import_module("av")  # slow to import: only runs with video files wait for it
     try:
         path = str(source) if isinstance(source, Path) else source
