@@ -14,94 +14,65 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
     "training/update.py": (
         0.5,
-        "training/test_update.py training/test_batch.py test_wiring.py training/methods/test_kl.py "
+        "training/test_batch.py test_wiring.py training/methods/test_kl.py "
         "training/methods/test_warm_start.py training/test_targets_trl.py",
     ),
-    "training/batch.py": (
-        0.6,
-        "training/test_batch.py test_wiring.py training/test_update.py training/test_rollout.py",
-    ),
-    "training/rollout.py": (0.3, "training/test_rollout.py test_wiring.py"),
+    "training/batch.py": (0.6, "test_wiring.py training/test_update.py training/test_rollout.py"),
+    "training/rollout.py": (0.3, "test_wiring.py"),
     "training/methods/warm_start.py": (
         0.4,
-        "training/methods/test_targets.py training/methods/test_warm_start.py "
-        "training/test_targets_trl.py",
+        "training/methods/test_targets.py training/test_targets_trl.py",
     ),
-    "training/run_dir.py": (0.2, "training/test_run_dir.py"),
-    "training/methods/kl.py": (0.5, "training/methods/test_kl.py test_wiring.py"),
-    "training/objective/advantages.py": (
-        0.2,
-        "training/objective/test_advantages.py training/objective/test_trl.py",
-    ),
+    "training/run_dir.py": (0.2, ""),
+    "training/methods/kl.py": (0.5, "test_wiring.py"),
+    "training/objective/advantages.py": (0.2, "training/objective/test_trl.py"),
     "training/objective/batch.py": (
         0.5,
         "training/objective/test_losses.py training/objective/test_trl.py",
     ),
     "training/objective/losses.py": (
         0.25,
-        "training/objective/test_losses.py training/objective/test_trl.py test_wiring.py "
+        "training/objective/test_trl.py test_wiring.py "
         "training/objective/test_brute_force_kl.py training/test_targets_trl.py",
     ),
     "model/engine/attention.py": (
         0.2,
-        "model/engine/test_attention.py model/engine/test_shared.py model/engine/test_devices.py "
-        "model/engine/test_decode.py",
+        "model/engine/test_shared.py model/engine/test_devices.py model/engine/test_decode.py",
     ),
-    "model/engine/batch.py": (0.3, "model/engine/test_batch.py model/engine/test_shared.py"),
-    "model/engine/kv_cache.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
-    "model/engine/linear.py": (0.08, "model/engine/test_linear.py"),
-    "model/engine/logprobs.py": (0.3, "model/engine/test_logprobs.py test_wiring.py"),
+    "model/engine/batch.py": (0.3, "model/engine/test_shared.py"),
+    "model/engine/kv_cache.py": (0.08, "model/engine/test_decode.py"),
+    "model/engine/linear.py": (0.08, ""),
+    "model/engine/logprobs.py": (0.3, "test_wiring.py"),
     "model/engine/repeated.py": (
         0.12,
         "model/engine/test_decode.py model/engine/test_shared.py model/engine/test_sampling.py "
         "model/test_policy.py",
     ),
-    "model/engine/sampling.py": (
-        0.2,
-        "model/engine/test_sampling.py model/engine/test_decode.py test_wiring.py",
-    ),
+    "model/engine/sampling.py": (0.2, "model/engine/test_decode.py test_wiring.py"),
     "model/engine/shared.py": (
         0.1,
-        "model/engine/test_shared.py model/engine/test_decode.py model/engine/test_graphs.py "
-        "model/engine/test_kv_cache.py model/test_policy.py test_wiring.py",
+        "model/engine/test_decode.py model/engine/test_graphs.py model/engine/test_kv_cache.py "
+        "model/test_policy.py test_wiring.py",
     ),
-    "model/engine/vision.py": (0.2, "model/engine/test_vision.py test_wiring.py"),
-    "model/families/family.py": (
-        0.3,
-        "model/families/test_family.py model/families/test_every_family.py",
-    ),
-    "model/form_check.py": (0.2, "model/test_form_check.py"),
-    "task/scorer.py": (0.2, "task/test_scorer.py task/test_batch_rules.py"),
-    "training/checkpoint/manager.py": (
-        0.12,
-        "training/checkpoint/test_manager.py training/test_stops.py",
-    ),
-    "training/checkpoint/store.py": (
-        0.08,
-        "training/checkpoint/test_store.py training/checkpoint/test_manager.py",
-    ),
-    "dist/optimizer.py": (
-        0.4,
-        "dist/test_optimizer.py test_wiring.py training/checkpoint/test_manager.py",
-    ),
-    "training/schedule.py": (0.4, "training/test_schedule.py training/methods/test_warm_start.py"),
-    "dist/strategy.py": (
-        0.7,
-        "dist/test_strategy.py test_wiring.py training/checkpoint/test_manager.py",
-    ),
-    "utils/chat.py": (0.5, "utils/test_chat.py task/test_form_rewards.py"),
-    "data/messages.py": (0.3, "data/test_messages.py"),
-    "config/prompt.py": (0.4, "config/test_prompt.py"),
-    "model/chat.py": (0.3, "model/test_chat.py"),
-    "model/policy.py": (0.2, "model/test_policy.py model/test_form_check.py"),
-    "model/prompts.py": (
-        0.1,
-        "model/test_chat.py model/test_prompts.py training/test_trainer_chats.py",
-    ),
-    "serve/chat.py": (0.1, "serve/test_chat.py"),
-    "training/trainer.py": (0.12, "test_wiring.py training/test_trainer.py training/test_stops.py"),
+    "model/engine/vision.py": (0.2, "test_wiring.py"),
+    "model/families/family.py": (0.3, "model/families/test_every_family.py"),
+    "model/form_check.py": (0.2, ""),
+    "task/scorer.py": (0.2, "task/test_batch_rules.py"),
+    "training/checkpoint/manager.py": (0.12, "training/test_stops.py"),
+    "training/checkpoint/store.py": (0.08, "training/checkpoint/test_manager.py"),
+    "dist/optimizer.py": (0.4, "test_wiring.py training/checkpoint/test_manager.py"),
+    "training/schedule.py": (0.4, "training/methods/test_warm_start.py"),
+    "dist/strategy.py": (0.7, "test_wiring.py training/checkpoint/test_manager.py"),
+    "utils/chat.py": (0.5, "task/test_form_rewards.py"),
+    "data/messages.py": (0.3, ""),
+    "config/prompt.py": (0.4, ""),
+    "model/chat.py": (0.3, ""),
+    "model/policy.py": (0.2, "model/test_form_check.py"),
+    "model/prompts.py": (0.1, "model/test_chat.py training/test_trainer_chats.py"),
+    "serve/chat.py": (0.1, ""),
+    "training/trainer.py": (0.12, "test_wiring.py training/test_stops.py"),
 }
-"""The share of each module's mutants to run, and its test files in order."""
+"""The share of each module's mutants to run, and the test files beside its own."""
 
 WRITTEN: list[tuple[str, str, str]] = [
     ("training/batch.py", '"advantages": self.', '"advantages": -self.'),
@@ -370,7 +341,10 @@ def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
 
 def list_test_files(mutant: Mutant) -> list[str]:
     """Return the test files of the mutant's module, in order."""
-    return [f"tests/{file}" for file in TARGETS[mutant.module][1].split()]
+    path = Path(mutant.module)
+    own = str(path.with_name(f"test_{path.name}"))
+    files = [own] * (ROOT / "tests" / own).exists() + TARGETS[mutant.module][1].split()
+    return [f"tests/{file}" for file in files]
 
 
 def _place(name: str) -> float:
