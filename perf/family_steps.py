@@ -44,9 +44,7 @@ from vlm_grpo.types import Prompt
 
 QUESTION = "What is in the image? Describe every object that you can see in a few words."
 EDGE = 448
-"""Side of the image in pixels."""
-IMAGE_TOKENS = 256
-"""Tokens of the image in InternVL and Gemma 3; 196 in Qwen3.5."""
+"""Side of the image in pixels: 256 tokens in InternVL and Gemma 3, 196 in Qwen3.5."""
 FORMS = ("shared", "repeated")
 PHASES = ("rollout", "update")
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -56,18 +54,15 @@ GRID = {"depth": 4, "hidden_size": 128, "intermediate_size": 512, "out_hidden_si
 WIDER: dict[str, dict[str, dict[str, Any]]] = {
     "internvl": {
         "text": {**WIDTHS, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4},
-        "vision": {**TOWER, "image_size": EDGE},
-        "more": {"image_seq_length": IMAGE_TOKENS},
+        "vision": TOWER,
     },
     "gemma3": {
         "text": {**WIDTHS, "sliding_window": 128, "query_pre_attn_scalar": 32},
-        "vision": {**TOWER, "image_size": EDGE},
-        "more": {"mm_tokens_per_image": IMAGE_TOKENS},
+        "vision": TOWER,
     },
     "qwen3_5": {
         "text": {**WIDTHS, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
         "vision": GRID,
-        "more": {},
     },
 }
 """Settings of each family's configuration that make its small model larger."""
@@ -78,30 +73,36 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", default=list(WIDER), choices=list(WIDER))
     parser.add_argument("--sizes", nargs="+", type=int, default=[2, 8, 32], help="G")
     parser.add_argument("--tokens", type=int, default=16, help="tokens per completion")
-    parser.add_argument("--turns", type=int, default=3, help="timed turns, after one warm-up turn")
+    parser.add_argument("--turns", type=int, default=3, help="timed turns")
+    parser.add_argument("--warmups", type=int, default=1, help="turns before them")
+    parser.add_argument("--edge", type=int, default=EDGE, help="side of the image in pixels")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser.parse_args()
 
 
-def widen(name: str) -> tuple[Any, Any]:
+def widen(name: str, edge: int) -> tuple[Any, Any]:
     """Build a family's small model with larger layers and images, and its processor."""
     small, processor = BUILDERS[name]()
-    config, wider = small.config, WIDER[name]
+    config, wider, tokens = small.config, WIDER[name], (edge // 28) ** 2
+    is_square = name != "qwen3_5"  # every image is resized to the same square
+    sizes = {"vision_config": {"image_size": edge}} if is_square else {}
+    lengths = {"internvl": "image_seq_length", "gemma3": "mm_tokens_per_image"}
     for part, more in (("text_config", wider["text"]), ("vision_config", wider["vision"])):
-        setattr(config, part, type(getattr(config, part))(**getattr(config, part).to_dict() | more))
-    config = type(config)(**config.to_dict() | wider["more"])
+        values = getattr(config, part).to_dict() | more | sizes.get(part, {})
+        setattr(config, part, type(getattr(config, part))(**values))
+    config = type(config)(**config.to_dict() | ({lengths[name]: tokens} if is_square else {}))
     images = processor.image_processor
-    if name == "qwen3_5":
-        images.size = type(images.size)(shortest_edge=EDGE**2, longest_edge=EDGE**2)
+    if is_square:
+        images.size = type(images.size)(height=edge, width=edge)
+        processor.image_seq_length = tokens
     else:
-        images.size = type(images.size)(height=EDGE, width=EDGE)
-        processor.image_seq_length = IMAGE_TOKENS
+        images.size = type(images.size)(shortest_edge=edge**2, longest_edge=edge**2)
     if name == "internvl":
         images.max_patches = 1
     if name == "gemma3":
         token = processor.tokenizer.image_token
         marked = processor.full_image_sequence
-        processor.full_image_sequence = marked.replace(token * 4, token * IMAGE_TOKENS)
+        processor.full_image_sequence = marked.replace(token * 4, token * tokens)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     model.generation_config = small.generation_config
@@ -118,8 +119,8 @@ def build(name: str, form: str, options: argparse.Namespace) -> tuple[Policy, Pr
             "rollout": {"min_new_tokens": options.tokens},
         }
     )
-    policy = build_policy(settings, *widen(name), shared=form == "shared")
-    return policy, make_prompt(policy, noise_example("a", [(EDGE, EDGE)], QUESTION))
+    policy = build_policy(settings, *widen(name, options.edge), shared=form == "shared")
+    return policy, make_prompt(policy, noise_example("a", [(options.edge,) * 2], QUESTION))
 
 
 def run_step(policy: Policy, prompt: Prompt, size: int, tokens: int) -> dict[str, float]:
@@ -147,11 +148,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     steps: dict[str, dict[str, list[dict[str, float]]]] = {
         form: {str(size): [] for size in options.sizes} for form in FORMS
     }
-    for turn in range(options.turns + 1):
+    for turn in range(-options.warmups, options.turns):
         for size in options.sizes:
             for form in FORMS:
                 step = run_step(*built[form], size, options.tokens)
-                if turn:
+                if turn >= 0:
                     steps[form][str(size)].append(step)
     policy, prompt = built["shared"]
     weights = sum(weight.numel() for weight in policy.model.parameters())

@@ -108,12 +108,12 @@ pytest_runtest_setup = pytest.hookimpl(wrapper=True)(run_phase)
 pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(run_phase)
 
 
-LONG = ("test_strategy.py", "test_every_family.py")
+LONG = ("test_ranks.py", "test_every_family.py")
 """Files that take minutes, and start first."""
 
 MEASURED = re.compile(
-    r"(training/objective/|config/test_objective|task/test_(?!failures|registry|drawing|scorer)"
-    r"|task/graders/|test_types|data/test_(images|videos))"
+    r"(training/objective/(?!test_brute)|config/test_objective|task/graders/|test_types"
+    r"|task/test_(?!failures|registry|drawing|scorer)|data/test_(images|videos))"
 )
 """Test files of the modules whose coverage is measured; ``pyproject.toml`` lists these modules."""
 

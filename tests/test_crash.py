@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import crash
 import forked
 import pytest
 
 
 @pytest.mark.slow
-def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_killed_run_equals_an_uninterrupted_one(tmp_path):
     output = tmp_path / "output"
     process = forked.start(output, crash.main, ["--kills", "3", "--seed", "1"])
     process.join(500)

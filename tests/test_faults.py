@@ -84,7 +84,7 @@ def truncate(path: Path) -> bytes:
 # Images that become unreadable after the checks.
 
 
-def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(settings: Any) -> None:
+def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(settings):
     uninterrupted, run = settings(name="uninterrupted"), settings()
     train(uninterrupted)
     path = find_image(run, 4)  # the first of the third step
@@ -99,8 +99,8 @@ def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(setti
 
 
 def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skipped(
-    settings: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    settings, caplog
+):
     run = settings(data={"on_bad_row": "skip"})
     trainer = make_trainer(run)
     path = find_image(run, 4)
@@ -112,7 +112,7 @@ def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skip
     assert caplog.text.count("using the next example instead") == 1
 
 
-def test_a_run_with_prompt_workers_is_the_same_and_resumes_bit_for_bit(settings: Any) -> None:
+def test_a_run_with_prompt_workers_is_the_same_and_resumes_bit_for_bit(settings):
     forked.start_server()
     alone, run = settings(name="alone"), settings(data={"dataloader_num_workers": 2})
     train(alone)
@@ -125,7 +125,7 @@ def test_a_run_with_prompt_workers_is_the_same_and_resumes_bit_for_bit(settings:
     assert multiprocessing.active_children() == before
 
 
-def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(settings: Any) -> None:
+def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(settings):
     run = settings(data={"on_bad_row": "skip"})
     trainer = make_trainer(run)
     for index in range(8):
@@ -137,9 +137,7 @@ def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(setting
     assert MAX_REPLACEMENTS >= 8  # so every example of the epoch was tried
 
 
-def test_an_unreadable_held_out_image_saves_and_ends_the_run(
-    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_held_out_image_saves_and_ends_the_run(settings, tmp_path, monkeypatch):
     # Otherwise the image would come from the cache.
     monkeypatch.setattr("vlm_grpo.model.prompts.RECENT_IMAGES", 0)
     Image.new("RGB", (56, 28)).save(tmp_path / "held.png")
@@ -166,9 +164,7 @@ def test_an_unreadable_held_out_image_saves_and_ends_the_run(
 # Images that the model cannot resize.
 
 
-def test_thin_images_are_an_error_or_skipped(
-    settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thin_images_are_an_error_or_skipped(settings, tmp_path, caplog):
     for name in ("2.png", "5.png"):
         # An aspect ratio of 201; the resize accepts 200.
         Image.new("RGB", (2010, 10)).save(tmp_path / name)
@@ -201,8 +197,8 @@ def count_rows(folder: Path) -> int:
 @pytest.mark.filterwarnings(TENSORBOARD_WARNING)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(
-    settings: Any, tmp_path: Path, asynchronous: bool
-) -> None:
+    settings, tmp_path, asynchronous
+):
     uninterrupted = settings(name="uninterrupted")
     checkpoint = train(uninterrupted).checkpoint
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
@@ -228,9 +224,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(
 
 @pytest.mark.filterwarnings(TENSORBOARD_WARNING)
 @pytest.mark.parametrize("leaving", [0, 4096, 16384])
-def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
-    settings: Any, tmp_path: Path, leaving: int
-) -> None:
+def test_a_disk_that_fills_up_between_steps_leaves_complete_files(settings, tmp_path, leaving):
     with small_disk(tmp_path / "disk", 2**23) as disk:
         run = settings(
             output_dir=str(disk.folder),
@@ -266,7 +260,7 @@ def measure_tensors() -> tuple[int, int]:
     return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
 
-def test_the_tensors_of_a_run_do_not_grow(settings: Any) -> None:
+def test_the_tensors_of_a_run_do_not_grow(settings):
     """Compare 4 steps with 12, after which every image has been used several times."""
     run = settings(optim={"max_steps": 20}, rollout={"max_completion_length": 6})
     trainer = make_trainer(run)

@@ -53,19 +53,15 @@ def model_with_code(tmp_path: Path, marker: Path) -> Path:
     return folder
 
 
-def test_code_of_a_model_is_not_run_by_default(model_with_code: Path, marker: Path) -> None:
+def test_code_of_a_model_is_not_run_by_default(model_with_code, marker):
     with pytest.raises(UserError, match="trust_remote_code"):
         load_model(make_settings(model_with_code))
     assert not marker.exists()
 
 
 def test_code_of_a_model_runs_with_the_setting_and_a_warning(
-    model_with_code: Path,
-    marker: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    model_with_code, marker, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache")
     )
@@ -86,7 +82,7 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
-def test_pickled_weights_are_refused(tmp_path: Path, marker: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path, marker):
     folder = tmp_path / "model"
     model, processor = tiny_model("qwen2_5_vl")
     model.save_pretrained(folder)
@@ -100,7 +96,7 @@ def test_pickled_weights_are_refused(tmp_path: Path, marker: Path) -> None:
         assert marker.exists()  # unpickling does run its code
 
 
-def test_the_script_of_a_dataset_is_not_run(tmp_path: Path, marker: Path) -> None:
+def test_the_script_of_a_dataset_is_not_run(tmp_path, marker):
     folder = tmp_path / "foreign"
     folder.mkdir()
     (folder / "foreign.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
@@ -140,7 +136,7 @@ def find_calls(path: Path) -> set[str]:
     return found
 
 
-def test_the_code_evaluates_and_unpickles_nothing_else() -> None:
+def test_the_code_evaluates_and_unpickles_nothing_else():
     files = [
         p for name in ("vlm_grpo", "tasks", "data_scripts") for p in (ROOT / name).rglob("*.py")
     ]
@@ -155,7 +151,7 @@ def test_the_code_evaluates_and_unpickles_nothing_else() -> None:
 @pytest.mark.parametrize(
     "name", ["../../evil", "/tmp/evil", "a\x00b", "x" * 5000, "con:..\\evil", "\n<b>"]
 )
-def test_no_name_from_the_data_becomes_a_path(name: str, tmp_path: Path) -> None:
+def test_no_name_from_the_data_becomes_a_path(name, tmp_path):
     task = load_task("counting")
     example = load_few_examples("counting", task)[0]
     images = tuple(replace(image, name=name) for image in example.images)

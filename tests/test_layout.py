@@ -6,12 +6,12 @@ import configparser
 import re
 from pathlib import Path
 
-from mutations import find_mutants, list_test_files
+from mutants import find_mutants, list_test_files
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_contract_and_guide_list_the_rooms() -> None:
+def test_contract_and_guide_list_the_rooms():
     contract = configparser.ConfigParser()
     contract.read(ROOT / ".importlinter")
     text = contract["importlinter:contract:rooms"]["layers"]
@@ -22,14 +22,14 @@ def test_contract_and_guide_list_the_rooms() -> None:
     assert [re.findall(r"`(\w+)`", row[1]) for row in rows] == layers
 
 
-def test_the_walk_of_an_example_names_files_that_exist() -> None:
+def test_the_walk_of_an_example_names_files_that_exist():
     walk = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("| what it becomes |")[2]
     files = re.findall(r"`([\w/]+\.py)`", walk.partition("\n\n")[0])
     assert len(files) > 12
     assert [file for file in files if not (ROOT / "vlm_grpo" / file).is_file()] == []
 
 
-def test_mutants_change_code_that_exists() -> None:
+def test_mutants_change_code_that_exists():
     mutants = find_mutants()  # a ValueError names a written mutant whose text is gone
     assert len({mutant.name for mutant in mutants}) == len(mutants) > 250
     assert all((ROOT / file).is_file() for mutant in mutants for file in list_test_files(mutant))

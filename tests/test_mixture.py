@@ -26,7 +26,7 @@ MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize("each", [False, True])
-def test_advantages_of_a_source_do_not_depend_on_the_others(estimator: str, each: bool) -> None:
+def test_advantages_of_a_source_do_not_depend_on_the_others(estimator, each):
     """Of the batch's scale only: with normalize_each_reward, a deviation of all completions."""
     counts = make_group({"exact": 1.0}, {"exact": 0.0}, {"exact": 0.0}, name="a")
     words = make_group(
@@ -56,7 +56,7 @@ def test_advantages_of_a_source_do_not_depend_on_the_others(estimator: str, each
         torch.testing.assert_close(part * scale, own)
 
 
-def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() -> None:
+def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has():
     """A reward of another source adds nothing to a total; a group's own mean would hide it."""
     groups = [
         name_rewards(make_group({"exact": 1.0}, {"exact": 0.0}, name="a"), "count"),
@@ -100,7 +100,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return settings
 
 
-def test_metrics_of_the_sources_add_up(finished: Settings) -> None:
+def test_metrics_of_the_sources_add_up(finished):
     rows = read_metrics(finished.run_dir)
     assert {n.split("/")[1] for row in rows for n in row if n.startswith("sources/")} == {
         "plain",
@@ -123,7 +123,7 @@ def test_metrics_of_the_sources_add_up(finished: Settings) -> None:
     )
 
 
-def test_prompts_and_samples_are_those_of_each_source(finished: Settings) -> None:
+def test_prompts_and_samples_are_those_of_each_source(finished):
     run = read_run(finished.run_dir)
     for row in run.samples:
         is_tagged = row["id"].startswith("tagged/")
@@ -135,9 +135,7 @@ def test_prompts_and_samples_are_those_of_each_source(finished: Settings) -> Non
 
 
 @pytest.mark.parametrize("stop", [(2,), (2, 3)])
-def test_a_stopped_mixture_resumes_to_the_same_run(
-    tmp_path: Path, finished: Settings, stop: tuple[int, ...]
-) -> None:
+def test_a_stopped_mixture_resumes_to_the_same_run(tmp_path, finished, stop):
     folder = finished.output_dir.parent
     settings = build_run(folder, folder / "model", output_dir=str(tmp_path / "runs"))
     with pytest.MonkeyPatch.context() as patch:
@@ -156,9 +154,7 @@ def test_a_stopped_mixture_resumes_to_the_same_run(
         ({"task": "ocr"}, "task of the source plain was"),
     ],
 )
-def test_what_a_source_learns_may_not_change_on_a_resume(
-    finished: Settings, change: dict[str, Any], named: str
-) -> None:
+def test_what_a_source_learns_may_not_change_on_a_resume(finished, change, named):
     values = finished.model_dump(mode="json")
     values["data"]["train"][0] |= change
     changed = Settings.model_validate(values)

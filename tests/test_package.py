@@ -86,7 +86,7 @@ def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "vlm-grpo"
 
 
-def test_wheel_contains_every_file_in_one_top_level_package(wheel: Path) -> None:
+def test_wheel_contains_every_file_in_one_top_level_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         f"{target}/{path.relative_to(ROOT / source).as_posix()}"
@@ -101,7 +101,7 @@ def test_wheel_contains_every_file_in_one_top_level_package(wheel: Path) -> None
     assert {name.split("/")[0] for name in names} == {"vlm_grpo", f"vlm_grpo-{version}.dist-info"}
 
 
-def test_setuptools_lists_every_package() -> None:
+def test_setuptools_lists_every_package():
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     found = {
         ".".join([*target.split("/"), *path.parent.relative_to(ROOT / source).parts])
@@ -111,7 +111,7 @@ def test_setuptools_lists_every_package() -> None:
     assert found == listed
 
 
-def test_constraints_pin_every_library_as_it_is_required() -> None:
+def test_constraints_pin_every_library_as_it_is_required():
     pins = _read_constraints()
     assert len(pins) > 50  # torch, transformers, the tools and their dependencies are about 150
     missing = {name for name in _find_closure(_list_requirements()) if name not in pins}
@@ -123,7 +123,7 @@ def test_constraints_pin_every_library_as_it_is_required() -> None:
         assert "+" not in version, f"{text}: a local version is not in every index"
 
 
-def test_constraints_and_lock_pin_the_same_versions() -> None:
+def test_constraints_and_lock_pin_the_same_versions():
     lock = (ROOT / "requirements.lock").read_text()
     pins = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE))
     assert _read_constraints() == {canonicalize_name(name): pin for name, pin in pins.items()}
@@ -131,7 +131,7 @@ def test_constraints_and_lock_pin_the_same_versions() -> None:
     assert not unhashed, "these requirements have no hash"
 
 
-def test_no_tracked_file_names_a_package_index() -> None:
+def test_no_tracked_file_names_a_package_index():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     patterns = [word for address in PACKAGE_INDEXES for word in ("-e", address)]
@@ -145,7 +145,7 @@ def test_no_tracked_file_names_a_package_index() -> None:
     assert found.returncode == 1, found.stdout + found.stderr  # 1: git grep found nothing
 
 
-def test_makefile_names_the_required_python(tmp_path: Path) -> None:
+def test_makefile_names_the_required_python(tmp_path):
     old = tmp_path / "python-old"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
@@ -161,14 +161,14 @@ def test_makefile_names_the_required_python(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-def test_dockerfile_runs_the_commands_of_the_readme() -> None:
+def test_dockerfile_runs_the_commands_of_the_readme():
     commands = set(read_commands(ROOT / "README.md"))
     steps = re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert steps
     assert set(steps) <= commands
 
 
-def test_versions_agree() -> None:
+def test_versions_agree():
     version = PROJECT["project"]["version"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     latest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -176,7 +176,7 @@ def test_versions_agree() -> None:
     assert latest[1] == version
 
 
-def test_installed_wheel_lists_its_tasks(program: Path, tmp_path: Path) -> None:
+def test_installed_wheel_lists_its_tasks(program, tmp_path):
     where = _run([str(program.with_name("python")), "-c", _PRINT_LOCATION], tmp_path)
     assert Path(where.strip()).is_relative_to(program.parents[1])
     tasks = _run([str(program), "tasks"], tmp_path)
@@ -184,7 +184,7 @@ def test_installed_wheel_lists_its_tasks(program: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_installed_wheel_trains_in_an_empty_folder(program: Path, tmp_path: Path) -> None:
+def test_installed_wheel_trains_in_an_empty_folder(program, tmp_path):
     settings = ["optim.max_steps=2", "optim.warmup_steps=0", "data.eval_limit=8"]
     settings += ["data.train_limit=40"]
     output = _run([str(program), "train", "quickstart", *settings], tmp_path)

@@ -1,36 +1,261 @@
-"""The measurements of a GPU run on any machine with a tiny model, and fill the table."""
+"""The measurements in perf/: what they compare, whether it fits a GPU, and what they print."""
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import importlib
 import importlib.util
 import json
 import os
 import re
+import select
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
 import torch
+from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+from transformers import Qwen2_5_VLConfig
 
+from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.planning.devices import GIB, find_device
+from vlm_grpo.planning.layers import measure_layers
+from vlm_grpo.planning.memory import estimate_memory
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.workload import PromptSize, estimate_workload
 from vlm_grpo.utils.openmp import WAITING
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"
+RUN = {"phases": {"rollout": [1.0]}, "memory": 4, "tokens": 512, "matmul_rate": 1.0, "flops": {}}
+RUN |= {"peak_rate": 1e3, "machine": {"device": "H100"}}
+OURS = RUN | {"seconds": [2.0], "memory": 1, "flops": {"decode": 50.0, "update": 450.0}}
+OURS |= {"phases": {"vision": [0.25], "decode": [0.25], "update": [1.0]}}
+ENGINES = {"shared": OURS, "trl": RUN | {"seconds": [10.0]}, "trl-vllm": RUN | {"seconds": [4.0]}}
 
 
-def load(name: str) -> Any:
-    """Load a script as a module, which finds the scripts that it imports."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"perf/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def perf(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    return importlib.import_module
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    def find(name: str) -> str:
+        found = versions.get(name.replace("-", "_"), "1.0")
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(sys.modules["step_time"], "version", find)
+
+
+def test_parts_compare_what_the_goals_are_stated_for_and_should_take_eight_minutes(perf):
+    gpu, parse = perf("gpu"), perf("step_time").parse_arguments
+    grid = set()
+    for name, part in gpu.PARTS.items():
+        assert 0 < gpu.expect_seconds(part) < 60 * gpu.MINUTES, name
+        if name.startswith("3b-"):
+            options = parse(part.arguments.split())
+            assert (options.size, options.dtype, options.full) == ("qwen2.5-vl-3b", "bfloat16", 0)
+            # One group per micro-batch of either engine.
+            prompt = options.image**2 // 28**2 + 17  # tokens around the image
+            answers = options.generations * options.tokens
+            assert options.trl_batch == options.generations
+            assert prompt + answers <= options.max_tokens < 2 * prompt + answers
+            assert part.engines[0] == "shared"
+            grid.add((options.image, options.generations, options.tokens, part.engines[1]))
+    sizes = [(i, g, t) for i in (448, 1008) for g in (8, 16) for t in (64, 512)]
+    assert grid == {(*size, other) for size in sizes for other in ("trl", "trl-vllm")}
+
+
+def plan(perf: Any, case: dict[str, Any]) -> int:
+    """Return the planned peak of a case, from the public architecture's configuration."""
+    case = perf("plan_accuracy").DEFAULTS | {"dtype": "bfloat16", "image": 1008} | case
+    settings = perf("plan_accuracy_step").make_settings(case)
+    size = perf("random_models").SIZES[case["size"]]
+    config = Qwen2_5_VLConfig(
+        text_config=size["text"],
+        vision_config=size["vision"],
+        tie_word_embeddings=size["text"]["tie_word_embeddings"],
+    )
+    shape = read_model_shape(config, settings.policy)
+    shape = measure_layers(shape, settings.policy, on_cpu=False)
+    shape = replace(shape, checkpointing=settings.policy.gradient_checkpointing)
+    side = case["image"] // 14
+    prompt = PromptSize(side**2 // 4 + 40, 0, side**2 * 1176, case["image"] ** 2)
+    return estimate_memory(shape, estimate_workload(settings, prompt, shape)).peak
+
+
+def test_the_planned_cases_and_the_steps_fit_an_h100(perf):
+    gpu, parse = perf("gpu"), perf("step_time").parse_arguments
+    usable = find_device("H100").usable
+    for name, case in perf("plan_accuracy").GPU_CASES.items():
+        assert plan(perf, case) < usable, name
+    steps = {
+        part.arguments: name
+        for name, part in gpu.PARTS.items()
+        if part.engines and not name.startswith("fits-")
+    }
+    for arguments, name in steps.items():
+        peak = plan(perf, vars(parse([*arguments.split(), "--engines", "shared"])))
+        assert peak < (22 * GIB if name == "24gb" else usable), name
+
+
+def test_engines_that_are_not_installed_are_left_out(perf, monkeypatch, capsys):
+    gpu, step_time = perf("gpu"), perf("step_time")
+    monkeypatch.setattr(step_time, "run_engine", lambda engine, arguments: ENGINES[engine])
+    pair, server = gpu.PARTS["3b-448-g8-64"], gpu.PARTS["3b-448-g8-64-vllm"]
+    install(monkeypatch, vllm=None)
+    assert (pair.available, server.available) == (["shared", "trl"], [])
+    install(monkeypatch, trl=None)
+    assert (pair.available, server.available) == (["shared"], [])
+    assert step_time.main(["--engines", "shared", "--rounds", "1"]) == 0
+    assert "| shared | 2.00 | 1.0 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        step_time.main(["--engines", "shared", "trl-vllm"])
+    assert "trl-vllm needs trl, not installed: leave trl-vllm out" in capsys.readouterr().err
+    install(monkeypatch)
+    assert (pair.available, server.available) == (["shared", "trl"], ["shared", "trl-vllm"])
+
+
+def test_an_engine_that_fails_leaves_the_figures_of_the_others(perf, monkeypatch, capsys, tmp_path):
+    gpu, step_time = perf("gpu"), perf("step_time")
+    install(monkeypatch)
+
+    def run(command: list[str], output: Any) -> bool:
+        def run_engine(engine: str, arguments: list[str]) -> dict[str, Any]:
+            if engine == "trl-vllm":
+                raise subprocess.CalledProcessError(3, [])
+            return ENGINES[engine]
+
+        monkeypatch.setattr(step_time, "run_engine", run_engine)
+        return step_time.main(command[1:]) == 0
+
+    monkeypatch.setattr(gpu, "run_process", run)
+    monkeypatch.setattr(gpu, "README", tmp_path / "README.md")
+    gpu.README.write_text(gpu.START + gpu.END)
+    names = ["3b-448-g8-64", "3b-448-g8-64-vllm"]
+    assert gpu.run_parts(names, tmp_path, False) == 1
+    shown = capsys.readouterr()
+    assert "trl-vllm: exit status 3" in shown.err
+    assert f"failed: {names[1]}; another call runs them again" in shown.err
+    paths = [tmp_path / f"{name}.json" for name in names]
+    found = [json.loads(path.read_text())["figures"]["engines"].keys() for path in paths]
+    assert found == [{"shared", "trl"}, {"shared"}]
+    complete = [gpu.is_complete(p, gpu.PARTS[n]) for n, p in zip(names, paths, strict=True)]
+    assert complete == [True, False]
+    (tmp_path / "profile.json").write_bytes(paths[1].read_bytes())  # of ours alone
+    assert gpu.is_complete(tmp_path / "profile.json", gpu.PARTS["profile"])
+
+
+def test_tables_compare_with_trl_and_name_what_ran_out_of_memory(
+    perf, monkeypatch, capsys, tmp_path
+):
+    gpu, step_time = perf("gpu"), perf("step_time")
+    install(monkeypatch)
+    monkeypatch.setattr(step_time, "run_engine", lambda engine, arguments: ENGINES[engine])
+    names = {"3b-448-g8-64": "trl", "3b-448-g8-64-vllm": "trl-vllm", "fits-3b-full-g64": "trl"}
+    for name, other in names.items():
+        if name.startswith("fits"):
+            monkeypatch.setitem(ENGINES, "trl", RUN | {"seconds": [], "failed": "out of memory"})
+        out = tmp_path / f"{name}.figures"
+        step_time.main(["--engines", "shared", other, "--rounds", "1", "--out", str(out)])
+        printed = capsys.readouterr().out.splitlines()
+        figures = json.loads(out.read_text())
+        result = {"figures": figures, "gpu": "H100", "versions": {"torch": "2"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+        if other == "trl" and not name.startswith("fits"):
+            # 500 FLOPs in 2 s, and TRL's 10 s, at 1,000 per second.
+            assert printed[2] == "| shared | 2.00 | 5.0 | 256 | 0 | 0.25 | 25.0% |"
+            assert printed[3] == "| trl | 10.00 | 1.0 | 51 | 0 | 1.00 | 5.0% |"
+    assert printed[3] == "| trl | out of memory | – | – | – | – | – |"
+    rows = gpu.fill_table(gpu.START + gpu.END, tmp_path).splitlines()
+    assert rows[2].startswith("`python perf/gpu.py --parts PART`, H100, torch 2.")
+    # 512 tokens in 0.5 s of images and decoding, and in 1 s; 450 FLOPs in 1 s of the update.
+    assert rows[6:9] == [
+        "| 3b-448-g8-64 | shared / trl | 2.00 / 10.00 | 5.0 | 25.0% / 5.0% | 45.0% / — "
+        "| 1,024 / 512 | 0.0 / 0.0 | 0.25 |",
+        "| 3b-448-g8-64-vllm | shared / trl-vllm | 2.00 / 4.00 | 2.0 | 25.0% / 12.5% | 45.0% / — "
+        "| 1,024 / 512 | 0.0 / 0.0 | 0.25 |",
+        "| fits-3b-full-g64 | shared / trl | 2.00 / out of memory | – | 25.0% / – | 45.0% / – "
+        "| 1,024 / – | 0.0 / – | – |",
+    ]
+
+
+def test_a_step_that_runs_out_of_memory_is_a_result(perf):
+    options = perf("step_time").parse_arguments(["--smoke"])
+
+    def run(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    found = perf("measurement").measure(options, run)
+    assert (found["failed"], found["seconds"]) == ("out of memory", [])
+
+
+def test_a_part_that_takes_too_long_ends_with_all_its_processes(perf, monkeypatch):
+    gpu = perf("gpu")
+    monkeypatch.setattr(gpu, "MINUTES", 1 / 15)
+    read, write = os.pipe()
+    worker = "import sys, time; print('worker', file=sys.stderr, flush=True); time.sleep(60)"
+    part = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    with os.fdopen(write, "w") as output:
+        assert not gpu.run_process(["-c", part], output)
+    # The pipe ends with the last process that can write to it.
+    for expected in (b"worker\n", b""):
+        assert select.select([read], [], [], 10)[0]
+        assert os.read(read, 100) == expected
+    os.close(read)
+
+
+def test_the_waits_of_a_gpu_are_found_by_phase_and_kernel(perf, capsys, tmp_path):
+    def span(category: str, name: str, start: float, end: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+
+    events = [span("user_annotation", "step", 0, 9e6), span("user_annotation", "decode", 1e6, 4e6)]
+    events += [span("kernel", "a|b", s, s + 0.5e6) for s in (1e6, 2e6, 3e6)]
+    events += [span("gpu_memcpy", "copy", 1.5e6, 1.7e6), span("cpu_op", "mm", 0, 9e6)]
+    events += [span("kernel", "c", 5e6, 6e6), {"ph": "i", "name": "mark", "ts": 0}]
+    with gzip.open(tmp_path / "t.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    perf("trace_gaps").print_gaps(tmp_path / "t.json.gz")
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "| all | | 2.300 | 3 | |",  # 1.7 to 2, 2.5 to 3 and 3.5 to 5 s
+        "| decode | `c` | 1.500 | 1 | 1.5000 |",
+        "| decode | `a b` | 0.800 | 2 | 0.5000 |",
+    ]
+
+
+def test_only_files_with_tests_of_a_gpu_are_collected(perf):
+    files = {Path(file).relative_to(ROOT).as_posix() for file in perf("gpu").find_gpu_tests()}
+    assert {"tests/model/engine/test_graphs.py", "tests/training/test_batch.py"} <= files
+    assert len(files) < 20  # all tests are in more than 200 files
+
+
+def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
+    for module, name in ((kernels, "has_varlen"), (kernels, "_uses_plain_products")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
+    perf("step_time_vlm_grpo").use_dense_attention()
+    policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=2)
+    prompt = build_prompt(policy)
+    engine: Any = policy.engine
+    prefix = engine.build_prefixes([prompt], policy.counters)[0]
+    features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
+    prefixes = [replace(prefix, features=features)]
+    monkeypatch.setattr(engine, "build_prefixes", lambda *_: prefixes)
+    policy.model.to("meta")
+    with torch.profiler.profile() as profiler:
+        policy.score(build_batch(prompt)).logprobs.sum().backward()
+    names = {event.key for event in profiler.key_averages()}
+    assert "aten::bmm" in names
+    assert not [name for name in names if "attention" in name]
 
 
 def measure_all(folder: Path) -> str:
@@ -44,15 +269,12 @@ def measure_all(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_all_parts_run_with_a_tiny_model_and_are_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
+def test_all_parts_run_with_a_tiny_model_and_are_not_run_again(perf, tmp_path):
     readme = (ROOT / "perf/README.md").read_bytes()
     folder = tmp_path / "results"
     assert "step-64" in measure_all(folder)
     results = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    parts = importlib.import_module("gpu").PARTS
+    parts = perf("gpu").PARTS
     runs = {name for name, part in parts.items() if part.available or not part.engines}
     assert results.keys() == runs - {"cuda-tests"}
     assert len([name for name in runs if name.startswith("3b-")]) >= 8
@@ -70,22 +292,16 @@ def test_all_parts_run_with_a_tiny_model_and_are_not_run_again(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_there_is_one_message(perf, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(PROGRAM)])
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    assert load("gpu").main() == 2
+    assert perf("gpu").main() == 2
     assert capsys.readouterr().err.strip() == (
         "perf/gpu.py: PyTorch finds no CUDA GPU here; --smoke runs anywhere"
     )
 
 
-def test_results_fill_the_table_in_the_order_of_the_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    gpu = load("gpu")
+def test_results_fill_the_table_in_the_order_of_the_parts(perf, tmp_path):
+    gpu = perf("gpu")
     for name in ("vision", "step-64"):
         result = {"what": name, "command": "python x", "gpu": "H100", "versions": {"torch": "2"}}
         result |= {"figures": None}
@@ -97,9 +313,8 @@ def test_results_fill_the_table_in_the_order_of_the_parts(
     assert set(gpu.PARTS["step-64"].arguments.split()) >= {"qwen2.5-vl-7b", "1008", "8"}
 
 
-def test_our_steps_are_timed_as_the_commands_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    step_time, environments = importlib.import_module("step_time"), []
+def test_our_steps_are_timed_as_the_commands_run_them(perf, monkeypatch):
+    step_time, environments = perf("step_time"), []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
         environments.append(options["env"])
@@ -117,14 +332,11 @@ def test_our_steps_are_timed_as_the_commands_run_them(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_prompts_of_timed_steps_are_prepared_by_the_workers_asked_for(
-    workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    step_time = importlib.import_module("step_time")
+def test_prompts_of_timed_steps_are_prepared_by_the_workers_asked_for(perf, workers, monkeypatch):
+    step_time = perf("step_time")
     options = step_time.parse_arguments(["--smoke", "--workers", str(workers)])
     options.child = "shared"
-    program, found = importlib.import_module("step_time_vlm_grpo"), []
+    program, found = perf("step_time_vlm_grpo"), []
 
     def build(settings: Any, *_: Any) -> None:
         found.append(settings.data.dataloader_num_workers)
@@ -136,13 +348,12 @@ def test_prompts_of_timed_steps_are_prepared_by_the_workers_asked_for(
     assert found == [workers]
 
 
-@pytest.mark.parametrize(("name", "prompt_tokens"), [("internvl", 353), ("qwen3_5", 293)])
-def test_a_step_of_another_family_is_timed_by_phase_and_form(
-    name: str, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    program = load("family_steps")
-    found = program.measure(name, argparse.Namespace(sizes=[2], tokens=2, turns=1))
+# A quarter of the pixels that the recorded steps have: 64 and 49 tokens of the image.
+@pytest.mark.parametrize(("name", "prompt_tokens"), [("internvl", 161), ("qwen3_5", 146)])
+def test_a_step_of_another_family_is_timed_by_phase_and_form(perf, name, prompt_tokens):
+    program = perf("family_steps")
+    options = argparse.Namespace(sizes=[2], tokens=2, turns=1, warmups=0, edge=224)
+    found = program.measure(name, options)
     assert found["prompt tokens"] == prompt_tokens
     for form in ("shared", "repeated"):
         (step,) = found["steps"][form]["2"]
@@ -154,18 +365,15 @@ def test_a_step_of_another_family_is_timed_by_phase_and_form(
     assert all(row.endswith("| 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) |") for row in rows[2:])
 
 
-def test_the_guide_has_the_recorded_steps_of_other_families(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    readme, program = (ROOT / "perf/README.md").read_text(), load("family_steps")
+def test_the_guide_has_the_recorded_steps_of_other_families(perf):
+    readme, program = (ROOT / "perf/README.md").read_text(), perf("family_steps")
     for name in ("family_steps", "family_steps-64"):
         recorded = json.loads((ROOT / f"perf/results/{name}.json").read_text())["families"]
         assert program.format_table(recorded) in readme
 
 
-def test_runs_are_read_as_they_were_saved(tmp_path: Path) -> None:
-    saved = load("saved_runs")
+def test_runs_are_read_as_they_were_saved(perf, tmp_path):
+    saved = perf("saved_runs")
     file = tmp_path / "runs.json"
     assert saved.load_runs(file) == []
     runs = [{"method": "grpo", "held_out": [[0, 0.5]]}, {"method": "é"}]
@@ -175,11 +383,8 @@ def test_runs_are_read_as_they_were_saved(tmp_path: Path) -> None:
     assert file.read_text().count("\n") == 4  # a line for each run
 
 
-def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "perf")
-    study = load("study")
+def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(perf):
+    study = perf("study")
 
     def run(method: str, seconds: float, values: list[float], right: str) -> dict[str, Any]:
         curve = [[10 * index, value] for index, value in enumerate(values)]

@@ -6,13 +6,11 @@ import io
 import pkgutil
 import subprocess
 import sys
-from importlib import import_module
 from importlib.metadata import version
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 from PIL import Image
 from small_runs import assert_same_weights
@@ -96,7 +94,7 @@ def run_python(program: str) -> str:
     return done.stdout
 
 
-def test_import_loads_no_dependency_and_little_else() -> None:
+def test_import_loads_no_dependency_and_little_else():
     program = (
         "import sys; before = {*sys.modules}\n"
         "import vlm_grpo\n"
@@ -111,10 +109,11 @@ def test_import_loads_no_dependency_and_little_else() -> None:
     assert modules == "{'vlm_grpo'}"
 
 
-def test_the_task_interface_and_settings_are_imported_without_torch() -> None:
+def test_tasks_settings_and_data_are_read_without_torch():
     program = (
         "import sys\n"
         "from vlm_grpo import Example, Settings, Task, load_settings, load_task, metric, reward\n"
+        "import vlm_grpo.data\n"
         "load_task('counting'), load_settings('counting')\n"
         "print({'torch', 'transformers', 'datasets'} & {*sys.modules})"
     )
@@ -122,7 +121,7 @@ def test_the_task_interface_and_settings_are_imported_without_torch() -> None:
     assert run_python(program) == "set()\n"
 
 
-def test_every_name_is_listed_and_importable() -> None:
+def test_every_name_is_listed_and_importable():
     names = vars(vlm_grpo)["__all__"]
     assert {*names} <= {*dir(vlm_grpo)}
     for name in {*names} - {"__version__"}:
@@ -132,25 +131,10 @@ def test_every_name_is_listed_and_importable() -> None:
         getattr(vlm_grpo, misspelled)
 
 
-def test_no_module_has_the_name_of_a_function() -> None:
+def test_no_module_has_the_name_of_a_function():
     # Importing a module sets it as an attribute of its package, in place of the function.
     modules = {module.name for module in pkgutil.iter_modules(vlm_grpo.__path__)}
     assert not modules & {*vars(vlm_grpo)["__all__"]}
-
-
-def import_plan_in_either_order() -> None:
-    modules = ("vlm_grpo", "vlm_grpo.planning.planner")
-    for order in (modules, modules[::-1]):
-        for name in [name for name in sys.modules if name.startswith("vlm_grpo")]:
-            del sys.modules[name]
-        first, second = (import_module(name).plan for name in order)
-        assert first is second is import_module("vlm_grpo").plan
-
-
-def test_plan_is_the_function_in_either_order_of_imports(tmp_path: Path) -> None:
-    process = forked.start(tmp_path / "log", import_plan_in_either_order)
-    process.join(forked.TIMEOUT)
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +144,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     return train(settings, **{**OBJECTS, "task": Brightness(most=9)})
 
 
-def test_training_with_objects_returns_the_values_before_and_after(result: TrainResult) -> None:
+def test_training_with_objects_returns_the_values_before_and_after(result):
     assert result.before is not None
     assert result.after is not None
     assert result.before.n == result.after.n == len(HELD_OUT)
@@ -171,7 +155,7 @@ def test_training_with_objects_returns_the_values_before_and_after(result: Train
     assert "train: python" in text
 
 
-def test_a_run_resumes_with_the_same_objects(result: TrainResult, tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_objects(result, tmp_path):
     given = {**OBJECTS, "task": Brightness(most=9)}
     train(make_settings(tmp_path, max_steps=2), **given)
     more = load_settings(tmp_path / "run/config.yaml", ["resume=true", "optim.max_steps=4"])
@@ -181,7 +165,7 @@ def test_a_run_resumes_with_the_same_objects(result: TrainResult, tmp_path: Path
     assert_same_weights(resumed.checkpoint, result.checkpoint)
 
 
-def test_a_run_does_not_resume_without_its_rows(result: TrainResult) -> None:
+def test_a_run_does_not_resume_without_its_rows(result):
     with pytest.raises(UserError) as caught:
         train(load_settings(result.run_dir / "config.yaml", ["resume=true"]))
 
@@ -192,7 +176,7 @@ def test_a_run_does_not_resume_without_its_rows(result: TrainResult) -> None:
     )
 
 
-def test_a_run_does_not_resume_with_other_rows(result: TrainResult) -> None:
+def test_a_run_does_not_resume_with_other_rows(result):
     others = [*ROWS[:-1], {**ROWS[-1], "answer": 0}]
     words = ["resume=true", "optim.max_steps=5"]
     settings = load_settings(result.run_dir / "config.yaml", words)
@@ -201,7 +185,7 @@ def test_a_run_does_not_resume_with_other_rows(result: TrainResult) -> None:
         train(settings, **{**OBJECTS, "data": others})
 
 
-def test_a_run_does_not_resume_with_another_task(result: TrainResult) -> None:
+def test_a_run_does_not_resume_with_another_task(result):
     class Other(Brightness):
         pass
 
@@ -210,9 +194,7 @@ def test_a_run_does_not_resume_with_another_task(result: TrainResult) -> None:
         train(settings, **{**OBJECTS, "task": Other})
 
 
-def test_evaluation_returns_its_result_and_prints_nothing(
-    result: TrainResult, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_returns_its_result_and_prints_nothing(result, capsys):
     settings = load_settings(result.run_dir / "config.yaml")
 
     found = evaluate(settings, result.checkpoint, task=Brightness, held_out=HELD_OUT)
@@ -224,9 +206,7 @@ def test_evaluation_returns_its_result_and_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_prediction_and_export_take_paths_and_images(
-    result: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prediction_and_export_take_paths_and_images(result, tmp_path, capsys):
     folder = export(result.run_dir, tmp_path / "model")
     image = Image.new("RGB", (84, 90), "red")
 
@@ -242,9 +222,7 @@ def test_prediction_and_export_take_paths_and_images(
     assert capsys.readouterr().out == ""
 
 
-def test_a_plan_is_returned_and_prints_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_returned_and_prints_nothing(tmp_path, capsys):
     found = plan(make_settings(tmp_path), "24GB", task=Brightness, data=ROWS)
 
     assert found.fits
@@ -254,7 +232,7 @@ def test_a_plan_is_returned_and_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_errors_are_raised_not_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_are_raised_not_printed(capsys, tmp_path):
     for call in (
         lambda: train(make_settings(tmp_path, "no_such_task")),
         lambda: evaluate(load_settings("counting", {"data.eval": "none.jsonl"})),
@@ -267,7 +245,7 @@ def test_errors_are_raised_not_printed(capsys: pytest.CaptureFixture[str], tmp_p
     assert capsys.readouterr().out == ""
 
 
-def test_settings_and_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
+def test_settings_and_arguments_of_another_type_are_refused(tmp_path):
     values: Any = {"task": "counting"}
     unknown: Any = None
     for call in (train, evaluate, plan, load_policy):
@@ -282,7 +260,7 @@ def test_settings_and_arguments_of_another_type_are_refused(tmp_path: Path) -> N
         plan(load_settings("counting"), memory)
 
 
-def test_export_names_a_wrong_dtype_or_step(result: TrainResult, tmp_path: Path) -> None:
+def test_export_names_a_wrong_dtype_or_step(result, tmp_path):
     wrong: Any = "fp99"
     with pytest.raises(UserError, match="dtype is 'fp99'; it must be float32 or bfloat16"):
         export(result.run_dir, tmp_path / "out", dtype=wrong)
@@ -293,12 +271,12 @@ def test_export_names_a_wrong_dtype_or_step(result: TrainResult, tmp_path: Path)
     assert export(f"{result.run_dir}@4", tmp_path / "out") == tmp_path / "out"
 
 
-def test_training_without_a_weighted_reward_is_refused(tmp_path: Path) -> None:
+def test_training_without_a_weighted_reward_is_refused(tmp_path):
     with pytest.raises(UserError, match="no reward has a weight"):
         train(make_settings(tmp_path), **{**OBJECTS, "task": Brightness(weights={"exact": 0.0})})
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_that_of_the_package():
     name = "__version__"
     assert getattr(vlm_grpo, name) == version("vlm-grpo")
     assert name in dir(vlm_grpo)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from dataset_files import encode_image
@@ -17,7 +15,7 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(values)
 
 
-def test_an_image_is_decoded_from_its_file_or_bytes(tmp_path: Path) -> None:
+def test_an_image_is_decoded_from_its_file_or_bytes(tmp_path):
     data = encode_image(noise(6, 4))
     (tmp_path / "a.png").write_bytes(data)
     for path, content in ((tmp_path / "a.png", None), (None, data)):
@@ -36,9 +34,7 @@ def test_an_image_is_decoded_from_its_file_or_bytes(tmp_path: Path) -> None:
         (encode_image(noise(6, 4)), (3, 2), "has changed: it has 6x4 pixels instead of 3x2"),
     ],
 )
-def test_a_file_that_has_changed_is_named(
-    content: bytes | None, size: tuple[int, int], message: str, tmp_path: Path
-) -> None:
+def test_a_file_that_has_changed_is_named(content, size, message, tmp_path):
     path = tmp_path / "a.png"
     if content is not None:
         path.write_bytes(content)
@@ -48,7 +44,7 @@ def test_a_file_that_has_changed_is_named(
         ImageRef("row 3", (9, 9), (9, 9)).load()
 
 
-def test_a_group_has_the_id_of_its_example() -> None:
+def test_a_group_has_the_id_of_its_example():
     prompt = Prompt(Example("row-1", (), "?", 3), "?", (1, 2), {})
     completion = Completion((5, 6), (-0.1, -0.2), "3", "eos")
     assert Group(prompt, (completion,), (Score(3, {"exact": 1.0}, 1.0, {}),)).id == "row-1"

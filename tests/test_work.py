@@ -8,7 +8,7 @@ import torch
 from work_counts import RECORDED, count_memory, count_work, measure_all
 
 
-def test_fixed_steps_do_no_more_work_than_recorded() -> None:
+def test_fixed_steps_do_no_more_work_than_recorded():
     recorded = json.loads(RECORDED.read_text())
     found = measure_all()
     assert found.keys() == recorded["counts"].keys()
@@ -29,7 +29,7 @@ def test_fixed_steps_do_no_more_work_than_recorded() -> None:
     assert not more, "\n".join([*more, remedy])
 
 
-def test_the_peak_is_of_storages_that_are_held_at_once() -> None:
+def test_the_peak_is_of_storages_that_are_held_at_once():
     weight, counts = torch.ones(100), dict[str, int]()
     with count_memory(counts):
         first = weight.view(10, 10) + 1  # 400 bytes; the weight is not counted
@@ -40,7 +40,7 @@ def test_the_peak_is_of_storages_that_are_held_at_once() -> None:
     assert counts == {"peak_bytes": 1200}
 
 
-def test_operations_and_reads_of_the_host_are_counted() -> None:
+def test_operations_and_reads_of_the_host_are_counted():
     values = torch.arange(6.0)
     with count_work() as counts:
         torch.add(values, 1)

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 from commands import run
-from fuzz_cli import COMMANDS, draw_invocation, find_problems, read_state
-from fuzz_files import RUNS, write_files, write_mutants
+from fuzz_cli import (
+    COMMANDS,
+    RUNS,
+    draw_invocation,
+    find_problems,
+    read_state,
+    write_files,
+    write_mutants,
+)
 
 from vlm_grpo.cli.app import app
 

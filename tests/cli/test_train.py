@@ -10,7 +10,7 @@ from pathlib import Path
 import forked
 import pytest
 from commands import fails, run, write_jsonl
-from fuzz_files import RECIPE
+from fuzz_cli import RECIPE
 
 from vlm_grpo.cli import main
 from vlm_grpo.cli.train import UNUSED

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from streams import EXAMPLES, build_mixture
+from groups import EXAMPLES, build_mixture
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream, build_stream

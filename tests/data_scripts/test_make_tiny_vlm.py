@@ -151,8 +151,9 @@ BRIEF = WarmUpSettings(
 
 @pytest.fixture
 def short_answers(monkeypatch):
-    """Untrained models never end an answer."""
+    """Untrained models never end an answer, and all steps back are alike."""
     monkeypatch.setattr(make_tiny_vlm, "MAX_ANSWER_TOKENS", 2)
+    monkeypatch.setattr(make_tiny_vlm, "REMAINING", (0.5,))
 
 
 @pytest.mark.usefixtures("short_answers")
@@ -171,7 +172,8 @@ def build_too_good(settings, out):
 
 
 @pytest.mark.usefixtures("short_answers")
-def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path):
+def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_tiny_vlm, "SHARES", dict.fromkeys(make_tiny_vlm.SHARES, 4))
     out, one = tmp_path / "tiny", Schedule(steps=1, peak=1e-3)
     settings = replace(BRIEF, seed=5, see=one, place=one, tasks=one, band=(0.0, 1.0))
     build_tiny_vlm(settings, out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import typer
@@ -23,11 +22,11 @@ BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 
 
-def test_the_example_task_is_short() -> None:
+def test_the_example_task_is_short():
     assert len((ROOT / "docs/examples/clock.py").read_text("utf-8").splitlines()) < 60
 
 
-def test_numbers_of_converters_and_benchmarks_are_those_of_the_files() -> None:
+def test_numbers_of_converters_and_benchmarks_are_those_of_the_files():
     sources = (ROOT / "docs/benchmarks.md").read_text("utf-8").split("### ")
     (table,) = [part for part in sources if part.startswith("Sources\n")]
     converters = len(re.findall(r"^\| `\w+` \|", table, re.MULTILINE))
@@ -38,7 +37,7 @@ def test_numbers_of_converters_and_benchmarks_are_those_of_the_files() -> None:
     assert f"lists {converters} converters" in data
 
 
-def test_site_lists_every_page() -> None:
+def test_site_lists_every_page():
     index = (ROOT / "docs/index.md").read_text("utf-8")
     listed = set(re.findall(r"^[^|\n]+ <([\w/-]+)>$", index, re.MULTILINE))
     pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in ROOT.glob("docs/**/*.md")}
@@ -48,7 +47,7 @@ def test_site_lists_every_page() -> None:
 
 
 @guides
-def test_commands_exist(guide: Path) -> None:
+def test_commands_exist(guide):
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     named = re.findall(r"(?:^|`|cli )(?:vlm-grpo) ([a-z][a-z-]*)", guide.read_text(), re.MULTILINE)
     assert set(named) <= known
@@ -57,13 +56,13 @@ def test_commands_exist(guide: Path) -> None:
 
 
 @guides
-def test_recipes_exist(guide: Path) -> None:
+def test_recipes_exist(guide):
     named = re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", guide.read_text())
     assert set(named) <= set(recipe_names())
 
 
 @guides
-def test_train_commands_have_valid_settings(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_commands_have_valid_settings(guide, monkeypatch):
     monkeypatch.chdir(ROOT)  # the guides name files relative to the checkout
     for line in read_commands(guide):
         found = re.search(r"(?:vlm-grpo|vlm_grpo\.cli) train (.*)", line)
@@ -75,7 +74,7 @@ def test_train_commands_have_valid_settings(guide: Path, monkeypatch: pytest.Mon
 
 
 @guides
-def test_settings_exist(guide: Path) -> None:
+def test_settings_exist(guide):
     text = guide.read_text("utf-8")
     if guide.name == "coming-from.md":  # its tables' first column holds other projects' names
         text = re.sub(r"^\| `[^|]+", "", text, flags=re.MULTILINE)
@@ -93,14 +92,14 @@ def test_settings_exist(guide: Path) -> None:
 
 
 @guides
-def test_linked_files_exist(guide: Path) -> None:
+def test_linked_files_exist(guide):
     targets = re.findall(r"\]\(([^)#\s]+)", guide.read_text())
     local = [target for target in targets if "://" not in target]
     assert not [target for target in local if not (guide.parent / target).exists()]
 
 
 @guides
-def test_named_tests_exist(guide: Path) -> None:
+def test_named_tests_exist(guide):
     text = guide.read_text()
     for file in set(re.findall(r"`(tests/[\w/]+\.py)`", text)):
         assert (ROOT / file).is_file(), file
@@ -109,7 +108,7 @@ def test_named_tests_exist(guide: Path) -> None:
         assert f"def {name}(" in written, name
 
 
-def test_trl_settings_exist_in_grpo_config() -> None:
+def test_trl_settings_exist_in_grpo_config():
     text = (ROOT / "docs/coming-from.md").read_text("utf-8")
     table = text.partition("## TRL")[2].partition("\n## ")[0]
     first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
@@ -119,7 +118,7 @@ def test_trl_settings_exist_in_grpo_config() -> None:
     assert named <= fields
 
 
-def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/coming-from.md").read_text("utf-8").partition("\n## Score")[0]
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [

@@ -28,12 +28,12 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-def test_the_minimal_loop_is_at_most_100_lines_long() -> None:
+def test_the_minimal_loop_is_at_most_100_lines_long():
     assert len((EXAMPLES / "loop.py").read_text("utf-8").splitlines()) <= 100
 
 
 @pytest.mark.slow
-def test_the_minimal_loop_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_minimal_loop_learns_to_count(monkeypatch):
     loop = load_example("loop")
     # One epoch. With n = 250 a difference has a deviation of 0.04.
     source = "embedded:counting"
@@ -45,7 +45,7 @@ def test_the_minimal_loop_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_curves_and_pictures(tmp_path: Path) -> None:
+def test_the_notebook_runs_and_shows_curves_and_pictures(tmp_path):
     notebook, log = EXAMPLES / "first_run.ipynb", tmp_path / "log"
     changes = {'name="first_run",': f'name="first_run", data={SMALL},'}
     process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="10")

@@ -6,15 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from PIL import Image
 
 PAGE = Path(__file__).parents[2] / "docs/python.md"
 
 
-def test_the_snippets_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_snippets_run_in_order(tmp_path, monkeypatch, capsys):
     text = PAGE.read_text("utf-8")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -20,7 +20,7 @@ def read_tables(page: str) -> list[tuple[list[str], list[list[str]]]]:
     return [(rows[0], rows[2:]) for rows in parsed]
 
 
-def test_every_cell_of_another_trainer_is_a_link_to_its_source() -> None:
+def test_every_cell_of_another_trainer_is_a_link_to_its_source():
     commits = dict(re.findall(r"\[`([\w./-]+)`\]\(https://\S+\) (\w+) \|", COMPARISON))
     sources = read_sources(COMPARISON)
     used: list[str] = []
@@ -35,7 +35,7 @@ def test_every_cell_of_another_trainer_is_a_link_to_its_source() -> None:
     assert all(commits[source.repository] == source.commit for source in sources.values())
 
 
-def test_every_name_of_another_trainer_has_its_file() -> None:
+def test_every_name_of_another_trainer_has_its_file():
     sources = read_sources(COMING_FROM)
     used: set[str] = set()
     rows = list(read_names(COMING_FROM.partition("\n## Score")[0]))
@@ -69,14 +69,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ("b", None, False, "x/y has no b at "),
     ],
 )
-def test_a_wrong_source_is_found(
-    clone: tuple[str, str], path: str, text: str | None, absent: bool, problem: str | None
-) -> None:
+def test_a_wrong_source_is_found(clone, path, text, absent, problem):
     found = find_problem(Source("x/y", clone[1], path, text, absent), clone[0])
     assert found == problem or (found is not None and found.startswith(problem or "?"))
 
 
-def test_a_name_that_its_file_lacks_is_found(clone: tuple[str, str]) -> None:
+def test_a_name_that_its_file_lacks_is_found(clone):
     page = "| `--use_vllm`, `grpo.vllm` | none | [config.py][x] |\n"
     sources = {"x": Source("x/y", clone[1], "a/config.py", None, False)}
     missing = list(find_missing_names(page, sources, {"x/y": clone[0]}))

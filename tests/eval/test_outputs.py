@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from commands import fails, run, write_jsonl
-from foreign_results import lmms_eval_sample, r1_v_result, vlm_r1_result
 from PIL import Image
+from published_formats import lmms_eval_sample, r1_v_result, vlm_r1_result
 
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError

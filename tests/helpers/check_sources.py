@@ -25,21 +25,13 @@ _NAME = re.compile(r"`(?:--)?([\w./<>-]+)")
 
 @dataclass(frozen=True)
 class Source:
-    """A cited file or folder.
+    """A cited file or folder."""
 
-    Attributes:
-        repository: owner and name.
-        commit: its commit or tag.
-        path: the file or folder.
-        text: a text that occurs there; None: only the path is cited.
-        absent: the text does not occur there.
-    """
-
-    repository: str
-    commit: str
+    repository: str  # owner and name
+    commit: str  # or tag
     path: str
-    text: str | None
-    absent: bool
+    text: str | None  # a text that occurs there; None: only the path is cited
+    absent: bool  # the text does not occur there
 
 
 def read_sources(page: str) -> dict[str, Source]:

@@ -1,4 +1,6 @@
-"""Compile the decode steps of small models as a whole, and compare what they sample.
+"""Decode steps that are recorded, replayed or compiled on a CPU.
+
+The program compiles those of small models as a whole, and compares what they sample.
 
     python tests/helpers/compiled_steps.py
 
@@ -8,7 +10,10 @@ The checks of shapes that pytest installs cannot be compiled, so the tests run t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import meta_device
@@ -20,11 +25,96 @@ from meta_device import build_policy, sample, use_gpu_kernels
 from tiny_models import make_prompt, noise_example, sample_groups
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vlm_grpo.model.engine import shared
 from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
+
+
+class TracedStep(TorchDispatchMode):
+    """The operations of one step on its tensors, as a CUDA graph captures them.
+
+    The trace runs without the step's Python code, so a step that depended on Python values would
+    give wrong results, and a step that reads values from the device raises while it is traced.
+    """
+
+    traces = 0
+
+    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        TracedStep.traces += 1
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        step(*self.inputs)  # as before a capture on a GPU
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        with self:
+            self.output = step(*self.inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            raise RuntimeError(f"{func} reads values from the device")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        values = dict(zip(map(id, self.inputs), inputs, strict=True))
+
+        def select(tensor: Tensor) -> Tensor:
+            return values.get(id(tensor), tensor)
+
+        for func, args, kwargs, traced in self.calls:
+            args, kwargs = tree_map_only(Tensor, select, (args, kwargs))
+            pairs = zip(tree_leaves(traced), tree_leaves(func(*args, **kwargs)), strict=True)
+            values |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
+        return select(self.output)
+
+
+class RecordedCuda:
+    """A stand-in for ``torch.cuda``: the current stream, and what was done, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "main"
+        self.events: list[str] = []
+        pools = itertools.count(1)
+        functions = {
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.events.append("replay")),
+            "Stream": lambda: self._get_stream("side"),
+            "current_stream": lambda: self._get_stream(self.current),
+            "stream": self._use,
+            "graph": self._capture,
+            "graph_pool_handle": lambda: next(pools),
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def _get_stream(self, name: str) -> Any:
+        def wait_stream(other: Any) -> None:
+            self.events.append(f"{name} waits for {other.name}")
+
+        return SimpleNamespace(name=name, wait_stream=wait_stream)
+
+    @contextlib.contextmanager
+    def _use(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def _capture(self, graph: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        self.events.append(f"begin in pool {pool}, {capture_error_mode}")
+        before, self.current = self.current, "capture"
+        try:
+            yield
+        except RuntimeError:  # as in PyTorch: the end fails, too, and leaves the stream current
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        self.current = before
+        self.events.append("end")
+
 
 FAMILIES = ("qwen3_vl", "gemma3", "qwen3_5")
 GPU = "qwen2_5_vl on a GPU, with LoRA"

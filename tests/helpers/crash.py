@@ -39,17 +39,9 @@ STEPS_PER_KILL = 3
 
 @dataclass
 class Kills:
-    """The kills of a run.
-
-    Attributes:
-        writing: number of kills that left an incomplete checkpoint.
-        anywhere: number of other kills.
-        redone: number of steps that each kill lost and the next process ran again.
-    """
-
-    writing: int = 0
-    anywhere: int = 0
-    redone: list[int] = field(default_factory=list)
+    writing: int = 0  # kills that left an incomplete checkpoint
+    anywhere: int = 0  # other kills
+    redone: list[int] = field(default_factory=list)  # steps that each kill lost
 
 
 def make_settings(folder: Path, name: str, steps: int, *more: str) -> Settings:
@@ -94,12 +86,6 @@ def start(settings: Settings, log: Path) -> int:
         os._exit(status)
 
 
-def poll(process: int) -> int | None:
-    """Return the exit status of a process, or None while it runs."""
-    found, status = os.waitpid(process, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
 def list_incomplete(run: Settings) -> set[tuple[str, int]]:
     """Return the incomplete checkpoints with the time of their last change."""
     found = set()
@@ -114,13 +100,12 @@ def wait_for_checkpoint(
 ) -> None:
     """Wait until the process has started to write its ``count``-th checkpoint.
 
-    Args:
-        stale: incomplete checkpoints that the previous process has left.
+    ``stale`` are incomplete checkpoints that the previous process has left.
     """
     started: set[str] = set()
     while len(started) < count:
         started |= {name for name, _ in list_incomplete(run) - stale}
-        if poll(process) is not None:
+        if os.waitpid(process, os.WNOHANG)[0]:
             raise SystemExit("the run ended before the last kill: raise STEPS_PER_KILL")
         time.sleep(0.001)  # a checkpoint takes far longer; the run needs the processor
 
@@ -156,11 +141,7 @@ def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float, kill
 
 
 def crash(folder: Path, count: int, seed: int) -> str:
-    """Kill a run ``count`` times, compare it with an uninterrupted one, and return a summary.
-
-    Raises:
-        AssertionError: they differ.
-    """
+    """Kill a run ``count`` times, compare it with an uninterrupted one, and return a summary."""
     steps, rng, kills = STEPS_PER_KILL * count, random.Random(seed), Kills()
     uninterrupted = make_settings(folder, "uninterrupted", steps)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Small random models of each family's real architecture."""
+"""Small random models of each family's real architecture, and their processors of small images."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import family_processors as processors
 import torch
-from tiny_models import initialize, text_config
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+import transformers as hf
+from tiny_models import NORMALIZATION, initialize, text_config, tiny_tokenizer
+from transformers.models.smolvlm import processing_smolvlm
+
+from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 
 MOE = {
     "num_experts": 4,
@@ -59,9 +61,251 @@ PATCH_GRID = {
 IMAGE = {"image": "<image>"}
 
 
+TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
+SQUARE = {"height": 28, "width": 28}
+IDEFICS = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+
+
+def _pixels(token_edge: int) -> dict[str, int]:
+    """Return a pixel budget of 1 to 16 image tokens."""
+    return {"shortest_edge": token_edge**2, "longest_edge": 16 * token_edge**2}
+
+
+def _set(target: Any, **values: Any) -> Any:
+    """Return the object with attributes that its constructor does not take."""
+    for name, value in values.items():
+        setattr(target, name, value)
+    return target
+
+
+def _glm_processor(processor: Any, images: Any, videos: Any) -> Any:
+    marks = [f"<|{edge}_of_{kind}|>" for kind in ("image", "video") for edge in ("begin", "end")]
+    # The budget counts each image as the two frames of a temporal patch.
+    size = {"shortest_edge": 2 * 28**2, "longest_edge": 2 * 16 * 28**2}
+    return processor(images(size=size), tiny_tokenizer("<|image|>", "<|video|>", *marks), videos())
+
+
+def _idefics_tokenizer(*more: str) -> Any:
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    marks = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    return tiny_tokenizer(*marks, *tiles, *more)
+
+
+def _smolvlm() -> Any:
+    # The processor is not built without this package, which writes out numbers in video prompts.
+    module: Any = processing_smolvlm
+    module.num2words = str
+    images, tokenizer = hf.SmolVLMImageProcessor(**IDEFICS), _idefics_tokenizer("<video>")
+    return hf.SmolVLMProcessor(images, tokenizer, hf.SmolVLMVideoProcessor(), image_seq_len=1)
+
+
+def _llava(kind: Any, images: Any) -> Any:
+    tokenizer, own = tiny_tokenizer("<image>"), {"vision_feature_select_strategy": "default"}
+    return kind(images, tokenizer, patch_size=14, num_additional_image_tokens=1, **own)
+
+
+def _pixtral(merge: int) -> Any:
+    images = hf.PixtralImageProcessor(
+        size={"longest_edge": 84}, patch_size={"height": 14 * merge, "width": 14 * merge}
+    )
+    tokenizer = tiny_tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    return hf.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=merge)
+
+
+def _lfm2_vl() -> Any:
+    images = hf.Lfm2VlImageProcessor(
+        size=SQUARE,
+        tile_size=28,
+        encoder_patch_size=14,
+        min_image_tokens=1,
+        max_image_tokens=4,
+        max_tiles=4,
+    )
+    tiles = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
+    marks = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+    return hf.Lfm2VlProcessor(images, tiny_tokenizer(*marks, *tiles))
+
+
+PROCESSORS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "qwen3": (
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda: hf.Qwen3VLProcessor(
+            image_processor=hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
+            tokenizer=tiny_tokenizer(),
+            video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
+        ),
+    ),
+    "glm4v": (
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        lambda: _glm_processor(hf.Glm4vProcessor, hf.Glm4vImageProcessor, hf.Glm4vVideoProcessor),
+    ),
+    "glm46v": (
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        lambda: _glm_processor(
+            hf.Glm46VProcessor, hf.Glm46VImageProcessor, hf.Glm46VVideoProcessor
+        ),
+    ),
+    "paddleocr_vl": (
+        "<|vision_start|><|IMAGE_PLACEHOLDER|><|vision_end|>",
+        lambda: hf.PaddleOCRVLProcessor(
+            hf.PaddleOCRVLImageProcessor(size=_pixels(28)),
+            tiny_tokenizer(image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|video_pad|>"),
+        ),
+    ),
+    "internvl": (
+        "<IMG_CONTEXT>",
+        lambda: hf.InternVLProcessor(
+            hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+            tiny_tokenizer(
+                *("<ref>", "</ref>", "<box>", "</box>"),
+                start_image_token="<img>",
+                end_image_token="</img>",
+                context_image_token="<IMG_CONTEXT>",
+                video_token="<video>",
+            ),
+            hf.InternVLVideoProcessor(),
+            image_seq_length=1,
+        ),
+    ),
+    "idefics3": (
+        "<image>",
+        lambda: hf.Idefics3Processor(
+            hf.Idefics3ImageProcessor(**IDEFICS), _idefics_tokenizer(), image_seq_len=1
+        ),
+    ),
+    "smolvlm": ("<image>", _smolvlm),
+    "llava": (
+        "<image>",
+        lambda: _llava(
+            hf.LlavaProcessor,
+            hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE),
+        ),
+    ),
+    "fast_vlm": (
+        "<image>",
+        lambda: hf.LlavaProcessor(
+            hf.CLIPImageProcessor(
+                size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+            ),
+            tiny_tokenizer("<image>"),
+            patch_size=16,
+            vision_feature_select_strategy="full",
+        ),
+    ),
+    "llava_next": (
+        "<image>",
+        lambda: _llava(
+            hf.LlavaNextProcessor,
+            hf.LlavaNextImageProcessor(
+                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
+            ),
+        ),
+    ),
+    "llava_onevision": (
+        "<image>",
+        lambda: hf.LlavaOnevisionProcessor(
+            hf.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES),
+            tiny_tokenizer("<image>", "<video>"),
+            hf.LlavaOnevisionVideoProcessor(),
+            num_image_tokens=4,
+            vision_feature_select_strategy="full",
+        ),
+    ),
+    "pixtral": ("[IMG]", lambda: _pixtral(1)),
+    "mistral3": ("[IMG]", lambda: _pixtral(2)),
+    "gemma3": (
+        "<start_of_image>",
+        lambda: hf.Gemma3Processor(
+            hf.Gemma3ImageProcessor(size=SQUARE),
+            tiny_tokenizer(
+                boi_token="<start_of_image>",
+                eoi_token="<end_of_image>",
+                image_token="<image_soft_token>",
+            ),
+            image_seq_length=4,
+        ),
+    ),
+    "gemma4": (
+        "<|image|>",
+        lambda: hf.Gemma4Processor(
+            hf.Gemma4AudioFeatureExtractor(),
+            hf.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
+            tiny_tokenizer(
+                boi_token="<|image>",
+                eoi_token="<image|>",
+                image_token="<|image|>",
+                boa_token="<|audio>",
+                eoa_token="<audio|>",
+                audio_token="<|audio|>",
+            ),
+            hf.Gemma4VideoProcessor(),
+        ),
+    ),
+    "paligemma": (
+        "<image>",
+        lambda: hf.PaliGemmaProcessor(
+            _set(hf.SiglipImageProcessor(size=SQUARE), image_seq_length=4),
+            _set(tiny_tokenizer("<bos>"), bos_token="<bos>"),
+        ),
+    ),
+    "mllama": (
+        "<|image|>",
+        lambda: hf.MllamaProcessor(
+            hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4),
+            _set(tiny_tokenizer("<bos>", "<|image|>", "<|python_tag|>"), bos_token="<bos>"),
+        ),
+    ),
+    "lfm2_vl": ("<image>", _lfm2_vl),
+    "ovis2": (
+        "<image>",
+        lambda: hf.Ovis2Processor(
+            hf.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
+            tiny_tokenizer(
+                "<image>", *(f"<IMG_{n}>" for n in ("ATOM", "START", "GRID", "COL", "ROW", "END"))
+            ),
+            image_seq_length=4,
+        ),
+    ),
+    "cohere2_vision": (
+        "<|IMG_PATCH|>",
+        lambda: hf.Cohere2VisionProcessor(
+            # patch_size: the side of a tile in image tokens
+            _set(hf.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4), patch_size=1),
+            tiny_tokenizer(
+                boi_token="<|START_OF_IMG|>",
+                eoi_token="<|END_OF_IMG|>",
+                image_token="<|IMG_PATCH|>",
+                img_line_break_token="<|IMG_LINE_BREAK|>",
+            ),
+        ),
+    ),
+    "aya_vision": (
+        "<image>",
+        lambda: hf.AyaVisionProcessor(
+            hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+            tiny_tokenizer(
+                *("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"),
+                *("<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"),
+            ),
+            patch_size=14,
+            img_size=28,
+            downsample_factor=2,
+        ),
+    ),
+}
+"""The text of an image in a prompt, and a function that builds a processor of small images."""
+
+
+def build_processor(name: str) -> Any:
+    """Build a processor with a tokenizer of one token per byte, and Qwen's form of a chat."""
+    image, build = PROCESSORS[name]
+    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", image)
+    return _set(build(), chat_template=template)
+
+
 def _build(
     model_type: str,
-    processor: Callable[[], Any],
+    processor: str,
     tokens: dict[str, str],
     text: dict[str, Any] | None = None,
     **config: Any,
@@ -71,7 +315,7 @@ def _build(
     The configuration has the ids of ``tokens``, under ``NAME_token_id``; ``text`` are settings of
     the language model.
     """
-    built = processor()
+    built = build_processor(processor)
     tokenizer = built.tokenizer
     language = text_config(
         tokenizer,
@@ -85,7 +329,7 @@ def _build(
     }
     # Copied, because configurations add defaults to nested settings.
     settings = deepcopy({"text_config": {**language, **(text or {})}, **ids, **config})
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type](**settings))
+    model = hf.AutoModelForImageTextToText.from_config(hf.CONFIG_MAPPING[model_type](**settings))
     initialize(model, tokenizer)
     return model, built
 
@@ -98,14 +342,14 @@ def build_qwen3(
     return partial(
         _build,
         model_type,
-        processors.qwen3,
+        "qwen3",
         {name: f"<|{mark}|>" for name, mark in marks.items()},
         text,
         vision_config={**PATCH_GRID, "num_position_embeddings": 64, **vision},
     )
 
 
-def _glm(kind: str, processor: Callable[[], Any], **text: Any) -> Callable[[], Any]:
+def _glm(kind: str, processor: str, **text: Any) -> Callable[[], Any]:
     marks = {"image": "<|image|>", "video": "<|video|>"}
     for what in ("image", "video"):
         marks |= {f"{what}_start": f"<|begin_of_{what}|>", f"{what}_end": f"<|end_of_{what}|>"}
@@ -121,7 +365,7 @@ def _glm(kind: str, processor: Callable[[], Any], **text: Any) -> Callable[[], A
 
 def _model(name: str, *settings: Any, **config: Any) -> Callable[[], tuple[Any, Any]]:
     """Return a builder of the model type that has a processor of its name."""
-    return partial(_build, name, getattr(processors, name), *settings, **config)
+    return partial(_build, name, name, *settings, **config)
 
 
 def _build_fast_vlm() -> tuple[Any, Any]:
@@ -135,7 +379,7 @@ def _build_fast_vlm() -> tuple[Any, Any]:
         "patch_size": 8,
     }
     text = {"model_type": "qwen2"}
-    model, processor = _build("fast_vlm", processors.fast_vlm, IMAGE, text, vision_config=tower)
+    model, processor = _build("fast_vlm", "fast_vlm", IMAGE, text, vision_config=tower)
     model.model.vision_tower.register_forward_pre_hook(  # the other converts pixels itself
         lambda module, pixels: pixels[0].to(module.dtype)
     )
@@ -156,7 +400,7 @@ def _build_mllama() -> tuple[Any, Any]:
     }
     text = {"num_hidden_layers": 3, "cross_attention_layers": [1], "bos_token_id": 0}
     tokens = {"image": "<|image|>"}
-    model, processor = _build("mllama", processors.mllama, tokens, text, vision_config=vision)
+    model, processor = _build("mllama", "mllama", tokens, text, vision_config=vision)
     for name, gate in model.named_parameters():
         if name.endswith("_gate"):  # initially 0, which would hide the image
             torch.nn.init.constant_(gate, 1.0)
@@ -206,18 +450,18 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "qwen3_5": build_qwen3("qwen3_5", GATED_DELTA),
     "qwen3_5_moe": build_qwen3("qwen3_5_moe", {**GATED_DELTA, **MOE}),
-    "glm4v": _glm("glm4v", processors.glm4v),
-    "glm46v": _glm("glm46v", processors.glm46v, model_type="glm4v_text"),
+    "glm4v": _glm("glm4v", "glm4v"),
+    "glm46v": _glm("glm46v", "glm46v", model_type="glm4v_text"),
     "glm4v_moe": _glm(
         "glm4v_moe",
-        processors.glm4v,
+        "glm4v",
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         n_shared_experts=1,
         first_k_dense_replace=1,
     ),
-    "glm_ocr": _glm("glm_ocr", processors.glm46v),
+    "glm_ocr": _glm("glm_ocr", "glm46v"),
     "paddleocr_vl": _model(
         "paddleocr_vl",
         {
@@ -244,7 +488,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "llava_next",
         IMAGE,
         MISTRAL,
-        image_grid_pinpoints=processors.TILES,
+        image_grid_pinpoints=TILES,
         image_seq_length=4,
         **CLIP,
     ),
@@ -252,14 +496,14 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "llava_onevision",
         {"image": "<image>", "video": "<video>"},
         {"model_type": "qwen2"},
-        image_grid_pinpoints=processors.TILES,
+        image_grid_pinpoints=TILES,
         vision_feature_layer=-1,
         **SIGLIP,
     ),
     "pixtral": partial(
         _build,
         "llava",
-        processors.pixtral,
+        "pixtral",
         {"image": "[IMG]"},
         MISTRAL,
         vision_feature_select_strategy="full",

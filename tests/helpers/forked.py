@@ -41,12 +41,7 @@ def start_server() -> None:
 def start(
     output: Path, function: Callable[..., Any], *arguments: Any, **environment: str
 ) -> BaseProcess:
-    """Start a call in a process of its own.
-
-    Args:
-        output: file to which stdout and stderr are appended.
-        environment: environment variables of the process.
-    """
+    """Start a call in a process that has these environment variables, and prints to ``output``."""
     process = SERVER.Process(target=_call, args=(output, environment, function, arguments))
     process.start()
     return process
@@ -79,11 +74,7 @@ def run_ranks(
 ) -> None:
     """Run a call in every process of a group on CPUs, as launchers start them.
 
-    Args:
-        status: exit status that every rank must have.
-
-    Raises:
-        AssertionError: a rank hangs or ends with another status.
+    Every rank must end in time, with exit status ``status``.
     """
     environment = {"ACCELERATE_USE_CPU": "true"}
     if count > 1:

@@ -1,11 +1,59 @@
-"""Comparison of tensors and gradients in tests."""
+"""Comparison of tensors and gradients, also of models that compute in float64 throughout."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+
+
+def use_float64_recurrence(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Replace float32 by float64 in the functions of a model's gated-delta layers."""
+    kinds = {type(m) for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")}
+    for kind in kinds:
+        module = sys.modules[kind.__module__]
+        for name in FUNCTIONS:
+            if hasattr(getattr(module, name), "is_float64"):
+                continue
+            source = inspect.getsource(inspect.unwrap(getattr(module, name)))
+            source = source[source.index("def ") :].replace("torch.float32", "torch.float64")
+            defined: dict[str, Any] = {}
+            exec(compile(source, module.__name__, "exec"), vars(module), defined)
+            defined[name].is_float64 = True
+            monkeypatch.setattr(module, name, defined[name])
+
+
+def use_float64(monkeypatch: pytest.MonkeyPatch, *models: Any) -> None:
+    """Let models in float64 compute norms, rotations, routers and recurrences in float64, too.
+
+    Without it, differences of 1e-16 between two forms of a model grow to the rounding of float32.
+    """
+
+    def widen(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **named: Any) -> Any:
+            return function(*map(_widen, args), **{n: _widen(v) for n, v in named.items()})
+
+        return run
+
+    for model in models:
+        use_float64_recurrence(monkeypatch, model)
+    functions = (Tensor, "to"), (Tensor, "type"), (Tensor, "softmax"), (torch, "softmax")
+    for owner, name in (*functions, (torch.nn.functional, "softmax")):
+        monkeypatch.setattr(owner, name, widen(getattr(owner, name)))
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

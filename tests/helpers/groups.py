@@ -1,27 +1,43 @@
-"""Groups of completions without a model."""
+"""Groups of completions without a model, and streams of examples without a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data.stream import ExampleStream, build_stream
 from vlm_grpo.training.batch import StepAdvantages
 from vlm_grpo.training.objective import Advantages
 from vlm_grpo.types import Completion, Example, Group, Prompt, Score
+
+EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
+
+
+def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> ExampleStream:
+    sources = [{"source": f"{name}.jsonl", "task": "counting", "name": name} for name in counts]
+    weights = data.pop("weights", {})
+    for source in sources:
+        source |= {"weight": weights[source["name"]]} if source["name"] in weights else {}
+    settings = Settings(seed=seed, data={"train": sources, **data})
+    examples = [
+        Example(f"{name}/{n}", (), "?", n, source=name)
+        for name, c in counts.items()
+        for n in range(c)
+    ]
+    return build_stream(examples, settings)
 
 
 def make_group(
     *rewards: Mapping[str, float | None], name: str = "1", lengths: Sequence[int] | None = None
 ) -> Group:
-    """Build a group of completions with these rewards by name.
+    """Build a group of completions with these rewards by name; None where a reward is undefined.
 
-    Args:
-        rewards: for each completion its rewards; None where a reward is undefined.
-        name: id of the example.
-        lengths: numbers of tokens; by default 1 each. Token i of completion c is 10 · c + i.
+    ``lengths`` are numbers of tokens, by default 1 each. Token i of completion c is 10 · c + i.
     """
     prompt = Prompt(Example(name, (), "?", 0), "", (7, 8), {})
     completions = tuple(

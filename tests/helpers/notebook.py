@@ -12,12 +12,9 @@ from traitlets.config import Config
 
 
 def run_notebook(path: Path, folder: Path, changes: dict[str, str]) -> None:
-    """Run the code of a notebook in a folder.
+    """Run the code of a notebook in a folder, with changes of texts that occur once.
 
     What it prints, and the number of pictures it shows, are written to ``shown.json``.
-
-    Args:
-        changes: replacements of texts, each of which the code has once.
     """
     cells = json.loads(path.read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -63,8 +63,7 @@ def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:
 def run_rank(folders: list[Path], out: Path) -> None:
     """Write the results of all ranks to ``out``.
 
-    Args:
-        folders: a model, the same without the file of its weights, and one whose file is broken.
+    The folders have a model, the same without the file of its weights, and one with a broken file.
     """
     rank = int(os.environ["RANK"])
     work = out.parent / str(rank)

@@ -1,35 +1,81 @@
-"""A sampler outside the policy, without a server: a copy of the policy in a thread."""
+"""A sampler outside the policy, without a server: a copy of the policy in a thread, and the run
+that several ranks of ``tests/training/test_steps_ahead.py`` make with it."""
 
 from __future__ import annotations
 
 import copy
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from small_runs import small_run
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.training import rollout, trainer
 from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.utils.timing import StopRequest
+
+
+def make_run(folder: Path, model: Path, resume: bool) -> Settings:
+    """Return a run of four steps whose completions are generated one step ahead."""
+    ahead = {"sampler": "vllm", "vllm": {"urls": ["http://127.0.0.1:8000"]}, "steps_ahead": 1}
+    return small_run(folder, model, resume=resume, rollout=ahead)
+
+
+def train_on_ranks(folder: Path, model: Path, resume: bool) -> None:
+    """Train as one rank. A new run is stopped while rank 0 waits for its second rollout."""
+    stop, released = StopRequest(), threading.Event()
+
+    class Sampler(CopySampler):
+        def close(self) -> None:
+            released.set()
+            super().close()
+
+    def build_sampler(strategy: Strategy, settings: Settings) -> Sampler:
+        stopwatch = strategy.policy.stopwatch
+
+        def hang(number: int) -> None:
+            if number != 1 or resume or not strategy.accelerator.is_main_process:
+                return
+            for reached in (
+                lambda: "update" in stopwatch.seconds,
+                lambda: stopwatch.phase == "rollout",
+            ):
+                while not reached():
+                    time.sleep(0.001)
+            stop.signal = signal.SIGINT
+            released.wait()
+
+        return Sampler(strategy.policy, hang)
+
+    rollout.VllmSampler = build_sampler  # type: ignore[assignment, misc]
+    trainer.StopRequest = lambda *_: stop  # type: ignore[assignment, misc]
+    try:
+        trainer.train(make_run(folder, model, resume))
+    except trainer.Stopped:
+        assert not resume
 
 
 class CopySampler:
     """An outside sampler that generates with a copy of the policy, which gets its weights.
 
-    Args:
-        policy: the policy.
-        before: called in the thread before each rollout, with its number from 0.
-
-    Attributes:
-        sampled: for each rollout the version of its weights and the ids of its examples.
-        rests: how often it was told that nothing is left to sample.
+    ``before`` is called in the thread before each rollout, with its number from 0.
     """
 
     def __init__(self, policy: Policy, before: Callable[[int], None] = lambda number: None) -> None:
         self.policy, self.copy, self.before = policy, copy.deepcopy(policy), before
         self.thread = ThreadPoolExecutor(1)
         self.ready = self.thread.submit(lambda: None)
-        self.version, self.rests = -1, 0
+        self.version, self.rests = -1, 0  # rests: how often nothing was left to sample
+        # For each rollout the version of its weights and the ids of its examples.
         self.sampled: list[tuple[int, tuple[str, ...]]] = []
 
     def publish(self, version: int) -> None:

@@ -67,8 +67,7 @@ class PlainModel:
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probs of a completion's tokens and the distribution's entropies.
 
-        Args:
-            change: is applied to each image and its number.
+        ``change`` is applied to each image and its number.
         """
         loaded = [image.load() for image in prompt.example.images]
         images = [change(image, number) for number, image in enumerate(loaded)]
@@ -94,23 +93,14 @@ class PlainModel:
 
 @dataclass(frozen=True)
 class PlainStep:
-    """A step's groups, and the weights at the points of the run that its loss depends on.
-
-    Attributes:
-        groups: the raw groups: prompts, tokens and rewards.
-        reward_weights: weight of each reward by name.
-        before: the trained weights before the step's first update.
-        reference: the trained weights of the reference policy.
-        replayed: groups of an earlier step, with the weights before that step.
-        number: number of steps before it.
-    """
+    """A step's groups, and the trained weights at the points that its loss depends on."""
 
     groups: Sequence[Group]
     reward_weights: Mapping[str, float]
-    before: Weights
+    before: Weights  # before the step's first update
     reference: Weights
-    replayed: PlainStep | None = None
-    number: int = 0
+    replayed: PlainStep | None = None  # groups of an earlier step
+    number: int = 0  # of the steps before it
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,7 @@ def is_listening(port: int) -> bool:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until a condition holds.
-
-    Raises:
-        AssertionError: it does not hold in time.
-    """
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

@@ -1,48 +1,30 @@
 """The cases that the processes of a launch run in ``tests/dist/test_ranks.py``.
 
-``rank_setup.py`` explains the names of launches. The first rank of each writes the results of its
-cases to ``FOLDER/LAUNCH.pt``.
+A launch is named ``STRATEGY-RANKS``, such as ``fsdp-2``. A third part names a launch that makes a
+single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``), ``-oom`` or
+``-late``. Its first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shutil
+import signal
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from forked import run_ranks
-from rank_runs import (
-    begin_run,
-    evaluate_on_ranks,
-    fail_to_write_a_part,
-    remove_image,
-    resume_run,
-    run_out_of_memory,
-    run_with_a_late_rank,
-    train_and_read,
-)
-from rank_setup import (
-    BEGUN_BY,
-    BFLOAT16,
-    COMMUNICATION,
-    KINDS,
-    LOSSES,
-    STEPS,
-    STRATEGIES,
-    UNEVEN,
-    UNEVEN_CASES,
-    WEIGHTS,
-    WITH_INFINITE_GRADIENT,
-    WITH_ONEDNN,
-    make_run_settings,
-    make_settings,
-    prepare,
-)
+from PIL import Image
+from small_runs import TASK, save_tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -56,8 +38,322 @@ from vlm_grpo.dist import strategy as strategies
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.sharding import full_shape, gather_full
 from vlm_grpo.dist.strategy import DataParallel, Strategy
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.eval import generate
+from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.training.trainer import Trainer
+from vlm_grpo.training import trainer
+from vlm_grpo.training.checkpoint.store import CheckpointState, write_sharded_checkpoint
+from vlm_grpo.training.trainer import Trainer, train
+from vlm_grpo.training.update import Updater
+from vlm_grpo.types import Example
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
+STRATEGIES = {
+    "ddp": {},
+    "fsdp": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "fsdp_held": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"},
+    "hsdp": {
+        **FSDP,
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+    },
+    "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+STRATEGIES["fsdp_offload"] = {**STRATEGIES["fsdp"], "FSDP_OFFLOAD_PARAMS": "true"}
+for _stage, _parts in (("zero2", ("OPTIMIZER",)), ("zero3", ("OPTIMIZER", "PARAM"))):
+    _devices = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE": "cpu" for part in _parts}
+    STRATEGIES[f"{_stage}_offload"] = {**STRATEGIES[_stage], **_devices}
+"""The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
+keeps the layers gathered in the update; ``…_offload`` keeps weights and optimizer state in main
+memory."""
+
+STEPS = {"full": 3, "frozen_vision": 2, "lora": 2}
+"""Number of steps of each kind of weights. The second follows an update; the third follows an
+update with the optimizer's state, and starts the next epoch."""
+WEIGHTS = {
+    "full": {},
+    "frozen_vision": {"freeze": ["vision"]},
+    "lora": {"lora": {"r": 4, "alpha": 8}},
+}
+KINDS = {
+    "ddp-4": ("full",),
+    "fsdp-4": ("full",),
+    **dict.fromkeys(("hsdp-4", "zero2-2"), ("full", "lora")),
+}
+"""The kinds of weights of the launches that do not have all."""
+COMMUNICATION = {"ddp-4": (), "fsdp-4": (), "hsdp-4": ("full",)}
+"""The kinds of weights with which a launch counts its communication, if not both."""
+BFLOAT16 = {
+    **dict.fromkeys(("ddp-2", "fsdp-2", "zero3-2"), ("full", "lora")),
+    **dict.fromkeys(("fsdp_held-2", "zero2-2"), ("full",)),
+}
+"""The kinds of weights of each launch that also run in bfloat16. Weights are cast alike by both
+forms of FSDP2 and by both stages of DeepSpeed."""
+WITH_ONEDNN = ("steps, frozen_vision", "steps, lora")
+"""The cases with oneDNN's products, which each process compiles for every number of rows."""
+WITH_INFINITE_GRADIENT = ("ddp-1", "zero2-2", "zero3-2")
+LOSSES = {"grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}}
+"""The types of loss with normalizers of their own, over all ranks."""
+UNEVEN: dict[str, dict[str, Any]] = {
+    "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},
+    "a reference and two updates": {
+        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2}
+    },
+    "a reference in the reward": {
+        "objective": {"beta": 0.05, "reference_refresh_every": "never", "kl_in": "reward"}
+    },
+    # A supervised step, whose examples without an image are one group, and the first rollout.
+    "a warm start": {"warm_start": {"steps": 1, "lr": 1e-4}},
+    # Two sources with other prompts and rewards. Updates would magnify the rounding of gradients
+    # that are almost 0, as Adam divides each by its own size.
+    "a mixture": {"task": "mixed", "optim": {"lr": 0.0}},
+    "a curriculum and replay": {
+        "data": {"curriculum": {"pool": 2}},
+        "objective": {"replay": {}},
+        "rollout": {"num_generations": 2},
+    },
+    # The first row has no image, so no rank ever has one; every rank has the same example.
+    "one example": {"data": {"train_limit": 1}},
+    # Completions of one token that stop at once have equal rewards: no group has an advantage.
+    "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
+}
+"""Settings under which ranks differ in their number of groups, passes or images."""
+_IN_THE_UPDATE = (
+    *("a reference and two updates", "a warm start", "one example", "nothing to learn"),
+)
+_OF_EXAMPLES = ("a mixture", "a curriculum and replay")
+_WITHOUT_GROUPS = ("one example", "nothing to learn")
+UNEVEN_CASES = {
+    **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
+    "fsdp-2": ("resampled groups", *_IN_THE_UPDATE),
+    **dict.fromkeys(("fsdp_held-2", "zero2-2", "zero3-2"), _IN_THE_UPDATE),
+    "ddp-4": ("resampled groups", "a warm start", *_WITHOUT_GROUPS, *_OF_EXAMPLES),
+    "fsdp-4": _WITHOUT_GROUPS,
+}
+"""The cases of ``UNEVEN`` by launch. Each strategy has those that differ in the update; on four
+ranks it has those in which some ranks have none, and DDP those that are dealt out differently."""
+BEGUN_BY = {
+    "fsdp-2-resumed": "fsdp-2",
+    "fsdp_held-2-resumed": "ddp-1",
+    "ddp-1-resumed": "fsdp_held-2",
+    "fsdp_offload-2-resumed": "fsdp-2",
+    "fsdp-4-resumed": "fsdp_held-2",
+    "zero2-2-resumed": "fsdp-2",
+    "zero3-2-resumed": "zero2-2",
+    "fsdp-2-resumed_zero3": "zero3-2",
+    "ddp-1-resumed_zero2": "zero2-2",
+}
+"""The launch whose run each launch resumes. ``ddp-1`` has made two steps of its run; the others
+were terminated in the middle of the third."""
+
+
+def prepare(folder: Path) -> None:
+    """Write the model, the task, and twelve rows, every third without an image."""
+    save_tiny_model(folder / "model")
+    (folder / "letters.py").write_text(TASK)
+    random = np.random.default_rng(0)
+    rows = []
+    for index in range(12):
+        size = (56 + 28 * (index % 4), 56)
+        pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        images = [] if index % 3 == 0 else [f"{index}.png"]
+        rows.append({"id": str(index), "images": images, "question": "Write.", "answer": "abc"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_settings(folder: Path, name: str, **changes: Any) -> Settings:
+    """Build the settings of a run on the files of ``prepare``; ``changes`` override its blocks."""
+    values: dict[str, Any] = {
+        "name": name,
+        "task": str(folder / "letters.py"),
+        "model": str(folder / "model"),
+        "output_dir": str(folder / "runs"),
+        "data": {"train": str(folder / "rows.jsonl")},
+        "policy": {"dtype": "float32"},
+        # Stop strings make the lengths differ, and with them the types of loss.
+        "rollout": {"num_generations": 4, "max_completion_length": 5, "stop": list("aeiourstln")},
+        # Five prompts are uneven on two and on four ranks; a micro-batch holds one or two groups.
+        "optim": {"lr": 1e-5, "prompts_per_step": 5, "max_steps": 6, "max_tokens_per_batch": 100},
+        "logging": {"samples_every": 0, "trackers": []},
+    }
+    for block, value in changes.items():
+        default = values.get(block)
+        values[block] = {**default, **value} if isinstance(default, dict) else value
+    if values["task"] == "mixed":
+        own = {"source": str(folder / "rows.jsonl"), "task": str(folder / "letters.py")}
+        options = {"weights": {"letters": 0.5}, "instruction": "Use letters."}
+        half = {**own, "name": "half", "task_options": options, "limit": 5}
+        values["data"] = {"train": [{**own, "name": "plain", "weight": 2.0}, half]}
+    return Settings.model_validate(values)
+
+
+def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
+    """Build the settings of a run of four steps that depend on everything in a checkpoint.
+
+    These are the weights, the optimizer's state, and the first weights as the reference. Launches
+    of ``fsdp_held`` and of DeepSpeed write sharded checkpoints.
+    """
+    return make_settings(
+        folder,
+        launch,
+        **{
+            "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
+            # Adam's first steps enlarge what rounding differs in; a larger rate changes samples.
+            "optim": {"lr": 2e-4, "max_steps": 4},
+            "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
+            **changes,
+        },
+    )
+
+
+class SelfTermination(StopRequest):
+    """A request that sends this process a SIGTERM while it samples the third step."""
+
+    steps = 0
+
+    @property
+    def reason(self) -> str | None:
+        """The reason, which the trainer reads before each step."""
+        self.steps += 1
+        return super().reason
+
+    def check(self) -> None:
+        if self.steps == 3 and self.signal is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.signal is not None:
+            raise StepInterrupted
+
+
+def train_and_read(settings: Settings) -> list[dict[str, float]]:
+    """Train, and return the run's metrics.
+
+    The end of a run destroys the process group, so a launch makes one run at most.
+    """
+    train(settings)
+    return [json.loads(line) for line in (settings.run_dir / "metrics.jsonl").open()]
+
+
+def begin_run(folder: Path, launch: str) -> list[dict[str, float]]:
+    """Make the part of a run after which other launches resume it."""
+    if launch == "ddp-1":
+        return train_and_read(make_run_settings(folder, launch, optim={"lr": 2e-4, "max_steps": 2}))
+    # Only the last rank receives the signal.
+    stop_request = SelfTermination() if _is_last_rank() else StopRequest()
+    trainer.StopRequest = lambda *_: stop_request  # type: ignore[assignment, misc]
+    try:
+        train_and_read(make_run_settings(folder, launch))
+    except Stopped as stopped:
+        return [{"steps": int("after step 2 of 4" in str(stopped))}]
+    raise AssertionError("the run was not stopped")
+
+
+def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
+    """Resume the run that another launch has begun."""
+    settings = make_run_settings(folder, launch, resume=True)
+    accelerator = build_accelerator(settings)
+    if accelerator.is_main_process:
+        shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
+    accelerator.wait_for_everyone()
+    return train_and_read(settings)
+
+
+def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
+    """Write a checkpoint whose last part cannot be written; return this rank's error, and files."""
+    accelerator = build_accelerator(make_settings(folder, launch))
+    checkpoints = folder / "failed"
+
+    def write_weights(part: Path) -> None:
+        (part / "weights").touch()
+        if accelerator.is_last_process:
+            raise OSError("no space")
+
+    state = CheckpointState({}, {})
+    try:
+        write_sharded_checkpoint(accelerator, checkpoints, 1, state, write_weights)
+    except (OSError, UserError) as error:
+        return [str(error), [path.name for path in checkpoints.iterdir()]]
+    return []
+
+
+def run_out_of_memory(folder: Path, launch: str) -> list[str]:
+    """Train until the last rank runs out of memory in its second step; return this rank's error."""
+    settings = make_run_settings(folder, launch, checkpoint={"every": 1})
+    is_last, backward = _is_last_rank(), Updater._backward  # noqa: SLF001
+
+    def fail_in_second_step(self: Updater, micro: MicroBatch, *rest: Any) -> Any:
+        if is_last and self.scheduler.last_epoch == 1 and len(micro.rows) > 1:
+            torch.empty(1 << 50)  # a real failure to allocate
+        return backward(self, micro, *rest)
+
+    Updater._backward = fail_in_second_step  # type: ignore[method-assign] # noqa: SLF001
+    try:
+        train(settings)
+    except UserError as error:
+        rank = "last" if is_last else "first"
+        (folder / f"{launch}.{rank}").write_text(str(error))
+        return [str(error)]
+    raise AssertionError("the run did not fail")
+
+
+def run_with_a_late_rank(folder: Path, launch: str) -> None:
+    """Train until the last rank hangs in its second step, which ends the processes."""
+    settings = make_run_settings(folder, launch, checkpoint={"every": 1}, ddp_timeout=2)
+    is_last, backward = _is_last_rank(), Updater._backward  # noqa: SLF001
+
+    def hang_in_second_step(self: Updater, *rest: Any) -> Any:
+        if is_last and self.scheduler.last_epoch == 1:
+            time.sleep(200)
+        return backward(self, *rest)
+
+    Updater._backward = hang_in_second_step  # type: ignore[method-assign] # noqa: SLF001
+    train(settings)
+
+
+def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:
+    """Evaluate examples that several ranks share; return all scores, and how many are this rank's,
+    or the error.
+    """
+    generate.CHUNK_EXAMPLES = 1
+    scored: list[str] = []
+
+    def count(task: Any, texts: Any, examples: Any, **options: Any) -> Any:
+        scored.extend(texts)
+        return trainer.sampler.scorer(task, texts, examples, **options)
+
+    scorer: Any = count
+    try:
+        with trainer.strategy.gathered():
+            found = evaluate_policy(
+                trainer.policy, trainer.task, examples, trainer.settings, scorer
+            )
+    except UserError as error:
+        return [str(error)]
+    return [[(row["id"], row["rewards"]["letters"]) for row in found.rows], len(scored)]
+
+
+def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
+    """Return the examples with the image of one missing."""
+    (image,) = examples[index].images
+    missing = replace(image, path=Path("missing.png"))
+    return [*examples[:index], replace(examples[index], images=(missing,)), *examples[index + 1 :]]
+
+
+def _is_last_rank() -> bool:
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
 
 CHECKED: set[str] = set()
 """Policy settings of the trainers of this process."""
@@ -132,10 +428,9 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
 
 
 def compare_with_one_exchange(settings: Settings) -> list[Any]:
-    """Run a step whose gradients are sent in the backward pass, and one that sends them after it.
+    """Run a step that sends its gradients in the backward pass, and one that sends them after it.
 
-    Returns:
-        Whether the gradients are equal bit for bit, and the number of buckets sent in the pass.
+    Return whether the gradients are equal bit for bit, and the number of buckets sent in the pass.
     """
     sent, reduce_gradients = [], DataParallel.reduce_gradients
 
@@ -156,9 +451,7 @@ def compare_with_one_exchange(settings: Settings) -> list[Any]:
 def skip_infinite_gradient(trainer: Trainer) -> list[Any]:
     """Run a step in which one rank's gradient is infinite, and a normal one.
 
-    Returns:
-        The number of skipped updates of the first step, whether it left the weights unchanged, and
-        the number of skipped updates of the second.
+    Return the skipped updates of the first, whether it kept the weights, and those of the second.
     """
     strategy = trainer.strategy
     before, passes = _copy_weights(strategy), strategy.passes
@@ -204,13 +497,8 @@ class CommunicationCounter(TorchDispatchMode):
 def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
     """Count the communication of one step, and the weights from which the guide derives it.
 
-    Args:
-        trainer: one that has made a step, since the first step also gathers the weights and creates
-            the optimizer's state.
-
-    Returns:
-        One dict: calls and bytes by collective, the number of passes, and numbers of weights: of
-        the model, of the trained ones, of the sharded ones, and of those in the layers.
+    The trainer has made a step: the first one also gathers the weights and creates the optimizer's
+    state.
     """
     passes = []
     make_passes = trainer.strategy.passes

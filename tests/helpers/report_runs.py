@@ -41,13 +41,10 @@ def make_run(
     policy: Callable[[Task, Example, float, random.Random], str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the folder of a run and return its path.
+    """Write the folder of a run, named after its task and seed, and return its path.
 
-    Args:
-        folder: the parent folder; the run is named after its task and seed.
-        skill: share of right answers at the first and the last step.
-        policy: writes a completion for a task, an example, a skill and a random generator.
-        overrides: settings that replace those of the recipe.
+    ``skill`` is the share of right answers at the first and the last step; ``policy`` writes a
+    completion for a task, an example, a skill and a random generator.
     """
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}

@@ -62,11 +62,7 @@ def save_tiny_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
 
 
 def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
-    """Return settings of four steps of three prompts with the model in ``source``.
-
-    Args:
-        changes: blocks of settings that override them.
-    """
+    """Return settings of four steps of three prompts with the model in ``source``, and changes."""
     task = folder / "letters.py"
     draft = task.with_suffix(f".{os.getpid()}")  # several ranks may write it while others read it
     draft.write_text(TASK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import noise_example, tiny_model
+from tiny_models import make_prompt, noise_example, tiny_model
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
@@ -16,7 +16,6 @@ from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Prompt
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -59,9 +58,7 @@ def build_policy(
 
 
 def build_prompt(policy: Policy, side: int = 112) -> Prompt:
-    return policy.prompts.build(
-        policy.prompts.with_resized_sizes(noise_example("a", [(side, side)])), PlainQuestion()
-    )
+    return make_prompt(policy, noise_example("a", [(side, side)]))
 
 
 def build_batch(prompt: Prompt, group: int = 3, length: int = 5) -> MicroBatch:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import torch
-from rank_setup import STRATEGIES, make_settings
+from rank_cases import STRATEGIES, make_settings
 from safetensors.torch import load_file
 from transfer_server import GPU, run_transfer_server
 

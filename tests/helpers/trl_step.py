@@ -60,17 +60,8 @@ def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Ca
 def make_trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(
-            use_bias_correction_kl=settings.use_bias_correction_kl,
-            delta=settings.delta,
-            sapo_temperature_pos=settings.sapo_temperature_pos,
-            sapo_temperature_neg=settings.sapo_temperature_neg,
-            vespo_k_pos=settings.vespo_k_pos,
-            vespo_lambda_pos=settings.vespo_lambda_pos,
-            vespo_k_neg=settings.vespo_k_neg,
-            vespo_lambda_neg=settings.vespo_lambda_neg,
-            steps_per_generation=accumulation,
-        ),
+        # The settings have TRL's names.
+        args=SimpleNamespace(**settings.model_dump(), steps_per_generation=accumulation),
         accelerator=SimpleNamespace(
             num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
         ),

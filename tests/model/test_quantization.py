@@ -11,8 +11,7 @@ import torch
 from bitsandbytes.autograd._functions import matmul_4bit
 from family_models import BUILDERS
 from family_policies import build_family_model, build_prompts, make_batch
-from float64_steps import use_float64_recurrence
-from gradients import relative_distance
+from gradients import relative_distance, use_float64_recurrence
 from small_runs import (
     StopAt,
     assert_same_run,

@@ -7,8 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import Browser, wait_until
-from report_page import NEEDS_BROWSER, get_entries, get_position, read_last_evaluation, set_filter
+from browser import (
+    NEEDS_BROWSER,
+    Browser,
+    get_entries,
+    get_position,
+    read_last_evaluation,
+    set_filter,
+    wait_until,
+)
 from report_runs import TASKS, load_few_examples, make_group, write_alarms
 
 from vlm_grpo.report import build_report, compare_runs

@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from browser import Browser, wait_until
-from report_page import (
+from browser import (
     NEEDS_BROWSER,
+    Browser,
     drag,
     get_chart,
     get_entries,
@@ -18,6 +18,7 @@ from report_page import (
     get_ticks,
     read_last_evaluation,
     set_filter,
+    wait_until,
 )
 from report_runs import make_run
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from forked import run_ranks
-from rank_setup import prepare
+from rank_cases import prepare
 from safetensors.torch import load_file
 from small_runs import LORA
 from tiny_models import make_prompt, noise_example, tiny_policy

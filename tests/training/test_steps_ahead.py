@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 from forked import run_ranks
-from outside import CopySampler
+from outside import CopySampler, make_run, train_on_ranks
 from small_runs import LORA, StopAt, assert_same_run, make_trainer, read_metrics, read_samples
-from steps_ahead_ranks import make_run, train_on_ranks
 
 from vlm_grpo.config.rollout import RolloutSettings, VllmSettings
 from vlm_grpo.config.run import Settings

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_policies import build_family_policy
-from float64_steps import use_float64_recurrence
-from gradients import output_and_gradients, relative_error
+from gradients import output_and_gradients, relative_error, use_float64_recurrence
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 

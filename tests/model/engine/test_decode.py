@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_steps import TracedStep
 from family_policies import build_family_policy
 from tiny_models import (
     FAMILIES,
@@ -21,7 +22,6 @@ from tiny_models import (
     tiny_policy,
 )
 from torch import Tensor
-from traced_steps import TracedStep
 
 from vlm_grpo.model.engine import shared
 from vlm_grpo.model.engine.graphs import DecodeStep

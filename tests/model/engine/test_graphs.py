@@ -10,11 +10,10 @@ import compiled_steps
 import forked
 import pytest
 import torch
+from compiled_steps import RecordedCuda, TracedStep
 from family_policies import build_family_policy
-from recorded_cuda import RecordedCuda
 from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
-from traced_steps import TracedStep
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import RolloutSettings

@@ -9,8 +9,7 @@ import pytest
 import torch
 from family_models import BUILDERS
 from family_policies import build_family_policy, make_batch, score_alone
-from float64_steps import use_float64, use_float64_recurrence
-from gradients import relative_distance
+from gradients import relative_distance, use_float64, use_float64_recurrence
 from tiny_models import (
     FAMILIES,
     add_lora,

@@ -16,8 +16,7 @@ from family_policies import (
     score_alone,
     score_each_alone,
 )
-from float64_steps import use_float64_recurrence
-from gradients import relative_distance
+from gradients import relative_distance, use_float64_recurrence
 from small_runs import make_trainer, read_metrics, small_run
 from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, sampled_logprobs
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from streams import EXAMPLES, build_mixture
+from groups import EXAMPLES, build_mixture
 
 from vlm_grpo.config.methods import CurriculumSettings
 from vlm_grpo.data.stream import ExampleStream, StreamCursor
