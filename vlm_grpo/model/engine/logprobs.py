@@ -84,7 +84,7 @@ def score_tokens(
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     one_pass = has_weight_only and not weight.requires_grad and not settings.with_entropy
     if has_weight_only and with_gradient and not one_pass:
-        return TokenScores(*_RecomputedHead.apply(hidden, weight, targets, positions, settings))  # type: ignore[misc]
+        return TokenScores(*_RecomputedHead.apply(settings, hidden, weight, targets, positions))  # type: ignore[misc]
 
     def score(hidden: Tensor, targets: Tensor, positions: Tensor) -> TokenScores:
         return score_logits(head(hidden), targets, positions, settings)
@@ -92,7 +92,7 @@ def score_tokens(
     parts: list[TokenScores] = []
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
         if one_pass and with_gradient:
-            logprobs, is_top = _FrozenHead.apply(h, weight, y, t, settings)  # type: ignore[misc]
+            logprobs, is_top = _FrozenHead.apply(settings, h, weight, y, t)  # type: ignore[misc]
             parts.append(TokenScores(logprobs, None, is_top))
         elif torch.is_grad_enabled():
             parts.append(checkpoint(score, h, y, t, use_reentrant=False))  # type: ignore[arg-type]
@@ -122,13 +122,9 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        settings: ScoringSettings,
+        ctx: Any, settings: ScoringSettings, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
+        hidden, weight, targets, positions = tensors
         logits = settings.distribution(product(hidden, weight), positions)
         probs = logits.softmax(-1)
         # Computed from the logits: the log of a small probability would lose digits.
@@ -144,7 +140,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None, None
+        return None, gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None
 
 
 class _RecomputedHead(torch.autograd.Function):
@@ -152,18 +148,14 @@ class _RecomputedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        settings: ScoringSettings,
+        ctx: Any, settings: ScoringSettings, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        hidden, weight, targets, positions = tensors
         kind = hidden.device.type
         ctx.settings = settings
         ctx.is_autocast = is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         ctx.dtype = torch.get_autocast_dtype(kind) if ctx.is_autocast else weight.dtype
-        ctx.save_for_backward(hidden, weight, targets, positions)
+        ctx.save_for_backward(*tensors)
         rows, cast = settings.chunk_tokens or len(targets), weight.to(ctx.dtype)
         parts = [
             score_logits(product(h.to(ctx.dtype), cast), y, t, settings)
@@ -180,7 +172,7 @@ class _RecomputedHead(torch.autograd.Function):
         settings = replace(ctx.settings, with_top=False)
         rows, cast = settings.chunk_tokens or len(targets), weight.detach().to(ctx.dtype)
         d_hidden, d_weight = torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             wide = torch.promote_types(weight.dtype, torch.float32)
             d_weight = torch.zeros_like(weight, dtype=wide)
         for start in reversed(range(0, len(targets), rows)):
@@ -202,4 +194,4 @@ class _RecomputedHead(torch.autograd.Function):
                     d_weight.split(count), d_logits.split(count, dim=1), strict=True
                 ):
                     total += outer(part, h) if h.dtype == torch.float32 else part.T @ h
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        return None, d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None

@@ -86,19 +86,18 @@ class ImageEncoder:
             self._passes = None
 
 
-def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
+def split_passes(vision: Sequence[dict]) -> list[list[dict]]:
     """Split images into passes of at most ``ENCODER_PATCHES`` patches, or of one larger image."""
-    part: list[dict] = []
-    patches = 0
+    parts: list[list[dict]] = []
+    room = 0
     for image in vision:
         count = len(image["pixel_values"])
-        if part and patches + count > ENCODER_PATCHES:
-            yield part
-            part, patches = [], 0
-        part.append(image)
-        patches += count
-    if part:
-        yield part
+        if not parts or count > room:
+            parts.append([])
+            room = ENCODER_PATCHES
+        parts[-1].append(image)
+        room -= count
+    return parts
 
 
 class DetachedFeatures:
