@@ -44,8 +44,7 @@ from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan
 from vlm_grpo.model.families import Family
 from vlm_grpo.model.families.family import ALL_LAYERS, RECURRENT_TYPES, Masks
 
-ATTENTION_NAME = "shared_prefix"
-"""Name of this attention in transformers' registry."""
+ATTENTION_NAME = "shared_prefix"  # name of this attention in transformers' registry
 SEGMENTS_NAME = "flash_segments"
 """Name of the vision tower's attention. transformers passes segments undivided only to attention
 with "flash" in its name."""

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 from vlm_grpo.types import ImageRef, Prompt
 
-PREFILL_TOKENS = 16_384
-"""Maximum number of tokens prefilled at once, or those of one longer prompt."""
+PREFILL_TOKENS = 16_384  # maximum number of tokens prefilled at once, or those of one longer prompt
 ENCODER_PATCHES = 65_536
 """Maximum number of patches per pass: 12.8 million pixels in patches of 14 × 14."""
 LOGIT_BYTES = 5 * 4 + 2 * 8
 """Bytes per logit of a sampled token, besides the logit: copies in float32, and the order and sums
 of the probabilities."""
-RECENT_IMAGES = 64
-"""Number of decoded images kept for other examples that use them."""
+RECENT_IMAGES = 64  # number of decoded images kept for other examples that use them
 ROUNDED_AT_ONCE = 1 << 24
 """Number of updated values that are rounded stochastically at once, with 4 random bytes each."""
 
@@ -28,8 +26,7 @@ class GroupSlice:
     prompt: Prompt
     completions: tuple[tuple[int, ...], ...]
     """Token ids of each completion, at least one token each."""
-    rows: tuple[int, ...]
-    """Index of each completion among all completions of the step."""
+    rows: tuple[int, ...]  # index of each completion among all completions of the step
 
     @property
     def num_tokens(self) -> int:

@@ -33,8 +33,7 @@ from vlm_grpo.model.transfer import copy_to
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
-MAX_SCORES = 2**24
-"""Maximum number of attention scores held at once by plain matrix products."""
+MAX_SCORES = 2**24  # maximum number of attention scores held at once by plain matrix products
 CAUSAL_BLOCK = 128
 """Queries per block of causal attention by plain matrix products: a single product over all keys
 would spend half of its work on masked scores."""
@@ -44,12 +43,9 @@ class Layer(NamedTuple):
     """An attention layer of the language model."""
 
     index: int
-    kind: str
-    """Its type in transformers' configuration."""
-    scaling: float
-    """Factor on the dot products."""
-    window: int | None = None
-    """Number of tokens that each token sees, itself included; None: all."""
+    kind: str  # its type in transformers' configuration
+    scaling: float  # factor on the dot products
+    window: int | None = None  # number of tokens that each token sees, itself included; None: all
     cap: float | None = None
     """Scores become cap · tanh(score / cap) (Gemma 2: 2024, arXiv:2408.00118), which no kernel
     computes; None: they stay."""

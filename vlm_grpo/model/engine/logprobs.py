@@ -36,12 +36,9 @@ class ScoringSettings:
     """How tokens are scored."""
 
     distribution: SamplingDistribution
-    chunk_tokens: int = 0
-    """Number of tokens whose logits are computed at once; 0: all."""
-    with_entropy: bool = False
-    """Also compute entropies, with gradient."""
-    with_top: bool = False
-    """Also find out which tokens are the likeliest at their places."""
+    chunk_tokens: int = 0  # number of tokens whose logits are computed at once; 0: all
+    with_entropy: bool = False  # also compute entropies, with gradient
+    with_top: bool = False  # also find out which tokens are the likeliest at their places
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,8 @@ from vlm_grpo.model.transfer import copy_to
 class SamplingDistribution:
     """The distribution over next tokens that both sampler and scorer derive from the logits."""
 
-    temperature: float = 1.0
-    """Divisor of the logits; 0 means greedy (scored as 1)."""
-    banned: tuple[int, ...] = ()
-    """Tokens of probability 0 (image, video and vision markers)."""
+    temperature: float = 1.0  # divisor of the logits; 0 means greedy (scored as 1)
+    banned: tuple[int, ...] = ()  # tokens of probability 0 (image, video and vision markers)
     eos: tuple[int, ...] = ()
     """End-of-sequence tokens, also banned in the first ``min_new_tokens`` positions."""
     min_new_tokens: int = 0
@@ -62,16 +60,11 @@ class SamplingSettings:
     """Settings of the sampler."""
 
     distribution: SamplingDistribution
-    max_completion_length: int
-    """Maximum number of tokens per completion, end-of-sequence included."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion once its text contains one of them."""
-    top_k: int = 0
-    """Keep only the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens with at least this mass; 1.0 keeps all."""
-    min_p: float = 0.0
-    """Drop tokens below this fraction of the highest probability; 0.0 keeps all."""
+    max_completion_length: int  # maximum number of tokens per completion, end-of-sequence included
+    stop: tuple[str, ...] = ()  # strings that end a completion once its text contains one of them
+    top_k: int = 0  # keep only the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this mass; 1.0 keeps all
+    min_p: float = 0.0  # drop tokens below this fraction of the highest probability; 0.0 keeps all
     with_entropies: bool = False
 
     @property

@@ -44,15 +44,13 @@ from vlm_grpo.utils.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 
-LENGTH_BUCKET = 64
-"""Smallest number of tokens of each completion that a captured step attends to."""
+LENGTH_BUCKET = 64  # smallest number of tokens of each completion that a captured step attends to
 CHECK_EVERY = 8
 """Steps between two reads of the finished completions; 1 on the CPU, where reading is free."""
 KEPT_SHARE = 0.1
 """Largest share of the device's memory that a cache may take to be kept, with its captured steps,
 between rollouts."""
-KEPT_STEPS = 256
-"""Largest number of captured steps that are kept between rollouts."""
+KEPT_STEPS = 256  # largest number of captured steps that are kept between rollouts
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,7 @@ class PackedRow:
     """Index in the row of the hidden state that predicts each target: the prompt's last one for the
     first token of each completion."""
     targets: Int[np.ndarray, " M"]
-    target_positions: Int[np.ndarray, " M"]
-    """Index of each target within its completion."""
+    target_positions: Int[np.ndarray, " M"]  # index of each target within its completion
 
 
 def pack_row(
