@@ -101,35 +101,18 @@ def score_with_gradients(
     return logprobs.detach(), grads
 
 
-def with_lora(policy: Policy) -> None:
-    add_lora(policy, ["q_proj", "v_proj", "down_proj"])
-
-
-def with_checkpointing(policy: Policy) -> None:
-    enable_gradient_checkpointing(policy.model)
-
-
-def with_recomputed_mlp(policy: Policy) -> None:
-    enable_gradient_checkpointing(policy.model, "mlp")
-
-
-CHANGES = {
-    "none": (),
-    "lora": (with_lora,),
-    "checkpointing": (with_checkpointing,),
-    "mlp": (with_recomputed_mlp,),
-    "both": (with_checkpointing, with_lora),
-}
-
-
-@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize(
+    ("part", "lora"),
+    [("none", False), ("none", True), ("full", False), ("mlp", False), ("full", True)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_repeated_in_float32(family: str, changes: str) -> None:
+def test_shared_equals_repeated_in_float32(family: str, part: Any, lora: bool) -> None:
     results = []
     for is_shared in (True, False):
         policy = tiny_policy(family, is_shared)
-        for change in CHANGES[changes]:
-            change(policy)
+        enable_gradient_checkpointing(policy.model, part)
+        if lora:
+            add_lora(policy, ["q_proj", "v_proj", "down_proj"])
         results.append(score_with_gradients(policy))
     (logprobs, grads), (expected, expected_grads) = results
     # float32 through three layers

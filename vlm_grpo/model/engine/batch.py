@@ -33,14 +33,6 @@ class GroupSlice:
         """Tokens in the packed row: a completion's last token is predicted, never fed."""
         return len(self.prompt.token_ids) + sum(len(c) - 1 for c in self.completions)
 
-    def split_in_half(self) -> tuple[GroupSlice, GroupSlice]:
-        middle = len(self.rows) // 2
-        first, second = slice(middle), slice(middle, None)
-        return (
-            GroupSlice(self.prompt, self.completions[first], self.rows[first]),
-            GroupSlice(self.prompt, self.completions[second], self.rows[second]),
-        )
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -95,8 +87,10 @@ def _split(piece: GroupSlice, max_tokens: int) -> Iterator[GroupSlice]:
     if piece.num_tokens <= max_tokens or len(piece.rows) == 1:
         yield piece
         return
-    for half in piece.split_in_half():
-        yield from _split(half, max_tokens)
+    middle = len(piece.rows) // 2
+    for half in (slice(middle), slice(middle, None)):
+        part = GroupSlice(piece.prompt, piece.completions[half], piece.rows[half])
+        yield from _split(part, max_tokens)
 
 
 def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]) -> int:

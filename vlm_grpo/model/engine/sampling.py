@@ -68,10 +68,6 @@ class SamplingSettings:
     with_entropies: bool = False
 
     @property
-    def is_greedy(self) -> bool:
-        return self.distribution.temperature == 0
-
-    @property
     def truncates(self) -> bool:
         """True if the sampler excludes tokens that the scorer does not."""
         return bool(self.top_k or self.min_p or self.top_p < 1)
@@ -175,7 +171,7 @@ class SamplerState:
         probs = adjusted.softmax(-1)
         if self.settings.with_entropies:
             self.entropies[rows, positions] = _compute_entropy(adjusted, probs).float()
-        if self.settings.is_greedy:
+        if self.settings.distribution.temperature == 0:
             tokens = adjusted.argmax(-1)
         else:
             if self.settings.truncates:
