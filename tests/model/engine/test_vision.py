@@ -12,8 +12,7 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.model.engine import vision as vision_module
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.model.engine.repeated import Counters
-from vlm_grpo.model.engine.vision import DetachedFeatures, ImageEncoder, _tensors, split_passes
+from vlm_grpo.model.engine.vision import DetachedFeatures, _tensors, split_passes
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import ImageRef
@@ -85,19 +84,6 @@ def test_images_are_encoded_in_passes_of_limited_size(monkeypatch: pytest.Monkey
     images = [{"pixel_values": torch.zeros(patches, 1)} for patches in (3, 3, 3, 7, 2, 4)]
     sizes = [[len(image["pixel_values"]) for image in part] for part in split_passes(images)]
     assert sizes == [[3, 3], [3], [7], [2, 4]]
-
-
-def test_features_of_a_frozen_tower_are_kept_until_they_are_cleared() -> None:
-    policy = tiny_policy("qwen2_5_vl")
-    encoder = ImageEncoder(policy.family, policy.model, False, policy.stopwatch)
-    prompts = [make_prompt(policy, noise_example("a", [(56, 56)]))]
-    counters = Counters()
-    encoder(prompts, counters)
-    encoder(prompts, counters)
-    assert counters.encoder_passes == 1
-    encoder.cache.clear()
-    encoder(prompts, counters)
-    assert counters.encoder_passes == 2
 
 
 @pytest.mark.parametrize("in_one_kernel", [True, False])
