@@ -204,12 +204,6 @@ def test_a_clip_is_encoded_once_per_group() -> None:
     assert policy.counters.encoder_passes == 5  # with gradient, once more
 
 
-def test_other_families_refuse_videos() -> None:
-    policy = build_family_policy("internvl", torch.float32)
-    with pytest.raises(UserError, match="example odd: it has a video, which only Qwen2-VL"):
-        make_prompt(policy, CLIPS[0])
-
-
 SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 
 
