@@ -68,23 +68,19 @@ TARGETS = {
         "training/objective/test_trl.py test_wiring.py "
         "training/objective/test_brute_force_kl.py training/test_targets_trl.py",
     ),
-    "model/engine/attention.py": (
-        0.2,
-        "model/engine/test_shared.py model/engine/test_devices.py model/engine/test_decode.py",
-    ),
+    "model/engine/attention.py": (0.2, "model/engine/test_shared.py model/engine/test_devices.py"),
     "model/engine/batch.py": (0.3, "model/engine/test_shared.py"),
-    "model/engine/kv_cache.py": (0.08, "model/engine/test_decode.py"),
+    "model/engine/kv_cache.py": (0.08, "model/engine/test_shared.py"),
     "model/engine/linear.py": (0.08, ""),
     "model/engine/logprobs.py": (0.3, "test_wiring.py"),
     "model/engine/repeated.py": (
         0.12,
-        "model/engine/test_decode.py model/engine/test_shared.py model/engine/test_sampling.py "
-        "model/test_policy.py",
+        "model/engine/test_shared.py model/engine/test_sampling.py model/test_policy.py",
     ),
-    "model/engine/sampling.py": (0.2, "model/engine/test_decode.py test_wiring.py"),
+    "model/engine/sampling.py": (0.2, "model/engine/test_shared.py test_wiring.py"),
     "model/engine/shared.py": (
         0.1,
-        "model/engine/test_decode.py model/engine/test_graphs.py model/engine/test_kv_cache.py "
+        "model/engine/test_graphs.py model/engine/test_kv_cache.py "
         "model/test_policy.py test_wiring.py",
     ),
     "model/engine/vision.py": (0.2, "test_wiring.py"),

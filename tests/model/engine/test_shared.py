@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_steps import TracedStep
 from family_models import BUILDERS
 from family_policies import build_family_policy, make_batch, score_alone
 from gradients import relative_distance, use_float64, use_float64_recurrence
@@ -26,7 +27,6 @@ from tiny_models import (
     tiny_policy,
 )
 from torch import Tensor
-from traced_steps import TracedStep
 from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.recipes import load_settings
