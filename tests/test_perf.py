@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import importlib
-import importlib.util
 import json
 import os
 import re
@@ -13,6 +11,8 @@ import select
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ import torch
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from transformers import Qwen2_5_VLConfig
 
+from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.layers import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.workload import PromptSize, estimate_workload
 from vlm_grpo.utils.openmp import WAITING
 
@@ -44,7 +46,7 @@ ENGINES = {"shared": OURS, "trl": RUN | {"seconds": [10.0]}, "trl-vllm": RUN | {
 @pytest.fixture
 def perf(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "perf")
-    return importlib.import_module
+    return import_module
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -76,19 +78,27 @@ def test_parts_compare_what_the_goals_are_stated_for_and_should_take_eight_minut
     assert grid == {(*size, other) for size in sizes for other in ("trl", "trl-vllm")}
 
 
+@cache
+def measure_shape(size: str, policy: str) -> ModelShape:
+    """Return the shape of a public architecture under settings in JSON: seconds for each pair."""
+    found, settings = (
+        import_module("random_models").SIZES[size],
+        PolicySettings.model_validate_json(policy),
+    )
+    config = Qwen2_5_VLConfig(
+        text_config=found["text"],
+        vision_config=found["vision"],
+        tie_word_embeddings=found["text"]["tie_word_embeddings"],
+    )
+    shape = measure_layers(read_model_shape(config, settings), settings, on_cpu=False)
+    return replace(shape, checkpointing=settings.gradient_checkpointing)
+
+
 def plan(perf: Any, case: dict[str, Any]) -> int:
-    """Return the planned peak of a case, from the public architecture's configuration."""
+    """Return the planned peak of a case."""
     case = perf("plan_accuracy").DEFAULTS | {"dtype": "bfloat16", "image": 1008} | case
     settings = perf("plan_accuracy_step").make_settings(case)
-    size = perf("random_models").SIZES[case["size"]]
-    config = Qwen2_5_VLConfig(
-        text_config=size["text"],
-        vision_config=size["vision"],
-        tie_word_embeddings=size["text"]["tie_word_embeddings"],
-    )
-    shape = read_model_shape(config, settings.policy)
-    shape = measure_layers(shape, settings.policy, on_cpu=False)
-    shape = replace(shape, checkpointing=settings.policy.gradient_checkpointing)
+    shape = measure_shape(case["size"], settings.policy.model_dump_json())
     side = case["image"] // 14
     prompt = PromptSize(side**2 // 4 + 40, 0, side**2 * 1176, case["image"] ** 2)
     return estimate_memory(shape, estimate_workload(settings, prompt, shape)).peak
