@@ -37,6 +37,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TextIO
@@ -210,10 +211,7 @@ class Finder(ast.NodeVisitor):
 
     def __init__(self, module: str, source: bytes) -> None:
         self.module, self.source = module, source
-        lines = source.splitlines(keepends=True)
-        self.offsets = [0]
-        for line in lines:
-            self.offsets.append(self.offsets[-1] + len(line))
+        self.offsets = [*accumulate(map(len, source.splitlines(keepends=True)), initial=0)]
         self.scope: list[str] = []
         self.found: list[Mutant] = []
 
@@ -241,17 +239,10 @@ class Finder(ast.NodeVisitor):
     def _swap(self, node: Any, left: Any, operator: ast.AST, right: Any) -> None:
         """Replace the operator between two operands of a node."""
         if type(operator) in SWAPS:
-            stop, start = self._span(left)[1], self._span(right)[0]
+            (first, last), stop, start = self._span(node), self._span(left)[1], self._span(right)[0]
             between = self.source[stop:start].decode()
-            symbol = between.strip("() \n\\")
-            self._add(
-                node, self._replace(node, stop, start, between, symbol, SWAPS[type(operator)])
-            )
-
-    def _replace(self, node: Any, start: int, stop: int, between: str, old: str, new: str) -> str:
-        first, last = self._span(node)
-        middle = between.replace(old, new, 1)
-        return (self.source[first:start] + middle.encode() + self.source[stop:last]).decode()
+            middle = between.replace(between.strip("() \n\\"), SWAPS[type(operator)], 1).encode()
+            self._add(node, (self.source[first:stop] + middle + self.source[start:last]).decode())
 
     def visit_Module(self, node: ast.Module | ast.ClassDef) -> None:
         """Only function bodies are mutated."""
@@ -403,16 +394,12 @@ def find_functions() -> Functions:
 
 def apply(mutant: Mutant, functions: Functions) -> None:
     """Replace the code of the mutant's function, or of the one that contains it."""
-    source = read_source(mutant.module)
+    source, (name, _) = read_source(mutant.module), find_function(mutant)
     changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
-    line = source[: mutant.start].count(b"\n") + 1
-    before, after = (
-        list(_functions(compile(text, ROOT / "vlm_grpo" / mutant.module, "exec")))
-        for text in (source, changed)
-    )
-    (index,) = (index for index, code in enumerate(before) if line in _lines(code))
-    for function in functions[mutant.module, before[index].co_qualname]:
-        function.__code__ = after[index]
+    compiled = compile(changed, ROOT / "vlm_grpo" / mutant.module, "exec")
+    (code,) = (code for code in _functions(compiled) if code.co_qualname == name)
+    for function in functions[mutant.module, name]:
+        function.__code__ = code
 
 
 def _functions(code: CodeType) -> Iterator[CodeType]:
@@ -425,21 +412,8 @@ def _functions(code: CodeType) -> Iterator[CodeType]:
                 yield constant
 
 
-def _lines(code: CodeType) -> range:
-    """Return the lines of a function, with those of the functions inside it."""
-    last = max(line for _, _, line in code.co_lines() if line is not None)
-    inner = [_lines(c).stop for c in code.co_consts if isinstance(c, CodeType)]
-    return range(code.co_firstlineno, max([last + 1, *inner]))
-
-
 class Runner:
-    """A pytest plugin that runs the mutants in place of the collected tests.
-
-    Args:
-        mutants: the mutants.
-        jobs: number of mutants that run at once.
-        output: where results are printed.
-    """
+    """A pytest plugin that runs the mutants in place of the collected tests, ``jobs`` at once."""
 
     def __init__(self, mutants: Sequence[Mutant], jobs: int, output: TextIO) -> None:
         self.mutants, self.jobs, self.output = mutants, jobs, output
@@ -541,18 +515,27 @@ class Runner:
 
 def compute_checksum(mutant: Mutant) -> str:
     """Return the checksum of the function, or method, that the mutant changes."""
+    return hashlib.sha256(find_function(mutant)[1].encode()).hexdigest()[:12]
+
+
+def find_function(mutant: Mutant) -> tuple[str, str]:
+    """Return the name of the function, or method, that the mutant changes, and its code."""
     line = read_source(mutant.module)[: mutant.start].count(b"\n") + 1
-    (code,) = (code for lines, code in _list_functions(mutant.module) if line in lines)
-    return hashlib.sha256(code.encode()).hexdigest()[:12]
+    (found,) = (found for lines, *found in _list_functions(mutant.module) if line in lines)
+    return found[0], found[1]
 
 
 @cache
-def _list_functions(module: str) -> list[tuple[range, str]]:
-    """Return the lines of each function and method of a module, and its code without comments."""
-    nodes = ast.parse(read_source(module)).body
-    nodes += [node for parent in nodes if isinstance(parent, ast.ClassDef) for node in parent.body]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    return [(range(f.lineno, (f.end_lineno or f.lineno) + 1), ast.dump(f)) for f in functions]
+def _list_functions(module: str) -> list[tuple[range, str, str]]:
+    """Return the lines, the name and the code, without comments, of each function and method."""
+    found = []
+    for parent in ast.parse(read_source(module)).body:
+        prefix = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
+        for node in parent.body if isinstance(parent, ast.ClassDef) else [parent]:
+            if isinstance(node, ast.FunctionDef):
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                found.append((lines, prefix + node.name, ast.dump(node)))
+    return found
 
 
 def read_results(mutants: Sequence[Mutant]) -> list[dict[str, Any]]:
