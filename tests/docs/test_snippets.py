@@ -1,4 +1,4 @@
-"""The tasks of docs/batch-rewards.md do what the page says."""
+"""The Python blocks of docs/python.md and docs/batch-rewards.md run, and do what the pages say."""
 
 from __future__ import annotations
 
@@ -7,23 +7,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guide_commands import ROOT
 from judge_server import Reply, run_judge
+from PIL import Image
 
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 
-PAGE = Path(__file__).parents[2] / "docs/batch-rewards.md"
+BATCHES = (ROOT / "docs/batch-rewards.md").read_text("utf-8")
 ROW = Example("1", (), "What is it?", "dog")
+
+
+def run_blocks(page: Path) -> dict[str, Any]:
+    """Run a page's Python blocks in order, and return the names that they define."""
+    text, names = page.read_text("utf-8"), dict[str, Any](__name__="__main__")
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], str(page), "exec"), names)
+    return names
+
+
+def test_the_snippets_of_the_python_guide_run_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks(ROOT / "docs/python.md")
+    printed = capsys.readouterr().out
+    assert "before, " in printed
+    assert "fits       yes" in printed
+    assert names["result"].checkpoint == Path("runs/dots/checkpoints/step-6")
+    assert names["scores"].n == 12
+    assert len(names["answers"]) == 3
+    assert (names["folder"] / "model.safetensors").is_file()
+    Image.open("answer.png").close()
+    config = Path("runs/dots/config.yaml").read_text("utf-8")
+    # What the page says about objects in saved settings; a class of a file has the file's path.
+    assert "train: python" in config
+    assert "task: <class Dots>" in config
+    assert "tolerance: 4" in config
 
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """The names that the page's Python blocks define."""
-    found: dict[str, Any] = {"__name__": "__main__"}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.M):
-        exec(compile(block, str(PAGE), "exec"), found)
-    return found
+    return run_blocks(ROOT / "docs/batch-rewards.md")
 
 
 def test_variety_is_judged_within_a_group(names):
@@ -35,7 +60,7 @@ def test_variety_is_judged_within_a_group(names):
 
 
 def test_the_reward_of_a_group_has_ten_lines():
-    method = PAGE.read_text("utf-8").partition("    @reward(weight=0.2")[2].partition("```")[0]
+    method = BATCHES.partition("    @reward(weight=0.2")[2].partition("```")[0]
     assert len(method.splitlines()) <= 10
 
 
@@ -52,7 +77,7 @@ def test_the_judge_joins_another_task(names):
 
 
 def test_the_table_lists_the_options_of_the_judge(names):
-    text = PAGE.read_text("utf-8").partition("## A judge")[2]
+    text = BATCHES.partition("## A judge")[2]
     rows = [row for row in text.splitlines() if row.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert set(listed) == set(vars(names["Judged"])["__annotations__"])
