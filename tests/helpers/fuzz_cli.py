@@ -10,7 +10,6 @@ files, and with status 2 leave the files as they were. ``--only 17`` runs and sh
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -20,14 +19,16 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from PIL import Image
+import dataset_files
+from dataset_files import png
 
 from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
@@ -70,51 +71,41 @@ MUTANTS = 12
 
 
 def write_files(folder: Path) -> None:
-    """Write everything that needs no model."""
+    """Write everything that needs no model, and go to the folder."""
     os.chdir(folder)
-    Path("tiny.yaml").write_text(RECIPE)
-    Path("images").mkdir()
-    for number in range(3):
-        Image.new("RGB", (64, 56 + number), "white").save(f"images/{number}.png")
-    shutil.copy("images/0.png", "photo.png")
     rows = [
         {"id": f"r{n}", "image": f"images/{n}.png", "question": "How many?", "answer": n}
         for n in range(3)
     ]
-    write_rows("rows.jsonl", rows)
-    write_rows("text.jsonl", [{"id": c, "question": "Which?", "answer": c} for c in "abc"])
-    write_rows("outputs.jsonl", [{"id": row["id"], "output": "1"} for row in rows])
-    Path("letters.py").write_text(TASK.replace("PARSE", "pass"))
-    _write_odd_files()
-
-
-def _write_odd_files() -> None:
-    Path("raises.py").write_text("raise RuntimeError('no')\n")
-    Path("exits.py").write_text("import sys\nsys.exit(3)\n")
-    Path("exits_later.py").write_text(TASK.replace("PARSE", "raise SystemExit(3)"))
-    Path("syntax.py").write_text("class Task(\n")
-    Path("empty.py").touch()
-    Path("empty.jsonl").touch()
-    Path("binary.jsonl").write_bytes(bytes(range(256)))
-    Path("binary.yaml").write_bytes(bytes(range(256)))
-    Path("list.yaml").write_text("- a\n")
-    Path("deep.yaml").write_text("task: " + "[" * 1000 + "]" * 1000)
-    Path("deep.jsonl").write_text("[" * 100_000)
-    Path("cut.png").write_bytes(Path("photo.png").read_bytes()[:40])
-    Path("text.png").write_text("not an image")
-    Path("folder").mkdir()
+    files: dict[str, Any] = {
+        "tiny.yaml": RECIPE,
+        **{f"images/{n}.png": png(64, 56 + n) for n in range(3)},
+        "photo.png": png(64, 56),
+        "rows.jsonl": rows,
+        "text.jsonl": [{"id": c, "question": "Which?", "answer": c} for c in "abc"],
+        "outputs.jsonl": [{"id": row["id"], "output": "1"} for row in rows],
+        "letters.py": TASK.replace("PARSE", "pass"),
+        "raises.py": "raise RuntimeError('no')\n",
+        "exits.py": "import sys\nsys.exit(3)\n",
+        "exits_later.py": TASK.replace("PARSE", "raise SystemExit(3)"),
+        "syntax.py": "class Task(\n",
+        **dict.fromkeys(("empty.py", "empty.jsonl"), ""),
+        **dict.fromkeys(("binary.jsonl", "binary.yaml"), bytes(range(256))),
+        "list.yaml": "- a\n",
+        "deep.yaml": "task: " + "[" * 1000 + "]" * 1000,
+        "deep.jsonl": "[" * 100_000,
+        "cut.png": png(64, 56)[:40],
+        "text.png": "not an image",
+        "model/config.json": {"model_type": "bert"},
+        "rows.csv": '{"id": 1}\n',
+        "runs/unfinished/config.yaml": RECIPE,
+    }
+    dataset_files.write_files(folder, files)
+    for name in ("folder", "runs/unfinished/checkpoints"):
+        Path(name).mkdir()
     Path("loop").symlink_to("loop")
     Path("dangling").symlink_to("nowhere")
     os.mkfifo("pipe")
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "bert"}')
-    write_rows("rows.csv", [{"id": 1}])
-    Path("runs/unfinished/checkpoints").mkdir(parents=True)
-    shutil.copy("tiny.yaml", "runs/unfinished/config.yaml")
-
-
-def write_rows(name: str, rows: Sequence[object]) -> None:
-    Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def write_mutants(rng: random.Random) -> None:
