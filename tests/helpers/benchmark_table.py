@@ -40,14 +40,12 @@ def build_tables() -> tuple[str, str, str]:
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [f"| {' | '.join(row[column] for column in columns)} |" for row in rows]
     return "\n".join(lines)
 
 
 def build_cells(name: str) -> dict[str, str]:
-    """Return a benchmark's cells by column."""
     benchmark = load_benchmark(name)
     return {
         "benchmark": benchmark.title,

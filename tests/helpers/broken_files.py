@@ -23,7 +23,6 @@ XML, TAR = "Annotations/a.xml", "shard-0.tar"
 
 
 def change(value: Any, path: str, new: Any) -> Any:
-    """Return a copy of a JSON value with one part replaced or removed."""
     changed = copy.deepcopy(value)
     *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     inner = changed

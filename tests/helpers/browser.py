@@ -79,7 +79,6 @@ class Browser:
         self._folder.cleanup()
 
     def open(self, path: Path) -> None:
-        """Open a file from disk."""
         self._call("POST", "/url", {"url": path.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -138,7 +137,6 @@ _CODES = {"ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "+": 187, "0": 48}
 
 
 def wait_until(browser: Browser, condition: str, seconds: float = 5.0) -> None:
-    """Wait until a JavaScript expression is true."""
     deadline = time.monotonic() + seconds
     while not browser.run(f"return Boolean({condition})"):
         if time.monotonic() > deadline:
@@ -158,17 +156,14 @@ def set_filter(browser: Browser, name: str, value: str) -> None:
 
 
 def get_entries(browser: Browser) -> list[dict]:
-    """Return the entries that match the filters, in order."""
     return browser.run("return state.shown")
 
 
 def get_position(browser: Browser) -> str:
-    """Return the position of the current entry, such as "3 of 16"."""
     return browser.run("return document.getElementById('position').textContent")
 
 
 def read_last_evaluation(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's last evaluation."""
     path = sorted((run / "evaluation").glob("step-*.jsonl"))[-1]
     return [json.loads(line) for line in path.read_text().splitlines()]
 

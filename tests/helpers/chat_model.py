@@ -32,8 +32,6 @@ def fail_some(failure: Reply, which: Callable[[str], bool]) -> Callable[[str, in
 
 @dataclass
 class ChatModel:
-    """The model of a server."""
-
     answer: Answer = count_by_checksum  # to a question and its first image
     # The failure by the question and the number of equal ones before; None: it is answered.
     fail: Callable[[str, int], Reply | None] = lambda text, earlier: None
@@ -85,7 +83,6 @@ def get_text(body: Any) -> str:
 
 
 def get_images(body: Any) -> list[Image.Image]:
-    """Return the images of a request's last message."""
     parts = body["messages"][-1]["content"]
     urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     data = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]

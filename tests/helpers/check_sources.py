@@ -25,8 +25,6 @@ _NAME = re.compile(r"`(?:--)?([\w./<>-]+)")
 
 @dataclass(frozen=True)
 class Source:
-    """A cited file or folder."""
-
     repository: str  # owner and name
     commit: str  # or tag
     path: str
@@ -53,7 +51,6 @@ def read_names(page: str) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def find_problem(source: Source, clone: str) -> str | None:
-    """Return what is wrong with a source, or None."""
     if _git(clone, "cat-file", "-e", f"{source.commit}:{source.path}") is None:
         return f"{source.repository} has no {source.path} at {source.commit}"
     if source.text is None:

@@ -116,7 +116,6 @@ def count_steps(run: Settings) -> int:
 
 
 def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float, kills: Kills) -> None:
-    """Resume the run and kill it."""
     asynchronous = rng.choice(["true", "false"])
     run = make_settings(
         folder, "broken", steps, "resume=true", f"checkpoint.asynchronous={asynchronous}"

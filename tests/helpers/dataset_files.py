@@ -23,14 +23,12 @@ from vlm_grpo.task.registry import load_task
 
 
 def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    """Return the image's bytes in a file format."""
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
 def png(width: int = 64, height: int = 48, shade: int = 200) -> bytes:
-    """Return an encoded image of one color."""
     return encode_image(Image.new("RGB", (width, height), (shade, 10, 10)))
 
 

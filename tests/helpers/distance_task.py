@@ -7,8 +7,6 @@ from vlm_grpo.types import Example
 
 
 class Distance(Task):
-    """A task whose primary metric is an error, undefined without an answer."""
-
     primary_metric = "error"
     lower_is_better = True
 

@@ -291,7 +291,6 @@ def draw_invocation(rng: random.Random, commands: list[str] | None = None) -> li
 
 
 def misspell(word: str, rng: random.Random) -> str:
-    """Drop, double or change one letter."""
     at = rng.randrange(len(word) + 1)
     return word[:at] + rng.choice(["", word[at : at + 1] * 2, "x", "-", "="]) + word[at + 1 :]
 

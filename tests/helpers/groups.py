@@ -48,7 +48,6 @@ def make_group(
 
 
 def make_advantages(own: Tensor, tokens: Tensor | None = None) -> StepAdvantages:
-    """Return these advantages of the completions of one rank."""
     none = torch.zeros(0)
     return StepAdvantages(own, Advantages(own, none, none.bool(), own == own), tokens)
 

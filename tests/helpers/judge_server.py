@@ -30,8 +30,6 @@ class Reply:
 
 @dataclass
 class JudgeServer:
-    """A running server."""
-
     address: str  # up to /v1
     requests: list[tuple[str, Mapping[str, str], Any]] = field(default_factory=list)  # with headers
 

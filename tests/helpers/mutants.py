@@ -207,8 +207,6 @@ class Mutant:
 
 
 class Finder(ast.NodeVisitor):
-    """A finder of the possible mutants of a module."""
-
     def __init__(self, module: str, source: bytes) -> None:
         self.module, self.source = module, source
         self.offsets = [*accumulate(map(len, source.splitlines(keepends=True)), initial=0)]
@@ -360,7 +358,6 @@ def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
 
 
 def list_test_files(mutant: Mutant) -> list[str]:
-    """Return the test files of the mutant's module, in order."""
     path = Path(mutant.module)
     own = str(path.with_name(f"test_{path.name}"))
     files = [own] * (ROOT / "tests" / own).exists() + TARGETS[mutant.module][1].split()
@@ -547,7 +544,6 @@ def read_results(mutants: Sequence[Mutant]) -> list[dict[str, Any]]:
 
 
 def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
-    """Run the mutants, and print and store their results."""
     RESULTS.parent.mkdir(exist_ok=True)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pytest's own output

@@ -54,7 +54,6 @@ class PlainModel:
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        """Set the trained weights."""
         assert set(weights) == set(self.trained)
         for name, value in weights.items():
             self.trained[name].copy_(value)

@@ -17,13 +17,11 @@ def is_alive(pid: int) -> bool:
 
 
 def is_listening(port: int) -> bool:
-    """Return whether a process listens at a port of this machine."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

@@ -226,7 +226,6 @@ class SelfTermination(StopRequest):
 
     @property
     def reason(self) -> str | None:
-        """The reason, which the trainer reads before each step."""
         self.steps += 1
         return super().reason
 
@@ -345,7 +344,6 @@ def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any
 
 
 def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
-    """Return the examples with the image of one missing."""
     (image,) = examples[index].images
     missing = replace(image, path=Path("missing.png"))
     return [*examples[:index], replace(examples[index], images=(missing,)), *examples[index + 1 :]]
@@ -398,7 +396,6 @@ def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
 
 
 def full_gradient(weight: nn.Parameter) -> Tensor:
-    """Return the unsharded gradient under any strategy."""
     grad = weight.grad
     if grad is None:  # held by DeepSpeed
         grad = importlib.import_module("deepspeed.utils").safe_get_full_grad(weight)
@@ -621,7 +618,6 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
 
 
 def run_rank(folder: Path, launch: str) -> None:
-    """Run the cases of a launch in this process."""
     os.environ |= STRATEGIES[launch.split("-")[0]]
     strategies.OVERLAP_BYTES = 1 << 14  # several buckets of the tiny model
     rank, results = os.environ.get("RANK", "0"), {}
@@ -637,7 +633,6 @@ def run_rank(folder: Path, launch: str) -> None:
 
 
 def run_launch(folder: Path, launch: str) -> None:
-    """Run the processes of a launch."""
     if not (folder / "rows.jsonl").exists():
         prepare(folder)
     status = 2 if launch.endswith("-late") else 0

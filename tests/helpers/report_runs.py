@@ -100,7 +100,6 @@ def load_few_examples(
 
 
 def make_group(task: Task, example: Example, texts: list[str]) -> Group:
-    """Return a group with the given completions and their scores."""
     prompt = Prompt(example, task.prompt(example), (0,), {})
     completions = tuple(
         Completion((0,) * len(text), (-0.1,) * len(text), text, _get_stop_reason(text), (0.5,))
@@ -130,7 +129,6 @@ def write_completion(task: Task, example: Example, skill: float, generator: rand
 
 
 def write_alarms(run: Path, alarms: list[Mapping[str, Any]]) -> None:
-    """Write alarms into a run's folder."""
     lines = "".join(json.dumps(alarm) + "\n" for alarm in alarms)
     (run / "alarms.jsonl").write_text(lines, encoding="utf-8")
 

@@ -12,8 +12,6 @@ import pytest
 
 
 class SmallDisk:
-    """A mounted file system in memory."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._filler = folder / "filler"
@@ -24,7 +22,6 @@ class SmallDisk:
         self._filler.write_bytes(b"x" * max(0, status.f_bavail * status.f_frsize - leaving))
 
     def make_room(self) -> None:
-        """Remove the file that fills the disk."""
         self._filler.unlink()
 
 

@@ -137,14 +137,12 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
-    """Check that the weights of two checkpoints are equal bit for bit."""
     first, second = load_weights(a), load_weights(b)
     assert set(first) == set(second)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def assert_same_run(a: Path, b: Path, last: str = "step-4") -> None:
-    """Check that two runs have the same weights, metrics and samples."""
     assert read_metrics(a) == read_metrics(b)
     assert read_samples(a) == read_samples(b)
     assert_same_weights(a / "checkpoints" / last, b / "checkpoints" / last)

@@ -99,7 +99,6 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
-    """Build a random model of the family and its processor."""
     tokenizer, (prefix, vision), third = tiny_tokenizer(), VISION[family], family == "qwen3_vl"
     edge = 32 if third else 28  # of an image token in pixels
     pixels = {"shortest_edge": edge**2, "longest_edge": 64 * edge**2}
@@ -197,7 +196,6 @@ def noise_clip(
 
 
 def make_prompt(policy: Policy, example: Example) -> Prompt:
-    """Build the example's prompt for ``PlainQuestion``."""
     return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
 
 
@@ -239,7 +237,6 @@ def sample_groups(
 
 
 def pack_groups(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> MicroBatch:
-    """Put all completions into one micro-batch."""
     slices, row = [], 0
     for prompt, group in zip(prompts, groups, strict=True):
         rows = tuple(range(row, row + len(group)))
@@ -254,7 +251,6 @@ def sampled_logprobs(groups: list[tuple[Completion, ...]]) -> Tensor:
 
 
 def add_lora(policy: Policy, target_modules: list[str]) -> None:
-    """Add a LoRA adapter with random weights to the policy's model."""
     torch.manual_seed(1)
     get_peft_model(policy.model, LoraConfig(r=4, target_modules=target_modules))
     for name, weight in policy.model.named_parameters():

@@ -28,8 +28,6 @@ ANSWERS: dict[str, Any] = {
 
 
 class TransferServer:
-    """The state of a server, as its requests change it."""
-
     def __init__(self) -> None:
         self.url = ""
         self.calls: list[str] = []  # paths, without those that only ask
@@ -42,7 +40,6 @@ class TransferServer:
         self.name = "default"  # of its weights
 
     def respond(self, path: str, body: Any) -> dict[str, Any]:
-        """Return the response to a request."""
         if path in ANSWERS:
             return ANSWERS[path]
         self.calls.append(path)

@@ -102,7 +102,6 @@ def count_memory(counts: Counts) -> Iterator[None]:
 
 @contextmanager
 def count_work() -> Iterator[Counts]:
-    """Count the block's operations and host reads."""
     counts: Counts = {}
     with _Reads() as reads, _Operations() as operations:
         yield counts
@@ -182,7 +181,6 @@ def measure_step() -> Counts:
 
 
 def measure_all() -> dict[str, Counts]:
-    """Return the counts of all fixed steps."""
     found = {"step": measure_step(), "decode step on a GPU, bfloat16": measure_kernels()}
     for precision in ("float32", "bfloat16"):
         work = measure_work(precision)
