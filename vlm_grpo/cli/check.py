@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vlm_grpo.cli.common import (
-    ImageRoot,
-    MaxPixels,
-    ModelName,
-    TaskName,
-    load_prompts,
-    parse_data_options,
-)
+from vlm_grpo.cli.common import ImageRoot, load_prompts, parse_data_options
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    task: TaskName,
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Name of a task, or a .py file.")],
     options: Annotated[
         list[str] | None,
         typer.Argument(
@@ -59,8 +52,17 @@ def check(
         Path | None,
         typer.Option(help="Folder of the images of --against; default: that of --data."),
     ] = None,
-    model: ModelName = None,
-    max_pixels: MaxPixels = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hub name of a model, or embedded: build every prompt for it, without "
+            "its weights."
+        ),
+    ] = None,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pixel budget of an image; default: that of the model."),
+    ] = None,
     token_side: Annotated[
         int | None,
         typer.Option(

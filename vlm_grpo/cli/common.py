@@ -33,17 +33,8 @@ RecipeTask = Annotated[
     str | None,
     typer.Option("--task", help="Task to use instead of the recipe's: a name or a .py file."),
 ]
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="Name of a task, or a .py file.")]
 ImageRoot = Annotated[
     Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Folder or Hub name of a model, or embedded: build every prompt for it, without its "
-        "weights.",
-    ),
 ]
 ServerUrl = Annotated[
     str | None,
@@ -86,9 +77,6 @@ FrameName = Annotated[
         help="Coordinate frame of boxes, of which the model is not known: original, resized, "
         "permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4.",
     ),
-]
-MaxPixels = Annotated[
-    int | None, typer.Option(min=1, help="Pixel budget of an image; default: that of the model.")
 ]
 
 

@@ -44,66 +44,61 @@ _MAX_TABLE_ROWS = 50
 CHECKPOINT_SETTINGS = {"model", "model_revision", "task_options", "policy", "rollout", "evaluation"}
 """Settings that the evaluation of a checkpoint on a benchmark takes from its training."""
 
-RecipeOrBenchmark = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|BENCHMARK|TASK",
-        help="A recipe; with --data a benchmark; with --predictions also a task.",
-    ),
-]
 Checkpoint = Annotated[
     str | None,
     typer.Option(
         metavar="RUN", help="A run, whose newest checkpoint it is, RUN@step, RUN@best, or a folder."
     ),
 ]
-BenchmarkRows = Annotated[
-    str | None,
-    typer.Option(help="Rows of the benchmark, as its converter wrote them, or of the task."),
-]
-Predictions = Annotated[
-    Path | None, typer.Option(help="Outputs to score instead of running a model.")
-]
-Layout = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help="Format of --predictions: predictions (the default: JSON Lines of id and output), "
-        "or the output of an evaluation by vlm_r1, r1_v or lmms_eval.",
-    ),
-]
-Tags = Annotated[
-    bool | None,
-    typer.Option(
-        help="With a task: read answers from <answer> tags only, or from the full output only; "
-        "default: from the tags of outputs that have them."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="With a task: print one JSON object per row.")]
-Split = Annotated[
-    str | None, typer.Option(help="Split whose published results to print for comparison.")
-]
 
 
 def evaluate(
     context: typer.Context,
-    recipe: RecipeOrBenchmark,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|BENCHMARK|TASK",
+            help="A recipe; with --data a benchmark; with --predictions also a task.",
+        ),
+    ],
     overrides: Overrides = None,
     task: RecipeTask = None,
     checkpoint: Checkpoint = None,
-    data: BenchmarkRows = None,
-    predictions: Predictions = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Rows of the benchmark, as its converter wrote them, or of the task."),
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(help="Outputs to score instead of running a model.")
+    ] = None,
     frame: FrameName = None,
-    layout: Layout = None,
-    split: Split = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Format of --predictions: predictions (the default: JSON Lines of id and output), "
+            "or the output of an evaluation by vlm_r1, r1_v or lmms_eval.",
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split whose published results to print for comparison.")
+    ] = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
     api_key_env: ApiKeyEnv = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
     price: Price = None,
-    tags: Tags = None,
-    as_json: AsJson = False,
+    tags: Annotated[
+        bool | None,
+        typer.Option(
+            help="With a task: read answers from <answer> tags only, or from the full output only; "
+            "default: from the tags of outputs that have them."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With a task: print one JSON object per row.")
+    ] = False,
     image_root: ImageRoot = None,
 ) -> None:
     """Score a model on held-out examples, with n and a 95 % interval.
@@ -134,6 +129,8 @@ def evaluate(
     With --frame resized every prediction also has "seen": [[width, height]], the size in pixels to
     which the model resized each image.
     """
+    from vlm_grpo.benchmarks.definition import benchmark_names
+
     values = overrides or []
     for override in values:
         if override.startswith("checkpoint="):  # an option, not a setting
@@ -153,7 +150,8 @@ def evaluate(
         _refuse_benchmark(recipe)
         if predictions is not None or split is not None:
             raise UserError("--predictions and --split need rows: give --data")
-    is_task = predictions is not None and _is_task(recipe)
+    is_benchmark = recipe in benchmark_names() or Path(recipe).suffix in (".yaml", ".yml")
+    is_task = predictions is not None and not is_benchmark
     if not is_task and (tags is not None or as_json or image_root is not None):
         raise UserError("--tags, --json and --image-root need a task and --predictions")
     if data is not None and task is not None:
@@ -187,12 +185,6 @@ def evaluate(
         from vlm_grpo.eval.benchmark import evaluate_benchmark
 
         evaluate_benchmark(recipe, settings, folder, split, endpoint)
-
-
-def _is_task(name: str) -> bool:
-    from vlm_grpo.benchmarks.definition import benchmark_names
-
-    return name not in benchmark_names() and Path(name).suffix not in (".yaml", ".yml")
 
 
 def _refuse_benchmark(name: str) -> None:
