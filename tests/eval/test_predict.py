@@ -94,14 +94,6 @@ def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(
     assert "model" not in vars(predictor)
 
 
-def test_overrides_change_the_settings_of_the_model() -> None:
-    prediction = predict_embedded(
-        "grounding", task="grounding", overrides=["rollout.max_completion_length=2"]
-    )
-    assert len(prediction.completion.token_ids) == 2
-    assert prediction.completion.stop == "length"
-
-
 def test_a_parser_that_raises_is_named() -> None:
     Path("bad.py").write_text(
         "from vlm_grpo.task import Task, reward\n"

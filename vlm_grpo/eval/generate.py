@@ -476,19 +476,16 @@ class PredictionLog:
 
     def __init__(self, folder: Path, request: Mapping[str, Any], rank: int = 0) -> None:
         self.folder = folder
-        text = json.dumps(request, sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()
         folder.mkdir(parents=True, exist_ok=True)
         request_path = folder / "request.json"
-        values = json.loads(text)
-        if request_path.exists() and (other := _list_differences(request_path, digest, values)):
+        values = json.loads(json.dumps(request, sort_keys=True, default=str))
+        if request_path.exists() and (other := _list_differences(request_path, values)):
             raise UserError(
                 f"{folder} has predictions of another evaluation:\n{bullets(other, 10)}\n"
                 "choose another folder with name=…, or delete this one"
             )
         if rank == 0:
-            content = {"digest": digest, "request": values}
-            write_atomic(request_path, json.dumps(content, indent=1).encode())
+            write_atomic(request_path, json.dumps({"request": values}, indent=1).encode())
         self.path = folder / "predictions.jsonl"
         self.rank_path = folder / f"predictions-{rank}.jsonl"
         self.outputs: dict[OutputKey, str] = {}
@@ -523,12 +520,9 @@ def _format_lines(
     return "".join(lines).encode(errors="backslashreplace")
 
 
-def _list_differences(path: Path, digest: str, request: Mapping[str, Any]) -> list[str]:
+def _list_differences(path: Path, request: Mapping[str, Any]) -> list[str]:
     try:
-        saved = json.loads(path.read_text("utf-8"))
-        if saved["digest"] == digest:
-            return []
-        old, new = flatten(saved["request"]), flatten(request)
+        old, new = flatten(json.loads(path.read_text("utf-8"))["request"]), flatten(request)
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{path.name} cannot be read"]
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
