@@ -15,7 +15,7 @@ import forked
 import pytest
 import torch
 from PIL import Image
-from small_disk import small_disk
+from processes import small_disk
 from small_runs import (
     StopAt,
     assert_same_run,

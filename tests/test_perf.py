@@ -20,7 +20,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+from family_policies import POLICIES, build_batch, build_policy, build_prompt
 from transformers import Qwen2_5_VLConfig
 
 from vlm_grpo.config.policy import PolicySettings

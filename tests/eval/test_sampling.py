@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from distance_task import Distance
 from evaluations import read_jsonl
+from small_tasks import Distance
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples

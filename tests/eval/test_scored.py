@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from distance_task import Distance
+from small_tasks import Distance
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.data.loading import Mixed

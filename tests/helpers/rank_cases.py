@@ -24,12 +24,14 @@ import numpy as np
 import torch
 from forked import run_ranks
 from PIL import Image
+from safetensors.torch import load_file
 from small_runs import TASK, save_tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transfer_server import GPU, run_transfer_server
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
@@ -43,12 +45,39 @@ from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import evaluate_policy
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.serve import weights
+from vlm_grpo.serve.server import Server
+from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import trainer
 from vlm_grpo.training.checkpoint.store import CheckpointState, write_sharded_checkpoint
 from vlm_grpo.training.trainer import Trainer, train
-from vlm_grpo.training.update import Updater
+from vlm_grpo.training.update import Updater, build_updater
 from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
+
+
+def send_weights(folder: Path, launch: str) -> None:
+    """Send them to a server of this process, then to one of the first process only."""
+    os.environ |= STRATEGIES[launch]
+    weights.get_device_id = lambda device: GPU
+    weights.PART_BYTES = 1 << 16
+    settings = make_settings(folder, launch)
+    accelerator = build_accelerator(settings)
+    policy = load_policy(settings)
+    expected = load_file(folder / "model" / "model.safetensors")
+    strategy = build_updater(policy, settings, accelerator).strategy
+    assert any(isinstance(w, weights.Sharded) for w in strategy.weights().values())
+    transfer = DirectTransfer(strategy, IpcChannel(torch.device("cpu")), may_load=True)
+    for every_rank in (True, False):
+        with run_transfer_server() as server:
+            has_server = every_rank or accelerator.is_main_process
+            servers = [Server(server.url, 60)] if has_server else []
+            assert transfer.send(servers) == {}
+            accelerator.wait_for_everyone()
+            assert len(server.weights) == (len(expected) if has_server else 0)
+            for name, found in server.weights.items():
+                assert torch.equal(found, expected[name]), name
+
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",

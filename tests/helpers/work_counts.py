@@ -19,8 +19,8 @@ from typing import Any
 import meta_device
 import pytest
 import torch
+from family_policies import POLICIES, build_batch, build_policy, build_prompt
 from small_runs import make_embedded_trainer
-from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 import torch
 from family_models import BUILDERS
+from family_policies import POLICIES, build_batch, build_policy, build_prompt
 from tiny_models import FAMILIES, tiny_model
-from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from work_counts import measure_saved_bytes

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_policies import POLICIES, build_batch, build_policy, build_prompt
 from tiny_models import FAMILIES, tiny_model, tiny_policy
-from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlm_grpo.config.policy import PolicySettings

@@ -14,12 +14,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from forked import run_ranks
-from rank_cases import prepare
+from rank_cases import prepare, send_weights
 from safetensors.torch import load_file
 from small_runs import LORA
 from tiny_models import make_prompt, noise_example, tiny_policy
 from torch import Tensor
-from transfer_ranks import send_weights
 from transfer_server import GPU, TransferServer, run_transfer_server
 from transformers.core_model_loading import revert_weight_conversion
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from pixels import Pixels
+from small_tasks import Pixels
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from processes import SmallDisk, small_disk
 from safetensors import SafetensorError
-from small_disk import SmallDisk, small_disk
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.atomic_io import append_durable, explain_disk_full, write_atomic

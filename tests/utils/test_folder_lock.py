@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import wait_for
-from small_disk import small_disk
+from processes import small_disk, wait_for
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils import folder_lock

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from family_models import BUILDERS
+from family_policies import build_batch
 from gradients import relative_distance
 from tiny_models import add_lora, make_prompt, noise_example, tiny_model, tiny_policy
-from tiny_policies import build_batch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from family_policies import build_family_policy
+from gpu_standins import use_plain_varlen
 from gradients import output_and_gradients, relative_error, use_float64_recurrence
 from torch import Tensor
-from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.model.engine import attention, kernels
 from vlm_grpo.model.engine.attention import (

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from family_policies import build_family_policy
+from gpu_standins import use_plain_varlen
 from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
 from transformers import CONFIG_MAPPING
-from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels

@@ -13,6 +13,7 @@ import torch
 from compiled_steps import TracedStep
 from family_models import BUILDERS
 from family_policies import build_family_policy, make_batch, score_alone
+from gpu_standins import use_plain_varlen
 from gradients import relative_distance, use_float64, use_float64_recurrence
 from tiny_models import (
     FAMILIES,
@@ -27,7 +28,6 @@ from tiny_models import (
     tiny_policy,
 )
 from torch import Tensor
-from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu_standins import use_plain_varlen
 from gradients import relative_distance
 from tiny_models import FAMILIES, make_prompt, noise_example, tiny_policy
-from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.model.engine import vision as vision_module
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack

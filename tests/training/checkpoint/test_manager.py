@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded_copies import record_copies
+from gpu_standins import record_copies
 from safetensors.torch import load_file, save_file
 from small_runs import (
     LORA,

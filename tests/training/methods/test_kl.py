@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_copies import record_copies
+from gpu_standins import record_copies
 from small_runs import SMALL, make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings

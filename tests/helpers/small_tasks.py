@@ -1,12 +1,33 @@
-"""A task for workers, in a module that imports no more than a task does.
+"""Tasks for workers, in a module that imports no more than a task does.
 
 A test's own module may import libraries whose loading takes longer than the limit of a reward.
 """
 
 from __future__ import annotations
 
-from vlm_grpo.task import Task, reward
+from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
+
+
+class Distance(Task):
+    primary_metric = "error"
+    lower_is_better = True
+
+    def parse(self, text: str, example: Example) -> float | None:
+        return float(text) if text else None
+
+    def write(self, answer: float, example: Example) -> str:
+        if answer == 13:
+            raise RuntimeError("a user's method")
+        return f"{answer:.0f}"
+
+    @reward()
+    def near(self, answer: float, example: Example) -> float:
+        return 1.0 / (1.0 + abs(answer - example.answer))
+
+    @metric(without_answer=None)
+    def error(self, answer: float, example: Example) -> float:
+        return abs(answer - example.answer)
 
 
 class Pixels(Task):

@@ -1,4 +1,4 @@
-"""A plain form of PyTorch's variable-length attention kernel, which runs on CUDA only."""
+"""Stand-ins for what only a GPU has: copies to and from it, and packed attention."""
 
 from __future__ import annotations
 
@@ -67,3 +67,32 @@ def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute packed attention as on CUDA, with the plain kernel."""
     monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
     monkeypatch.setattr(kernels, "varlen_attn", plain_varlen_attn)
+
+
+def record_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Treat tensors as if they were on a GPU; return the list that records calls."""
+    calls: list[Any] = []
+    empty, methods = torch.empty, {name: getattr(Tensor, name) for name in ("copy_", "to")}
+
+    def allocate(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        calls.extend(["pin"] * pin_memory)
+        return empty(*args, **kwargs)
+
+    def copy(name: str) -> Any:
+        def call(x: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+            calls.append(f"{name}{' without waiting' * non_blocking}")
+            return methods[name](x, *args, **kwargs)
+
+        return call
+
+    def pin(x: Tensor) -> Tensor:
+        calls.append("pin")
+        return x
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    for name in methods:
+        monkeypatch.setattr(Tensor, name, copy(name))
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    return calls
