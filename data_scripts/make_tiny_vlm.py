@@ -49,7 +49,7 @@ from vlm_grpo.data_scripts.make_shapes import KINDS, PAIRS, SIDE
 from vlm_grpo.data_scripts.make_words import LETTERS
 from vlm_grpo.data_scripts.tiny_vlm import build_model, build_processor, render_model_card
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.prompts import ChatTemplate
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task

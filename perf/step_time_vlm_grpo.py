@@ -22,6 +22,7 @@ from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.task import Task, reward
@@ -100,8 +101,9 @@ def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = 
     enable_gradient_checkpointing(model, settings.policy.gradient_checkpointing)
     adapters = apply_lora_or_freeze(model, settings.policy)
     autocast = settings.policy.lora is None and settings.policy.dtype == "bfloat16"
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, family, budget, shared, adapters, autocast)
+    budget, limit = family.pixel_budget(processor), get_context_length(model.config)
+    prompts = PromptBuilder(ChatTemplate(processor), family, budget, limit)
+    loaded = LoadedModel(model, prompts, shared, adapters, autocast)
     distribution = build_sampling_distribution(model, processor, family, settings.rollout)
     capture = get_capture(settings.rollout, shared, training=True)
     return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)

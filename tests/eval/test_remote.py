@@ -20,7 +20,7 @@ from vlm_grpo.eval import generate
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.generate import PredictionLog, load_evaluated_model
-from vlm_grpo.model.prompts import load_prompt_builder
+from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task

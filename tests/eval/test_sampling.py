@@ -21,7 +21,8 @@ from vlm_grpo.eval.sampling import (
     write_completions,
     write_difficulty,
 )
-from vlm_grpo.model.prompts import PromptWriter, load_prompt_builder
+from vlm_grpo.model.loading import load_prompt_builder
+from vlm_grpo.model.prompts import PromptWriter
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.registry import load_task

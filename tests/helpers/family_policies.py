@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
-from tiny_models import make_prompt, noise_example, tiny_model, wrap_model
+from tiny_models import make_builder, make_prompt, noise_example, tiny_model, wrap_model
 from torch import Tensor
 
 from vlm_grpo.config.policy import PolicySettings
@@ -53,9 +53,8 @@ def build_policy(
     model_family = load_family(model.config)
     adapters = apply_lora_or_freeze(model, settings)
     use_shared_attention(model_family, model)
-    budget = model_family.pixel_budget(processor)
     autocast = dtype is None and values["dtype"] == "bfloat16"
-    loaded = LoadedModel(model, processor, model_family, budget, True, adapters, autocast)
+    loaded = LoadedModel(model, make_builder(model, processor), True, adapters, autocast)
     rollout = load_settings("counting").rollout
     distribution = build_sampling_distribution(model, processor, model_family, rollout)
     return Policy(loaded, distribution), settings

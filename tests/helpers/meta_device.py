@@ -81,7 +81,7 @@ def build_policy(family: str, lora: bool) -> Policy:
         with DEVICE:
             model = type(host.model)(host.model.config)
             use_shared_attention(host.family, model)
-            loaded = LoadedModel(model, host.processor, host.family, host.budget, True, None)
+            loaded = LoadedModel(model, host.prompts, True, None)
             policy = Policy(loaded, host.distribution, chunk_tokens=7)
             if lora:
                 add_lora(policy, ["q_proj", "down_proj"])

@@ -165,7 +165,7 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     policy = Policy(
         loaded,
         build_sampling_distribution(
-            loaded.model, loaded.processor, loaded.family, settings.rollout
+            loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
         ),
     )
     task = load_task(settings.task, **settings.task_options)

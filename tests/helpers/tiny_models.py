@@ -22,6 +22,7 @@ from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSetting
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
 
@@ -161,13 +162,19 @@ def wrap_model(
 ) -> Policy:
     """Build the policy of a model, which samples under its own distribution with these changes."""
     family = load_family(model.config)
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, family, budget, shared, adapters)
+    loaded = LoadedModel(model, make_builder(model, processor), shared, adapters)
     defaults = {
         "banned": family.banned_token_ids(model.config, processor),
         "eos": (model.generation_config.eos_token_id,),
     }
     return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens)
+
+
+def make_builder(model: Any, processor: Any) -> PromptBuilder:
+    """Build the builder of a model's prompts, with its processor's own pixel budget."""
+    family, limit = load_family(model.config), get_context_length(model.config)
+    budget = family.pixel_budget(processor)
+    return PromptBuilder(ChatTemplate(processor), family, budget, limit)
 
 
 def noise_example(

@@ -16,10 +16,10 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import Family, load_family
+from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.model.prompts import PromptBuilder, load_prompt_builder
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.utils.chat import Turn

@@ -54,10 +54,10 @@ def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path: Path) -> No
     loaded = load_model(settings)
     assert loaded.adapters is not None
     loaded.adapters.save_pretrained(str(tmp_path))
-    loaded.processor.save_pretrained(tmp_path)
+    loaded.prompts.processor.save_pretrained(tmp_path)
     load_model(settings, tmp_path, training=False)
-    loaded.processor.tokenizer.add_tokens(["<|new|>"])
-    loaded.processor.save_pretrained(tmp_path)
+    loaded.prompts.processor.tokenizer.add_tokens(["<|new|>"])
+    loaded.prompts.processor.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="was trained on another model than model=embedded is now"):
         load_model(settings, tmp_path, training=False)
 

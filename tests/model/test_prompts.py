@@ -14,9 +14,9 @@ from tiny_models import FAMILIES, assert_same_prompt, make_prompt, noise_example
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import prompts as prompts_module
-from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import load_family
-from vlm_grpo.model.prompts import PromptBuilder, PromptWriter, load_prompt_builder
+from vlm_grpo.model.loading import load_prompt_builder
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, PromptWriter
 from vlm_grpo.task import PlainQuestion, Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task

@@ -384,9 +384,11 @@ def test_the_plan_names_the_server() -> None:
 
 def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
     loaded, rollout = load_model(planner.settings), planner.settings.rollout
-    policy = Policy(
-        loaded, build_sampling_distribution(loaded.model, loaded.processor, loaded.family, rollout)
+    prompts = loaded.prompts
+    distribution = build_sampling_distribution(
+        loaded.model, prompts.processor, prompts.family, rollout
     )
+    policy = Policy(loaded, distribution)
     sizes = planner.estimate_step(planner.settings).prompts
     prompts = build_prompts(policy, planner)
     assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in prompts)

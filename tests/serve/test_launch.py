@@ -16,7 +16,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import launch
+from vlm_grpo.model.prompts import ChatTemplate
 from vlm_grpo.serve.launch import (
     build_command,
     build_environment,
@@ -176,7 +176,7 @@ def test_users_get_the_trained_model_under_its_name(tmp_path: Path) -> None:
 def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch.ChatTemplate, "_is_switch", lambda self, name: True)
+    monkeypatch.setattr(ChatTemplate, "_is_switch", lambda self, name: True)
     settings = load_settings("quickstart", ["prompt.thinking=false"])
     options = read_options(build_public_command(describe_model(settings), "mine", ADDRESS))
     assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}

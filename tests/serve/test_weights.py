@@ -100,12 +100,13 @@ def test_each_version_has_files_with_its_weights(
     transfer.close()
     assert not (tmp_path / "files").exists()
     if is_full:
-        transfer.policy = SimpleNamespace(adapters=None, device=GPU_DEVICE)
+        on_gpu: Any = SimpleNamespace(adapters=None, device=torch.device("cuda"))
+        transfer.policy = on_gpu
         transfer.load(target, 4)
         assert [body["method"] for _, body in calls] == ["reload_weights"]
 
 
-CPU, GPU_DEVICE = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 WAYS = ("ipc", "nccl")
 
 

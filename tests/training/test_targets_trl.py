@@ -91,7 +91,7 @@ def test_a_supervised_step_equals_that_of_trl(tmp_path, task):
     assert len(pairs) == 6
     settings = load_settings("quickstart", ["policy.dtype=float32"])
     loaded = load_model(settings)
-    expected = step_trls(pairs, loaded.model, loaded.processor, tmp_path)
+    expected = step_trls(pairs, loaded.model, loaded.prompts.processor, tmp_path)
     assert loss == pytest.approx(expected[0], abs=1e-5)
     assert accuracy == pytest.approx(expected[1], abs=1e-6)
     assert relative_distance(gradients, expected[2]) < 1e-5

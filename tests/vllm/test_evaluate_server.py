@@ -16,8 +16,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.predict import Predictor
-from vlm_grpo.model.loading import get_model_source
-from vlm_grpo.model.prompts import load_prompt_builder
+from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
 from vlm_grpo.serve.server import find_free_port
 from vlm_grpo.task import PlainQuestion

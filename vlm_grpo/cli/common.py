@@ -86,7 +86,7 @@ def load_prompts(
     """Load the builder of a model's prompts, without its weights."""
     from vlm_grpo.config.policy import PolicySettings
     from vlm_grpo.config.run import Settings
-    from vlm_grpo.model.prompts import load_prompt_builder
+    from vlm_grpo.model.loading import load_prompt_builder
 
     policy = PolicySettings(max_pixels=max_pixels)
     settings = Settings(task="any", model=model, data=data, policy=policy, prompt=prompt)

@@ -33,8 +33,9 @@ from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.families import PixelBudget
+from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.model.prompts import PromptBuilder, PromptWriter, load_prompt_builder
+from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.model.resolve import UNKNOWN
 from vlm_grpo.serve.chat import Answer, ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.task import Task

@@ -49,13 +49,13 @@ def diagnose(
     loaded = load_model(settings, training=False)
     loaded.model.to(device)
     distribution = build_sampling_distribution(
-        loaded.model, loaded.processor, loaded.family, settings.rollout
+        loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
     )
     policy = Policy(loaded, distribution)
     config = loaded.model.config
     weights = sum(weight.numel() for weight in loaded.model.parameters())
     yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
-    name = type(loaded.family).__name__
+    name = type(policy.family).__name__
     name = "none of the known ones" if name == "Family" else name
     yield f"family       {name}, coordinate frame {policy.prompts.frame.name!r}"
     if image is None:
@@ -64,15 +64,15 @@ def diagnose(
     example = policy.prompts.with_resized_sizes(Example("doctor", (image,), QUESTION, ""))
     prompt = policy.prompts.build(example, PlainQuestion())
     (width, height), resized = image.size, ""
-    if loaded.budget is not None:  # else the processor decides
-        low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
+    if policy.budget is not None:  # else the processor decides
+        low, high = policy.budget.min_pixels, policy.budget.max_pixels
         yield f"pixel budget {low:,} to {high:,} pixels per image"
         resized = ", resized to {} × {}".format(*example.images[0].resized_size)
     yield (
         f"image        {width} × {height} pixels{resized}; {len(prompt.token_ids)} prompt tokens, "
         f"{sum(token in distribution.banned for token in prompt.token_ids)} of them for the image"
     )
-    reason = loaded.family.why_not_shared(config)
+    reason = policy.family.why_not_shared(config)
     if reason is None and (problem := policy.try_form(prompt).shared) is not None:
         reason = f"with a shared prompt, {problem}"
     if reason is not None:

@@ -39,11 +39,11 @@ from vlm_grpo.model.adapters import (
     check_weight_names,
     load_adapters,
 )
-from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
 from vlm_grpo.model.hub import check_reachable
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,11 @@ class LoadedModel:
     """A model, ready to be trained or evaluated."""
 
     model: Any  # of transformers, with injected adapters if there are any
-    processor: Any
-    family: Family
-    budget: PixelBudget | None  # None: the processor has none that is known
+    prompts: PromptBuilder
     shared: bool  # completions share one pass over their prompt
     adapters: PeftModel | None  # the PEFT model around the model; None for full weights
     autocast: bool = False  # compute in bfloat16 from float32 weights
     one_reader: bool = False  # only the first process has the weights' values
-    chat: ChatTemplate | None = None  # with the run's settings; None: without any
 
 
 def load_model(
@@ -88,15 +85,14 @@ def load_model(
         )
     config = load_config(settings, weights)
     # A checkpoint's processor has the pixel budget of its training.
-    processor = load_processor(settings, str(checkpoint or weights))
-    chat = ChatTemplate(processor, settings.prompt)
+    prompts = load_prompt_builder(settings, str(checkpoint or weights), config)
+    family = prompts.family
     whole = settings.policy.load_in == "none"  # quantized weights are not broadcast
     one_reader = training and whole and has_one_reader()
     read = functools.partial(_read_weights, weights, config, settings, dtype)
     model = read_once(read, config, dtype, remote_code) if one_reader else read()
-    family = load_family(model.config)
     if adapter is not None:
-        _check_vocabulary(model, processor.tokenizer, settings.model, adapter)
+        _check_vocabulary(model, prompts.processor.tokenizer, settings.model, adapter)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
         raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
@@ -114,11 +110,8 @@ def load_model(
         adapters = load_adapters(model, adapter, training)
     if training:
         _check_dropout(model, settings)
-    budget = get_pixel_budget(family, processor, settings.policy)
     autocast = dtype == torch.float32 and settings.policy.dtype == "bfloat16"
-    return LoadedModel(
-        model, processor, family, budget, shared, adapters, autocast, one_reader, chat
-    )
+    return LoadedModel(model, prompts, shared, adapters, autocast, one_reader)
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, name: str, adapter: Path) -> None:
@@ -250,6 +243,20 @@ def load_processor(settings: Settings, source: str | None = None) -> Any:
             "choose its instruction-tuned version"
         )
     return processor
+
+
+def load_prompt_builder(
+    settings: Settings, source: str | None = None, config: Any = None
+) -> PromptBuilder:
+    """Load the builder of the prompts of ``source``, as ``load_config`` does, without its weights.
+
+    ``config`` is the model's configuration; None: that of ``source``.
+    """
+    config = config or load_config(settings, source)
+    processor, family = load_processor(settings, source), load_family(config)
+    budget = get_pixel_budget(family, processor, settings.policy)
+    chat = ChatTemplate(processor, settings.prompt)
+    return PromptBuilder(chat, family, budget, get_context_length(config))
 
 
 def _load(kind: Any, source: str, settings: Settings) -> Any:

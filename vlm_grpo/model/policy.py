@@ -19,7 +19,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import is_adapter_weight, save_weights
-from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
@@ -40,7 +39,6 @@ from vlm_grpo.model.engine.sampling import (
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.form_check import ROLLOUT_LENGTH, FormCheck, Verdict, describe_difference, judge
 from vlm_grpo.model.loading import LoadedModel, load_model
-from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion, Example, Group, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
@@ -65,17 +63,15 @@ class Policy:
         self.model: Any = loaded.model
         use_fast_linears(loaded.model)
         use_fused_norms(loaded.model)
-        self.processor, self.family = loaded.processor, loaded.family
-        self.tokenizer: Any = loaded.processor.tokenizer
+        self.prompts = prompts = loaded.prompts
+        self.processor, self.family, self.budget = prompts.processor, prompts.family, prompts.budget
+        self.tokenizer: Any = self.processor.tokenizer
         self.decode = self.family.decoder(self.tokenizer)
-        self.budget, self.adapters = loaded.budget, loaded.adapters
+        self.adapters = loaded.adapters
         self.autocast, self.one_reader = loaded.autocast, loaded.one_reader
         self.distribution, self.chunk_tokens = distribution, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)  # to which a strategy that shards attaches its hooks
-        limit = get_context_length(loaded.model.config)
-        chat = loaded.chat or ChatTemplate(loaded.processor)
-        self.prompts = PromptBuilder(chat, self.family, self.budget, limit)
         self.form_check: FormCheck | None = None  # of the shared form; None: nothing is checked
         pad = self.tokenizer.pad_token_id
         pad = distribution.eos[0] if pad is None else pad
@@ -301,10 +297,8 @@ class Policy:
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write ``weights`` and the processor, with its pixel budget, for transformers and PEFT."""
-        if self.budget is not None:
-            self.family.set_pixel_budget(self.processor, self.budget)
         save_weights(self.adapters or self.model, folder, weights)
-        self.processor.save_pretrained(folder)
+        self.prompts.save_processor(folder)
 
     def save_shard(self, folder: Path, weights: Mapping[str, Tensor], name: str = "model") -> None:
         """Write some of the full weights, under the names that ``save`` gives them, to a file.
@@ -340,7 +334,7 @@ def load_policy(
     folder = None if checkpoint is None else Path(checkpoint)
     loaded = load_model(check_settings(settings), folder, training)
     distribution = build_sampling_distribution(
-        loaded.model, loaded.processor, loaded.family, settings.rollout
+        loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
     )
     capture = get_capture(settings.rollout, loaded.shared, training, loaded.model.config)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)

@@ -11,10 +11,9 @@ from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import filter_examples, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
-from vlm_grpo.model.prompts import PromptBuilder
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
 from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.known import describe_known
 from vlm_grpo.planning.layers import measure_layers

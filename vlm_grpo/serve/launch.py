@@ -17,16 +17,10 @@ from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze, get_largest_rank
-from vlm_grpo.model.chat import ChatTemplate
-from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
-from vlm_grpo.model.loading import (
-    build_empty,
-    get_model_source,
-    get_pixel_budget,
-    load_config,
-    load_processor,
-)
+from vlm_grpo.model.families import find_part
+from vlm_grpo.model.loading import build_empty, get_model_source, load_config, load_prompt_builder
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.serve.server import SERVED_NAME
 from vlm_grpo.utils.jsonl import read_object
 
@@ -45,8 +39,7 @@ class LaunchedModel:
     settings: Settings
     on_gpu: bool
     image_options: dict[str, Any]  # of the processor, which set the run's pixel budget, if any
-    family: Family
-    chat_arguments: dict[str, Any]
+    prompts: PromptBuilder
     adapter: Path | None  # that is trained; None: there is none, or it is loaded later
     adapted: frozenset[str | None]  # parts that the adapter changes
     rank: int
@@ -68,12 +61,10 @@ def describe_model(
         adapter = checkpoint.absolute()
     elif checkpoint is not None:
         source = str(checkpoint)
-    config, processor = load_config(settings, source), load_processor(settings, source)
-    arguments = ChatTemplate(processor, settings.prompt).arguments
-    family = load_family(config)
-    budget = get_pixel_budget(family, processor, settings.policy)
+    config = load_config(settings, source)
+    prompts = load_prompt_builder(settings, source, config)
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    options = _get_image_options(family, processor, budget)
+    options = _get_image_options(prompts)
     names, rank = [], 0  # of trained adapters
     if adapter is not None:
         described = read_object(adapter / CONFIG)
@@ -93,9 +84,7 @@ def describe_model(
         rank = get_largest_rank(adapters)
         names = [name for name, weight in adapters.named_parameters() if weight.requires_grad]
     adapted = frozenset(map(find_part, names))
-    return LaunchedModel(
-        source, settings, on_gpu, options, family, arguments, adapter, adapted, rank
-    )
+    return LaunchedModel(source, settings, on_gpu, options, prompts, adapter, adapted, rank)
 
 
 def build_command(model: LaunchedModel, address: tuple[str, int]) -> list[str]:
@@ -107,7 +96,7 @@ def build_command(model: LaunchedModel, address: tuple[str, int]) -> list[str]:
         "seed": settings.seed,
         "enable-scale-out": True,
     }
-    if model.family.has_texts_between_frames:
+    if model.prompts.family.has_texts_between_frames:
         # vLLM 0.32 keeps this cache in two processes, and clips skip the first. The two then evict
         # different images, and a request for an image that only the first has would fail.
         options["mm-processor-cache-gb"] = 0
@@ -134,11 +123,11 @@ def build_public_command(model: LaunchedModel, name: str, address: tuple[str, in
     if model.adapter is not None:
         options["served-model-name"] = f"{name}-base"
         options["lora-modules"] = f"{name}={model.adapter}"
-    if model.family.takes_videos:  # the default would be 32 frames, one per second
+    if model.prompts.takes_videos:  # the default would be 32 frames, one per second
         video = model.settings.data.video or VideoSettings()
         options["media-io-kwargs"] = json.dumps({"video": {"num_frames": -1, "fps": video.fps}})
-    if model.chat_arguments:
-        options["default-chat-template-kwargs"] = json.dumps(model.chat_arguments)
+    if arguments := model.prompts.chat.arguments:
+        options["default-chat-template-kwargs"] = json.dumps(arguments)
     return _format_command(model, options)
 
 
@@ -239,14 +228,13 @@ def round_up_rank(rank: int, ranks: Sequence[int] = (1, 8, 16, 32, 64, 128, 256,
     return next((allowed for allowed in ranks if allowed >= rank), rank)
 
 
-def _get_image_options(
-    family: Family, processor: Any, budget: PixelBudget | None
-) -> dict[str, Any]:
+def _get_image_options(prompts: PromptBuilder) -> dict[str, Any]:
     """Return the options that give the server's processor a pixel budget."""
+    family, budget = prompts.family, prompts.budget
     if budget is None:
         return {}
-    family.set_pixel_budget(processor, budget)
-    size = dict(processor.image_processor.size)
+    family.set_pixel_budget(prompts.processor, budget)
+    size = dict(prompts.processor.image_processor.size)
     if not family.has_texts_between_frames or budget.video_pixels is None:
         return {"size": size}
     # The size of a clip is that of all its frames, which an image's would make far too small.

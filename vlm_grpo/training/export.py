@@ -148,15 +148,14 @@ def _write_adapter(trained: ResolvedModel, folder: Path) -> None:
 
 def _write_processor(loaded: LoadedModel, folder: Path) -> None:
     """Write the processor, with the pixel budget of the training in it."""
-    if loaded.budget is not None:
-        loaded.family.set_pixel_budget(loaded.processor, loaded.budget)
-    loaded.processor.save_pretrained(folder)
+    processor, budget = loaded.prompts.processor, loaded.prompts.budget
+    loaded.prompts.save_processor(folder)
     # Older programs read the image processor from a separate file, and the pixel budget under the
     # names in the files of the original models.
-    values = loaded.processor.image_processor.to_dict()
-    if loaded.budget is not None:
-        values |= {"min_pixels": loaded.budget.min_pixels, "max_pixels": loaded.budget.max_pixels}
-    values["processor_class"] = type(loaded.processor).__name__
+    values = processor.image_processor.to_dict()
+    if budget is not None:
+        values |= {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
+    values["processor_class"] = type(processor).__name__
     (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 

@@ -114,9 +114,7 @@ class FrozenPolicy:
 
     def __init__(self, trainer: Trainer) -> None:
         own = trainer.policy
-        loaded = LoadedModel(
-            copy.deepcopy(own.model), own.processor, own.family, own.budget, own.shared, None
-        )
+        loaded = LoadedModel(copy.deepcopy(own.model), own.prompts, own.shared, None)
         self.policy, self.budget = Policy(loaded, own.distribution), trainer.updater.budget
 
     def logprobs(self, rollout: Rollout) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Engine:
     capture: GraphCapture | None = None  # of decode steps; None: they run eagerly
 
     def __init__(self, loaded: LoadedModel, pad_token: int) -> None:
-        self.model, self.family, self.pad_token = loaded.model, loaded.family, pad_token
+        self.model, self.family, self.pad_token = loaded.model, loaded.prompts.family, pad_token
 
     def generate(
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
