@@ -64,6 +64,8 @@ MAKERS = {
 }
 """Each task's generator and kind of data. Counting and grounding use scenes other than those of the
 recipes, which leaves more room for improvement."""
+SEEN = {"ocr": 64, "counting": 32, "grounding": 32}
+"""Examples of each task per step of the first lesson."""
 SHARES = {"ocr": 64, "counting": 64, "grounding": 64}
 """Examples of each task in a batch. Grounding comes first and alone: beside the others, it does not
 learn which of two shapes it is asked for."""
@@ -429,8 +431,7 @@ def warm_up(
 
     def see(split: str) -> Tensor:
         drawn = {
-            name: draw_examples(name, count, settings.seed, split)
-            for name, count in {"ocr": 64, "counting": 32, "grounding": 32}.items()
+            name: draw_examples(name, count, settings.seed, split) for name, count in SEEN.items()
         }
         scenes = [*drawn["counting"], *drawn["grounding"]]
         return compute_vision_loss(model, processor, heads, scenes, drawn["ocr"])

@@ -151,9 +151,10 @@ BRIEF = WarmUpSettings(
 
 @pytest.fixture
 def short_answers(monkeypatch):
-    """Untrained models never end an answer, and all steps back are alike."""
+    """Untrained models never end an answer, all steps back are alike, and few images suffice."""
     monkeypatch.setattr(make_tiny_vlm, "MAX_ANSWER_TOKENS", 2)
     monkeypatch.setattr(make_tiny_vlm, "REMAINING", (0.5,))
+    monkeypatch.setattr(make_tiny_vlm, "SEEN", dict.fromkeys(make_tiny_vlm.SEEN, 4))
 
 
 @pytest.mark.usefixtures("short_answers")
