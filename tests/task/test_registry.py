@@ -168,14 +168,8 @@ ITSELF = f"{PARITY}\n\nfrom vlm_grpo import load_task\nload_task(__file__)\n"
         (ITSELF, ['under if __name__ == "__main__"']),
         (BUILD + "KeyError('a')", ["cannot be built: KeyError: 'a'"]),
         (BUILD + "SystemExit(3)", ["cannot be built: SystemExit: 3"]),
-        (
-            PARITY.replace(FIELD, "    tags: str = 'no'"),
-            ["it declares the option tags"],
-        ),
-        (
-            PARITY.replace(FIELD, "    more: Wrods = ()"),
-            ["the type of an option cannot be read"],
-        ),
+        (PARITY.replace(FIELD, "    tags: str = 'no'"), ["it declares the option tags"]),
+        (PARITY.replace(FIELD, "    more: Wrods = ()"), ["the type of an option cannot be read"]),
     ],
 )
 def test_a_wrong_task_file_is_reported(parity, text, expected):

@@ -111,11 +111,7 @@ def test_an_answer_cannot_close_its_marks() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [
-        ("Score: 7", 7.0),
-        ("<think>8?</think>\nFine.\n\n Score: 0.5 \n", 0.5),
-        ("Score: -3", -3.0),
-    ],
+    [("Score: 7", 7.0), ("<think>8?</think>\nFine.\n\n Score: 0.5 \n", 0.5), ("Score: -3", -3.0)],
 )
 def test_a_verdict_is_the_last_line(reply: str, score: float) -> None:
     assert read_verdict(reply) == score

@@ -14,7 +14,7 @@ from vlm_grpo.tasks.numeric import Quantity, parse_quantity
 from vlm_grpo.types import Example
 
 PIECES = [
-    *("12", "1,234", ".5", "-", "$", "€", "%", " ", "million", "k", "or", "e9", "×10^3", "km", "."),
+    *("12", "1,234", ".5", "-", "$", "€", "%", " ", "million", "k", "or", "e9", "×10^3", "km", ".")
 ]
 
 

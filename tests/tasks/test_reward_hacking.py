@@ -35,33 +35,21 @@ make_charts, make_clips, make_screens, make_shapes, make_tables, make_words = (
 
 COUNT = 80
 SIDE = make_shapes.SIDE
-STEPS = 60
 Rng = random.Random
 
 
 @dataclass(frozen=True)
 class Scenes:
-    """Examples of a task, and the policies that answer them.
-
-    Attributes:
-        draw: returns the examples.
-        starts: texts that the climb starts from.
-        guess: returns a random answer in the correct format.
-        weak: returns the answer of a poor model that looks at the image.
-        options: options of the task.
-        full: boxes around the full image, for the tasks whose answers are boxes.
-        kind: returns the kind of an example's question.
-        steps: number of changes that the climb tries from each start.
-    """
+    """Examples of a task, and the policies that answer them."""
 
     draw: Callable[[], Sequence[Example]]
-    starts: Sequence[str]
-    guess: Callable[[Rng], str]
-    weak: Callable[[Task, Any, Example, Rng], str]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    full: Sequence[str] = ()
-    kind: Callable[[Example], str] = lambda example: ""
-    steps: int = STEPS
+    starts: Sequence[str]  # texts that the climb starts from
+    guess: Callable[[Rng], str]  # returns a random answer in the correct format
+    weak: Callable[[Task, Any, Example, Rng], str]  # a poor model that looks at the image
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the task
+    full: Sequence[str] = ()  # boxes around the full image
+    kind: Callable[[Example], str] = lambda example: ""  # of the example's question
+    steps: int = 60  # changes that the climb tries from each start
 
 
 def draw(maker: Any, name: str) -> Callable[[], Sequence[Example]]:
@@ -289,13 +277,7 @@ SCENES = {
     "document": Scenes(
         lambda: make_examples(20, draw_page),
         (
-            "",
-            "e",
-            "E\n\nE",
-            "Page 7",
-            "{question}",
-            "$=$",
-            "\\[=\\]",
+            *("", "e", "E\n\nE", "Page 7", "{question}", "$=$", "\\[=\\]"),
             f"<table>{ANY_TABLE}</table>",
         ),
         lambda rng: draw_page(rng)[1]["text"],
@@ -322,9 +304,8 @@ def mutate(text: str, inserts: list[str], rng: Rng) -> str:
         return f"{text[: match.start()]}{value}{text[match.end() :]}"
     position = rng.randint(0, len(text))
     if change == 2:
-        return (
-            text[:position] + rng.choice([" or ", ", ", "]", "[", "\n", *inserts]) + text[position:]
-        )
+        insert = rng.choice([" or ", ", ", "]", "[", "\n", *inserts])
+        return text[:position] + insert + text[position:]
     if change == 3:
         return text[:position] + text[position + rng.randint(1, 20) :]
     if change == 4:

@@ -91,18 +91,14 @@ def test_default_weights_sum_to_one(case):
     assert sum(task.reward_weights().values()) == 1.0
 
 
+NOTHING = ("", " \n\t ", "<answer></answer>", "<answer> </answer>", "<think>a", "</think>")
+
+
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_missing_answer_earns_nothing(case):
     for tags in (True, False):
         task, example = load_case(case, tags=tags)
-        for text in [
-            "",
-            " \n\t ",
-            "<answer></answer>",
-            "<answer> </answer>",
-            "<think>a",
-            "</think>",
-        ]:
+        for text in NOTHING:
             if not tags and case[0] in FREE_TEXT and text.startswith("<answer"):
                 continue  # without the option tags, tags are ordinary text
             score = task.score(text, example)
@@ -212,12 +208,7 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("document", {}, {"tests": []}, "must be"),
     ("document", {}, {"text": " "}, "must have 1 to 50,000"),
     ("document", {}, {"tests": [{"type": "x"}]}, "must have a type"),
-    (
-        "document",
-        {"weights": {"order": 1}},
-        {"tests": PAGE["tests"]},
-        "order needs the page's text",
-    ),
+    ("document", {"weights": {"order": 1}}, {"tests": PAGE["tests"]}, "needs the page's text"),
     *(
         ("math", {}, gold, "no answer can equal .*: give a finite number")
         for gold in ("=", "%", "1e999", "nan", float("inf"), "{}", r"\%", "°")

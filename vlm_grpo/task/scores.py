@@ -189,11 +189,7 @@ def character_error_rate(predicted: str, gold: str) -> float:
     >>> character_error_rate("abcd", "abxy")
     0.5
     """
-    if not gold:
-        return float(bool(predicted))
-    # The rate is capped at 1, so the library can stop at this distance.
-    distance = Levenshtein.distance(predicted, gold, score_cutoff=len(gold))
-    return min(1.0, distance / len(gold))
+    return _compute_error_rate(predicted, gold)
 
 
 def word_error_rate(predicted: str, gold: str) -> float:
@@ -202,11 +198,15 @@ def word_error_rate(predicted: str, gold: str) -> float:
     >>> word_error_rate("no exit", "no way out")
     0.6666666666666666
     """
-    words = gold.split()
-    if not words:
-        return float(bool(predicted.split()))
-    distance = Levenshtein.distance(predicted.split(), words, score_cutoff=len(words))
-    return min(1.0, distance / len(words))
+    return _compute_error_rate(predicted.split(), gold.split())
+
+
+def _compute_error_rate(predicted: Sequence[str], gold: Sequence[str]) -> float:
+    if not gold:
+        return float(bool(predicted))
+    # The rate is capped at 1, so the library can stop at this distance.
+    distance = Levenshtein.distance(predicted, gold, score_cutoff=len(gold))
+    return min(1.0, distance / len(gold))
 
 
 def anls(predicted: str, gold: Sequence[str]) -> float:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -256,10 +257,6 @@ def accept_headline(task: Any) -> None:
         )
 
 
-def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -443,7 +440,7 @@ class Task:
         text: str,
         example: Example,
         tokens: int | None = None,
-        call: Callable[..., Any] = _call_directly,
+        call: Callable[..., Any] = operator.call,
     ) -> Score:
         """Score one completion; failures of rules are reported in the score, not raised.
 
@@ -468,7 +465,7 @@ class Task:
         text: str,
         example: Example,
         tokens: int | None = None,
-        call: Callable[..., Any] = _call_directly,
+        call: Callable[..., Any] = operator.call,
         only: str | None = None,
     ) -> dict[str, Outcome]:
         """Return the outcome of parsing one completion, as "parse", and of each rule that scores

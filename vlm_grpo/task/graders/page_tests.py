@@ -107,12 +107,12 @@ def _is_present(page: Page, test: Test) -> bool:
         text = (text[:first] if first else "") + (text[-last:] if last else "")
     # partial_ratio finds the shorter text in the longer one: "e" would be every query.
     compare = fuzz.partial_ratio if len(text) >= len(query) else fuzz.ratio
-    return compare(query, text) / 100.0 >= 1.0 - _get_diffs(test) / len(query)
+    return compare(query, text) / 100.0 >= 1.0 - test.get("max_diffs", 0) / len(query)
 
 
 def _is_ordered(page: Page, test: Test) -> bool:
     before, after = (
-        find_near(normalize(test[key]), page.normalized, _get_diffs(test))
+        find_near(normalize(test[key]), page.normalized, test.get("max_diffs", 0))
         for key in ("before", "after")
     )
     return bool(before and after) and min(before) < max(after)
@@ -138,13 +138,9 @@ def find_near(query: str, text: str, most: int) -> list[int]:
     return starts
 
 
-def _get_diffs(test: Test) -> int:
-    return test.get("max_diffs", 0)
-
-
 def _has_cell(page: Page, test: Test) -> bool:
     def is_like(text: str, expected: str) -> bool:
-        least = max(0.5, 1.0 - _get_diffs(test) / max(1, len(expected)))
+        least = max(0.5, 1.0 - test.get("max_diffs", 0) / max(1, len(expected)))
         return fuzz.ratio(expected, text) / 100.0 >= least
 
     wanted = {name: text for name in _RELATED if (text := normalize(test.get(name) or ""))}
@@ -223,7 +219,7 @@ def check_test(test: Any) -> None:
     for name in _TEXTS[kind] if kind in ("present", "absent", "order") else ():
         length = len(normalize(test[name]))
         most = length // 2 if kind == "order" else length - 1
-        if _get_diffs(test) > most:
+        if test.get("max_diffs", 0) > most:
             raise ValueError(
                 f"max_diffs of a test of type {kind} may be at most {most} for {name} of {length} "
                 f"characters, or other texts pass: {test!r:.120}"
