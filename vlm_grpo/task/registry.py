@@ -40,7 +40,7 @@ _LOADING: set[str] = set()  # Names of the modules of task files that are being 
 
 def task_names() -> list[str]:
     """Return the names of all built-in tasks and of those in other packages."""
-    return sorted(_built_in() | _plugins().keys())
+    return sorted(_list_claims())
 
 
 def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
@@ -96,20 +96,16 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
         )
         found = _load(lambda: importlib.import_module(module), task, remedy)
         return _find_task(found, module, class_name)
-    plugins = _plugins().get(task, [])
-    built_in = task in _built_in()
-    if len(plugins) + built_in > 1:
-        claims = [f"{plugin.value} of {_package(plugin)}" for plugin in plugins]
-        claims += ["the task of vlm_grpo itself"] if built_in else []
+    claims = _list_claims().get(task, {})
+    if len(claims) > 1:
         raise UserError(
             f"task name {task!r} is claimed more than once:\n{bullets(claims)}\n"
             "rename or uninstall one of them, or give the path of the task's file"
         )
-    if built_in:
-        return _find_task(importlib.import_module(f"{BUILT_IN}.{task}"), task)
-    if plugins:
-        source = f"{plugins[0].name} ({plugins[0].value} of {_package(plugins[0])})"
-        return _find_task(_load(plugins[0].load, source), source)
+    if claims:
+        origin, point = next(iter(claims.items()))
+        source = f"{task} ({origin})"
+        return _find_task(_load(point.load, source), source)
     names = task_names()
     raise UserError(
         f"there is no task {task!r}{nearest(task, names)}: "
@@ -274,32 +270,23 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     return module
 
 
-def _built_in() -> set[str]:
-    package = importlib.import_module(BUILT_IN)
-    return {
-        module.name
-        for module in pkgutil.iter_modules(package.__path__)
-        if not module.name.startswith("_")
-    }
-
-
-def _plugins() -> dict[str, list[EntryPoint]]:
-    """Return the entry points by name; one that a package lists twice counts once."""
+def _list_claims() -> dict[str, dict[str, EntryPoint]]:
+    """Return by name the tasks of this and of other packages, each by where it comes from."""
     folders = [path or "." for path in sys.path]
-    return _read_plugins(tuple((f, os.stat(f).st_mtime_ns) for f in folders if os.path.exists(f)))
+    return _read_claims(tuple((f, os.stat(f).st_mtime_ns) for f in folders if os.path.exists(f)))
 
 
 @lru_cache(maxsize=1)
-def _read_plugins(folders: tuple[tuple[str, int], ...]) -> dict[str, list[EntryPoint]]:
-    # Reading the metadata of all packages takes 10 ms.
-    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
-    for point in entry_points(group=BUILT_IN):
-        found.setdefault(point.name, {})[(_package(point), point.value)] = point
-    return {name: list(points.values()) for name, points in found.items()}
-
-
-def _package(point: EntryPoint) -> str:
-    return f"package {point.dist.name}" if point.dist else "an unnamed package"
+def _read_claims(folders: tuple[tuple[str, int], ...]) -> dict[str, dict[str, EntryPoint]]:
+    claims: dict[str, dict[str, EntryPoint]] = {}
+    for point in entry_points(group=BUILT_IN):  # reading the metadata of all packages takes 10 ms
+        package = f"package {point.dist.name}" if point.dist else "an unnamed package"
+        claims.setdefault(point.name, {})[f"{point.value} of {package}"] = point
+    for module in pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__):
+        if not module.name.startswith("_"):
+            point = EntryPoint(module.name, f"{BUILT_IN}.{module.name}", BUILT_IN)
+            claims.setdefault(module.name, {})["the task of vlm_grpo itself"] = point
+    return claims
 
 
 def get_task_name(task: Any) -> str:
