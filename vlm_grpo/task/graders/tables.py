@@ -162,22 +162,18 @@ def drop_texts(tree: Tree) -> Tree:
     return replace(tree, texts=("",) * len(tree.texts))
 
 
-def _rename_costs(first: Tree, second: Tree) -> np.ndarray:
-    """Return the cost of renaming each node of one tree to each of another, in [0, 1]."""
-    numbers = {kind: i for i, kind in enumerate({*first.kinds, *second.kinds})}
-    kinds = [np.array([numbers[kind] for kind in tree.kinds]) for tree in (first, second)]
-    scorer = Levenshtein.normalized_distance
-    texts = cdist(first.texts, second.texts, scorer=scorer, dtype=np.float64)
-    return np.where(kinds[0][:, None] == kinds[1][None, :], texts, 1.0)
-
-
 def _edit_distance(first: Tree, second: Tree) -> float:
     """Compute the edit distance of ordered trees by the algorithm of Zhang and Shasha (1989).
 
     A leaf against a tree costs the tree's other nodes plus the cheapest renaming; this closed form
     leaves only the keyroots with children to the dynamic program.
     """
-    costs = _rename_costs(first, second)
+    numbers = {kind: i for i, kind in enumerate({*first.kinds, *second.kinds})}
+    kinds = [np.array([numbers[kind] for kind in tree.kinds]) for tree in (first, second)]
+    scorer = Levenshtein.normalized_distance
+    texts = cdist(first.texts, second.texts, scorer=scorer, dtype=np.float64)
+    # The cost of renaming each node of one tree to each of the other.
+    costs = np.where(kinds[0][:, None] == kinds[1][None, :], texts, 1.0)
     distances = np.zeros_like(costs)
     for node, start in enumerate(second.leftmost):
         distances[:, node] = costs[:, start : node + 1].min(1) + (node - start)
