@@ -24,8 +24,7 @@ from vlm_grpo.planning.known import (
     format_table,
     load_known_models,
 )
-from vlm_grpo.planning.layers import measure_layers
-from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 
 ROOT = Path(__file__).parents[2]
 SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"

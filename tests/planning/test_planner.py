@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,8 @@ from vlm_grpo.model.loading import get_model_source, load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.plan import SHARDING, with_changes
 from vlm_grpo.planning.planner import Planner, plan
-from vlm_grpo.planning.search import SHARDING, with_changes
 from vlm_grpo.types import Prompt
 
 H100 = find_device("H100")
@@ -69,11 +70,9 @@ def test_only_examples_that_the_filter_accepts_are_planned(tmp_path: Path) -> No
 
 def test_no_change_makes_a_tiny_device_fit(planner: Planner) -> None:
     tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
-    tiny_plan = tiny.plan()
-    assert "not even then" in str(tiny_plan).splitlines()[-1]
-    assert "--devices 8" in str(tiny_plan).splitlines()[-1]
-    assert (tiny_plan.largest_group, tiny_plan.largest_batch) == (0, 0)
-    assert tiny.find_largest_group() == 0
+    found = tiny.plan()
+    assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
+    assert (found.largest_group, found.largest_batch, tiny.find_largest_group()) == (0, 0, 0)
 
 
 def copy_without_weights(folder: Path) -> Path:
@@ -196,6 +195,9 @@ def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Pat
     assert "16.1 GiB usable, 25% of its memory left to others" in text
 
 
+NUMBER = "devices must be a whole number of at least 1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -203,10 +205,7 @@ def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Pat
         ({"weights": "sharded"}, "over one device: give --devices 2"),
         ({"reserved": 1.0}, "a share of the memory"),
         ({"devices": 33}, r"optim\.prompts_per_step=32 is less than"),
-        *[
-            ({"devices": devices}, "devices must be a whole number of at least 1")
-            for devices in (0, -1, "2", 1.5, True)
-        ],
+        *[({"devices": devices}, NUMBER) for devices in (0, -1, "2", 1.5, True)],
     ],
 )
 def test_a_wrong_argument_is_an_error(
@@ -263,15 +262,9 @@ def test_the_repeated_form_needs_more_than_the_shared_form() -> None:
 
 
 def test_a_configuration_without_sizes_is_one_message() -> None:
-    class Text:
-        hidden_size = 64
-
-    config = SimpleNamespace(
-        model_type="new", get_text_config=Text, vision_config=SimpleNamespace(depth=1)
-    )
-    with pytest.raises(
-        UserError, match=r"model type 'new' lacks a size that a plan needs: .*'Text'"
-    ):
+    sizes = SimpleNamespace(hidden_size=64)
+    config = SimpleNamespace(model_type="new", get_text_config=lambda: sizes, vision_config=sizes)
+    with pytest.raises(UserError, match=r"model type 'new' lacks a size that a plan needs: .*size"):
         read_model_shape(config, load_settings("counting").policy)
 
 
@@ -337,8 +330,7 @@ def test_offloaded_activations_are_in_main_memory(seven_billion: Path) -> None:
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"
 SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
 GPU = Device("GPU", 80 * GIB)
-SERVER = int(0.3 * GPU.memory)
-"""What ``rollout.vllm.gpu_memory_utilization`` is by default."""
+SERVER = int(0.3 * GPU.memory)  # what ``rollout.vllm.gpu_memory_utilization`` is by default
 
 
 def make_settings(*overrides: str) -> Settings:

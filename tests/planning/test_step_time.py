@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.sizes import Workload
 from vlm_grpo.planning.step_time import (
     count_flops,
     count_step_flops,
@@ -20,7 +21,6 @@ from vlm_grpo.planning.step_time import (
     count_vision_flops,
     estimate_seconds,
 )
-from vlm_grpo.planning.workload import Workload
 from vlm_grpo.types import Completion, Group
 
 

@@ -12,9 +12,8 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import GroupSlice, pack
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.search import with_changes
-from vlm_grpo.planning.shape import ModelShape
-from vlm_grpo.planning.workload import PromptSize, Workload, estimate_workload
+from vlm_grpo.planning.plan import with_changes
+from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
 from vlm_grpo.types import Prompt
 
 
@@ -51,8 +50,8 @@ def _shape(**policy: Any) -> ModelShape:
 
 def test_prompts_are_divided_among_devices() -> None:
     settings, size = load_settings("counting"), PromptSize(40, 36, 0, 0)
-    works = [estimate_workload(settings, size, _shape(), devices) for devices in (1, 4, 5)]
-    assert [work.num_prompts for work in works] == [32, 8, 7]
+    for devices, prompts in ((1, 32), (4, 8), (5, 7)):
+        assert estimate_workload(settings, size, _shape(), devices).num_prompts == prompts
 
 
 def test_the_repeated_form_has_one_prompt_per_completion() -> None:

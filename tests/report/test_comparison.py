@@ -116,50 +116,34 @@ RATES = (1e-6, 1e-5, 1e-5, 1e-4)
 
 @pytest.fixture(scope="module")
 def swept_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
-    """Four swept_runs with three learning rates and two losses."""
-    folder = tmp_path_factory.mktemp("swept")
-    losses = ("grpo", "grpo", "dr_grpo", "dr_grpo")
-    return [
-        (
-            f"run-{seed}",
-            read_run(
-                make_run(
-                    folder, steps=2, held_out=6, seed=seed,
-                    overrides={"optim.lr": rate, "objective.loss_type": loss},
-                )
-            ),
-        )
-        for seed, (rate, loss) in enumerate(zip(RATES, losses, strict=True))
-    ]  # fmt: skip
-
-
-def get_runs(swept_runs: list[tuple[str, Run]]) -> list[Run]:
-    return [run for _, run in swept_runs]
+    """Four runs with three learning rates and two losses."""
+    folder, runs = tmp_path_factory.mktemp("swept"), []
+    for seed, loss in enumerate(("grpo", "grpo", "dr_grpo", "dr_grpo")):
+        changes = {"optim.lr": RATES[seed], "objective.loss_type": loss}
+        run = make_run(folder, steps=2, held_out=6, seed=seed, overrides=changes)
+        runs.append((f"run-{seed}", read_run(run)))
+    return runs
 
 
 def test_settings_in_which_three_runs_differ_are_chosen(swept_runs: list[tuple[str, Run]]) -> None:
-    assert list(list_differences(get_runs(swept_runs))) == [
-        "name",
-        "objective.loss_type",
-        "optim.lr",
-        "seed",
-    ]
-    assert choose_swept(get_runs(swept_runs)) == ["objective.loss_type", "optim.lr"]
-    assert choose_swept(get_runs(swept_runs)[:2]) == []  # two swept_runs are a comparison
-    assert choose_swept(get_runs(swept_runs)[:2], ["optim.lr"]) == ["optim.lr"]
+    runs, swept = [run for _, run in swept_runs], ["objective.loss_type", "optim.lr"]
+    assert list(list_differences(runs)) == ["name", *swept, "seed"]
+    assert choose_swept(runs) == swept
+    assert choose_swept(runs[:2]) == []  # two runs are a comparison
+    assert choose_swept(runs[:2], ["optim.lr"]) == ["optim.lr"]
     with pytest.raises(UserError, match=r"--sweep optim.l: .*did you mean optim.lr.*these do: obj"):
-        choose_swept(get_runs(swept_runs), ["optim.l"])
+        choose_swept(runs, ["optim.l"])
 
 
 def test_each_run_is_a_point_at_its_setting(swept_runs: list[tuple[str, Run]]) -> None:
-    loss, rate = build_sweep_charts(swept_runs, choose_swept(get_runs(swept_runs)), together=False)
+    swept = ["objective.loss_type", "optim.lr"]
+    loss, rate = build_sweep_charts(swept_runs, swept, together=False)
     assert (rate.title, rate.axis, rate.logarithmic_x) == ("exact by optim.lr", "optim.lr", True)
     (line,) = rate.lines
     assert list(line.x) == sorted(RATES)
     assert line.labels == ["run-0", "run-1", "run-2", "run-3"]
-    for (_, run), y, low, high in zip(
-        swept_runs, line.y, line.low or (), line.high or (), strict=True
-    ):
+    bounds = zip(line.y, line.low or (), line.high or (), strict=True)
+    for (_, run), (y, low, high) in zip(swept_runs, bounds, strict=True):
         assert y == run.evaluations[-1].metrics["exact"]
         assert low <= y <= high
     assert loss.ticks == ["dr_grpo", "grpo"]  # names have no order but the alphabet's
@@ -167,19 +151,16 @@ def test_each_run_is_a_point_at_its_setting(swept_runs: list[tuple[str, Run]]) -
     assert list(loss.lines[0].x) == [0, 0, 1, 1]
 
 
-def test_the_second_setting_has_a_line_per_value(swept_runs: list[tuple[str, Run]]) -> None:
-    swept = ["optim.lr", "objective.loss_type"]
-    (chart,) = build_sweep_charts(swept_runs, swept, together=True)
-    assert [line.name for line in chart.lines] == [
-        "objective.loss_type = grpo",
-        "objective.loss_type = dr_grpo",
-    ]
-    assert [list(line.x) for line in chart.lines] == [[1e-6, 1e-5], [1e-5, 1e-4]]
-
-
-def test_runs_of_different_metrics_are_not_plotted(
+def test_the_second_setting_has_a_line_per_value(
     swept_runs: list[tuple[str, Run]], tmp_path: Path
 ) -> None:
+    swept = ["optim.lr", "objective.loss_type"]
+    (chart,) = build_sweep_charts(swept_runs, swept, together=True)
+    assert {line.name: list(line.x) for line in chart.lines} == {
+        "objective.loss_type = grpo": [1e-6, 1e-5],
+        "objective.loss_type = dr_grpo": [1e-5, 1e-4],
+    }
+    # Runs of different metrics are not plotted.
     other = read_run(make_run(tmp_path, "grounding", steps=2, held_out=4))
     mixed = [*swept_runs, ("grounding", other)]
     assert list(build_sweep_charts(mixed, ["optim.lr"], together=False)) == []

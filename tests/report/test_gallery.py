@@ -17,7 +17,6 @@ from vlm_grpo.report.gallery import (
     build_gallery,
     build_held_out_entries,
     build_training_entries,
-    display_text,
     select_evenly,
     split_text,
     to_script_json,
@@ -164,15 +163,6 @@ def test_change_of_an_example_sampled_twice(tmp_path: Path) -> None:
     assert changes == [None, 0.5]  # from half right to all
 
 
-def test_example_without_images_is_shown(tmp_path: Path) -> None:
-    task = load_task("ocr")
-    example = Example("plain", (), "What is written?", "A")
-    write_group(tmp_path, task, example, ["A"])
-    (entry,) = read_entries(tmp_path)
-    assert entry["pictures"] == []
-    assert build_report(tmp_path).is_file()
-
-
 def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path: Path) -> None:
     tags = ThinkingTags("[THINK]", "[/THINK]", is_open=True, is_native=True)
     task = load_task("ocr", thinking_tags=tags)
@@ -185,12 +175,13 @@ def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path: P
     assert entry["question"] == "\n\n".join(turns)
     parts = [answer["parts"] for answer in entry["answers"]]
     assert parts == [[("thinking", "An A?"), ("answer", "A")], [("thinking", "An A?")]]
+    assert entry["pictures"] == []  # there is no image
+    assert build_report(tmp_path).is_file()
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("7", [("answer", "7")]),
         ("<think>a</think> <answer>7</answer>", [("thinking", "a"), ("answer", "7")]),
         ("<think>a", [("thinking", "a")]),
         ("a</think>b", [("thinking", "a"), ("answer", "b")]),
@@ -203,20 +194,16 @@ def test_completion_is_split_into_parts(text: str, parts: list[tuple[str, str]])
     assert split_text(text) == parts
 
 
-def test_long_text_is_truncated_with_a_note() -> None:
-    shown = display_text("x" * 100_000)
-    assert shown == "x" * 4000 + " … (96,000 characters more)"
-
-
-def test_unicode_line_separators_do_not_end_a_row(tmp_path: Path) -> None:
+def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path: Path) -> None:
     task = load_task("ocr")
     example = load_few_examples("ocr", task)[0]
-    texts = ["a\u2028b", "a\x85b", "a\ud800b"]
+    texts = ["a\u2028b", "a\x85b", "a\ud800b", "x" * 100_000]
     write_group(tmp_path, task, example, texts)
     assert read_run(tmp_path).unreadable == 0
     (entry,) = read_entries(tmp_path)
     shown = [answer["parts"][0][1] for answer in entry["answers"]]
-    assert shown == ["a⟨U+2028⟩b", "a⟨U+0085⟩b", "a?b"]
+    long = "x" * 4000 + " … (96,000 characters more)"
+    assert shown == ["a⟨U+2028⟩b", "a⟨U+0085⟩b", "a?b", long]
 
 
 def test_json_is_safe_in_a_script_element() -> None:

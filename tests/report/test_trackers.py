@@ -10,11 +10,11 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from PIL import Image
 from report_runs import load_few_examples, make_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -83,48 +83,33 @@ def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path: Path) -> Non
     assert [e.value for e in load_events(tmp_path).Scalars("reward")] == [1, 2, 30]
 
 
-class Broken(GeneralTracker):
-    """A service that fails at one point."""
+class Service:
+    """A tracker of a service, which records its calls and fails in one of them."""
 
-    name = "wandb"
-    requires_logging_directory = False
-    tracker = None
-    fails_in = ""
-    calls: ClassVar[list[str]] = []
+    name, fails_in = "wandb", ""
 
-    def __init__(self, run_name: str, **_: Any) -> None:
-        super().__init__()
+    def __init__(self, **_: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
 
-    def _call(self, what: str) -> None:
-        self.calls.append(what)
-        if what == self.fails_in:
-            raise ConnectionError("the service is down")
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any, step: int | None = None) -> None:
+            self.calls.append((method, step, *arguments))
+            if method == self.fails_in:
+                raise ConnectionError("the service is down")
 
-    def start(self) -> None:
-        self._call("start")
-
-    def store_init_configuration(self, values: dict) -> None:
-        self._call("config")
-
-    def log(self, values: dict, step: int | None = None, **_: Any) -> None:
-        self._call("log")
-
-    def log_images(self, values: dict, step: int | None = None, **_: Any) -> None:
-        self._call("images")
-
-    def finish(self) -> None:
-        self._call("finish")
+        return call
 
 
-@pytest.mark.parametrize("point", ["start", "config", "log", "images", "finish"])
+METHODS = ("start", "store_init_configuration", "log", "log_images", "finish")
+
+
+@pytest.mark.parametrize("point", METHODS)
 def test_a_tracker_that_fails_is_reported_once_and_dropped(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(Broken):
-        fails_in = point
-
-    Failing.calls = []
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Failing)
+    service = Service()
+    service.fails_in = point
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", lambda **_: service)
     with caplog.at_level(logging.WARNING):
         trackers = start_trackers(["wandb", "tensorboard"], tmp_path)
         for step in (1, 2):
@@ -134,7 +119,7 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(
 
     assert caplog.text.count("tracker wandb failed and is dropped") == 1
     assert "ConnectionError: the service is down" in caplog.text
-    assert Failing.calls[-1] == point  # it is not called afterwards
+    assert service.calls[-1][0] == point  # it is not called afterwards
     events = load_events(tmp_path)
     assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
 
@@ -167,15 +152,9 @@ def log_completions(trackers: Trackers, texts: list[str]) -> Example:
 def test_trackers_with_tables_get_the_completions_with_their_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logged = {}
-
-    class Tracker(Broken):
-        name = "trackio"
-
-        def log(self, values: dict, step: int | None = None, **_: Any) -> None:
-            logged.update({name: (step, value) for name, value in values.items()})
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", Tracker)
+    service = Service()
+    service.name = "trackio"
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", lambda **_: service)
     library = ModuleType("trackio")
     library.__dict__.update(Table=Table, Image=Image_)
     monkeypatch.setitem(sys.modules, "trackio", library)
@@ -184,9 +163,9 @@ def test_trackers_with_tables_get_the_completions_with_their_image(
     example = log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
     trackers.finish()
 
-    step, table = logged["completions"]
+    ((step, logged),) = [call[1:] for call in service.calls if call[0] == "log"]
     assert step == 1
-    first, second = table.rows
+    first, second = logged["completions"].rows
     assert first["id"] == example.id
     assert first["gold"] == str(example.answer)
     assert first["completion"] == "<answer>[1, 2, 30, 40]</answer>"

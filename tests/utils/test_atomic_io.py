@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.atomic_io import append_durable, explain_disk_full, write_atomic
 
-SIZE = 2**20
-"""Size of the disk in bytes; the tests write more."""
+SIZE = 2**20  # size of the disk in bytes; the tests write more
 
 
 @pytest.fixture

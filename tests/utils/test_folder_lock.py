@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,23 +135,14 @@ def test_of_many_processes_at_once_one_at_a_time_gets_in(tmp_path, stale):
 
 
 def test_the_thread_that_holds_a_folder_enters_again_and_others_do_not(tmp_path):
-    errors = []
-
     def enter() -> None:
-        try:
-            with lock_folder(tmp_path):
-                pass
-        except UserError as error:
-            errors.append(str(error))
+        with lock_folder(tmp_path):
+            assert list_locks(tmp_path) == [".lock-1"]
 
-    with lock_folder(tmp_path):
+    with lock_folder(tmp_path), ThreadPoolExecutor() as pool:
         enter()
-        assert errors == []
-        assert list_locks(tmp_path) == [".lock-1"]
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-    assert f"in use by process {os.getpid()}" in errors[0]
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+            pool.submit(enter).result()
     assert list_locks(tmp_path) == []
 
 
@@ -202,12 +194,10 @@ def test_a_lock_without_a_sign_of_life_is_taken_after_a_while(elsewhere, content
 
 
 def test_a_lock_that_has_been_silent_for_long_is_taken_without_waiting(elsewhere, monkeypatch):
-    monkeypatch.setattr(folder_lock, "STALE_SECONDS", 60)
+    monkeypatch.setattr(folder_lock, "POLL_SECONDS", 1000)
     os.utime(elsewhere, (1, 1))
-    started = time.monotonic()
     with lock_folder(elsewhere.parent):
         pass
-    assert time.monotonic() - started < 30
 
 
 def test_a_sign_of_life_from_another_machine_refuses_the_folder(elsewhere, monkeypatch):

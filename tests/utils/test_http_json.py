@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import email.utils
-import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,19 +44,15 @@ def test_a_value_is_sent_and_the_response_is_read():
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        Reply(status=429),
-        Reply(status=500, body=b"<html>"),
-        Reply(status=503),
-        Reply(body=b'{"value": '),
-        Reply(body=b"\xff"),
-    ],
-    ids=["429", "500", "503", "malformed", "not UTF-8"],
+    ("status", "body"),
+    [(429, b""), (500, b"<html>"), (503, b""), (200, b'{"value": '), (200, b"\xff")],
 )
-def test_failures_that_may_pass_are_repeated(failure, waits):
+def test_failures_that_may_pass_are_repeated(status, body, waits):
+    failure = Reply(status=status, body=body)
+    state = random.getstate()  # it is part of a checkpoint, and decides what a resumed run samples
     with run_judge(answer_in_turn(failure, failure, GOOD)) as server:
         assert post_json(server.address, {}) == {"value": 1}
+    assert random.getstate() == state
     assert len(server.requests) == 3
     # 1 and 2 seconds, of which at least half are waited so that clients do not return together.
     assert 0.5 <= waits[0] <= 1.0 <= waits[1] <= 2.0
@@ -75,15 +71,8 @@ def test_a_demanded_wait_is_kept_up_to_a_limit(header, seconds, waits):
 
 
 def test_a_slow_response_fails_after_its_limit():
-    waiting = json.dumps("late").encode()
-
-    def respond(body: Any) -> Reply:
-        end = time.monotonic() + 0.3
-        while time.monotonic() < end:
-            pass
-        return Reply(body=waiting)
-
-    with run_judge(respond) as server, pytest.raises(ServiceError, match="TimeoutError: timed out"):
+    slow = answer_in_turn(replace(GOOD, seconds=0.3))
+    with run_judge(slow) as server, pytest.raises(ServiceError, match="TimeoutError: timed out"):
         post_json(server.address, {}, timeout=0.05, retries=0)
 
 
@@ -99,12 +88,12 @@ def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key(
 @pytest.mark.parametrize("status", [302, 303, 307, 308])
 def test_a_redirect_is_not_followed(status):
     reply = Reply(status=status, headers={"Location": "http://127.0.0.1:1/other"})
+    # It has not asked the other host, which refuses the connection.
     with (
         run_judge(answer_in_turn(reply)) as server,
-        pytest.raises(ServiceError, match=rf"status {status} .*") as caught,
+        pytest.raises(ServiceError, match=rf"status {status} "),
     ):
         post_json(server.address, {}, {"Authorization": "Bearer key"}, retries=0)
-    assert "attempts" not in str(caught.value)  # it has not asked the other host
 
 
 def test_the_last_failure_is_told_after_all_attempts(waits):
@@ -122,13 +111,6 @@ def test_the_last_failure_is_told_after_all_attempts(waits):
 def test_other_addresses_are_refused(url):
     with pytest.raises(ValueError, match="must start with http:// or https://"):
         post_json(url, {})
-
-
-def test_repetitions_leave_the_global_random_state():
-    state = random.getstate()  # it is part of a checkpoint, and decides what a resumed run samples
-    with run_judge(answer_in_turn(Reply(status=500), GOOD)) as server:
-        post_json(server.address, {})
-    assert random.getstate() == state
 
 
 def test_a_get_and_a_post_without_a_response():

@@ -24,13 +24,10 @@ def test_a_broken_line_is_an_error_with_file_and_line(path, broken):
     assert read_valid_rows(path) == [{"step": 0}, {"step": 2}]
 
 
-def test_a_missing_file(path):
+def test_a_missing_file_has_no_rows_and_unicode_line_separators_do_not_end_a_line(path):
     assert read_valid_rows(path) == []
     with pytest.raises(FileNotFoundError):
         read_rows(path)
-
-
-def test_unicode_line_separators_do_not_end_a_line(path):
     path.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
     assert read_rows(path) == [{"text": "a\u2028b\x85c"}]
 
@@ -51,8 +48,5 @@ def test_a_file_that_is_not_an_object_is_named(tmp_path, text):
         path.write_text(text, "latin-1")
     with pytest.raises(UserError, match=r"file\.json cannot be read: "):
         read_object(path)
-
-
-def test_an_object_is_read(tmp_path):
-    (tmp_path / "file.json").write_text('{"a": 1}')
-    assert read_object(tmp_path / "file.json") == {"a": 1}
+    path.write_text('{"a": 1}')
+    assert read_object(path) == {"a": 1}

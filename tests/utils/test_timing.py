@@ -6,9 +6,9 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -62,11 +62,7 @@ def run(tmp_path: Path, model: Path) -> Any:
 
 @dataclass
 class Command:
-    """A ``train`` command in a process of its own.
-
-    Attributes:
-        output: file with what it has written.
-    """
+    """A ``train`` command in a process of its own, and the file with what it has written."""
 
     process: BaseProcess
     output: Path
@@ -101,16 +97,15 @@ def count_steps(run: Settings) -> int:
 
 @pytest.mark.slow
 def test_a_signal_saves_and_loses_no_step(run):
-    number, broken = signal.SIGINT, run(**TWELVE_STEPS)
-    unbroken = run(name="unbroken", **TWELVE_STEPS)
+    broken, unbroken = run(**TWELVE_STEPS), run(name="unbroken", **TWELVE_STEPS)
     train(unbroken)
     command = start(broken)
     command.wait_until(lambda: count_steps(broken) >= 2)
-    command.signal(number)
+    command.signal(signal.SIGINT)
     errors = command.finish()
-    assert command.process.exitcode == 128 + number, errors
-    assert re.search(rf"{number.name}: .*sav.*; repeat to stop at once", errors)
-    assert f"stopped by {number.name} after step" in errors
+    assert command.process.exitcode == 130, errors
+    assert re.search(r"SIGINT: .*sav.*; repeat to stop at once", errors)
+    assert "stopped by SIGINT after step" in errors
     ((_, saved),) = list_checkpoints(broken.run_dir / "checkpoints")
     assert f"saved in {saved}; continue with resume=true" in errors
     train(broken.model_copy(update={"resume": True}))
@@ -121,17 +116,13 @@ def test_a_signal_saves_and_loses_no_step(run):
 def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run, tmp_path):
     # From the third step on, the reward takes a minute, too long to wait for.
     slow = run(name="slow", optim={"max_steps": 30}, checkpoint={"every": 1, "keep_last": 0})
-    task = Path(slow.task)
-    task.write_text(
-        task.read_text().replace(
-            "        return len(set(answer)",
-            f"        if self.progress >= 2 / 30:\n"
-            f"            open({str(tmp_path / 'reached')!r}, 'w').close()\n"
-            "            time.sleep(60)\n"
-            "        return len(set(answer)",
-        )
+    task, reward = Path(slow.task), "        return len(set(answer)"
+    wait = (
+        "        if self.progress >= 2 / 30:\n"
+        f"            open({str(tmp_path / 'reached')!r}, 'w').close()\n"
+        "            time.sleep(60)\n"
     )
-    task.write_text(f"import time\n{task.read_text()}")
+    task.write_text("import time\n" + task.read_text().replace(reward, wait + reward))
     command = start(slow)
     command.wait_until((tmp_path / "reached").exists)
     command.signal(signal.SIGINT)
@@ -143,10 +134,8 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run, tmp_path):
     assert time.monotonic() - sent < 30  # the reward would have taken twice that
     assert command.process.exitcode == 130
     assert "interrupted; finished checkpoints are kept (resume=true)" in errors
-    assert [path.name for _, path in list_checkpoints(slow.run_dir / "checkpoints")] == [
-        "step-1",
-        "step-2",
-    ]
+    kept = [path.name for _, path in list_checkpoints(slow.run_dir / "checkpoints")]
+    assert kept == ["step-1", "step-2"]
 
 
 @pytest.mark.slow
@@ -258,20 +247,15 @@ def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted()
         with pytest.raises(CallTimeout):
             call(re.match, r"(a+)+$", "a" * 40 + "b")  # backtracks 2^40 times
 
-
-def test_no_limit_calls_directly():
     before = signal.getsignal(signal.SIGALRM)
-    with time_limit(None) as call:
+    with time_limit(None) as call:  # calls directly
         assert call(divmod, 7, 2) == (3, 1)
         assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_only_the_main_thread_can_interrupt():
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(can_interrupt()))
-    thread.start()
-    thread.join()
-    assert (can_interrupt(), results) == (True, [False])
+    with ThreadPoolExecutor() as pool:
+        assert (can_interrupt(), pool.submit(can_interrupt).result()) == (True, False)
 
 
 def test_a_signal_names_the_work_that_it_waits_for(capsys):

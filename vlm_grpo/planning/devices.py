@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from vlm_grpo.errors import UserError, nearest
 
 GIB = 1 << 30
-CONTEXT = GIB
-"""Bytes used by the driver and its libraries on a GPU."""
-FRAGMENTATION = 0.05
-"""Share of a GPU's memory that the allocator loses to fragmentation."""
+CONTEXT = GIB  # bytes used by the driver and its libraries on a GPU
+FRAGMENTATION = 0.05  # share of a GPU's memory that the allocator loses to fragmentation
 
 
 @dataclass(frozen=True)
@@ -38,44 +36,37 @@ class Device:
         return size <= self.usable
 
 
-@dataclass(frozen=True)
-class _Gpu:
-    """The data sheet of a GPU."""
-
-    reported: str  # pattern of the names that its driver reports, without "NVIDIA" or "AMD"
-    memory: float  # GiB as PyTorch reports them
-    float32: float  # dense TFLOP/s without TF32
-    bfloat16: float  # dense TFLOP/s with float32 accumulation
-    bandwidth: float  # of its memory, in GB/s
-
-
+# By name: the pattern of the names that a driver reports, without "NVIDIA" or "AMD"; memory in GiB
+# as PyTorch reports it; dense TFLOP/s in float32 without TF32, and in bfloat16 with float32
+# accumulation; bandwidth of the memory in GB/s.
+#
 # The rates are those of NVIDIA's whitepapers (GA102, AD102, GB202, GH100) and data sheets, of AWS's
 # data sheet of the A10G and of AMD's of the MI300X, some as other pages quote them; those stated
 # with sparsity are halved. Variants of other names ("Laptop GPU", "D", MIG instances) differ and
 # are not in the table. Error correction uses a sixteenth of GDDR6 memory: PyTorch reports 22.03 GiB
 # on an L4 and 44.4 to 44.5 on an L40S, but 23.64 on an RTX 4090, which has none. The memory of GPUs
 # marked with * is inferred from that.
-_GPUS: dict[str, _Gpu] = {
-    "RTX3090": _Gpu(r"GeForce RTX 3090", 23.6, 35.6, 71, 936),
-    "RTX4090": _Gpu(r"GeForce RTX 4090", 23.6, 82.6, 165.2, 1008),
-    "RTX5090": _Gpu(r"GeForce RTX 5090", 31.4, 104.8, 209.5, 1792),  # *
-    "A6000": _Gpu(r"RTX A6000", 47.4, 38.7, 154.8, 768),  # *
-    "RTX6000-Ada": _Gpu(r"RTX 6000 Ada Generation", 47.4, 91.1, 364.2, 960),  # *
-    "RTX-PRO-6000": _Gpu(r"RTX PRO 6000 Blackwell.*Edition", 94.9, 125, 503.8, 1792),  # *
-    "A10": _Gpu(r"A10", 22.0, 31.2, 125, 600),  # *
-    "A10G": _Gpu(r"A10G", 22.0, 35, 70, 600),  # *
-    "L4": _Gpu(r"L4", 22.0, 30.3, 121, 300),
-    "A40": _Gpu(r"A40", 44.4, 37.4, 149.7, 696),  # *
-    "L40": _Gpu(r"L40", 44.4, 90.5, 181, 864),  # *
-    "L40S": _Gpu(r"L40S", 44.4, 91.6, 362, 864),
-    "A100-40GB": _Gpu(r"A100-(SXM4|PCIE)-40GB", 39.4, 19.5, 312, 1555),  # *
-    "A100-80GB": _Gpu(r"A100-SXM4-80GB|A100 80GB PCIe", 79.1, 19.5, 312, 2039),  # *
-    "H100": _Gpu(r"H100 80GB HBM3", 79.1, 67, 989, 3350),  # *
-    "H100-PCIe": _Gpu(r"H100 PCIe", 79.1, 51, 756, 2000),  # *
-    "H100-NVL": _Gpu(r"H100 NVL", 93.1, 60, 835, 3900),  # *
-    "H200": _Gpu(r"H200( NVL)?", 139, 67, 989, 4800),
-    "B200": _Gpu(r"B200", 178, 75, 2250, 7700),  # on an HGX board
-    "MI300X": _Gpu(r"(Instinct )?MI300X.*", 191, 163.4, 1307, 5300),  # *
+_GPUS = {
+    "RTX3090": (r"GeForce RTX 3090", 23.6, 35.6, 71, 936),
+    "RTX4090": (r"GeForce RTX 4090", 23.6, 82.6, 165.2, 1008),
+    "RTX5090": (r"GeForce RTX 5090", 31.4, 104.8, 209.5, 1792),  # *
+    "A6000": (r"RTX A6000", 47.4, 38.7, 154.8, 768),  # *
+    "RTX6000-Ada": (r"RTX 6000 Ada Generation", 47.4, 91.1, 364.2, 960),  # *
+    "RTX-PRO-6000": (r"RTX PRO 6000 Blackwell.*Edition", 94.9, 125, 503.8, 1792),  # *
+    "A10": (r"A10", 22.0, 31.2, 125, 600),  # *
+    "A10G": (r"A10G", 22.0, 35, 70, 600),  # *
+    "L4": (r"L4", 22.0, 30.3, 121, 300),
+    "A40": (r"A40", 44.4, 37.4, 149.7, 696),  # *
+    "L40": (r"L40", 44.4, 90.5, 181, 864),  # *
+    "L40S": (r"L40S", 44.4, 91.6, 362, 864),
+    "A100-40GB": (r"A100-(SXM4|PCIE)-40GB", 39.4, 19.5, 312, 1555),  # *
+    "A100-80GB": (r"A100-SXM4-80GB|A100 80GB PCIe", 79.1, 19.5, 312, 2039),  # *
+    "H100": (r"H100 80GB HBM3", 79.1, 67, 989, 3350),  # *
+    "H100-PCIe": (r"H100 PCIe", 79.1, 51, 756, 2000),  # *
+    "H100-NVL": (r"H100 NVL", 93.1, 60, 835, 3900),  # *
+    "H200": (r"H200( NVL)?", 139, 67, 989, 4800),
+    "B200": (r"B200", 178, 75, 2250, 7700),  # on an HGX board
+    "MI300X": (r"(Instinct )?MI300X.*", 191, 163.4, 1307, 5300),  # *
 }
 LAYER_SECONDS = 4e-4
 """An assumption: about 90 kernels per decoder layer, each launched from Python in about 5 µs."""
@@ -96,9 +87,9 @@ def find_device(name: str) -> Device:
 
 
 def _build_device(name: str) -> Device:
-    gpu = _GPUS[name]
-    rates = {"float32": gpu.float32 * 1e12, "bfloat16": gpu.bfloat16 * 1e12}
-    return Device(name, int(gpu.memory * GIB), rates, gpu.bandwidth * 1e9, LAYER_SECONDS)
+    _, memory, float32, bfloat16, bandwidth = _GPUS[name]
+    rates = {"float32": float32 * 1e12, "bfloat16": bfloat16 * 1e12}
+    return Device(name, int(memory * GIB), rates, bandwidth * 1e9, LAYER_SECONDS)
 
 
 def identify_gpu(reported: str) -> Device | None:
@@ -108,5 +99,5 @@ def identify_gpu(reported: str) -> Device | None:
     'A100-80GB'
     """
     name = re.sub(r"^(NVIDIA|AMD) ", "", reported)
-    found = (key for key, gpu in _GPUS.items() if re.fullmatch(gpu.reported, name))
+    found = (key for key, (pattern, *_) in _GPUS.items() if re.fullmatch(pattern, name))
     return next(map(_build_device, found), None)

@@ -17,17 +17,13 @@ from vlm_grpo.config.recipes import Overrides, build_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.planning.devices import find_device
-from vlm_grpo.planning.plan import Weights
-from vlm_grpo.planning.search import CARDS, COUNTED_LATER, StepPlanner
-from vlm_grpo.planning.shape import LayerBytes, ModelShape
-from vlm_grpo.planning.workload import PromptSize
+from vlm_grpo.planning.plan import CARDS, COUNTED_LATER, StepPlanner, Weights
+from vlm_grpo.planning.sizes import LayerBytes, ModelShape, PromptSize
 
 IMAGE_TOKENS, TEXT_TOKENS = 1000, 100
 """Tokens of the only image, and of the text, of an assumed prompt."""
-TABLE_CARDS = (12, 16, 24, 48, 80, 141)
-"""Memory of the GPUs in a table, in GB."""
-TABLE_GENERATIONS = 64
-"""The largest group that is tried in a table."""
+TABLE_CARDS = (12, 16, 24, 48, 80, 141)  # memory of the GPUs in a table, in GB
+TABLE_GENERATIONS = 64  # the largest group that is tried in a table
 TABLE_KINDS = {
     "LoRA, 4 bits": ("policy.lora.r=64", "policy.load_in=4bit"),
     "LoRA": ("policy.lora.r=64",),

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from vlm_grpo.config.rollout import RolloutSettings, choose_adapter_level
 from vlm_grpo.model.engine.batch import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
 from vlm_grpo.planning.devices import CONTEXT, Device
-from vlm_grpo.planning.shape import ModelShape
-from vlm_grpo.planning.workload import Workload
+from vlm_grpo.planning.sizes import ModelShape, Workload
 
 # Bytes that libraries use on a CPU, by the bytes of a value: code, buffers, and in bfloat16 the
 # kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``.
@@ -87,10 +86,13 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     if model.offloads:  # a layer's are still being copied, or are fetched ahead
         layer = model.measured_layer.count(*work.micro_rows)
         activations, offloaded = min(layer, activations), activations
+    weights = (model.num_weights - model.quantized_weights) * model.weight_bytes
+    # PEFT holds adapters in float32.
+    adapters = 4 * (model.num_trained + model.num_initial) if model.lora_rank else 0
     restored = model.largest_quantized * model.value_bytes  # a matrix, for its product
     passes = (_count_encoding_bytes, _count_prefill_bytes, _count_decoding_bytes)
     return Memory(
-        weights=_count_weight_bytes(model),
+        weights=weights + model.quantized_bytes + adapters,
         optimizer=model.state_bytes[work.optimizer],
         reference=trained if work.uses_reference else 0,
         teacher=work.teacher_weights * model.value_bytes,
@@ -109,13 +111,6 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     )
 
 
-def _count_weight_bytes(model: ModelShape) -> int:
-    # PEFT holds adapters in float32.
-    adapters = 4 * (model.num_trained + model.num_initial) if model.lora_rank else 0
-    whole = (model.num_weights - model.quantized_weights) * model.weight_bytes
-    return whole + model.quantized_bytes + adapters
-
-
 def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
     # Copies for sampling (``engine/rollout_weights.py``): float32 weights with merged adapters, and
     # autocast's casts; on the CPU all linear modules, in oneDNN's layout. The planner adds those of
@@ -128,7 +123,6 @@ def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
 
 
 def _count_activation_bytes(model: ModelShape, work: Workload) -> int:
-    """Count the bytes that the largest micro-batch saves for its backward pass."""
     kept = model.measured_layer.count_kept(model.checkpointing, *work.micro_rows)
     saved = model.text.layers * kept
     if model.block is not None:
@@ -173,7 +167,6 @@ def count_key_bytes(model: ModelShape) -> int:
 
 
 def _count_encoding_bytes(model: ModelShape, work: Workload) -> int:
-    """Count the bytes of the vision tower without gradient, on the images encoded at once."""
     vision = model.vision
     patches = min(work.num_prompts * work.patches, max(ENCODER_PATCHES, work.patches))
     if not model.shares_prompts:  # the images of all rows at once

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.planning.devices import Device
-from vlm_grpo.planning.shape import ModelShape
-from vlm_grpo.planning.workload import Workload
+from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Group, Prompt
 
 
@@ -90,7 +89,6 @@ def count_step_flops(
 
 
 def _count_image_flops(model: ModelShape, prompt: Prompt) -> float:
-    """Return the FLOPs of one pass of the vision tower over a prompt's images of equal size."""
     # The tower takes two frames of a clip as an image.
     images = sum(max(1, math.ceil(image.num_frames / 2)) for image in prompt.example.images)
     if not images:

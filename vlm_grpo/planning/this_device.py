@@ -41,7 +41,6 @@ def detect_device() -> Device:
 
 
 def _measure_matmul_rate(dtype: torch.dtype, edge: int = 2048) -> float:
-    """Return the best FLOP/s of five products of square matrices, with the engine's kernel."""
     a = torch.ones(edge, edge, dtype=dtype)
     best = 0.0
     for _ in range(5):

@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-WINDOW = 20
-"""Number of steps averaged; a single step of a few hundred completions is too noisy."""
+WINDOW = 20  # number of steps averaged; a single step of a few hundred completions is too noisy
 SHORT = 5
 """Number of steps averaged for conditions that are never normal, to ignore single outliers."""
 
@@ -37,18 +36,48 @@ class AlarmContext:
     recipe: str = "RECIPE"  # the run's settings, for the commands of a remedy
 
 
-@dataclass
-class History:
-    """The part of the metrics that the rules read, of constant size."""
+@dataclass(frozen=True)
+class Alarm:
+    """The beginning of a condition that a rule detects."""
 
-    context: AlarmContext
-    first: list[Row] = field(default_factory=list)
-    last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    # means over the ``WINDOW`` steps in which the primary metric was best: the rewards by name,
-    # and the primary metric under "primary_metric"
-    peak: dict[str, float] = field(default_factory=dict)
+    step: int
+    name: str
+    message: str
+    remedy: str
 
-    def add(self, row: Row) -> None:
+
+class AlarmMonitor:
+    """A monitor that raises alarms from the metrics of successive steps; of constant size.
+
+    ``active`` has the names of the alarms that were raised and are not over.
+    """
+
+    def __init__(self, context: AlarmContext) -> None:
+        self.context = context
+        self.active: set[str] = set()
+        self.first: list[Row] = []
+        self.last: deque[Row] = deque(maxlen=WINDOW)
+        # Means over the ``WINDOW`` steps in which the primary metric was best: the rewards by name,
+        # and the primary metric under "primary_metric".
+        self.peak: dict[str, float] = {}
+
+    def update(self, step: int, row: Row) -> list[Alarm]:
+        """Add a step's metrics and return the alarms that begin with it."""
+        if "mean_token_accuracy" in row:  # a supervised step
+            return []
+        self._add(row)
+        alarms = []
+        for rule in RULES:
+            severity, message = rule.check(self)
+            if rule.name in self.active and severity < rule.clears:
+                self.active.discard(rule.name)
+            elif rule.name not in self.active and severity >= rule.raises:
+                self.active.add(rule.name)
+                remedy = rule.remedy.replace("RECIPE", self.context.recipe)
+                alarms.append(Alarm(step, rule.name, message, remedy))
+        return alarms
+
+    def _add(self, row: Row) -> None:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.last.append(row)
@@ -66,11 +95,11 @@ class History:
 
     def recent(self, name: str, steps: int = WINDOW) -> float:
         """Return the mean over the last ``steps`` rows; NaN if fewer than half have a value."""
-        return mean_of(list(self.last)[-steps:], name, (steps + 1) // 2)
+        return _mean([*self.last][-steps:], name, (steps + 1) // 2)
 
     def start(self, name: str) -> float:
         """Return the mean over the first ``WINDOW`` rows; NaN if fewer than half have a value."""
-        return mean_of(self.first, name, WINDOW // 2)
+        return _mean(self.first, name, WINDOW // 2)
 
     def reward(self, name: str) -> float:
         return self.recent(f"rewards/{name}/mean")
@@ -83,25 +112,15 @@ class History:
         return self.recent(f"metrics/{name}") if math.isnan(reward) else reward
 
 
-def mean_of(rows: Sequence[Row], name: str, least: int) -> float:
+def _mean(rows: Sequence[Row], name: str, least: int) -> float:
     """Return the mean of a metric over the rows; NaN if fewer than ``least`` have a value."""
     values = [row.get(name) for row in rows]
     known = [float(v) for v in values if isinstance(v, int | float) and not math.isnan(v)]
     return sum(known) / len(known) if len(known) >= least else math.nan
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """The beginning of a condition that a rule detects."""
-
-    step: int
-    name: str
-    message: str
-    remedy: str
-
-
-Finding = tuple[float, str]
-"""The severity of a condition, NaN if it is unknown, and the message of an alarm about it."""
+# Returns the severity of a condition, NaN if it is unknown, and the message of an alarm about it.
+Check = Callable[[AlarmMonitor], tuple[float, str]]
 
 
 @dataclass(frozen=True)
@@ -109,7 +128,7 @@ class Rule:
     """One kind of alarm."""
 
     name: str
-    check: Callable[[History], Finding]
+    check: Check
     raises: float  # lowest severity that raises the alarm
     clears: float  # severity below which the alarm is over and may be raised again
     remedy: str
@@ -118,40 +137,8 @@ class Rule:
 RULES: list[Rule] = []
 
 
-class AlarmMonitor:
-    """A monitor that raises alarms from the metrics of successive steps.
-
-    Attributes:
-        active: names of the alarms that were raised and are not over.
-    """
-
-    def __init__(self, context: AlarmContext) -> None:
-        self.history = History(context)
-        self.active: set[str] = set()
-
-    def update(self, step: int, row: Row) -> list[Alarm]:
-        """Add a step's metrics and return the alarms that begin with it."""
-        if "mean_token_accuracy" in row:  # a supervised step
-            return []
-        self.history.add(row)
-        alarms = []
-        for rule in RULES:
-            severity, message = rule.check(self.history)
-            if rule.name in self.active and severity < rule.clears:
-                self.active.discard(rule.name)
-            elif rule.name not in self.active and severity >= rule.raises:
-                self.active.add(rule.name)
-                remedy = rule.remedy.replace("RECIPE", self.history.context.recipe)
-                alarms.append(Alarm(step, rule.name, message, remedy))
-        return alarms
-
-
-def _rule(
-    name: str, raises: float, clears: float, remedy: str
-) -> Callable[[Callable[[History], Finding]], Callable[[History], Finding]]:
-    """Add the decorated function to ``RULES``."""
-
-    def add(check: Callable[[History], Finding]) -> Callable[[History], Finding]:
+def _rule(name: str, raises: float, clears: float, remedy: str) -> Callable[[Check], Check]:
+    def add(check: Check) -> Check:
         RULES.append(Rule(name, check, raises, clears, remedy))
         return check
 
@@ -168,16 +155,16 @@ def _rule(
     "RECIPE --difficulty FILE finds the examples that it solves sometimes; or give a graded "
     "reward",
 )
-def _check_unrewarded(history: History) -> Finding:
+def _check_unrewarded(run: AlarmMonitor) -> tuple[float, str]:
     """Return the share of groups with equal rewards if these are near 0; 0 otherwise."""
-    context, reward = history.context, history.recent("reward", SHORT)
+    context, reward = run.context, run.recent("reward", SHORT)
     highest = sum(weight for weight in context.weights.values() if weight > 0)
-    share = history.recent("frac_reward_zero_std", SHORT) if reward < 0.1 * highest else 0.0
-    steps = min(SHORT, len(history.last))
+    share = run.recent("frac_reward_zero_std", SHORT) if reward < 0.1 * highest else 0.0
+    steps = min(SHORT, len(run.last))
     return share, (
         f"no group of the last {steps} steps has different rewards: the mean over "
         f"{steps * context.completions:,} completions is {reward:.3g}, "
-        f"{history.recent('completions/answered', SHORT):.0%} of them have an answer, and the "
+        f"{run.recent('completions/answered', SHORT):.0%} of them have an answer, and the "
         "model does not change"
     )
 
@@ -193,13 +180,13 @@ def _check_unrewarded(history: History) -> Finding:
     "or a stronger model; in between: raise rollout.num_generations, or set "
     "rollout.dynamic_sampling=true",
 )
-def _check_equal_rewards(history: History) -> Finding:
+def _check_equal_rewards(run: AlarmMonitor) -> tuple[float, str]:
     """Return the share of groups with equal rewards; 0 if that is because none earn any."""
-    is_unrewarded = _check_unrewarded(history)[0] >= 1.0
-    share = 0.0 if is_unrewarded else history.recent("frac_reward_zero_std")
+    is_unrewarded = _check_unrewarded(run)[0] >= 1.0
+    share = 0.0 if is_unrewarded else run.recent("frac_reward_zero_std")
     return share, (
         f"{share:.0%} of the groups of the last {WINDOW} steps have equal rewards and no "
-        f"gradient; the mean reward is {history.recent('reward'):.2f}"
+        f"gradient; the mean reward is {run.recent('reward'):.2f}"
     )
 
 
@@ -212,9 +199,9 @@ def _check_equal_rewards(history: History) -> Finding:
     "the length or repetition reward or try objective.loss_type=dr_grpo; completions that "
     "shrink to nothing no longer try to answer",
 )
-def _check_length(history: History) -> Finding:
+def _check_length(run: AlarmMonitor) -> tuple[float, str]:
     """Return the factor by which completions became longer or shorter; 1 for a few tokens."""
-    now, before = (mean("completions/mean_length") for mean in (history.recent, history.start))
+    now, before = (mean("completions/mean_length") for mean in (run.recent, run.start))
     factor = 1.0
     if abs(now - before) >= 16:  # a doubling of three tokens is no drift; neither is NaN
         factor = max(now / max(before, 1.0), before / max(now, 1.0))
@@ -231,8 +218,8 @@ def _check_length(history: History) -> Finding:
     remedy="raise rollout.max_completion_length, or read the samples: a model that does not "
     "stop needs a length reward",
 )
-def _check_truncated(history: History) -> Finding:
-    share = history.recent("completions/clipped_ratio")
+def _check_truncated(run: AlarmMonitor) -> tuple[float, str]:
+    share = run.recent("completions/clipped_ratio")
     return share, (
         f"{share:.0%} of the completions of the last {WINDOW} steps reached "
         "rollout.max_completion_length"
@@ -248,9 +235,9 @@ def _check_truncated(history: History) -> Finding:
     remedy="lower optim.lr, raise rollout.temperature, set objective.entropy_coef or "
     "objective.epsilon_high, and continue from an earlier checkpoint",
 )
-def _check_entropy(history: History) -> Finding:
+def _check_entropy(run: AlarmMonitor) -> tuple[float, str]:
     """Return the lowest healthy entropy divided by the recent one."""
-    now, before = history.recent("entropy"), history.start("entropy")
+    now, before = run.recent("entropy"), run.start("entropy")
     return max(0.01, 0.05 * before) / max(now, 1e-9), (
         f"the policy's entropy is {now:.4f} nats per token, and was {before:.2f} at first: it has "
         "almost stopped exploring"
@@ -264,8 +251,8 @@ def _check_entropy(history: History) -> Finding:
     clears=0.5,
     remedy="lower optim.lr or raise objective.beta, and continue from an earlier checkpoint",
 )
-def _check_kl(history: History) -> Finding:
-    kl = history.recent("kl", SHORT)
+def _check_kl(run: AlarmMonitor) -> tuple[float, str]:
+    kl = run.recent("kl", SHORT)
     return kl, f"the KL to the reference is {kl:.3g} nats per token"
 
 
@@ -276,20 +263,20 @@ def _check_kl(history: History) -> Finding:
     clears=0.8,
     remedy="lower its weight in task_options.weights, or set objective.normalize_each_reward=true",
 )
-def _check_dominance(history: History) -> Finding:
+def _check_dominance(run: AlarmMonitor) -> tuple[float, str]:
     """Return the largest share of a reward in the spread that determines the advantages.
 
     It is 0 if all other rewards are mostly earned: a reward near 1 has no spread left because it is
     learned. Penalties are never above 0, and have no spread if nothing is wrong.
     """
-    weights = {name: weight for name, weight in history.context.weights.items() if weight}
-    stds = {name: abs(w) * history.recent(f"rewards/{name}/std") for name, w in weights.items()}
+    weights = {name: weight for name, weight in run.context.weights.items() if weight}
+    stds = {name: abs(w) * run.recent(f"rewards/{name}/std") for name, w in weights.items()}
     total = sum(stds.values())
     if len(stds) < 2 or not total > 0:
         return math.nan, ""
     leader = max(stds, key=lambda name: stds[name])
     others = [name for name in stds if name != leader]
-    is_unearned = any(weights[n] > 0 and 0.0 <= history.reward(n) < 0.5 for n in others)
+    is_unearned = any(weights[n] > 0 and 0.0 <= run.reward(n) < 0.5 for n in others)
     share = stds[leader] / total
     return share if is_unearned else 0.0, (
         f"{leader} causes {share:.0%} of the spread of rewards, {', '.join(others)} the rest"
@@ -304,20 +291,18 @@ def _check_dominance(history: History) -> Finding:
     remedy="the model is rewarded for something other than the answer: lower that reward's "
     "weight in task_options.weights, and read the samples with the highest reward",
 )
-def _check_divergence(history: History) -> Finding:
+def _check_divergence(run: AlarmMonitor) -> tuple[float, str]:
     """Return the primary metric's fall from its best if another reward has risen since, else 0."""
-    name, peak = history.context.primary_metric, history.peak
+    name, peak = run.context.primary_metric, run.peak
     risen = [
         other
-        for other, weight in history.context.weights.items()
-        if weight > 0
-        and other != name
-        and history.reward(other) - peak.get(other, math.nan) >= 0.05
+        for other, weight in run.context.weights.items()
+        if weight > 0 and other != name and run.reward(other) - peak.get(other, math.nan) >= 0.05
     ]
     if not risen:
         return 0.0, ""
-    return history.worse_than_peak(), (
-        f"{name} went from {peak['primary_metric']:.2f} to {history.primary_metric:.2f} while "
+    return run.worse_than_peak(), (
+        f"{name} went from {peak['primary_metric']:.2f} to {run.primary_metric:.2f} while "
         f"{', '.join(risen)} rose"
     )
 
@@ -331,15 +316,15 @@ def _check_divergence(history: History) -> Finding:
     "defect, objective.sampler_correction=token corrects for it. With rollout.sampler=vllm, "
     "compare the server's dtype, temperature, image sizes and weights with the run's",
 )
-def _check_mismatch(history: History) -> Finding:
+def _check_mismatch(run: AlarmMonitor) -> tuple[float, str]:
     """Return the mean difference of log-probs of fresh completions; NaN if it is intended."""
-    last = history.last[-1]
-    is_outside = "staleness/max" in last and not history.context.truncates
+    last = run.last[-1]
+    is_outside = "staleness/max" in last and not run.context.truncates
     if "sampling/importance_sampling_ratio/mean" in last and not is_outside:
         return math.nan, ""
-    fresh = [row for row in history.last if not row.get("staleness/max")]
-    least = (SHORT + 1) // 2 if len(fresh) == len(history.last) else 1
-    difference = mean_of(fresh[-SHORT:], "sampling/sampling_logp_difference/mean", least)
+    fresh = [row for row in run.last if not row.get("staleness/max")]
+    least = (SHORT + 1) // 2 if len(fresh) == len(run.last) else 1
+    difference = _mean(fresh[-SHORT:], "sampling/sampling_logp_difference/mean", least)
     return difference, (
         f"log-probs of sampler and update differ by {difference:.3g} nats per token: the trained "
         "policy is not the one that was sampled from"
@@ -353,14 +338,13 @@ def _check_mismatch(history: History) -> Finding:
     clears=0.002,
     remedy="the tracebacks are in samples/ under failures: fix the reward",
 )
-def _check_failures(history: History) -> Finding:
-    """Return the share of completions on which the reward with most failures failed."""
-    counts = {n: history.recent(f"rewards/{n}/failed", SHORT) for n in history.context.weights}
+def _check_failures(run: AlarmMonitor) -> tuple[float, str]:
+    counts = {n: run.recent(f"rewards/{n}/failed", SHORT) for n in run.context.weights}
     known = {name: count for name, count in counts.items() if not math.isnan(count)}
     if not known:
         return math.nan, ""
     name = max(known, key=lambda name: (known[name], name))
-    share = known[name] / history.context.completions
+    share = known[name] / run.context.completions
     return share, (
         f"reward {name} failed on {share:.1%} of the recent completions, which are not used"
     )

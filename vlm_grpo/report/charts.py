@@ -1,14 +1,38 @@
-"""Charts as data; the page draws them (``charts.js``), so that they can be zoomed and filtered."""
+"""The charts of a run, and of a comparison of runs, as data that the page draws (``charts.js``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import pairwise
 from typing import Any
 
-MAX_POINTS = 2000
-"""Most points of a line; longer lines are downsampled by averaging."""
+import numpy as np
+import yaml
+
+from vlm_grpo.eval.scored import Scored, is_number
+from vlm_grpo.report.gallery import display_text
+from vlm_grpo.report.run import Run
+
+MAX_POINTS = 2000  # most points of a line; longer lines are downsampled by averaging
+OUTER_PHASES = ("step", "rollout", "evaluation")
+"""Phases that contain other phases, or that are not part of a step."""
+MAX_SUBSETS = 8  # most lines in a chart of a metric's subsets
+MAX_HEAT_MAPS = 4  # most runs in a comparison whose distributions are shown
+DISTRIBUTIONS = {
+    "reward": ("Distribution of the reward", "Share of the step's completions by total reward."),
+    "completions/length": (
+        "Distribution of the completion length",
+        "Share of the step's completions by length, in tokens.",
+    ),
+}
+"""Titles and explanations of the heat maps."""
+COLUMNS = 150  # most columns of a heat map; consecutive steps share a column
+BINS = 24  # rows of a heat map of a value with more distinct values than this
+LABELED = 6  # most distinct values that are all on the vertical axis
 
 
 @dataclass(frozen=True)
@@ -67,6 +91,217 @@ class Chart:
         return any(line.has_values for line in self.lines)
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A chart of metrics that are logged at every step: an item of ``panels.yaml``."""
+
+    title: str
+    help: str
+    metrics: Sequence[str | Mapping[str, str]]
+    words: bool = False
+    share: bool = False
+    logarithmic: bool = False
+    events: bool = False
+
+    def label(self, name: str) -> str | None:
+        """Return a metric's name in the legend; None if the panel does not show the metric."""
+        for metric in self.metrics:
+            patterns = {metric: r"\g<0>"} if isinstance(metric, str) else metric
+            for pattern, label in patterns.items():
+                if match := re.fullmatch(pattern, name, re.DOTALL):
+                    text = match.expand(label)
+                    return text.replace("_", " ") if self.words else text
+        return None
+
+    def draw(self, lines: Sequence[Line], suffix: str = "") -> Chart:
+        if self.events and not any(value > 0 for line in lines for value in line.y):
+            lines = ()
+        title, scale = self.title + suffix, self.logarithmic
+        return Chart(title, self.help, lines, share=self.share, logarithmic=scale)
+
+
+PANELS = [
+    Panel(**panel)
+    for panel in yaml.safe_load(
+        resources.files("vlm_grpo.report").joinpath("panels.yaml").read_text("utf-8")
+    )
+]
+
+
+def build_charts(run: Run) -> list[Chart]:
+    """Return the charts of one run that have values."""
+    charts = list(_build_held_out_charts([("", run)]))
+    names = _get_metric_names(run)
+    for panel in PANELS:
+        labels = {name: label for name in names if (label := panel.label(name)) is not None}
+        lines = [_build_line(label, name, run) for name, label in labels.items()]
+        total = [line for line in lines if line.name == "total"]
+        parts = [line for line in lines if line.name != "total"]
+        if len(parts) == 1 and total and list(parts[0].y) == list(total[0].y):
+            total = []  # the only reward is the total
+        charts.append(panel.draw([*total, *parts]))
+    charts += [*build_distribution_charts(run), _build_phase_chart(run)]
+    return [chart for chart in charts if chart.has_values]
+
+
+def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
+    """Return one chart per metric, with a line per labeled run, and few runs' distributions."""
+    charts = list(_build_held_out_charts(runs))
+    names = sorted({name for _, run in runs for name in _get_metric_names(run)})
+    for panel in PANELS:
+        for name in names:
+            if (label := panel.label(name)) is not None:
+                suffix = "" if label == name else f": {display_text(label, 60)}"
+                lines = [_build_line(text, name, run) for text, run in runs]
+                charts.append(panel.draw(lines, suffix))
+    lines = [_build_line(label, "time/step", run) for label, run in runs]
+    charts.append(Chart("Time per step", "In seconds, without evaluation.", lines))
+    # A line has the color of its run, whichever runs have values.
+    charts = [
+        replace(chart, lines=[replace(line, series=i) for i, line in enumerate(chart.lines)])
+        for chart in charts
+    ]
+    for number, (label, run) in enumerate(runs[:MAX_HEAT_MAPS]):
+        charts += build_distribution_charts(run, number, display_text(label, 60))
+    return [chart for chart in charts if chart.has_values]
+
+
+def _build_held_out_charts(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
+    """Yield the chart of the primary metric with its interval, then those of the other metrics.
+
+    For a single run, a metric's values on subsets of the examples, such as ``exact_of_3``, share a
+    chart.
+    """
+    primary_metrics = {run.primary_metric for _, run in runs}
+    evaluations = [evaluation for _, run in runs for evaluation in run.evaluations]
+    names = {name: None for evaluation in evaluations for name in evaluation.names}
+    parents = {n: _get_parent_metric(n, evaluations) for n in names if n not in primary_metrics}
+    own_chart = [name for name in names if parents.get(name) is None]
+    for name in sorted(own_chart, key=lambda name: (name not in primary_metrics, name)):
+        # Only the primary metric has intervals: resampling thousands of examples is slow.
+        is_primary = name in primary_metrics
+        is_corpus = any(name in e.corpus for e in evaluations)
+        n = max(len(e.values.get(name, ())) or e.n for e in evaluations)
+        is_error = any(e.lower_is_better and e.primary_metric == name for e in evaluations)
+        notes = ", with its 95 % interval" if is_primary and not is_corpus else ""
+        notes += "; lower is better" if is_error else ""
+        title = f"Held out: {display_text(name, 60).replace('_', ' ')}"
+        yield Chart(
+            title,
+            f"{'Corpus metric of' if is_corpus else 'Mean over'} {n} held-out examples{notes}.",
+            [_build_held_out_line(label or name, name, run, is_primary) for label, run in runs],
+            share=not is_error and (is_primary or not is_corpus) and _is_share(name, evaluations),
+            measured=True,
+        )
+        subsets = [subset for subset, parent in parents.items() if parent == name]
+        if subsets and len(runs) == 1:
+            labels = {n: n.removeprefix(f"{name}_").replace("_", " ") for n in subsets}
+            yield Chart(
+                f"{title}, by subset",
+                "The metric on subsets of the examples, or by a stricter rule.",
+                [_build_held_out_line(labels[n], n, runs[0][1]) for n in subsets[:MAX_SUBSETS]],
+                share=all(_is_share(shown, evaluations) for shown in (name, *subsets)),
+                measured=True,
+            )
+
+
+def _get_parent_metric(name: str, evaluations: Sequence[Scored]) -> str | None:
+    """Return the metric of which a corpus metric is a subset: ``exact`` for ``exact_of_3``."""
+    if not any(name in evaluation.corpus for evaluation in evaluations):
+        return None
+    others = {other for e in evaluations for other in e.names if name.startswith(f"{other}_")}
+    return min(others, key=len, default=None)
+
+
+def _is_share(name: str, evaluations: Sequence[Scored]) -> bool:
+    # Means do not suffice: a mean error may be below 1.
+    values = [value for e in evaluations for value in e.values.get(name, {}).values()]
+    values += [e.corpus[name] for e in evaluations if name in e.corpus]
+    return all(0.0 <= value <= 1.0 for value in values)
+
+
+def _build_held_out_line(label: str, name: str, run: Run, interval: bool = False) -> Line:
+    evaluations = [evaluation for evaluation in run.evaluations if name in evaluation.names]
+    steps = [evaluation.step for evaluation in evaluations]
+    means = [evaluation.metrics[name] for evaluation in evaluations]
+    line = Line(display_text(label, 60), steps, means)
+    if not interval or not any(name in evaluation.values for evaluation in evaluations):
+        return line
+    lows, highs = zip(*(e.get_interval(name) for e in evaluations), strict=True)
+    return replace(line, low=lows, high=highs)
+
+
+def _build_phase_chart(run: Run) -> Chart:
+    names = [name for name in _get_metric_names(run) if name.startswith("time/")]
+    outer = {f"time/{phase}" for phase in OUTER_PHASES}
+    if "time/generation" in names:  # elsewhere, while the rollout waits or the update runs
+        outer = outer - {"time/rollout"} | {"time/generation"}
+    inner = [name for name in names if name not in outer]
+    lines = [_build_line(name.removeprefix("time/"), name, run) for name in inner]
+    if "time/step" in names and lines:
+        step = _build_line("other", "time/step", run)
+        phases = ([0.0 if math.isnan(v) else v for v in line.y] for line in lines)
+        sums = map(sum, zip(*phases, strict=True))
+        rest = [max(0.0, total - known) for total, known in zip(step.y, sums, strict=True)]
+        lines.append(Line("other", step.x, rest))
+    return Chart("Time per step by phase", "In seconds, without evaluation.", lines, stacked=True)
+
+
+def _build_line(label: str, name: str, run: Run) -> Line:
+    values = [row.get(name) for row in run.metrics]
+    steps = [row["step"] for row in run.metrics]
+    numbers = [float(value) if is_number(value) else math.nan for value in values]
+    return Line(display_text(label, 60), steps, numbers)
+
+
+def _get_metric_names(run: Run) -> list[str]:
+    names = {name: None for row in run.metrics for name, value in row.items() if is_number(value)}
+    return [name for name in names if name != "step"]
+
+
+def build_distribution_charts(run: Run, series: int = 0, label: str = "") -> Iterator[Chart]:
+    """Yield the heat map of each distribution that the run has recorded, in the run's color."""
+    for name, (title, help_) in DISTRIBUTIONS.items():
+        by_step = {}
+        for row in run.distributions:
+            values = row.get(name)
+            numbers = filter(is_number, values if isinstance(values, list) else ())
+            if ordered := sorted(map(float, numbers)):
+                by_step[row["step"]] = ordered
+        if by_step:
+            lines = []
+            for text, q in (("90 %", 0.9), ("median", 0.5), ("10 %", 0.1)):
+                y = [v[min(len(v) - 1, int(q * len(v)))] for v in by_step.values()]
+                lines.append(Line(text, list(by_step), y, series=series))
+            heat = build_heat_map(by_step)
+            yield Chart(f"{title}: {label}" if label else title, help_, lines, heat=heat)
+
+
+def build_heat_map(by_step: Mapping[int, Sequence[float]]) -> HeatMap:
+    """Return the heat map of values by step, in the order of the steps.
+
+    Few distinct values, such as 0 and 1, get a row each, and others bins of equal width.
+    """
+    steps = list(by_step)
+    distinct = sorted({value for values in by_step.values() for value in values})
+    if len(distinct) > BINS:
+        bins = np.linspace(distinct[0], distinct[-1], BINS + 1).tolist()
+    elif len(distinct) == 1:
+        bins = [distinct[0] - 0.5, distinct[0] + 0.5]
+    else:
+        middles = [(a + b) / 2 for a, b in pairwise(distinct)]
+        bins = [2 * distinct[0] - middles[0], *middles, 2 * distinct[-1] - middles[-1]]
+    size = math.ceil(len(steps) / COLUMNS)
+    parts = [steps[i : i + size] for i in range(0, len(steps), size)]
+    shares = []
+    for part in parts:
+        values = [value for step in part for value in by_step[step]]
+        counts, _ = np.histogram(values, bins)
+        shares.append((counts / len(values)).tolist())
+    edges = [part[0] - 0.5 for part in parts] + [steps[-1] + 0.5]
+    return HeatMap(edges, bins, shares, distinct if len(distinct) <= LABELED else None)
+
+
 def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
     """Return the charts' data for the page; lines without values are omitted.
 
@@ -77,42 +312,30 @@ def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
     for chart in charts:
         lines = []
         for number, line in enumerate(line for line in chart.lines if line.has_values):
-            short = _downsample(line)
-            lines.append(
-                {
-                    **vars(line),
-                    "series": number if line.series is None else line.series,
-                    "x": positions.setdefault(tuple(short.x), len(positions)),
-                    "y": _round(short.y),
-                    "low": _round(short.low),
-                    "high": _round(short.high),
-                }
-            )
+            x = tuple(_downsample(line.x))
+            values = {name: _round(getattr(line, name)) for name in ("y", "low", "high")}
+            values["x"] = positions.setdefault(x, len(positions))
+            values["series"] = number if line.series is None else line.series
+            lines.append(vars(line) | values)
         heat = None
         if chart.heat is not None:
             shares = [[round(share, 3) for share in column] for column in chart.heat.shares]
-            heat = {**vars(chart.heat), "shares": shares}
-        packed.append({**vars(chart), "lines": lines, "heat": heat})
+            heat = vars(chart.heat) | {"shares": shares}
+        packed.append(vars(chart) | {"lines": lines, "heat": heat})
     return {"charts": packed, "xs": list(positions)}
 
 
-def _downsample(line: Line) -> Line:
-    """Return the line with at most ``MAX_POINTS`` points, by averaging neighbors."""
-    size = math.ceil(len(line.x) / MAX_POINTS)
+def _downsample(values: Sequence[float]) -> Sequence[float]:
+    """Return at most ``MAX_POINTS`` values, by averaging neighbors."""
+    size = math.ceil(len(values) / MAX_POINTS)
     if size == 1:
-        return line
-
-    def means(values: Sequence[float]) -> list[float]:
-        parts = [values[i : i + size] for i in range(0, len(values), size)]
-        known = [[value for value in part if math.isfinite(value)] for part in parts]
-        return [sum(part) / len(part) if part else math.nan for part in known]
-
-    low, high = (None if bound is None else means(bound) for bound in (line.low, line.high))
-    return replace(line, x=means(line.x), y=means(line.y), low=low, high=high)
+        return values
+    parts = [values[i : i + size] for i in range(0, len(values), size)]
+    known = [[value for value in part if math.isfinite(value)] for part in parts]
+    return [sum(part) / len(part) if part else math.nan for part in known]
 
 
 def _round(values: Sequence[float] | None) -> list[float | None] | None:
-    """Return the values with four significant digits, and None for those that are not finite."""
     if values is None:
         return None
-    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
+    return [float(f"{v:.4g}") if math.isfinite(v) else None for v in _downsample(values)]

@@ -15,12 +15,10 @@ from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.gallery import display_text
 from vlm_grpo.report.run import Run
 
-FEW_PAIRS = 3
-"""With more pairs of runs, only the primary metric is tested."""
+FEW_PAIRS = 3  # with more pairs of runs, only the primary metric is tested
 FLIPS_SHOWN = (200, 30)
 """Most flipped examples in each direction for few pairs of runs, and for many."""
-OUTPUT_CHARACTERS = 600
-"""Longest output of a flipped example."""
+OUTPUT_CHARACTERS = 600  # longest output of a flipped example
 
 Pair = dict[str, Any]
 """The comparison of run B with run A, as ``comparison.js`` reads it.
@@ -51,7 +49,6 @@ def build_pairs(runs: Sequence[tuple[str, Run]]) -> list[Pair]:
 
 
 def _compare(run_a: Run, run_b: Run, few: bool) -> Pair:
-    """Return the comparison of run B with run A, without their numbers."""
     first, second = run_a.evaluations[-1], run_b.evaluations[-1]
     outputs = [{row["id"]: row["output"] for row in table.rows} for table in (first, second)]
     ids_a, ids_b = (own.keys() for own in outputs)
@@ -61,28 +58,28 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> Pair:
     tests, flips = [], []
     for name in names if few else names[:1]:
         a, b = first.values[name], second.values[name]
-        ids = [i for i in a if i in b and i not in changed]
-        if not ids:
+        both = {i: (a[i], b[i]) for i in a if i in b and i not in changed}
+        if not both:
             continue
         lower_is_better = second.lower_is_better and name == second.primary_metric
         if not tests:
             flips = [
-                {"id": i, "a": a[i], "b": b[i], "better": (b[i] > a[i]) != lower_is_better}
-                for i in ids
-                if a[i] != b[i]
+                {"id": i, "a": a, "b": b, "better": (b > a) != lower_is_better}
+                for i, (a, b) in both.items()
+                if a != b
             ]
-        test = compare_pairs([a[i] for i in ids], [b[i] for i in ids], first.seed)
+        test = compare_pairs(*zip(*both.values(), strict=True), first.seed)
         tests.append(
             {
                 **asdict(test),
                 "name": display_text(name, 60),
-                "share": all(0 <= value <= 1 for i in ids for value in (a[i], b[i])),
+                "share": all(0 <= value <= 1 for pair in both.values() for value in pair),
                 "lowerIsBetter": lower_is_better,
                 "adjusted": test.p_value,
             }
         )
     flips.sort(key=lambda flip: -abs(flip["b"] - flip["a"]))
-    better, worse = ([f for f in flips if f["better"] == way] for way in (True, False))
+    better, worse = ([flip for flip in flips if flip["better"] == way] for way in (True, False))
     limit = FLIPS_SHOWN[0 if few else 1]
     return {
         "steps": [first.step, second.step],
@@ -118,14 +115,11 @@ def _find_changed(run_a: Run, run_b: Run) -> set[str]:
     return {id_ for id_, example in seen_a.items() if seen_b.get(id_, example) != example}
 
 
-IDENTITY = ("name", "output_dir", "resume")
-"""Settings that differ between any two runs."""
+IDENTITY = ("name", "output_dir", "resume")  # settings that differ between any two runs
 NOT_SWEPT = (*IDENTITY, "seed")
 """Settings that are not plotted unless asked for: seeds repeat a run."""
-MAX_AUTOMATIC = 3
-"""Most differing settings that are plotted without being asked for."""
-LOGARITHMIC_RATIO = 8.0
-"""Smallest ratio of the largest to the smallest value on a logarithmic axis."""
+MAX_AUTOMATIC = 3  # most differing settings that are plotted without being asked for
+LOGARITHMIC_RATIO = 8.0  # smallest ratio of the largest to the smallest value on a logarithmic axis
 
 
 def list_differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
@@ -141,9 +135,7 @@ def list_differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
 def choose_swept(runs: Sequence[Run], requested: Sequence[str] = ()) -> list[str]:
     """Return the settings to plot: the requested ones, or those in which three or more runs differ.
 
-    None are chosen if the runs differ in many settings: there is no telling which one matters. A
-    requested setting that is the same in all runs is refused.
-    """
+    If these are many, there is no telling which one matters, and none is chosen."""
     differing = list_differences(runs)
     for key in requested:
         if key not in differing:
@@ -161,11 +153,8 @@ def choose_swept(runs: Sequence[Run], requested: Sequence[str] = ()) -> list[str
 def build_sweep_charts(
     runs: Sequence[tuple[str, Run]], swept: Sequence[str], together: bool
 ) -> Iterator[Chart]:
-    """Yield the primary metric at each run's last evaluation against each of the swept settings.
-
-    Args:
-        together: draw one chart, of the first setting with a line per value of the second.
-    """
+    """Yield the primary metric at each run's last evaluation against each of the swept settings, or
+    ``together`` against the first one, with a line per value of the second."""
     known = [(label, run) for label, run in runs if not math.isnan(_get_result(run))]
     primary_metrics = {run.primary_metric for _, run in known}
     if len(known) < 2 or len(primary_metrics) > 1:
@@ -175,10 +164,8 @@ def build_sweep_charts(
 
 
 def _get_result(run: Run) -> float:
-    """Return the primary metric at the run's last evaluation; NaN if there is none."""
-    if not run.evaluations or run.primary_metric is None:
-        return math.nan
-    return run.evaluations[-1].metrics.get(run.primary_metric, math.nan)
+    metrics = run.evaluations[-1].metrics if run.evaluations else {}
+    return metrics.get(run.primary_metric or "", math.nan)
 
 
 def _build_chart(runs: Sequence[tuple[str, Run]], key: str, split: str | None) -> Chart:
@@ -197,7 +184,7 @@ def _build_chart(runs: Sequence[tuple[str, Run]], key: str, split: str | None) -
         f"{display_text(metric, 60).replace('_', ' ')} by {display_text(key, 60)}",
         f"{'Lower is better. ' if last.lower_is_better else ''}One dot per run, at its last "
         "held-out evaluation, with its 95 % interval; the line joins the means of equal values.",
-        [_build_line(name, points, metric, i) for i, (name, points) in enumerate(lines.items())],
+        [_build_line(name, points, metric) for name, points in lines.items()],
         share=is_share,
         measured=True,
         axis=key,
@@ -208,9 +195,7 @@ def _build_chart(runs: Sequence[tuple[str, Run]], key: str, split: str | None) -
     )
 
 
-def _build_line(
-    name: str, points: Sequence[tuple[float, str, Run]], metric: str, series: int
-) -> Line:
+def _build_line(name: str, points: Sequence[tuple[float, str, Run]], metric: str) -> Line:
     points = sorted(points, key=lambda point: point[:2])
     intervals = [run.evaluations[-1].get_interval(metric) for _, _, run in points]
     return Line(
@@ -219,8 +204,7 @@ def _build_line(
         [_get_result(run) for _, _, run in points],
         [low for low, _ in intervals],
         [high for _, high in intervals],
-        series,
-        [label for _, label, _ in points],
+        labels=[label for _, label, _ in points],
     )
 
 

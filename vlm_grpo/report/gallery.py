@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,7 @@ from vlm_grpo.eval.scored import is_number
 from vlm_grpo.report.run import Row, Run
 from vlm_grpo.utils.chat import ThinkingTags
 
-TEXT_CHARACTERS = 4_000
-"""Longest text on the page; the file of samples has the full text."""
+TEXT_CHARACTERS = 4_000  # longest text on the page; the file of samples has the full text
 ANSWERS_SHOWN = 16
 """Most answers to a held-out example: of up to 8 evaluations of each run, and of the last one."""
 
@@ -51,25 +52,23 @@ def build_training_entries(run: Run) -> tuple[list[Entry], int]:
 
     Its ``change`` is that of the mean reward since the example was first sampled.
     """
-    entries, skipped = [], 0
-    for row in run.samples:
-        if not row["source"].startswith("step-"):
-            continue
-        try:
+    entries = []
+    rows = [row for row in run.samples if row["source"].startswith("step-")]
+    for row in rows:
+        with suppress(*_MALFORMED):  # not written by vlm-grpo
             answers = [
                 _build_answer(completion, row, f"completion {number}")
                 for number, completion in enumerate(row["completions"], start=1)
             ]
             entries.append(_build_entry(row, "training") | {"answers": answers})
-        except _MALFORMED:  # not written by vlm-grpo
-            skipped += 1
+    skipped = len(rows) - len(entries)
     first: dict[str, float | None] = {}
     for entry in sorted(entries, key=lambda entry: entry["step"]):
         rewards = [a["reward"] for a in entry["answers"] if a["reward"] is not None]
         mean = sum(rewards) / len(rewards) if rewards else None
         entry["spread"] = max(rewards) - min(rewards) if rewards else None
         if entry["id"] in first:
-            entry["change"] = _difference(first[entry["id"]], mean)
+            entry["change"] = _subtract(mean, first[entry["id"]])
         first.setdefault(entry["id"], mean)
     return entries, skipped
 
@@ -101,7 +100,7 @@ def build_held_out_entries(runs: Sequence[tuple[str, Run]]) -> tuple[list[Entry]
         answers = entry["answers"]
         last_scores = list({answer["run"]: answer["score"] for answer in answers}.values())
         first_score = answers[0]["score"] if len(last_scores) == 1 else last_scores[0]
-        entry["change"] = _difference(first_score, last_scores[-1])
+        entry["change"] = _subtract(last_scores[-1], first_score)
     return list(entries.values()), skipped
 
 
@@ -148,8 +147,9 @@ def split_text(text: str, tags: Mapping[str, Any] | None = None) -> list[tuple[s
     return [(part, display_text(content)) for part, content in parts if content.strip()]
 
 
-def get_picture_names(entry: Entry) -> set[str]:
-    names = {*entry["pictures"], entry["goldMarks"], *(a["marks"] for a in entry["answers"])}
+def _get_picture_names(entries: Sequence[Entry]) -> set[str]:
+    names = {name for e in entries for name in (*e["pictures"], e["goldMarks"])}
+    names.update(answer["marks"] for entry in entries for answer in entry["answers"])
     return names - {None}
 
 
@@ -182,7 +182,6 @@ def _build_entry(row: Row, view: str) -> Entry:
 
 
 def _format_chat(row: Row) -> str:
-    """Return the question, below the turns before it if it has any."""
     turns = [f"{turn['role']}: {turn['text']}" for turn in row.get("history", ())]
     question = str(row.get("question", ""))
     return "\n\n".join([*turns, f"user: {question}"]) if turns else question
@@ -224,8 +223,8 @@ def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[s
     }
 
 
-def _difference(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
+def _subtract(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value - other
 
 
 def _format_value(value: Any) -> str:
@@ -252,15 +251,14 @@ def _check_picture_name(name: Any) -> str | None:
     return name if isinstance(name, str) and _PICTURE.fullmatch(name) else None
 
 
-GALLERY_BYTES = 23_000_000
-"""Limit on entries and pictures together that keeps the page below 25 MB."""
+GALLERY_BYTES = 23_000_000  # limit on entries and pictures together that keeps the page below 25 MB
 
 
 @dataclass(frozen=True)
 class Gallery:
     """Entries and their pictures."""
 
-    entries: tuple[Entry, ...]
+    entries: Sequence[Entry]
     pictures: dict[str, str]  # data URI by file name, for the pictures of the entries that exist
     omitted: int  # number of entries omitted to keep the page small
     skipped: int  # number of malformed rows
@@ -273,45 +271,30 @@ def build_gallery(runs: Sequence[tuple[str, Run]], limit: int = GALLERY_BYTES) -
     last held-out examples are omitted.
     """
     held_out, skipped = build_held_out_entries(runs)
-    training: list[Entry] = []
-    if len(runs) == 1:
-        training, more = build_training_entries(runs[0][1])
-        skipped += more
+    training, more = build_training_entries(runs[0][1]) if len(runs) == 1 else ([], 0)
     entries = [*held_out, *training]
     folders = [run.folder / "samples" / "images" for _, run in runs]
     files: dict[str, Path] = {}  # files with the same name are identical
-    for name in set().union(*map(get_picture_names, entries)):
-        if paths := [folder / name for folder in folders if (folder / name).is_file()]:
-            files[name] = paths[0]
+    for folder, name in itertools.product(folders, _get_picture_names(entries)):
+        if name not in files and (folder / name).is_file():
+            files[name] = folder / name
     sizes = {name: path.stat().st_size * 4 // 3 + 100 for name, path in files.items()}
     texts = {id(entry): len(to_script_json(entry)) for entry in entries}
 
     def fits(selected: Sequence[Entry]) -> bool:
-        names = set().union(*map(get_picture_names, selected))
-        size = sum(sizes.get(name, 0) for name in names)
+        size = sum(sizes.get(name, 0) for name in _get_picture_names(selected))
         return size + sum(texts[id(entry)] for entry in selected) <= limit
 
-    selected = _select_entries(held_out, training, fits)
-    shown = sorted(set().union(*map(get_picture_names, selected)) & files.keys())
-    pictures = {
-        name: f"data:image/webp;base64,{base64.b64encode(files[name].read_bytes()).decode()}"
-        for name in shown
-    }
-    return Gallery(tuple(selected), pictures, len(entries) - len(selected), skipped)
-
-
-def _select_entries(
-    held_out: list[Entry], training: list[Entry], fits: Callable[[Sequence[Entry]], bool]
-) -> list[Entry]:
-    steps = sorted({entry["step"] for entry in training})
+    selected, steps = entries, sorted({entry["step"] for entry in training})
     count = len(steps)
-    while count > 1:
-        kept = select_evenly(steps, count)
-        selected = [*held_out, *(entry for entry in training if entry["step"] in kept)]
-        if fits(selected):
-            return selected
+    while count > 1 and not fits(selected):
         count = count * 9 // 10
-    selected = [*held_out, *(training if count == len(steps) else ())]
+        kept = select_evenly(steps, count) if count > 1 else set()
+        selected = [*held_out, *(entry for entry in training if entry["step"] in kept)]
     while selected and not fits(selected):
         selected = selected[: len(selected) * 9 // 10]
-    return selected
+    pictures = {
+        name: f"data:image/webp;base64,{base64.b64encode(files[name].read_bytes()).decode()}"
+        for name in sorted(_get_picture_names(selected) & files.keys())
+    }
+    return Gallery(selected, pictures, len(entries) - len(selected), skipped + more)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import is_number
 from vlm_grpo.eval.statistics import format_value
-from vlm_grpo.report.charts import Chart, pack_charts
+from vlm_grpo.report.charts import Chart, build_charts, build_comparison_charts, pack_charts
 from vlm_grpo.report.comparison import (
     IDENTITY,
     Pair,
@@ -28,17 +28,14 @@ from vlm_grpo.report.comparison import (
     list_differences,
 )
 from vlm_grpo.report.gallery import KINDS, build_gallery, display_text, to_script_json
-from vlm_grpo.report.panels import build_charts, build_comparison_charts
 from vlm_grpo.report.run import Run, read_run
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
 SCRIPTS = ("base.js", "scales.js", "charts.js", "gallery.js", "comparison.js")
-MAX_CARDS = 3
-"""Most runs that have a card each; more are rows of a table."""
-MAX_COLUMNS = 4
-"""Most differing settings in that table."""
+MAX_CARDS = 3  # most runs that have a card each; more are rows of a table
+MAX_COLUMNS = 4  # most differing settings in that table
 TILES = {
     "reward": ("reward", ""),
     "completions/mean_length": ("tokens per completion", ""),
@@ -68,30 +65,20 @@ class Content:
 def build_report(run_dir: Path) -> Path:
     """Write ``report.html`` into a run's folder, atomically; the run may be unfinished.
 
-    Raises:
-        UserError: the folder is not that of a run.
-    """
+    ``UserError``: the folder is not that of a run."""
     run = read_run(run_dir)
-    content = Content(
-        title=f"{run.name} · {run.task}",
-        charts=build_charts(run),
-        settings=display_text(run.config_text, 50_000),
-    )
+    title, settings = f"{run.name} · {run.task}", display_text(run.config_text, 50_000)
+    content = Content(title, build_charts(run), settings=settings)
     return _write(run_dir / "report.html", content, [("", run)])
 
 
 def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
-    """Write a page that compares runs, next to the first run's folder.
+    """Write a page that compares two or more runs, next to the first run's folder.
 
-    Args:
-        folders: the runs' folders, at least two.
-        sweep: settings to plot the primary metric against: one, or two for a line per value of the
-            second; none: chosen automatically if the runs differ in few settings.
-
-    Raises:
-        UserError: a folder is not that of a run or is given twice, or a setting of the sweep is the
-            same in all runs.
-    """
+    ``sweep`` has the settings to plot the primary metric against: one, or two for a line per value
+    of the second; none: chosen automatically if the runs differ in few settings. ``UserError``: a
+    folder is not that of a run or is given twice, or a setting of the sweep is the same in all
+    runs."""
     for number, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:number]]:
             raise UserError(f"the run {folder} is given twice: a comparison needs different runs")
@@ -100,11 +87,11 @@ def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
     names = [run.name for _, run in runs]
     title = " and ".join(names) if len(runs) == 2 else f"{len(runs)} runs"
     content = Content(
-        title=title,
-        charts=build_comparison_charts(runs),
-        sweeps=list(build_sweep_charts(runs, swept, together=bool(sweep))),
-        differences=list_differences([run for _, run in runs]),
-        pairs=build_pairs(runs),
+        title,
+        build_comparison_charts(runs),
+        [*build_sweep_charts(runs, swept, together=bool(sweep))],
+        list_differences([run for _, run in runs]),
+        build_pairs(runs),
     )
     joined = "-".join(names)
     if len(joined) > 100:  # a file name has at most 255 bytes
@@ -115,7 +102,6 @@ def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
 
 
 def _name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, or their paths if two of them have the same name."""
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
@@ -175,34 +161,30 @@ def _load_template() -> Template:
 
 def _summarize_run(label: str, run: Run) -> dict[str, Any]:
     steps, total, change = run.steps_done, run.max_steps, run.change()
-    significance, has_intervals, is_share = "", False, False
-    if change is not None:
-        has_intervals = not math.isnan(change.before_interval[0])
-        is_share = not change.lower_is_better and all(
-            0 <= value <= 1 for value in (change.before, change.after)
-        )
-        if not math.isnan(change.difference_interval[0]):  # else they have no example in common
-            verdict = change.verdict
-            significance = f"significantly {verdict}" if verdict else "no significant change"
-    return {
+    is_done = total is None or steps >= total
+    summary = {
         "label": label,
         "task": get_short_name(run.task),
         "model": run.model,
-        "state": f"{steps} steps"
-        if total is None or steps >= total
-        else f"step {steps} of {total}, not finished",
+        "state": f"{steps} steps" if is_done else f"step {steps} of {total}, not finished",
         "primary_metric": (run.primary_metric or "").replace("_", " "),
         "change": change,
-        "significance": significance,
-        "verdict": "" if change is None else change.verdict,
-        "has_intervals": has_intervals,
-        "is_share": is_share,
         "tiles": list(_build_tiles(run)),
     }
+    if change is not None:
+        verdict, values = change.verdict, (change.before, change.after)
+        significance = f"significantly {verdict}" if verdict else "no significant change"
+        is_paired = not math.isnan(change.difference_interval[0])  # they have examples in common
+        summary |= {
+            "verdict": verdict,
+            "significance": significance if is_paired else "",
+            "has_intervals": not math.isnan(change.before_interval[0]),
+            "is_share": not change.lower_is_better and all(0 <= value <= 1 for value in values),
+        }
+    return summary
 
 
 def _build_tiles(run: Run) -> Iterator[dict[str, str]]:
-    """Yield means over the last steps, with those over the first steps as notes."""
     for name, (label, unit) in TILES.items():
         values = [row[name] for row in run.metrics if is_number(row.get(name))]
         if values:

@@ -20,8 +20,7 @@ from rich.text import Text
 from vlm_grpo.config.run import Settings
 from vlm_grpo.utils.timing import Stopwatch
 
-PLAIN_SECONDS = 15.0
-"""Minimum time between two lines if the output is not a terminal."""
+PLAIN_SECONDS = 15.0  # minimum time between two lines if the output is not a terminal
 
 
 class Progress:
@@ -39,8 +38,7 @@ class Progress:
         self.completions = settings.optim.prompts_per_step * settings.rollout.num_generations
         self.primary_metric, self.stopwatch, self.enabled = primary_metric, stopwatch, enabled
         self.started = self.last_line = time.monotonic()
-        self.fields: list[str] = []
-        self.held_out: list[str] = []
+        self.fields, self.held_out = list[str](), list[str]()
         console = Console(stderr=True)
         self.bar = _TwoLines(self, console, disable=not (enabled and console.is_terminal))
         self.row = self.bar.add_task("train", total=self.total, completed=done)
@@ -87,16 +85,9 @@ class _TwoLines(Bar):
 
     def __init__(self, progress: Progress, console: Console, disable: bool) -> None:
         self.progress, self.terminal = progress, console
-        super().__init__(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=disable,
-        )
+        done = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn()
+        left = TextColumn("left"), TimeRemainingColumn()
+        super().__init__(*done, *left, console=console, disable=disable)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()

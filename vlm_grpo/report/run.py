@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,10 +25,8 @@ Row = Mapping[str, Any]
 class Change:
     """The change of a metric between two evaluations on the same held-out examples."""
 
-    # before, after: the values.
     before: float
-    # before_interval, after_interval: their 95 % intervals; NaN for a corpus metric.
-    before_interval: tuple[float, float]
+    before_interval: tuple[float, float]  # 95 % interval; NaN for a corpus metric
     after: float
     after_interval: tuple[float, float]
     # mean difference of the examples that both scored; without any, of the values
@@ -74,13 +72,12 @@ class Run:
     folder: Path
     config: Mapping[str, Any]  # the resolved settings; empty if there are none
     config_text: str
-    metrics: tuple[Row, ...]  # one row of numbers per step, in order
-    alarms: tuple[Row, ...]
-    evaluations: tuple[Scored, ...]
-    samples: tuple[Row, ...]  # rows of sampled groups and of held-out answers
+    metrics: Sequence[Row]  # one row of numbers per step, in order
+    alarms: Sequence[Row]
+    evaluations: Sequence[Scored]
+    samples: Sequence[Row]  # rows of sampled groups and of held-out answers
+    distributions: Sequence[Row]  # by step, a sample of the values of each distribution
     unreadable: int  # number of lines that are not a JSON object
-    # rows with a sample of the values of each distribution, by step
-    distributions: tuple[Row, ...] = ()
 
     @property
     def name(self) -> str:
@@ -116,13 +113,8 @@ class Run:
         return load_task_class(self.task).primary_metric if self.task in task_names() else None
 
     def change(self, until: int | None = None) -> Change | None:
-        """Return the change of the primary metric from the first evaluation to the last.
-
-        It is None if there are fewer than two evaluations, or if one of them lacks the metric.
-
-        Args:
-            until: step of the evaluation to use instead of the last one.
-        """
+        """Return the change of the primary metric from the first evaluation to the last, or to that
+        after ``until`` steps; None if there are fewer than two, or if one lacks the metric."""
         last = next((e for e in reversed(self.evaluations) if until in (None, e.step)), None)
         if last is None or last is self.evaluations[0] or (name := self.primary_metric) is None:
             return None
@@ -130,63 +122,47 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Load a run's folder.
-
-    Raises:
-        UserError: the folder does not exist, or is not that of a run.
-    """
+    """Load a run's folder; ``UserError``: it does not exist, or is not that of a run."""
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}")
     config_path = folder / "config.yaml"
     text = config_path.read_text("utf-8", errors="replace") if config_path.is_file() else ""
-    reader, config = _Reader(), _parse_mapping(text)
+    config, unreadable = _parse_mapping(text), 0
+    seed = config.get("seed")
+    seed = seed if isinstance(seed, int) and seed >= 0 else 0
+
+    def read(path: Path) -> Iterator[dict[str, Any]]:
+        nonlocal unreadable
+        # Not read_rows, which refuses a file with an unreadable line: the rest can be shown.
+        for _, row in parse_lines(path.read_bytes() if path.is_file() else b""):
+            if row is None:
+                unreadable += 1
+            else:
+                yield row
+
     metrics, distributions = (
-        sorted(filter(_has_step, reader.read(folder / name)), key=lambda row: row["step"])
+        sorted(filter(_has_step, read(folder / name)), key=lambda row: row["step"])
         for name in ("metrics.jsonl", "distributions.jsonl")
     )
     samples = [
         {**row, "source": path.name}
         for path in sorted((folder / "samples").glob("*.jsonl"))
-        for row in reader.read(path)
-        if _has_step(row)
+        for row in filter(_has_step, read(path))
     ]
     if not text and not metrics and not samples:
         raise UserError(
             f"{folder} holds no run: a run's folder has config.yaml and metrics.jsonl in it"
         )
+    alarms = [*read(folder / "alarms.jsonl")]
+    evaluations = [
+        read_scored(path, seed, read(path), int(match[1]))
+        for path in sorted((folder / "evaluation").glob("step-*.jsonl"))
+        # Those of checkpoints, which are not of the training, have names like step-4.
+        if (match := re.fullmatch(r"step-(\d{6,})", path.stem))
+    ]
     return Run(
-        folder=folder,
-        config=config,
-        config_text=text,
-        metrics=tuple(metrics),
-        alarms=tuple(reader.read(folder / "alarms.jsonl")),
-        evaluations=tuple(_read_evaluations(folder / "evaluation", _get_seed(config), reader)),
-        samples=tuple(samples),
-        unreadable=reader.unreadable,
-        distributions=tuple(distributions),
+        folder, config, text, metrics, alarms, evaluations, samples, distributions, unreadable
     )
-
-
-class _Reader:
-    """A reader of JSON Lines files that skips unreadable lines and counts them."""
-
-    def __init__(self) -> None:
-        self.unreadable = 0
-
-    def read(self, path: Path) -> Iterator[dict[str, Any]]:
-        # Not read_rows, which refuses a file with an unreadable line: the rest can be shown.
-        for _, row in parse_lines(path.read_bytes() if path.is_file() else b""):
-            if row is None:
-                self.unreadable += 1
-            else:
-                yield row
-
-
-def _read_evaluations(folder: Path, seed: int, reader: _Reader) -> Iterator[Scored]:
-    """Yield the evaluations during training; those of checkpoints have names like ``step-4``."""
-    for path in sorted(folder.glob("step-*.jsonl")):
-        if match := re.fullmatch(r"step-(\d{6,})", path.stem):
-            yield read_scored(path, seed, reader.read(path), int(match[1]))
 
 
 def _parse_mapping(text: str) -> dict[str, Any]:
@@ -195,11 +171,6 @@ def _parse_mapping(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _get_seed(config: Mapping[str, Any]) -> int:
-    seed = config.get("seed", 0)
-    return seed if isinstance(seed, int) and seed >= 0 else 0
 
 
 def _has_step(row: Row) -> bool:

@@ -21,10 +21,8 @@ from vlm_grpo.utils.chat import THINK_TAGS
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT_SHOWN = 128
-"""Number of held-out examples that are written with images at every evaluation."""
-THUMBNAIL_SIDE = 448
-"""Longest side of a thumbnail, in pixels."""
+HELD_OUT_SHOWN = 128  # number of held-out examples that are written with images at every evaluation
+THUMBNAIL_SIDE = 448  # longest side of a thumbnail, in pixels
 THUMBNAIL_BYTES = 12_000
 """Maximum size of a thumbnail file; a report with a thousand of them stays below 25 MB."""
 
@@ -92,8 +90,7 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def _webp(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="WEBP", **options)
+    image.save(buffer := io.BytesIO(), format="WEBP", **options)
     return buffer.getvalue()
 
 
@@ -161,25 +158,16 @@ def write_samples(
             row |= {"tokens": len(completion.token_ids), "advantage": advantage}
             row |= {} if completion.variant is None else dict([completion.variant])
             completions.append(row)
-        fields = _example_fields(thumbnails, task, example)
-        prompt = {"prompt": group.prompt.text}
-        rows.append({"step": step, **fields, **prompt, "completions": completions})
+        fields = {"step": step, **_example_fields(thumbnails, task, example)}
+        rows.append({**fields, "prompt": group.prompt.text, "completions": completions})
     return _write_rows(folder / f"step-{step:06d}.jsonl", rows)
 
 
 def write_held_out(
-    folder: Path,
-    step: int,
-    task: Task,
-    examples: Sequence[Example],
-    rows: Sequence[Mapping[str, Any]],
+    folder: Path, step: int, task: Task, examples: Sequence[Example], rows: Sequence[Any]
 ) -> Path:
-    """Write ``held-out-N.jsonl``: the first held-out examples with their answers.
-
-    Args:
-        examples: the first held-out examples, with ``resized_size`` set.
-        rows: ``Scored.rows``, one per example.
-    """
+    """Write ``held-out-N.jsonl``: the first held-out examples, with ``resized_size`` set, and their
+    answers, a row of ``Scored.rows`` for each."""
     thumbnails = ThumbnailStore(folder)
     written = []
     for example, summary in list(zip(examples, rows, strict=True))[:HELD_OUT_SHOWN]:

@@ -42,9 +42,7 @@ def check_installed(names: Sequence[str]) -> None:
 class Trackers:
     """The trackers of one run; none is active before ``start``.
 
-    Args:
-        run_dir: the run's folder, which also holds TensorBoard's events: TensorBoard names a run
-            after the folder of its events.
+    The run's folder also holds TensorBoard's events: it names a run after the folder of its events.
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path) -> None:
@@ -65,7 +63,6 @@ class Trackers:
 
     @property
     def takes_tables(self) -> bool:
-        """True if any active tracker has tables."""
         return any(tracker.name in TABLE_TRACKERS for tracker in self._active)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

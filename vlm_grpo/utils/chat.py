@@ -84,5 +84,4 @@ class ThinkingTags:
         return f"{opening}{thinking}{self.closing}{answer}"
 
 
-THINK_TAGS = ThinkingTags()
-"""The tags of most models, and of a thinking that is requested in words."""
+THINK_TAGS = ThinkingTags()  # the tags of most models, and of a thinking that is requested in words

@@ -31,18 +31,14 @@ from vlm_grpo.utils.atomic_io import create_folder
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 10.0
-"""Time between two signs of life."""
+BEAT_SECONDS = 10.0  # time between two signs of life
 STALE_SECONDS = 120.0
 """Time without a sign of life after which a holder on another machine counts as gone."""
-POLL_SECONDS = 1.0
-"""Time between two looks for a sign of life."""
-_NAME = re.compile(r"\.lock-(\d+)")
+POLL_SECONDS = 1.0  # time between two looks for a sign of life
 
 
 class FolderLock:
-    """A lock that a thread of this process holds; ``is_lost`` once another has taken the
-    folder over."""
+    """A lock that a thread of this process holds; ``is_lost`` once another has taken it over."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self.content, self.owner = path, content, _get_owner()
@@ -132,7 +128,7 @@ def _acquire(folder: Path) -> FolderLock:
 def _read_locks(folder: Path) -> dict[Path, bytes]:
     found = {}
     for path in folder.iterdir():
-        if _NAME.fullmatch(path.name):
+        if re.fullmatch(r"\.lock-\d+", path.name):
             with contextlib.suppress(FileNotFoundError):  # released just now
                 found[path] = path.read_bytes()
     return found
@@ -156,7 +152,9 @@ def _is_stale(path: Path) -> bool:
                 f"{path.parent} is in use by {name}: wait until that process ends, stop it, or "
                 "start another run with another name=…"
             )
-        left = STALE_SECONDS - (_read_clock(path.parent) - touched)
+        with tempfile.TemporaryFile(dir=path.parent) as file:  # has the file system's time
+            os.utime(file.fileno())
+            left = STALE_SECONDS - (os.fstat(file.fileno()).st_mtime - touched)
         if runs is False or left <= 0:
             return True
         if first is not None and not is_announced:
@@ -164,13 +162,6 @@ def _is_stale(path: Path) -> bool:
             is_announced = True
         first = touched
         time.sleep(POLL_SECONDS)
-
-
-def _read_clock(folder: Path) -> float:
-    """Return the time by the clock of the folder's file system."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.utime(file.fileno())
-        return os.fstat(file.fileno()).st_mtime
 
 
 def _describe_process() -> bytes:
@@ -191,13 +182,10 @@ def _describe_process() -> bytes:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    """Return the description of a holder; empty, if it was killed while writing it."""
-    try:
-        holder = json.loads(content)
-    except ValueError:
-        holder = {}
     unknown = dict.fromkeys(("pid", "host", "user", "since", "machine", "started"), "unknown")
-    return {**unknown, **(holder if isinstance(holder, dict) else {})}
+    with contextlib.suppress(ValueError, TypeError):  # it was killed while writing it
+        return unknown | json.loads(content)
+    return unknown
 
 
 def _is_running(holder: dict[str, Any]) -> bool | None:

@@ -100,10 +100,9 @@ def _send(
         raise ValueError(f"address {url!r} must start with http:// or https://")
     headers = {"Content-Type": "application/json", **(headers or {})}
     request = urllib.request.Request(url, data, headers)
-    handlers: list[Any] = [_NoRedirect]
-    if urllib.parse.urlsplit(url).hostname in _LOOPBACK:
-        handlers.append(urllib.request.ProxyHandler({}))
-    opener = urllib.request.build_opener(*handlers)
+    is_here = urllib.parse.urlsplit(url).hostname in _LOOPBACK
+    proxies = urllib.request.ProxyHandler({} if is_here else None)
+    opener = urllib.request.build_opener(_NoRedirect, proxies)
     secrets = [value.split()[-1] for value in headers.values() if value.split()]
     status = None
     for attempt in range(retries + 1):
@@ -130,7 +129,6 @@ def _send(
 
 
 def _read_excerpt(error: urllib.error.HTTPError, secrets: Sequence[str]) -> str:
-    """Return the beginning of the response of a failed request, which may repeat a header."""
     try:
         text = " ".join(error.read(1000).decode(errors="replace").split())
     except (OSError, http.client.HTTPException):
@@ -141,7 +139,6 @@ def _read_excerpt(error: urllib.error.HTTPError, secrets: Sequence[str]) -> str:
 
 
 def _get_demanded_wait(header: str | None, default: float) -> float:
-    """Return the seconds that a ``Retry-After`` header demands: a number, or a date."""
     if header is None:
         return default
     try:

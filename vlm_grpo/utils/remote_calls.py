@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -120,17 +121,15 @@ def call_each(
     found: set[int] = set()
     running: dict[int, float] = {}  # the time at which each call started
     left_behind: set[int] = set()
-    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    todo = deque(range(len(items)))
     done: queue.SimpleQueue[tuple[int, Value | BaseException]] = queue.SimpleQueue()
-    for number in range(len(items)):
-        todo.put(number)
 
     def work() -> None:
         index = -1
         while index not in left_behind:
             try:
-                index = todo.get_nowait()
-            except queue.Empty:
+                index = todo.popleft()  # by one thread at a time
+            except IndexError:
                 return
             running[index] = time.monotonic()
             try:
@@ -138,12 +137,12 @@ def call_each(
             except BaseException as error:  # including SystemExit, for which nobody would wait
                 done.put((index, error))
 
-    def start_thread() -> None:
-        threading.Thread(target=work, daemon=True).start()  # must not keep the process alive
+    def start_threads(count: int) -> None:
+        for _ in range(count):
+            threading.Thread(target=work, daemon=True).start()  # must not keep the process alive
 
     try:
-        for _ in range(min(concurrency, len(items))):
-            start_thread()
+        start_threads(min(concurrency, len(items)))
         while len(found) < len(items):
             first = min(running.copy().values(), default=time.monotonic())
             wait = max(0.0, first + seconds - time.monotonic())
@@ -155,8 +154,7 @@ def call_each(
                 left_behind.update(late)
                 reason = f"it took longer than its limit of {seconds:g} s"
                 results = [(index, TimeoutError(reason)) for index in late]
-                for _ in late:
-                    start_thread()
+                start_threads(len(late))
             for index, result in results:
                 running.pop(index, None)
                 if index not in found:  # not the late result of a call that was left behind

@@ -13,19 +13,15 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TIME_LIMIT_STATUS = 75
-"""Exit status after the time limit: EX_TEMPFAIL of sysexits.h."""
+TIME_LIMIT_STATUS = 75  # exit status after the time limit: EX_TEMPFAIL of sysexits.h
 
 
 @dataclass
 class Stopwatch:
-    """A stopwatch that adds up seconds per phase, including the phases nested in it.
-
-    ``phase`` is the innermost running one.
-    """
+    """A stopwatch that adds up seconds per phase, including the phases nested in it."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    phase: str | None = None
+    phase: str | None = None  # the innermost running one
     # Called at both ends of a phase: benchmarks synchronize the device, as otherwise only the
     # host's time is measured.
     wait: Callable[[], None] = lambda: None
@@ -64,8 +60,7 @@ def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
 
     Such a call raises ``CallTimeout``. Python code and regular expressions are interrupted; other
     compiled code runs to its end. A timer that was set before, such as a test runner's, continues
-    afterwards. ``seconds`` None: no limit.
-    """
+    afterwards. ``seconds`` None: no limit."""
     if seconds is None:
         yield lambda function, *arguments: function(*arguments)
         return
@@ -174,7 +169,6 @@ class StopRequest:
             )
 
     def _describe_rest(self) -> str:
-        """Describe what is done before the run ends."""
         if self._work is None:
             return "saving the last finished step; what was sampled since is sampled again"
         work, started = self._work

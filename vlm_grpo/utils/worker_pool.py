@@ -13,8 +13,7 @@ from pebble import ProcessPool
 
 from vlm_grpo.errors import UserError
 
-START_SECONDS = 120.0
-"""Time limit in seconds for the start of the workers, including their imports."""
+START_SECONDS = 120.0  # time limit in seconds for the start of the workers, including their imports
 
 
 class WorkerPool:
@@ -67,7 +66,7 @@ class WorkerPool:
             self.workers, initializer=_start_worker, initargs=self.initialize, context=context
         )
         try:
-            pool.schedule(_respond).result(START_SECONDS)
+            pool.schedule(int).result(START_SECONDS)  # shows that the workers have started
         except Exception as error:
             pool.stop()
             pool.join()
@@ -85,7 +84,3 @@ def _start_worker(initialize: Callable[..., None] | None, arguments: tuple[Any, 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed terminal; pebble ignores SIGINT
     if initialize is not None:
         initialize(*arguments)
-
-
-def _respond() -> None:
-    """Do nothing: the first call shows that the workers have started."""
