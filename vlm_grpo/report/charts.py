@@ -312,11 +312,10 @@ def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
     for chart in charts:
         lines = []
         for number, line in enumerate(line for line in chart.lines if line.has_values):
-            x = tuple(_downsample(line.x))
+            x = positions.setdefault(tuple(_downsample(line.x)), len(positions))
+            series = number if line.series is None else line.series
             values = {name: _round(getattr(line, name)) for name in ("y", "low", "high")}
-            values["x"] = positions.setdefault(x, len(positions))
-            values["series"] = number if line.series is None else line.series
-            lines.append(vars(line) | values)
+            lines.append({**vars(line), "x": x, "series": series, **values})
         heat = None
         if chart.heat is not None:
             shares = [[round(share, 3) for share in column] for column in chart.heat.shares]

@@ -68,7 +68,8 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> Pair:
                 for i, (a, b) in both.items()
                 if a != b
             ]
-        test = compare_pairs(*zip(*both.values(), strict=True), first.seed)
+        values_a, values_b = zip(*both.values(), strict=True)
+        test = compare_pairs(values_a, values_b, first.seed)
         tests.append(
             {
                 **asdict(test),

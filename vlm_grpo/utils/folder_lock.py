@@ -182,7 +182,8 @@ def _describe_process() -> bytes:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    unknown = dict.fromkeys(("pid", "host", "user", "since", "machine", "started"), "unknown")
+    names = ("pid", "host", "user", "since", "machine", "started")
+    unknown: dict[str, Any] = dict.fromkeys(names, "unknown")
     with contextlib.suppress(ValueError, TypeError):  # it was killed while writing it
         return unknown | json.loads(content)
     return unknown
