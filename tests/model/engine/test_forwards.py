@@ -26,16 +26,18 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: True)
 
 
-def build(kind: type, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:
+def build(
+    kind: type, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[nn.Module, nn.Module, Tensor]:
     """Return a norm of 16 channels, its fused copy and hidden states."""
     torch.manual_seed(0)
     plain = kind(16, eps=1e-3)
     nn.init.normal_(plain.weight, mean=1.0)
-    plain = plain.to(dtype)
+    plain = plain.to(device, dtype)
     fused = copy.deepcopy(plain)
     use_fused_norms(fused)
     assert is_fused(fused)
-    return plain, fused, torch.randn(2, 5, 16, dtype=dtype)
+    return plain, fused, torch.randn(2, 5, 16).to(device, dtype)
 
 
 def compute(norm: nn.Module, hidden: Tensor) -> list[Tensor]:
@@ -51,12 +53,12 @@ def compute(norm: nn.Module, hidden: Tensor) -> list[Tensor]:
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm])
 def test_values_and_gradients_equal_those_of_transformers(kind: type, device: str) -> None:
-    plain, fused, hidden = (x.to(device) for x in build(kind))
+    plain, fused, hidden = build(kind, device=device)
     bound = 1e-6 if device == "cpu" else 1e-5
     for found, expected in zip(compute(fused, hidden), compute(plain, hidden), strict=True):
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
     # In bfloat16 it is no further from the formula than transformers.
-    plain, fused, hidden = (x.to(device) for x in build(kind, torch.bfloat16))
+    plain, fused, hidden = build(kind, torch.bfloat16, device)
     wide, weight = hidden.double(), plain.weight.detach().double()  # pyright: ignore[reportCallIssue]
     exact = weight * wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
     errors = [(norm(hidden).double() - exact).abs().mean() for norm in (fused, plain)]

@@ -48,10 +48,11 @@ def score_plainly(head: nn.Module, hidden: Tensor, targets: Tensor, positions: T
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("kind", ["trained", "frozen", "biased", "adapted"])
 def test_scores_and_gradients_equal_the_definition(kind: str, entropy: bool, chunk: int) -> None:
-    head, *inputs = make_inputs(kind)
+    head, hidden, targets, positions = make_inputs(kind)
+    inputs = hidden, targets, positions
     settings = ScoringSettings(DISTRIBUTION, chunk, entropy)
     coefficients = torch.randn(TOKENS, dtype=torch.float64)
-    wanted = [inputs[0], *(weight for weight in head.parameters() if weight.requires_grad)]
+    wanted = [hidden, *(weight for weight in head.parameters() if weight.requires_grad)]
     assert len(wanted) == {"frozen": 1, "trained": 2, "biased": 3, "adapted": 3}[kind]
     scores = score_tokens(head, *inputs, settings)
     with torch.no_grad():

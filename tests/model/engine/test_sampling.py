@@ -92,29 +92,26 @@ def test_stop_strings_end_a_completion(shared: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "truncation", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
+    ("truncation", "kept"),
+    [
+        ({"top_k": 3}, [1, 3, 5]),
+        ({"top_p": 0.3}, [1]),
+        ({"top_p": 0.7}, [1, 3, 5]),
+        ({"min_p": 0.5}, [1, 3]),
+        ({"top_k": 5, "top_p": 0.67}, [1, 3]),  # 0.67 of 0.96 is less than 0.65
+    ],
 )
-def test_truncated_sampling_keeps_to_the_most_likely_tokens(truncation: dict) -> None:
-    policy = tiny_policy("qwen2_5_vl")
-    prompt = image_prompt(policy)
-    (group,) = sample_groups(policy, [prompt], 300, length=1, **truncation)
-    probabilities = first_token_logprobs(policy, prompt).exp().double().numpy()
-    order = np.argsort(-probabilities)
-    kept = set(order.tolist())
-    if "top_k" in truncation:
-        kept &= set(order[: truncation["top_k"]].tolist())
-    if "min_p" in truncation:
-        kept &= set(np.flatnonzero(probabilities >= 0.5 * probabilities.max()).tolist())
-    if "top_p" in truncation:
-        rest = np.where([t in kept for t in order], probabilities[order], 0.0)
-        before = (rest.cumsum() - rest) / rest.sum()
-        kept &= set(order[before < truncation["top_p"]].tolist())
-    sampled = {c.token_ids[0]: c.logprobs[0] for c in group}
-    assert set(sampled) <= kept
+def test_truncated_sampling_keeps_to_the_most_likely_tokens(
+    truncation: dict, kept: list[int]
+) -> None:
+    probabilities = torch.tensor([0.1, 0.4, 0.04, 0.25, 0.06, 0.15], dtype=torch.float64)
+    uniform = torch.linspace(0, 1, 101, dtype=torch.float64)[:-1, None]
+    state = SamplerState(uniform, SamplingSettings(SamplingDistribution(), 1, **truncation))
+    tokens = state.sample(probabilities.log().expand(100, -1), torch.arange(100))
+    assert sorted(set(tokens.tolist())) == kept
     # The recorded probability is the one under the truncated distribution.
-    mass = sum(probabilities[t] for t in kept)
-    for token, logprob in sampled.items():
-        assert logprob == pytest.approx(float(np.log(probabilities[token] / mass)), abs=1e-4)
+    expected = probabilities[tokens] / probabilities[kept].sum()
+    assert state.logprobs[:-1, 0].exp().tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one() -> None:

@@ -252,7 +252,7 @@ class PackedAttention:
         for span, mask in zip(self.spans, masks, strict=True):
             prompt, completions = next(parts), next(parts)
             if row is None or mask is not None:
-                outputs.append(kernels.attend_prompt(layer, *prompt[:3], mask))
+                outputs.append(kernels.attend_prompt(layer, prompt[:3], mask))
             else:
                 outputs.append(prompt[3])
             if row is not None:

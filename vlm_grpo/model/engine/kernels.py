@@ -183,9 +183,11 @@ def attend_in_segments(
 
 
 def attend_prompt(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Bool[Tensor, "T T"] | None
+    layer: Layer, prompt: Sequence[Tensor], mask: Bool[Tensor, "T T"] | None
 ) -> Float[Tensor, "1 heads T width"]:
-    """Compute attention of a prompt to itself: causal in the layer's window, or by the mask."""
+    """Compute attention of a prompt, given by its queries, keys and values, to itself: causal in
+    the layer's window, or by the mask."""
+    query, key, value = prompt
     length = query.shape[2]
     if mask is None and not layer.needs_mask(length):
         return causal(query, key, value, layer.scaling)
