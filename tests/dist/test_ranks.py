@@ -24,12 +24,7 @@ TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]
 FOUR = ["ddp-4", "fsdp-4", "hsdp-4"]
 RESUMED = ["fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed", "fsdp_offload-2-resumed"]
 ZERO = ["zero2-2", "zero3-2"]
-ZERO_RESUMED = [
-    "zero2-2-resumed",
-    "ddp-1-resumed_zero2",
-    "zero3-2-resumed",
-    "fsdp-2-resumed_zero3",
-]
+ZERO_RESUMED = ["zero2-2-resumed", "ddp-1-resumed_zero2", "zero3-2-resumed", "fsdp-2-resumed_zero3"]
 CASES = {
     **{"ddp-2": 16, "fsdp-2": 8, "fsdp_held-2": 7, "zero2-2": 7, "zero3-2": 8},
     **{"ddp-4": 8, "fsdp-4": 3, "hsdp-4": 2},

@@ -37,8 +37,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
 from vlm_grpo.dist import strategy as strategies
+from vlm_grpo.dist.collectives import full_shape, gather_full
 from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.sharding import full_shape, gather_full
 from vlm_grpo.dist.strategy import DataParallel, Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import generate

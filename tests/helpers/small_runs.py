@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
@@ -15,11 +16,12 @@ from tiny_models import tiny_model
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import Stopped
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.trainer import Trainer
+from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 SMALL = (
@@ -171,3 +173,12 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     task = load_task(settings.task, **settings.task_options)
     examples = load_examples(settings.data.train, task, settings.data, "train")
     return Trainer(settings, policy, task, examples, [])
+
+
+def stop_run(run: Settings, *stop: int) -> str:
+    """Train until ``StopAt(*stop)`` ends the run; return its message."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vlm_grpo.training.trainer.StopRequest", lambda *_: StopAt(*stop))
+        with pytest.raises(Stopped) as stopped:
+            train(run)
+    return str(stopped.value)

@@ -23,7 +23,7 @@ from transfer_server import GPU, TransferServer, run_transfer_server
 from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.dist.sharding import Deferred
+from vlm_grpo.dist.collectives import Deferred
 from vlm_grpo.dist.strategy import DataParallel
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import build_sampling_settings

@@ -177,35 +177,23 @@ def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
     return make_group(*({"exact": exact, "closeness": close} for exact, close in rewards))
 
 
-def test_rewards_are_weighted():
-    result = compute(
-        [make_counting_group((1.0, 0.0), (0.0, 1.0)), make_counting_group((1.0, 1.0), (0.0, 0.0))]
-    )
-    assert result.own.tolist() == pytest.approx([0.5, -0.5, 1.5, -1.5])  # 2 · exact + closeness
+@pytest.mark.parametrize(
+    ("rewards", "penalties", "expected"),
+    [
+        ([((1, 0), (0, 1)), ((1, 1), (0, 0))], None, [0.5, -0.5, 1.5, -1.5]),  # 2 · exact + close
+        # With resampling or few examples, one example may have several groups in a step.
+        ([((1, 0), (0, 0)), ((0, 1), (0, 1))], None, [1, -1, 0, 0]),
+        ([((1, 0), (1, 0))], [torch.tensor([0.2]), torch.tensor([0.6])], [0.2, -0.2]),
+        ([((None, 1), (1, 0), (0, 0))], None, [0, 1, -1]),
+    ],
+    ids=["weights", "equal ids", "penalties", "unscorable"],
+)
+def test_advantages_are_those_of_the_weighted_rewards(rewards, penalties, expected):
+    result = compute([make_counting_group(*group) for group in rewards], penalties)
+    assert result.own.tolist() == pytest.approx(expected)
     assert torch.equal(result.own, result.step.values)
-
-
-def test_groups_with_equal_ids_of_examples_are_separate():
-    """With resampling or few examples, one example may have several groups in a step."""
-    result = compute(
-        [make_counting_group((1.0, 0.0), (0.0, 0.0)), make_counting_group((0.0, 1.0), (0.0, 1.0))]
-    )
-    assert result.own.tolist() == pytest.approx([1, -1, 0, 0])
-    assert result.step.zero_spread.tolist() == [False, True]
-
-
-def test_penalties_are_subtracted_from_the_rewards():
-    result = compute(
-        [make_counting_group((1.0, 0.0), (1.0, 0.0))],
-        [torch.tensor([0.2]), torch.tensor([0.6])],
-    )
-    assert result.own.tolist() == pytest.approx([0.2, -0.2])
-
-
-def test_an_undefined_reward_makes_a_completion_unscorable():
-    result = compute([make_counting_group((None, 1.0), (1.0, 0.0), (0.0, 0.0))])
-    assert result.own.tolist() == pytest.approx([0, 1, -1])
-    assert result.step.unscorable == 1
+    assert result.step.unscorable == sum(exact is None for group in rewards for exact, _ in group)
+    assert result.step.zero_spread.tolist() == [group == ((0, 1), (0, 1)) for group in rewards]
 
 
 def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch):

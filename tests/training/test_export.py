@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,13 +35,7 @@ from vlm_grpo.model.resolve import resolve_model
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.export import (
-    PREPROCESSOR,
-    Merge,
-    build_model_card,
-    export,
-    measure_merge,
-)
+from vlm_grpo.training.export import PREPROCESSOR, Merge, build_model_card, export, measure_merge
 from vlm_grpo.types import Example
 
 COMPLETIONS = ((70, 71, 72, 73), (80, 81))
@@ -335,9 +330,7 @@ def test_wrong_arguments_are_one_message(capsys, exported, finished, tmp_path, a
 
 
 def test_a_failed_export_leaves_no_files(exported, tmp_path, monkeypatch):
-    def failing(*arguments: Any) -> str:
-        raise OSError("no space left")
-
+    failing = Mock(side_effect=OSError("no space left"))
     monkeypatch.setattr("vlm_grpo.training.export.build_model_card", failing)
     checkpoint = exported["qwen2_vl", "full"].out.with_name("c-full")
     with pytest.raises(OSError, match="no space"):

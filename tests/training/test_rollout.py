@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,11 +54,8 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
 
 def test_other_errors_of_sampling_are_raised(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
-
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(sampler.policy, "sample", fail)
+    error = RuntimeError("shapes do not match")
+    monkeypatch.setattr(sampler.policy, "sample", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match="shapes"):
         sampler.sample(0)
 
@@ -137,11 +135,8 @@ def test_a_failed_rollout_leaves_the_position(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     sampler.sample(0)
     load = sampler.loader.load
-
-    def fail(*_: Any) -> Any:
-        raise UserError("an image cannot be read")
-
-    monkeypatch.setattr(sampler.loader, "load", fail)
+    error = UserError("an image cannot be read")
+    monkeypatch.setattr(sampler.loader, "load", Mock(side_effect=error))
     with pytest.raises(UserError, match="cannot be read"):
         sampler.sample(0)
     assert sampler.cursor.position == 3
@@ -160,11 +155,7 @@ def test_scores_return_to_their_groups():
     ]
 
     def score(
-        task: Any,
-        texts: list[str],
-        examples: list[Example],
-        lengths: list[int],
-        groups: list[int],
+        task: Any, texts: list[str], examples: list[Example], lengths: list[int], groups: list[int]
     ) -> list[Score]:
         assert groups == [0, 0, 1, 1, 1]
         pairs = zip(texts, examples, lengths, strict=True)

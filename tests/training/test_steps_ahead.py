@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
-from small_runs import LORA, StopAt, assert_same_run, make_trainer, read_metrics, read_samples
+from small_runs import LORA, assert_same_run, make_trainer, read_metrics, read_samples, stop_run
 
 from vlm_grpo.config.rollout import RolloutSettings, VllmSettings
 from vlm_grpo.config.run import Settings
@@ -23,11 +23,10 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
-from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.store import read_metadata
 from vlm_grpo.training.run_dir import NonfiniteGuard
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils.timing import StepInterrupted, StopRequest
+from vlm_grpo.utils.timing import StepInterrupted
 
 SERVER: dict[str, Any] = {"urls": ["http://127.0.0.1:8000"]}
 
@@ -75,12 +74,9 @@ def assert_each_example_once(run: Settings) -> None:
     assert len({example for step in ids for example in step}) == 12
 
 
-def stop_and_resume(run: Settings, stop: StopAt, monkeypatch: pytest.MonkeyPatch) -> str:
+def stop_and_resume(run: Settings, *stop: int) -> str:
     """Train until the stop, and resume; return the name of the checkpoint."""
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "StopRequest", lambda *_: stop)
-        with pytest.raises(Stopped):
-            train(run)
+    stop_run(run, *stop)
     name = get_newest(run).name
     train(run.model_copy(update={"resume": True}))
     return name
@@ -144,8 +140,7 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     for ahead in (0, 1):
         run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
         train(run)
-        lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = read_metrics(run.run_dir)
         assert all(row["time/generation"] >= 0.3 for row in rows)
         waited[ahead] = [row["time/rollout"] for row in rows]
     assert min(waited[0]) >= 0.3
@@ -153,21 +148,21 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", [{}, {"freeze": ["vision", "projector"]}, LORA])
-def test_a_resumed_run_is_bit_identical_without_steps_ahead(vllm, monkeypatch, policy):
+def test_a_resumed_run_is_bit_identical_without_steps_ahead(vllm, policy):
     changes = {"objective": {"num_iterations": 2}, "policy": policy}
     uninterrupted, stopped = vllm(name="uninterrupted", **changes), vllm(name="stopped", **changes)
     train(uninterrupted)
-    assert stop_and_resume(stopped, StopAt(2, 1), monkeypatch) == "step-1"
+    assert stop_and_resume(stopped, 2, 1) == "step-1"
     assert_same_run(stopped.run_dir, uninterrupted.run_dir)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize(("stop", "done"), [((2,), 1), ((3,), 2), ((3, 1), 2)])
-def test_a_stopped_run_uses_each_example_once(vllm, monkeypatch, ahead, stop, done):
+def test_a_stopped_run_uses_each_example_once(vllm, ahead, stop, done):
     """After a resume, completions that were generated ahead are generated again."""
     run = vllm(ahead)
     name = f"step-{done}"
-    assert stop_and_resume(run, StopAt(*stop), monkeypatch) == name
+    assert stop_and_resume(run, *stop) == name
     assert_each_example_once(run)
     metadata = read_metadata(run.run_dir / "checkpoints" / name)
     assert metadata["step"] == done
@@ -188,12 +183,9 @@ def test_a_crashed_run_uses_each_example_once(vllm):
     assert_each_example_once(run)
 
 
-def test_steps_ahead_may_change_when_a_run_is_resumed(vllm, monkeypatch):
+def test_steps_ahead_may_change_when_a_run_is_resumed(vllm):
     run = vllm(2)
-    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2))
-    with pytest.raises(Stopped):
-        train(run)
-    monkeypatch.setattr(trainer_module, "StopRequest", StopRequest)
+    stop_run(run, 2)
     train(vllm(0, resume=True))
     assert [version for version, _ in vllm.samplers[1].sampled] == [1, 2, 3]
     assert_each_example_once(run)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vlm_grpo.dist.collectives import BUCKET_BYTES
 from vlm_grpo.dist.optimizer import describe_state, state_by_weight
-from vlm_grpo.dist.sharding import Deferred, full_shape, shard_like
+from vlm_grpo.dist.collectives import Deferred, full_shape, shard_like
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from transformers.optimization import Adafactor
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
-from vlm_grpo.dist.sharding import find_layer, is_sharded, local_shard, shard_like, unshard_like
+from vlm_grpo.dist.collectives import find_layer, is_sharded, local_shard, shard_like, unshard_like
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE
 from vlm_grpo.model.engine.sampling import derive_seed
@@ -146,9 +146,7 @@ def _as_tensor(key: str, value: Tensor | int) -> Tensor:
 
 
 def load_optimizer_tensors(
-    optimizer: Any,
-    trainable: Sequence[tuple[str, nn.Parameter]],
-    tensors: Mapping[str, Tensor],
+    optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]], tensors: Mapping[str, Tensor]
 ) -> None:
     """Load what ``optimizer_tensors`` returned; ``UserError``: it belongs to other weights."""
     if not tensors:  # saved before the first update

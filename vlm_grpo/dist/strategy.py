@@ -38,7 +38,7 @@ from vlm_grpo.dist.collectives import (
 )
 from vlm_grpo.dist.launch import get_deepspeed_config, get_dp_replicate_size, get_fsdp_plugin
 from vlm_grpo.dist.optimizer import load_optimizer_tensors, optimizer_tensors
-from vlm_grpo.dist.sharding import Deferred
+from vlm_grpo.dist.collectives import Deferred
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.families import find_part
@@ -55,13 +55,7 @@ summed in float32."""
 
 
 class Strategy:
-    """A way to distribute a policy's weights over ranks, and to reduce and apply its gradients.
-
-    Attributes:
-        trainable: names and values of the trained parameters.
-        optimizer: the optimizer of ``trainable``, after ``attach_optimizer``.
-        max_norm: maximum norm of the gradient over all weights; infinity disables clipping.
-    """
+    """A way to distribute a policy's weights over ranks, and to reduce and apply its gradients."""
 
     may_retry: bool  # True if a rank that runs out of memory may repeat its micro-batches alone
 
@@ -73,8 +67,8 @@ class Strategy:
             broadcast_weights(policy.model, whole, accelerator)
         del whole
         self.trainable = policy.trainable_parameters()
-        self.optimizer: torch.optim.Optimizer
-        self.max_norm = math.inf
+        self.optimizer: torch.optim.Optimizer  # after ``attach_optimizer``
+        self.max_norm = math.inf  # of the gradient over all weights; infinity disables clipping
 
     def _place(self) -> None:
         """Move the model to the device; a strategy that shards it does so here."""

@@ -24,8 +24,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.collectives import fail_together, get_local_names, split_into_buckets
-from vlm_grpo.dist.sharding import Deferred, find_layer, gather_full
+from vlm_grpo.dist.collectives import (
+    Deferred,
+    fail_together,
+    find_layer,
+    gather_full,
+    get_local_names,
+    split_into_buckets,
+)
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import save_weights

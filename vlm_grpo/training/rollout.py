@@ -89,12 +89,6 @@ class RolloutSampler:
     sampler, which ``build_outside`` builds before the first step that samples, generates the
     completions of up to ``rollout.steps_ahead`` later steps in the background. Everything else,
     with all communication, happens in the main thread.
-
-    Attributes:
-        cursor: the place in the stream.
-        budget: maximum number of tokens sampled at once.
-        num_tokens: number of tokens sampled in the current step.
-        outside: the outside sampler, once it is built; None: the policy samples.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
-from vlm_grpo.dist.sharding import full_shape
+from vlm_grpo.dist.collectives import full_shape
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy

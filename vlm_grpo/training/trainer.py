@@ -90,14 +90,8 @@ def train(
 class Trainer:
     """A trainer of one policy on one task with GRPO.
 
-    Args:
-        train_examples: the training examples, at least one.
-        held_out: examples to evaluate before, during and after training; may be empty.
-        accelerator: the processes of the run; None: built from the launch.
-
-    Attributes:
-        global_step: number of finished steps.
-        unevaluated: the last step's metrics if its evaluation is due and was not made; else None.
+    There is at least one training example; the held-out examples are evaluated before, during and
+    after training. ``global_step`` is the number of finished steps.
     """
 
     def __init__(

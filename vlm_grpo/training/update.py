@@ -69,8 +69,6 @@ class Updater:
     def learning_rates(self) -> dict[str, float]:
         return get_rates(self.scheduler)
 
-    # The passes without gradient.
-
     def score(self, rollout: Rollout) -> Values:
         """Score the completions in the passes that the methods need besides the update's."""
         if rollout.author is not None:
@@ -103,8 +101,6 @@ class Updater:
     ) -> Tensor:
         """Return the (T,) log-probs of slices under the current weights of the policy or model."""
         return score_slices(model or self.policy, slices, layout, self.budget.limit, others)
-
-    # The gradient steps.
 
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Make the updates of a step; return their metrics over all ranks. All ranks call it."""

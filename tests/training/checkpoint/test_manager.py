@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,9 +81,8 @@ def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path, family):
         load_policy(trainer.settings, checkpoint)
 
 
-def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path):
-    model = save_tiny_model(tmp_path / "model")
-    trainer = make_trainer(small_run(tmp_path, model, policy=LORA, **ONE_STEP))
+def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(settings):
+    trainer = make_trainer(settings(policy=LORA, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
     found = dict(load_policy(trainer.settings, checkpoint).trainable_parameters())
     for name, weight in trainer.policy.trainable_parameters():
@@ -96,34 +96,28 @@ def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path):
         load_policy(trainer.settings, checkpoint)
 
 
-def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path):
+def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(settings):
     """The steps of every optimizer are compared in ``tests/dist/test_optimizer.py``."""
     optim = {"name": "adamw_8bit", "lr": 1e-3, "lr_vision": 1e-4}
     changes: Any = {"policy": {"dtype": "bfloat16", "master_weights": "bfloat16"}, "optim": optim}
     changes["checkpoint"] = {"every": 2, "keep_last": 0}
-    source = save_tiny_model(tmp_path / "model")
-    whole = small_run(tmp_path, source, name="whole", **changes)
+    whole = settings(name="whole", **changes)
     checkpoint = train(whole).checkpoint
     assert {weight.dtype for weight in load_weights(checkpoint).values()} == {torch.bfloat16}
     assert load_file(checkpoint / "optimizer.safetensors")[STATE].dtype == torch.uint8
-    resumed = small_run(tmp_path, source, name="resumed", resume=True, **changes)
+    resumed = settings(name="resumed", resume=True, **changes)
     shutil.copytree(whole.run_dir, resumed.run_dir)
     shutil.rmtree(resumed.run_dir / "checkpoints" / "step-4")
     train(resumed)
     assert_same_run(whole.run_dir, resumed.run_dir)
     with pytest.raises(UserError, match=r'optim.name was "adamw_8bit" and is now "adamw"'):
-        train(
-            small_run(
-                tmp_path, source, **{**changes, "name": "resumed", "resume": True, "optim": {}}
-            )
-        )
+        train(settings(**{**changes, "name": "resumed", "resume": True, "optim": {}}))
 
 
 @pytest.mark.parametrize("file", ["optimizer", "reference"])
-def test_optimizer_and_reference_of_other_weights_are_errors(tmp_path, file):
-    model = save_tiny_model(tmp_path / "model")
+def test_optimizer_and_reference_of_other_weights_are_errors(settings, file):
     reference = {"beta": 0.1, "reference_refresh_every": 2}
-    run = small_run(tmp_path, model, policy=LORA, objective=reference, **ONE_STEP)
+    run = settings(policy=LORA, objective=reference, **ONE_STEP)
     checkpoint = train(run).checkpoint
     path = checkpoint / f"{file}.safetensors"
     tensors = load_file(path)
@@ -139,8 +133,8 @@ def test_optimizer_and_reference_of_other_weights_are_errors(tmp_path, file):
             train(run.model_copy(update={"resume": True}))
 
 
-def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path):
-    run = small_run(tmp_path, save_tiny_model(tmp_path / "model"), **ONE_STEP)
+def test_a_checkpoint_records_versions_settings_and_pixel_budget(settings):
+    run = settings(**ONE_STEP)
     numbers = read_metadata(train(run).checkpoint)
     assert numbers["versions"] == get_versions()
     assert set(get_versions()) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
@@ -148,8 +142,8 @@ def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path):
     assert numbers["pixel_budget"] == {"min_pixels": 28 * 28, "max_pixels": 64 * 28 * 28}
 
 
-def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refused(tmp_path):
-    run = small_run(tmp_path, save_tiny_model(tmp_path / "model"), **ONE_STEP)
+def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refused(settings):
+    run = settings(**ONE_STEP)
     checkpoint = train(run).checkpoint
     assert checkpoint is not None
     state = json.loads((checkpoint / "state.json").read_text())
@@ -169,13 +163,12 @@ def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refu
 
 
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, policy, capsys):
-    model = save_tiny_model(tmp_path / "model")
+def test_an_asynchronous_checkpoint_equals_a_synchronous_one(settings, policy, capsys):
     changes: Any = {"policy": policy, "checkpoint": {"every": 1, "keep_last": 0}}
     changes["objective"] = {"beta": 0.1, "reference_refresh_every": 2}
-    synchronous = small_run(tmp_path, model, name="synchronous", **changes)
+    synchronous = settings(name="synchronous", **changes)
     changes["checkpoint"] |= {"asynchronous": True}
-    asynchronous = small_run(tmp_path, model, name="asynchronous", **changes)
+    asynchronous = settings(name="asynchronous", **changes)
     train(synchronous)
     note = (
         "\nnote       checkpoint.asynchronous: after a crash while a checkpoint is written, the "
@@ -195,10 +188,9 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, policy, c
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_thread_writes_only_asynchronous_checkpoints(tmp_path, monkeypatch, asynchronous):
+def test_a_thread_writes_only_asynchronous_checkpoints(settings, monkeypatch, asynchronous):
     """Training continues meanwhile, so that it gets copies of the weights, which cost memory."""
-    model = save_tiny_model(tmp_path / "model")
-    trainer = make_trainer(small_run(tmp_path, model, checkpoint={"asynchronous": asynchronous}))
+    trainer = make_trainer(settings(checkpoint={"asynchronous": asynchronous}))
     written: list[tuple[bool, bool]] = []
     pointers = {weight.data_ptr() for _, weight in trainer.policy.trainable_parameters()}
 
@@ -212,9 +204,8 @@ def test_a_thread_writes_only_asynchronous_checkpoints(tmp_path, monkeypatch, as
     assert written == [(asynchronous, asynchronous)]
 
 
-def test_a_failed_step_waits_for_its_asynchronous_checkpoint(tmp_path, monkeypatch):
-    model = save_tiny_model(tmp_path / "model")
-    trainer = make_trainer(small_run(tmp_path, model, checkpoint={"asynchronous": True}))
+def test_a_failed_step_waits_for_its_asynchronous_checkpoint(settings, monkeypatch):
+    trainer = make_trainer(settings(checkpoint={"asynchronous": True}))
     trainer.step()
     save = trainer.policy.save
 
@@ -222,25 +213,19 @@ def test_a_failed_step_waits_for_its_asynchronous_checkpoint(tmp_path, monkeypat
         time.sleep(0.5)
         save(folder, weights)
 
-    def fail(*arguments: Any) -> Any:
-        raise UserError("an image cannot be read")
-
+    error = UserError("an image cannot be read")
     monkeypatch.setattr(trainer.policy, "save", save_slowly)
-    monkeypatch.setattr(trainer.sampler, "sample", fail)
+    monkeypatch.setattr(trainer.sampler, "sample", Mock(side_effect=error))
     with pytest.raises(UserError, match="cannot be read"):
         trainer.step()
     assert (trainer.settings.run_dir / "checkpoints" / "step-1" / "manifest.json").is_file()
 
 
-def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(tmp_path, monkeypatch):
-    model = save_tiny_model(tmp_path / "model")
+def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(settings, monkeypatch):
     checkpoint = {"every": 1, "asynchronous": True}
-    trainer = make_trainer(small_run(tmp_path, model, checkpoint=checkpoint))
-
-    def full(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(trainer.policy, "save", full)
+    trainer = make_trainer(settings(checkpoint=checkpoint))
+    error = OSError("No space left on device")
+    monkeypatch.setattr(trainer.policy, "save", Mock(side_effect=error))
     with pytest.raises(OSError, match="No space left"):
         trainer.run()
     assert trainer.global_step < 4
@@ -294,8 +279,7 @@ def test_restored_generators_repeat_their_numbers():
 # The background thread.
 
 
-def fill_disk() -> None:
-    raise OSError("No space left on device")
+fill_disk = Mock(side_effect=OSError("No space left on device"))
 
 
 def check_until_error(writer: AsyncWriter) -> None:
@@ -380,11 +364,6 @@ def get_error(before: Settings, after: Settings) -> str:
             {"policy": {"lora": {"r": 8}}},
             {"policy": {"lora": {"r": 16}}},
             "policy.lora.r was 8 and is now 16",
-        ),
-        (
-            {"policy": {"lora": {"alpha": 8}}},
-            {"policy": {"lora": {"alpha": 16}}},
-            "policy.lora.alpha was 8 and is now 16",
         ),
         (
             {"policy": {"lora": {"target": "language"}}},
@@ -487,9 +466,8 @@ def test_other_versions_of_libraries_cause_a_warning(caplog):
     assert "peft" not in caplog.text
 
 
-def test_a_run_is_checked_before_its_model_is_loaded(tmp_path):
-    model = save_tiny_model(tmp_path / "model")
-    run = small_run(tmp_path, model, policy=LORA, optim={"max_steps": 1})
+def test_a_run_is_checked_before_its_model_is_loaded(settings):
+    run = settings(policy=LORA, optim={"max_steps": 1})
     train(run)
     again = run.model_copy(update={"resume": True, "model": "nowhere/at-all"})
     with pytest.raises(UserError, match='is now "nowhere/at-all"'):

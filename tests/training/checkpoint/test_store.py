@@ -247,9 +247,7 @@ def test_shards_are_merged_into_one_checkpoint(tmp_path):
         (tmp_dir / shard).mkdir()
         state = CheckpointState({"rank": rank}, {"optimizer": half})
         shards[shard] = write_files(
-            tmp_dir / shard,
-            state,
-            lambda path, half=half: save_file(half, path / "model.safetensors"),
+            tmp_dir / shard, state, lambda path, h=half: save_file(h, path / "model.safetensors")
         )
     checkpoint = commit(tmp_path, at, merge_shards(tmp_dir, shards))
     verify_checkpoint(checkpoint)

@@ -48,8 +48,8 @@ class Certainty(Method):
 @pytest.mark.parametrize(
     "file",
     [
-        *("trainer.py", "rollout.py", "update.py", "batch.py", "advantages.py", "balance.py"),
-        *("prompt_loader.py", "methods/__init__.py"),
+        *("trainer.py", "rollout.py", "update.py", "batch.py", "prompt_loader.py"),
+        "methods/__init__.py",
         *(f"objective/{path.name}" for path in (ROOT / "objective").glob("*.py")),
         *(f"checkpoint/{path.name}" for path in (ROOT / "checkpoint").glob("*.py")),
     ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import StopAt, assert_same_weights, make_trainer, read_metrics, read_samples
+from small_runs import assert_same_weights, make_trainer, read_metrics, read_samples, stop_run
 
 from vlm_grpo.config.methods import ReplaySettings
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import KeptGroup, Rollout
 from vlm_grpo.training.methods import curriculum as curriculum_module
 from vlm_grpo.training.methods.curriculum import Curriculum
@@ -60,11 +61,8 @@ def test_groups_without_a_spread_let_others_be_replayed(settings, parts, monkeyp
     run = settings(objective={"replay": {}}, optim=optim)
     trainer = make_trainer(run)
     metrics = [trainer.step()]
-    assert [group.index for group in get_buffer(trainer).groups] == [
-        0,
-        1,
-        2,
-    ]  # this reward always differs
+    kept = [group.index for group in get_buffer(trainer).groups]
+    assert kept == [0, 1, 2]  # this reward always differs
     monkeypatch.setattr(
         trainer.sampler, "_split_by_spread", lambda groups, _: ([*groups][:1], [*groups][1:])
     )
@@ -116,10 +114,7 @@ def test_a_run_with_both_resumes_bit_for_bit(settings, iterations, stop):
     assert sum(row["replay/groups"] for row in rows) > 2
     assert 0 < rows[-1]["curriculum/unseen"] < 1
     stopped = settings(name="stopped", **changes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vlm_grpo.training.trainer.StopRequest", lambda *_: StopAt(*stop))
-        with pytest.raises(Stopped):
-            train(stopped)
+    stop_run(stopped, *stop)
     train(stopped.model_copy(update={"resume": True}))
     for a, b in zip(rows, read_metrics(stopped.run_dir), strict=True):
         # A resumed run decodes images again that the other has in its cache.
@@ -143,22 +138,16 @@ def test_the_state_is_restored_as_it_was():
 
 def test_a_failed_step_teaches_nothing(settings, monkeypatch):
     trainer = make_trainer(settings(**{**BOTH, "rollout": {"dynamic_sampling": True}}))
-    sampler, replay, curriculum = (
-        trainer.sampler,
-        get_buffer(trainer),
-        trainer.methods["curriculum"],
-    )
+    sampler, curriculum = trainer.sampler, trainer.methods["curriculum"]
+    replay = get_buffer(trainer)
     assert isinstance(curriculum, Curriculum)
     sampler.sample(0)
     before, groups = curriculum.posterior.copy(), list(replay.groups)
     assert len(groups) == 3
     place = sampler.cursor.position
     assert place == 6  # three prompts of two candidates each
-
-    def fail(*_: Any) -> Any:
-        raise UserError("gold_reward failed")
-
-    monkeypatch.setattr(curriculum_module, "measure_pass", fail)
+    error = UserError("gold_reward failed")
+    monkeypatch.setattr(curriculum_module, "measure_pass", Mock(side_effect=error))
     with pytest.raises(UserError, match="gold_reward failed"):
         sampler.sample(1)
     assert (curriculum.posterior == before).all()

@@ -214,9 +214,7 @@ def test_masked_completions_have_no_gradient_and_no_metric(loss_type):
     # Ratios of e² in the masked completions, larger than all others: no maximum may include them.
     far = 2.0 * ~active[step.completion]
     step = replace(
-        step,
-        old_logprobs=step.old_logprobs - far,
-        sampler_logprobs=step.sampler_logprobs - 2 * far,
+        step, old_logprobs=step.old_logprobs - far, sampler_logprobs=step.sampler_logprobs - 2 * far
     )
     output = policy_loss(step, count_totals(step), settings)
     masked = ~active[step.completion]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -124,50 +124,36 @@ def test_clipped_losses_equal_trl(loss_type):
             assert_equal(ObjectiveSettings(**fields))  # without old log-probs the ratio is 1
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_cispo_equals_trl(level, num_iterations):
-    for kl, bound in itertools.product(KLS, (1.0, 1.3, 5.0)):
-        assert_equal(
-            ObjectiveSettings(
-                loss_type="cispo",
-                epsilon_high=bound,
-                importance_sampling_level=level,
-                num_iterations=num_iterations,
-                **kl,
-            )
-        )
-
-
 @pytest.mark.parametrize(
-    ("loss_type", "fields"),
+    "fields",
     [
-        ("sapo", {}),
-        ("sapo", {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7}),
-        ("vespo", {}),
-        ("vespo", {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.2}),
-        ("vespo", {"vespo_lambda_neg": 4.0}),
+        *({"loss_type": "cispo", "epsilon_high": bound} for bound in (1.0, 1.3, 5.0)),
+        {"loss_type": "sapo"},
+        {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7},
+        {"loss_type": "vespo"},
+        {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.2},
+        {"loss_type": "vespo", "vespo_lambda_neg": 4.0},
     ],
 )
 @pytest.mark.parametrize("num_iterations", [1, 2])
-def test_smooth_losses_equal_trl(loss_type, fields, num_iterations):
-    for level, kl in itertools.product(levels_of(loss_type), KLS):
-        own = {"loss_type": loss_type, "importance_sampling_level": level, **fields, **kl}
+def test_other_losses_equal_trl(fields, num_iterations):
+    for level, kl in itertools.product(levels_of(fields["loss_type"]), KLS):
+        own = {"importance_sampling_level": level, **fields, **kl}
         assert_equal(ObjectiveSettings(num_iterations=num_iterations, **own))
+
+
+def make_settings(loss_type: str, **fields: Any) -> ObjectiveSettings:
+    bound = 5.0 if loss_type == "cispo" else None
+    return ObjectiveSettings.model_validate(
+        {"loss_type": loss_type, "epsilon_high": bound, **fields}
+    )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_entropy_bonus_and_masked_completions_equal_trl(loss_type):
+    both = {"num_iterations": 2, "entropy_coef": 0.05, "mask_truncated_completions": True}
     for level, kl in itertools.product(levels_of(loss_type), KLS):
-        settings = ObjectiveSettings(
-            loss_type=loss_type,
-            epsilon_high=5.0 if loss_type == "cispo" else None,
-            importance_sampling_level=level,
-            num_iterations=2,
-            entropy_coef=0.05,
-            mask_truncated_completions=True,
-            **kl,
-        )
+        settings = make_settings(loss_type, importance_sampling_level=level, **both, **kl)
         assert_equal(settings, inactive=(1, 4))
 
 
@@ -181,18 +167,9 @@ def test_sampler_correction_equals_trl(loss_type, correction, num_iterations):
     cases = itertools.product(levels_of(loss_type), KLS)
     for number, (level, kl) in enumerate(cases, first):
         cap, floor = bounds[number % len(bounds)]
-        assert_equal(
-            ObjectiveSettings(
-                loss_type=loss_type,
-                epsilon_high=5.0 if loss_type == "cispo" else None,
-                sampler_correction=correction,
-                sampler_correction_cap=cap,
-                sampler_correction_floor=floor,
-                num_iterations=num_iterations,
-                importance_sampling_level=level,
-                **kl,
-            )
-        )
+        own = {"sampler_correction_cap": cap, "sampler_correction_floor": floor, **kl}
+        own |= {"num_iterations": num_iterations, "importance_sampling_level": level}
+        assert_equal(make_settings(loss_type, sampler_correction=correction, **own))
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -218,12 +195,8 @@ def test_metrics_of_the_sampler_equal_trl(correction):
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
 def test_accumulation_equals_trl(loss_type):
     """Two micro-batches of three completions; bnpo differs, see below."""
-    settings = ObjectiveSettings(
-        loss_type=loss_type,
-        epsilon_high=5.0 if loss_type == "cispo" else None,
-        num_iterations=2,
-        importance_sampling_level=levels_of(loss_type)[-1],
-    )
+    level = levels_of(loss_type)[-1]
+    settings = make_settings(loss_type, num_iterations=2, importance_sampling_level=level)
     case = make_case(settings)
     theirs, _ = run_trl_loss(case, settings, micro_batches=(slice(0, 3), slice(3, 6)))
     batch = build_batch(case)

@@ -25,8 +25,14 @@ from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import OnResume, find_on_resume, flatten, known_keys
 from vlm_grpo.data import load_run_task
-from vlm_grpo.dist.collectives import fail_together, gather_object, get_local_names
-from vlm_grpo.dist.sharding import Deferred, gather_full, local_shard
+from vlm_grpo.dist.collectives import (
+    Deferred,
+    fail_together,
+    gather_full,
+    gather_object,
+    get_local_names,
+    local_shard,
+)
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import snapshot_on_host
@@ -71,10 +77,6 @@ class CheckpointManager:
     All ranks call ``save`` together: state is gathered, and the main process writes it, or with
     ``checkpoint.sharded`` every rank writes a shard. In ``restore`` every rank reads the files.
     Only the random states, one per rank, depend on the number of ranks.
-
-    Attributes:
-        last_saved: step of the last checkpoint written or started; None before the first.
-        writer: writes checkpoints in the background.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class CheckpointManager:
         self.settings, self.updater, self.sampler = settings, updater, sampler
         self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
         self.folder = settings.run_dir / "checkpoints"
-        self.last_saved: int | None = None
+        self.last_saved: int | None = None  # step of the last checkpoint written or started
         self.writer = AsyncWriter()
 
     def path(self, state: RunState) -> Path:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.requirements import get
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.sharding import full_shape, is_sharded, local_shard, shard_like, unshard_like
+from vlm_grpo.dist.collectives import full_shape, is_sharded, local_shard, shard_like, unshard_like
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.transfer import snapshot_on_host
 from vlm_grpo.training.batch import Rollout, Values
@@ -35,7 +35,8 @@ class ReferenceKL(Method):
 
     name, phase, state_name = "kl", "reference", "reference"
     own: ObjectiveSettings
-    reference: Reference
+    trainable: dict[str, nn.Parameter]
+    snapshot: dict[str, Tensor]  # the reference's trainable weights, or this rank's shards of them
 
     @classmethod
     def find(cls, settings: Settings | Mapping[str, Any]) -> ObjectiveSettings | None:
@@ -44,41 +45,18 @@ class ReferenceKL(Method):
 
     def start(self, run: Run) -> None:
         super().start(run)
-        self.reference = Reference(run.strategy.trainable, self.own)
+        self.trainable = dict(run.strategy.trainable)
+        weights = [local_shard(weight).detach() for weight in self.trainable.values()]
+        on_host = self.own.reference_device == "cpu"
+        copies = snapshot_on_host(weights) if on_host else [w.clone() for w in weights]
+        self.snapshot = dict(zip(self.trainable, copies, strict=True))
 
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         """Refresh the reference if it is due, and before the first rollout."""
         every, done = self.own.reference_refresh_every, rollout.step
         done -= self.run.settings.supervised_steps
         if done == 0 < rollout.step or (every != "never" and done % every == 0):
-            self.reference.copy_policy()
-
-    def score(self, passes: Passes) -> Values:
-        reference = passes.logprobs(weights=self.reference.in_place())
-        if self.own.kl_in == "loss":
-            return {"reference_logprobs": reference}
-        estimate = KL_ESTIMATORS[self.own.kl_estimator]
-        penalties = self.own.beta * estimate(passes.old_logprobs.cpu(), reference.cpu())
-        return {"reference_logprobs": reference, "penalties": penalties}
-
-    def state_dict(self) -> tuple[None, dict[str, Any]]:
-        return None, self.reference.state_dict()
-
-    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.reference.load_state_dict(tensors)
-
-
-class Reference:
-    """The reference policy of a run, a snapshot of the trainable weights."""
-
-    def __init__(
-        self, trainable: list[tuple[str, nn.Parameter]], objective: ObjectiveSettings
-    ) -> None:
-        self.trainable = dict(trainable)
-        weights = [local_shard(weight).detach() for _, weight in trainable]
-        on_host = objective.reference_device == "cpu"
-        copies = snapshot_on_host(weights) if on_host else [w.clone() for w in weights]
-        self.snapshot = dict(zip(self.trainable, copies, strict=True))
+            self.copy_policy()
 
     def copy_policy(self) -> None:
         for name, part in self.snapshot.items():
@@ -96,21 +74,27 @@ class Reference:
             for name, weight in self.trainable.items():
                 _set(weight, policy[name])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the snapshot's tensors, sharded like the weights."""
-        return {
-            name: unshard_like(part, self.trainable[name]) for name, part in self.snapshot.items()
-        }
+    def score(self, passes: Passes) -> Values:
+        reference = passes.logprobs(weights=self.in_place())
+        if self.own.kl_in == "loss":
+            return {"reference_logprobs": reference}
+        estimate = KL_ESTIMATORS[self.own.kl_estimator]
+        penalties = self.own.beta * estimate(passes.old_logprobs.cpu(), reference.cpu())
+        return {"reference_logprobs": reference, "penalties": penalties}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def state_dict(self) -> tuple[None, dict[str, Any]]:
+        pairs = self.snapshot.items()
+        return None, {name: unshard_like(part, self.trainable[name]) for name, part in pairs}
+
+    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
         mismatch = UserError(
             "the checkpoint's reference policy holds other weights than these settings train: "
             "resume with the settings that wrote it"
         )
-        if state.keys() != self.snapshot.keys():
+        if tensors.keys() != self.snapshot.keys():
             raise mismatch
         for name, held in self.snapshot.items():
-            weight = state[name]  # read from disk here, once
+            weight = tensors[name]  # read from disk here, once
             if weight.shape != full_shape(self.trainable[name]):
                 raise mismatch
             held.copy_(local_shard(shard_like(weight, self.trainable[name])))

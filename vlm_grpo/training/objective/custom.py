@@ -161,14 +161,12 @@ def _draw_batch() -> TokenBatch:
 
 def _select(batch: TokenBatch, rows: range) -> TokenBatch:
     """Return the batch of some completions, with gradients into the whole batch's log-probs."""
-    chosen, tokens = list(rows), (batch.completion >= rows.start) & (batch.completion < rows.stop)
-    changed: dict[str, Any] = {"completion": batch.completion[tokens] - rows.start}
-    for name in ("logprobs", "old_logprobs", "reference_logprobs", "sampler_logprobs", "entropies"):
-        changed[name] = getattr(batch, name)[tokens]
-    for name in ("advantages", "lengths", "active"):
-        changed[name] = getattr(batch, name)[chosen]
-    changed["scores"] = defaultdict(lambda: batch.scores["any"][tokens])
-    return replace(batch, **changed)
+    tokens = (batch.completion >= rows.start) & (batch.completion < rows.stop)
+    chosen = {len(tokens): tokens, len(LENGTHS): list(rows)}
+    changed = {n: v[chosen[len(v)]] for n, v in vars(batch).items() if isinstance(v, Tensor)}
+    changed["completion"] = changed["completion"] - rows.start
+    scores = defaultdict(lambda: batch.scores["any"][tokens])
+    return replace(batch, **changed, scores=scores)
 
 
 def _compute_gradient(

@@ -247,11 +247,7 @@ def vespo_loss(
     return -weight * advantages * batch.logprobs
 
 
-SURROGATES: Mapping[str, Surrogate] = {
-    "cispo": cispo_loss,
-    "sapo": sapo_loss,
-    "vespo": vespo_loss,
-}
+SURROGATES: Mapping[str, Surrogate] = {"cispo": cispo_loss, "sapo": sapo_loss, "vespo": vespo_loss}
 """By loss type; the others have ``clipped_loss``."""
 
 
@@ -336,9 +332,7 @@ def get_reference_logprobs(
 
 
 def needs_update(
-    advantages: Float[Tensor, " n"],
-    active: Bool[Tensor, " n"] | None,
-    settings: ObjectiveSettings,
+    advantages: Float[Tensor, " n"], active: Bool[Tensor, " n"] | None, settings: ObjectiveSettings
 ) -> Bool[Tensor, " n"]:
     """Return which completions have a gradient.
 
