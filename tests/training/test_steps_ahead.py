@@ -140,7 +140,8 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     for ahead in (0, 1):
         run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
         train(run)
-        rows = read_metrics(run.run_dir)
+        lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
         assert all(row["time/generation"] >= 0.3 for row in rows)
         waited[ahead] = [row["time/rollout"] for row in rows]
     assert min(waited[0]) >= 0.3
