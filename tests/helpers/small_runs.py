@@ -17,9 +17,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import Stopped
-from vlm_grpo.model.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.loading import load_model
-from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
@@ -163,13 +161,8 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     """Return a trainer of the embedded model on twelve counting examples."""
     settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
     torch.manual_seed(0)
-    loaded = load_model(settings)
-    policy = Policy(
-        loaded,
-        build_sampling_distribution(
-            loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
-        ),
-    )
+    policy = load_policy(settings)
+    policy.form_check = None  # its passes are not those of a step
     task = load_task(settings.task, **settings.task_options)
     examples = load_examples(settings.data.train, task, settings.data, "train")
     return Trainer(settings, policy, task, examples, [])
