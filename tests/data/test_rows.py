@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from vlm_grpo.data.files import MAX_DEPTH
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example
 
 COUNTING = load_task("counting")
 GROUNDING = load_task("grounding")
+
+
+def convert(values: Any, columns: Any = MappingProxyType({}), root: Path | None = None) -> Example:
+    return to_example(Row("row 1", 1, values), columns, MediaReader(root, 100), COUNTING)
 
 
 def test_a_canonical_row_becomes_an_example(folder: Path):
@@ -45,15 +51,14 @@ def test_vlm_r1_grounding_rows_are_converted(folder: Path):
 
 def test_columns_with_other_names_are_mapped(folder: Path):
     values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
-    reader = MediaReader(folder, max_pixels=100)
-    columns: Any = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
-    example = to_example(Row("row 1", 1, values), columns, reader, COUNTING)
+    columns = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
+    example = convert(values, columns, folder)
     assert (example.id, example.question, example.answer) == ("x", "How many?", 3)
     assert [image.name for image in example.images] == ["a.png"]
     with pytest.raises(
         ValueError, match=r"no asked \(did you mean ask\?\); it has uid, ask, n, png"
     ):
-        to_example(Row("row 1", 1, values), {"question": "asked"}, reader, COUNTING)
+        convert(values, {"question": "asked"})
 
 
 @pytest.mark.parametrize(
@@ -137,26 +142,20 @@ IMAGE_FILES = {"bytes": b"PNG", "path": None}
 )
 def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: Any):
     values = {"question": "How many?", "answer": 3, column: value}
-    reader = MediaReader(None, 100)
     with pytest.raises(
         ValueError, match=rf"column {column} .* rename it to images, set data\.colu"
     ):
-        to_example(Row("row 1", 1, values), {}, reader, COUNTING)
-    assert to_example(Row("row 1", 1, {**values, "images": []}), {}, reader, COUNTING).images == ()
+        convert(values)
+    assert convert({**values, "images": []}).images == ()
 
 
 def test_other_columns_of_a_row_without_images_are_meta():
-    values = {"question": "?", "answer": 3, "image_id": 7, "source": "a book", "tags": [], "n": 1}
-    example = to_example(Row("row 1", 1, values), {}, MediaReader(None, 100), COUNTING)
-    assert dict(example.meta) == {"image_id": 7, "source": "a book", "tags": [], "n": 1}
-
-
-def test_a_row_without_text_keys_is_a_bad_row():
-    values: Any = {1: 2, None: 3}
+    meta = {"image_id": 7, "source": "a book", "tags": [], "n": 1}
+    assert dict(convert({"question": "?", "answer": 3, **meta}).meta) == meta
     with pytest.raises(
         ValueError, match=r"it has no question; it has 1, None: set data\.columns\.question=…"
     ):
-        to_example(Row("row 1", 1, values), {}, MediaReader(None, 100), COUNTING)
+        convert({1: 2, None: 3})
 
 
 def test_a_check_that_raises_another_error_makes_a_bad_row(folder: Path):

@@ -95,12 +95,9 @@ def test_limit_samples_rows_by_the_seed(tmp_path, argv):
 
 
 def test_limit_replaces_bad_rows(tmp_path, argv):
-    def read(request):
-        for i in range(40):
-            image = None if i % 3 == 0 else png(shade=i)
-            yield ConvertedRow(f"row-{i}", (image,), "How many?", i)
-
-    converter = build(read)
+    images = [None if i % 3 == 0 else png(shade=i) for i in range(40)]
+    rows = [ConvertedRow(f"row-{i}", (im,), "How many?", i) for i, im in enumerate(images)]
+    converter = build(lambda _: rows)
     assert converter.main([*argv, "--limit", "10"]) == 2, "a row of the sample has no image"
     assert converter.main([*argv, "--limit", "10", "--allow-partial"]) == 0
     assert len(read_rows(tmp_path)) == 10
@@ -149,10 +146,7 @@ def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
 
 
 def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
-    def read(request):
-        yield ConvertedRow("lost", (None,), "How many?", 1)
-
-    converter = build(read)
+    converter = build(lambda _: [ConvertedRow("lost", (None,), "How many?", 1)])
     assert converter.main(argv) == 2
     error = capsys.readouterr().err
     assert "no row of" in error
@@ -182,11 +176,8 @@ def test_an_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys, error,
 
 
 def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
-    def read(request):
-        yield ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)
-
     write_files(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
-    converter = build(read)
+    converter = build(lambda _: [ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)])
     assert converter.main(argv) == 0
     assert read_rows(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]
     assert len(list((tmp_path / "images").rglob("*.png"))) == 2
@@ -194,13 +185,10 @@ def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
 
 def make_short_converter(expected: Any, *, lost: int = 0, excluded: int = 0) -> Converter:
     """Return a converter of 7 good rows, lost rows and excluded rows."""
-
-    def read(request):
-        yield from (ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i) for i in range(7))
-        yield from (ConvertedRow("row-0", (png(),), "How many?", 1) for _ in range(lost))
-        yield from (RefusedRow(f"no-{i}", "no count", kind="excluded") for i in range(excluded))
-
-    return build(read, expected)
+    rows = [ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i) for i in range(7)]
+    rows += [ConvertedRow("row-0", (png(),), "How many?", 1)] * lost
+    left_out = [RefusedRow(f"no-{i}", "no count", kind="excluded") for i in range(excluded)]
+    return build(lambda _: [*rows, *left_out], expected)
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,6 @@ class Filter:
             )
 
     def find_missing(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the columns without a number."""
         found = {n: v for n in self.names if isinstance(v := values.get(n), int | float)}
         numbers = {n for n, v in found.items() if not isinstance(v, bool) and v == v}
         return [name for name in self.names if name not in numbers]

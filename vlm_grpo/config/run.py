@@ -207,7 +207,6 @@ class Settings(Frozen):
 
     @property
     def labels_without_task(self) -> list[str]:
-        """The sources of a mixture whose examples have no task."""
         sources = self.data.train if self.lacks_task and is_mixture(self.data.train) else ()
         return [source.label for source in sources if source.task is None and not source.tasks]
 
@@ -241,7 +240,6 @@ class Settings(Frozen):
 
 
 def check_settings(value: object) -> Settings:
-    """Return the value if it is ``Settings``; raise a ``UserError`` for another type."""
     if not isinstance(value, Settings):
         raise UserError(
             "settings must be Settings: use load_settings(…) or Settings(…), "

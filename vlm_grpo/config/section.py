@@ -125,7 +125,6 @@ def merge(target: dict[str, Any], values: Mapping[str, Any], inside: str = "") -
 
 
 def describe_missing(key: str) -> str:
-    """Return the message for a required setting without a value."""
     return f"{key} has no value: add {key}=… to the command or recipe"
 
 

@@ -41,8 +41,6 @@ that cannot be built."""
 
 @dataclass(frozen=True)
 class ImageHash:
-    """A perceptual hash of an image."""
-
     bands: tuple[bytes, ...]  # four parts of a difference hash of 128 bits
     thumbnail: np.ndarray  # (16, 16, 3) RGB values, uint8
     load: Callable[[], Image.Image]  # returns the image
@@ -99,9 +97,8 @@ def check_source(
     examples, bad_rows = read_source(own, task, data, split)
     hashes: dict[str, ImageHash] = {}
     unreadable: dict[str, str] = {}
-    for name, (image, example) in {
-        _get_name(i): (i, e) for e in examples for i in e.images
-    }.items():
+    images = {_get_name(i): (i, e) for e in examples for i in e.images}
+    for name, (image, example) in images.items():
         try:
             hashes[name] = hash_image(image.load(), image.load)
         except ValueError as error:
@@ -112,9 +109,7 @@ def check_source(
     problems = {
         "bad rows": bad_rows,
         "unreadable images": list(unreadable.values()),
-        "boxes outside their image": [
-            line for e in examples for line in _find_boxes_outside(e, task)
-        ],
+        "boxes outside their image": [b for e in examples for b in _find_boxes_outside(e, task)],
         "prompts that cannot be built": bad_prompts,
     }
     unchecked = "not checked without --model: control tokens in the text, the chat template, the "
@@ -146,9 +141,7 @@ def describe_overlap(first: DataReport, second: DataReport) -> list[str]:
             for copy, other in (hashes[i] for i in group if i >= len(first.hashes)):
                 changed = measure_difference(image, other)
                 images.append(f"{copy} is {name} ({changed:.1%} of the pixels differ)")
-    shared = {example.id for example in first.examples} & {
-        example.id for example in second.examples
-    }
+    shared = {e.id for e in first.examples} & {e.id for e in second.examples}
     ids = sorted(name for name in shared if not re.fullmatch(r"row-\d+", name))
     if not images and not ids:
         return []

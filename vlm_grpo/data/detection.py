@@ -143,8 +143,6 @@ def _explain(location: str, problem: str) -> AnnotatedImage:
 
 @dataclass(frozen=True)
 class Coco:
-    """The content of a COCO annotation file."""
-
     path: Path
     images: Mapping[Any, dict[str, Any]]  # image entries by id, with a ``file_name``
     # annotation entries, unchecked; ``bbox`` is x, y, width, height in pixels

@@ -63,7 +63,6 @@ def read_rows(path: Path, values: Sequence[Any]) -> Iterator[Row]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file."""
     try:
         return _parse_json(path.read_bytes(), "it")
     except OSError as error:
@@ -140,7 +139,6 @@ def read_csv(path: Path) -> Iterator[Row]:
 
 
 def find_metadata(folder: Path) -> Path | None:
-    """Return the metadata file of a folder of images, or None."""
     paths = (folder / f"metadata{suffix}" for suffix in (".jsonl", ".csv"))
     return next((path for path in paths if path.is_file()), None)
 

@@ -58,8 +58,6 @@ _SHARDS = (".tar", ".parquet", ".arrow", ".jsonl", ".csv", ".tsv")
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files or folders."""
-
     form: str  # description for messages
     fits: Callable[[Path], bool]  # return whether a path has the format
     # yield the rows of a path for a task and a split
@@ -123,8 +121,6 @@ FORMATS: tuple[Format, ...] = (
 
 
 class OpenSource(NamedTuple):
-    """The rows of a source."""
-
     rows: Iterable[Row]
     folders: Sequence[Path]  # folders that the paths of its images may be relative to
     is_memory: bool = False  # it is in memory anyway, and may contain any object

@@ -283,11 +283,8 @@ def load_data(
         logger.info(line)
     if data.eval is not None:
         held_out = load_split(settings, get_held_out_task(settings, task), "eval", objects)
-        if any(
-            source.source == other.source and not _stands_for_both(source.source)
-            for source in data.get_sources("train")
-            for other in data.get_sources("eval")
-        ):
+        sources, others = ({s.source for s in data.get_sources(n)} for n in ("train", "eval"))
+        if not all(map(_stands_for_both, sources & others)):
             logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
         warn_about_shared_images(train, held_out)
     media = chain.from_iterable(example.images for example in chain(train, held_out))

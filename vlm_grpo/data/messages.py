@@ -35,8 +35,6 @@ _REC_PREFIX = "Please provide the bounding box coordinate of the region this sen
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat of a row."""
-
     turns: tuple[Turn, ...]  # the turns before the answer, the last one of the user
     images: tuple[Any, ...]  # the images and clips (``Clip``), not yet read, in their order
     answer: Any | None  # the content of the assistant's last turn; None: the user has the last turn
@@ -192,6 +190,5 @@ def _strip_first_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
 
 
 def shorten(value: Any) -> str:
-    """Return a value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

@@ -28,8 +28,6 @@ _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 @dataclass(frozen=True)
 class VideoShape:
-    """What a video's header says."""
-
     size: tuple[int, int]
     fps: float  # on average
     count: int
