@@ -1,4 +1,4 @@
-"""Settings of the optional methods: what each needs of other settings, and what a step costs.
+"""Settings of the optional methods, and what a step with each costs.
 
 ``vlm_grpo/training/methods`` has one file with the hooks of each. The settings of those that have a
 block are here because commands read settings without loading torch. A method that ``methods``
@@ -29,7 +29,7 @@ BUILT_IN = "vlm_grpo.training.methods"
 
 
 class MethodSettings(Frozen):
-    """Settings of an optional method. The properties say what a step with it costs."""
+    """Settings of an optional method, and what a step with it costs."""
 
     extra_passes: ClassVar[int] = 0
     """Passes without gradient behind other images than the prompts' own."""
