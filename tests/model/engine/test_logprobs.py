@@ -61,14 +61,13 @@ def test_scores_and_gradients_equal_the_definition(kind: str, entropy: bool, chu
     for found in (scores, alone):
         assert found.logprobs.requires_grad == (found is scores)
         assert (found.entropies is not None) == entropy
-        for values, exact in zip(found.columns[: 1 + entropy], expected, strict=False):
+        columns: Any = found.columns[: 1 + entropy]
+        for values, exact in zip(columns, expected, strict=False):
             assert torch.allclose(values, exact, atol=1e-12)
+    pairs: Any = (scores.logprobs, scores.entropies), expected
     grads = [
-        torch.autograd.grad((logprobs * coefficients).sum() + others.sum(), wanted)
-        for logprobs, others in (
-            (scores.logprobs, scores.entropies if entropy else torch.zeros(1)),
-            (expected[0], expected[1] if entropy else torch.zeros(1)),
-        )
+        torch.autograd.grad((a * coefficients).sum() + (b.sum() if entropy else 0), wanted)
+        for a, b in pairs
     ]
     for grad, exact in zip(*grads, strict=True):
         assert torch.allclose(grad, exact, atol=1e-12)
