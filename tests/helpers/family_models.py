@@ -63,7 +63,7 @@ IMAGE = {"image": "<image>"}
 
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 SQUARE = {"height": 28, "width": 28}
-IDEFICS = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+IDEFICS: dict[str, Any] = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 
 
 def _pixels(token_edge: int) -> dict[str, int]:

@@ -70,13 +70,14 @@ class Counterfactual(Method):
         token = getattr(policy.model.config, "image_token_id", None)
         if token is None or not isinstance(policy.engine, SharedEngine):
             raise UserError("methods: counterfactual needs policy.engine=shared and image tokens")
-        view, engine, family = map(copy.copy, (policy, policy.engine, policy.family))
+        view, engine, family = copy.copy(policy), copy.copy(policy.engine), copy.copy(policy.family)
 
-        def run(model: Any, ids: Any, positions: Any, features: Any, attend: Any) -> Tensor:
+        def run(model: Any, ids: Any, positions: Any, features: Any, attend: Any) -> Any:
             attend = CounterfactualAttention(attend, ids[0] == token, self.own.threshold)
             return policy.family.run(model, ids, positions, features, attend)
 
-        view.engine, engine.family, family.run = engine, family, run
+        view.engine, engine.family = engine, family
+        family.run = run  # type: ignore[method-assign]
         return view
 
     def score(self, passes: Passes) -> Values:
