@@ -18,7 +18,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from vlm_grpo.config.policy import PolicySettings
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.activations import measure_layers
+from vlm_grpo.planning.model_shape import read_model_shape
 
 KINDS = {"full": {}, "bfloat16": {"master_weights": "bfloat16"}, "lora": {"lora": {"r": 64}}}
 """Settings of the policy whose shapes are stored."""

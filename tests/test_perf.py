@@ -26,9 +26,10 @@ from transformers import Qwen2_5_VLConfig
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.memory import estimate_memory
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, estimate_workload
 from vlm_grpo.utils.openmp import WAITING
 

@@ -18,11 +18,11 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.scored import (
     Row,
     Scored,
-    estimate_best,
     find_majority,
     merge_scores,
     summarize,
 )
+from vlm_grpo.eval.statistics import estimate_best
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.model import hub
+from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.known import (
     IMAGE_TOKENS,
@@ -24,7 +25,7 @@ from vlm_grpo.planning.known import (
     format_table,
     load_known_models,
 )
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 
 ROOT = Path(__file__).parents[2]
 SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"

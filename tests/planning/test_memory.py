@@ -25,8 +25,9 @@ from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.memory import count_cache_bytes, estimate_memory
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Prompt
 

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, TypedDict, TypeGuard
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from vlm_grpo.eval.statistics import bootstrap_interval, format_value
+from vlm_grpo.eval.statistics import bootstrap_interval, estimate_best, format_value
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.scorer import group_by_source
 from vlm_grpo.types import Example, Score
@@ -348,23 +348,6 @@ def merge_scores(task: Task, example: Example, scores: Sequence[Score]) -> Score
     metrics = _average([score.metrics for score in scores])
     total = _average([{"": score.total} for score in scores])[""]
     return replace(scores[0], rewards=rewards, total=total, metrics={**metrics, **found})
-
-
-def estimate_best(values: Sequence[float], size: int, lower_is_better: bool = False) -> float:
-    """Estimate the mean of the best of ``size`` samples from n of them, without bias.
-
-    It is the mean over all subsets of this size, from 1 to n. Of values 0 and 1 it is pass@k, which
-    is 1 − C(n − c, k) / C(n, k) for c values of 1 (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-
-    >>> estimate_best([0, 1, 0, 0], 2)
-    0.5
-    """
-    ordered = sorted(values, reverse=lower_is_better)
-    subsets = math.comb(len(ordered), size)
-    # The value at position i is the best of the subsets with size - 1 of the i worse ones.
-    return math.fsum(
-        value * (math.comb(worse, size - 1) / subsets) for worse, value in enumerate(ordered)
-    )
 
 
 def find_majority(task: Task, example: Example, scores: Sequence[Score]) -> int:

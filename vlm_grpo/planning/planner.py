@@ -18,9 +18,10 @@ from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.families import PixelBudget, load_family
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
+from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.known import describe_known
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.plan import Plan, StepPlanner, Weights
 from vlm_grpo.planning.sizes import ModelShape, PromptSize
 from vlm_grpo.planning.this_device import detect_device
