@@ -235,14 +235,14 @@ TEXTS = [
 ]
 
 
-def test_relaxed_accuracy_is_its_definition() -> None:
+def test_relaxed_accuracy_is_its_definition():
     rng = random.Random(0)
     pairs = [(rng.choice(NUMBERS + TEXTS), rng.choice(NUMBERS + TEXTS)) for _ in range(1000)]
     assert {relaxed_accuracy(t, [a]) == define_relaxed(t, a) for t, a in pairs} == {True}
     assert 0.03 < sum(relaxed_accuracy(t, [a]) for t, a in pairs) / len(pairs) < 0.5
 
 
-def test_relaxed_accuracy_takes_the_best_of_several_answers() -> None:
+def test_relaxed_accuracy_takes_the_best_of_several_answers():
     assert relaxed_accuracy("43", ["Yes", "42"]) == 1.0
 
 
@@ -269,7 +269,7 @@ CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
         ("[1,2]", "[1, 2]", {"answer_type": "list"}, 0),
     ],
 )
-def test_mathvista(text: str, answer: str, meta: dict, expected: float) -> None:
+def test_mathvista(text, answer, meta, expected):
     assert mathvista(text, answer, meta) == expected
 
 

@@ -255,7 +255,7 @@ def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
         (r"\boxed{3", r"\boxed{3"),
     ],
 )
-def test_the_last_box_is_read(text: str, answer: str) -> None:
+def test_the_last_box_is_read(text, answer):
     task = load_benchmark("mathvista").load_task()
     example = Example("1", (), "?", "4")
     assert READERS["last_boxed"].read(text, example, task) == answer

@@ -125,7 +125,7 @@ def test_letters_that_the_output_cannot_encode_are_escaped(unbuffered):
         (RecursionError("a bug"), None),
     ],
 )
-def test_errors_that_the_user_can_fix_have_a_message(error: Exception, message: str | None):
+def test_errors_that_the_user_can_fix_have_a_message(error, message):
     found = explain(error)
     assert found is None if message is None else message in (found or "")
 

@@ -5,8 +5,6 @@ tests/data/test_checks.py covers the checks of the data.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from commands import fails, run
@@ -151,7 +149,7 @@ def test_exploits_with_tags_include_untagged_and_repeated_answers():
     assert texts["an unclosed tag"] == "<answer>3"
 
 
-def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path: Path):
+def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path):
     # 84 x 84 pixels are 3 x 3 tokens of 28 pixels.
     status, out, err = run(capsys, "check", "counting", "--limit", "3", "--token-side", "28")
     assert (status, err) == (0, "")
@@ -165,7 +163,7 @@ def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path:
     assert run(capsys, *given, "data.on_bad_row=skip")[0] == 0
 
 
-def test_tokens_of_a_clip_are_bounded_by_its_own_budget(capsys, tmp_path: Path):
+def test_tokens_of_a_clip_are_bounded_by_its_own_budget(capsys, tmp_path):
     frame = encode_image(Image.new("RGB", (560, 560)), "JPEG")
     row = {"question": "?", "answer": 1, "videos": [{"frames": ["a.jpg"] * 32}]}
     write_files(tmp_path, {"a.jpg": frame, "train.jsonl": [row]})
@@ -175,7 +173,7 @@ def test_tokens_of_a_clip_are_bounded_by_its_own_budget(capsys, tmp_path: Path):
     assert "1600 to 1600" in run(capsys, "check", *given)[1]
 
 
-def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_path: Path):
+def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_path):
     colors = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     image = Image.fromarray(colors).resize((160, 120), Image.Resampling.BICUBIC)
     rows = {
@@ -199,7 +197,7 @@ def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_pa
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
-def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path: Path, suffix: str):
+def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path, suffix):
     source, out = write_format(tmp_path, "coco", {"b.png": None}), tmp_path / f"rows{suffix}"
     given = ["several=true", "--data", source, "--rows", "2", "--preview", out]
     status, text, err = run(capsys, "check", "grounding", *given)
@@ -220,7 +218,7 @@ def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path: Path, suffix: s
         assert decode_image(out).width >= 56
 
 
-def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path: Path):
+def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path):
     source = write_format(tmp_path, "coco")
     data = DataSettings(train=source)
     prompts = load_prompts("embedded", None, data, PromptSettings())
@@ -238,7 +236,7 @@ def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path:
     assert (rows.min(), rows.max()) == pytest.approx((9.3, 23.9), abs=1.5)
 
 
-def test_settings_of_the_data_are_written_among_the_options(capsys, tmp_path: Path):
+def test_settings_of_the_data_are_written_among_the_options(capsys, tmp_path):
     rows = tmp_path / "rows.csv"
     rows.write_text("ask,number\nHow many?,3\n")
     words = ["data.columns.question=ask", "data.columns.answer=number", "prompt.system=Count!"]

@@ -26,7 +26,7 @@ def test_the_next_commands_are_printed(capsys, tmp_path):
     assert settings.model == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
-def test_the_task_loads_passes_its_test_and_is_sound(tmp_path: Path, capsys) -> None:
+def test_the_task_loads_passes_its_test_and_is_sound(tmp_path, capsys):
     file, test = write_task("read_clock", tmp_path / "tasks")
     task = load_task(str(file))
     assert type(task).__name__ == "ReadClock"
@@ -44,7 +44,7 @@ def test_the_task_loads_passes_its_test_and_is_sound(tmp_path: Path, capsys) -> 
 
 
 @pytest.mark.parametrize("name", ["a", "read_clock", "w" * LONGEST_NAME])
-def test_the_files_pass_ruff(tmp_path: Path, name: str) -> None:
+def test_the_files_pass_ruff(tmp_path, name):
     files = write_task(name, tmp_path)
     config = Path(__file__).parents[2] / "pyproject.toml"
     for check in (["check"], ["format", "--check"]):
@@ -69,14 +69,14 @@ def test_the_files_pass_ruff(tmp_path: Path, name: str) -> None:
         ("test_clock", "leave out test_"),
     ],
 )
-def test_an_unsuitable_name_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+def test_an_unsuitable_name_is_refused(tmp_path, name, reason):
     with pytest.raises(UserError, match=reason):
         write_task(name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("existing", ["clock.py", "test_clock.py"])
-def test_no_file_is_overwritten(tmp_path: Path, existing: str) -> None:
+def test_no_file_is_overwritten(tmp_path, existing):
     (tmp_path / existing).write_text("mine")
     with pytest.raises(UserError, match=f"{existing} exists"):
         write_task("clock", tmp_path)

@@ -15,9 +15,7 @@ FEW = ["data.train_limit=6", "data.eval_limit=2"]
 CORRECTED = "objective.sampler_correction=token"
 
 
-def test_both_files_are_of_the_same_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_both_files_are_of_the_same_samples(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     append = PredictionLog.append
 
@@ -57,7 +55,7 @@ def test_both_files_are_of_the_same_samples(
         (["counting", "data.filter=x"], "is no filter"),
     ],
 )
-def test_bad_input_ends_with_status_2(capsys, tmp_path, monkeypatch, words, message) -> None:
+def test_bad_input_ends_with_status_2(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", {"question": "?", "answer": 3})
     assert message in fails(capsys, "sample", *words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_model_is_served_under_its_name(executed: list[Any], capsys) -> None:
+def test_a_model_is_served_under_its_name(executed, capsys):
     options = ["--python", sys.executable, "--port", "8123", "--argument=--max-num-seqs=4"]
     status, out, _ = run(capsys, "serve", "embedded", "policy.max_pixels=5000", *options)
     assert status == 0
@@ -33,9 +32,7 @@ def test_a_model_is_served_under_its_name(executed: list[Any], capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "embedded"])
-def test_rollouts_are_served_for_a_recipe_or_a_model(
-    name: str, executed: list[Any], capsys
-) -> None:
+def test_rollouts_are_served_for_a_recipe_or_a_model(name, executed, capsys):
     servers = "rollout.vllm.urls=[http://127.0.0.1:8000]"
     given = ["rollout.sampler=vllm", servers, "policy.lora.r=8", "--python", sys.executable]
     assert run(capsys, "serve", name, *given, "--for-rollouts")[0] == 0
@@ -54,8 +51,8 @@ def test_rollouts_are_served_for_a_recipe_or_a_model(
     ],
 )
 def test_what_cannot_be_served_is_an_error(
-    arguments: list[str], message: str, executed: list[Any], tmp_path: Path, monkeypatch, capsys
-) -> None:
+    arguments, message, executed, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert message in fails(capsys, "serve", *arguments)
     assert executed == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-from pathlib import Path
 
 import forked
 import pytest
@@ -45,9 +44,7 @@ def test_a_run_whose_output_nobody_reads_is_finished(tmp_path):
     assert (run / "report.html").is_file()
 
 
-def test_a_recipe_is_trained_on_its_gold_answers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_recipe_is_trained_on_its_gold_answers(capsys, tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     words = "sft", tmp_path / "tiny.yaml", f"output_dir={tmp_path}", "warm_start.lr=1e-3"
     status, out, _ = run(capsys, *words)
@@ -64,21 +61,17 @@ def test_a_recipe_is_trained_on_its_gold_answers(
 
 
 @pytest.mark.parametrize("key", ["optim.lr", "objective.beta", "warm_start.steps"])
-def test_settings_that_it_does_not_read_are_refused(
-    capsys: pytest.CaptureFixture[str], key: str
-) -> None:
+def test_settings_that_it_does_not_read_are_refused(capsys, key):
     message = fails(capsys, "sft", "counting", f"{key}=1")
     assert f"{key} has no effect on supervised steps" in message
     assert "warm_start.lr" in message
 
 
-def test_the_refused_settings_exist() -> None:
+def test_the_refused_settings_exist():
     assert set(UNUSED) <= set(known_keys(Settings))
 
 
-def test_a_target_that_is_too_long_names_its_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_target_that_is_too_long_names_its_line(capsys, tmp_path):
     row = {"id": "a", "question": "?", "answer": 3, "completion": "three shapes"}
     data = write_jsonl(tmp_path / "rows.jsonl", {**row, "id": "b", "completion": "3"}, row)
     words = f"data.train={data}", "data.eval=null", "evaluation.every=0", f"output_dir={tmp_path}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,11 +28,11 @@ COUNT = {"source": "embedded:counting", "task": "counting"}
         ({"source": "…"}, "-"),
     ],
 )
-def test_the_name_of_a_source(values: dict[str, Any], label: str) -> None:
+def test_the_name_of_a_source(values, label):
     assert SourceSettings(**values).label == label
 
 
-def test_a_source_gets_the_defaults_of_all_sources() -> None:
+def test_a_source_gets_the_defaults_of_all_sources():
     own = {"source": "a.jsonl", "limit": 3, "columns": {"answer": "gold"}, "image_root": Path("x")}
     data = DataSettings(
         train=[own, {"source": "b.jsonl"}],
@@ -53,7 +52,7 @@ def test_a_source_gets_the_defaults_of_all_sources() -> None:
     assert (held_out.limit, held_out.image_root) == (4, Path("other"))
 
 
-def test_one_source_is_a_list_of_one() -> None:
+def test_one_source_is_a_list_of_one():
     data = DataSettings(train="a.jsonl", train_limit=2)
     assert data.get_sources("train") == (SourceSettings(source="a.jsonl", limit=2),)
     assert data.get_sources("eval") == ()
@@ -93,7 +92,7 @@ def test_one_source_is_a_list_of_one() -> None:
         ({"train": [COUNT], "task_options": {"tags": True}}, "task_options has no effect"),
     ],
 )
-def test_wrong_sources_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_sources_are_refused(values, message, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     data = {key: value for key, value in values.items() if key != "task_options"}
     content = {"model": "embedded", "data": data, "task_options": values.get("task_options", {})}
@@ -103,12 +102,12 @@ def test_wrong_sources_are_refused(values: dict[str, Any], message: str, tmp_pat
     assert message in str(caught.value)
 
 
-def test_a_benchmark_of_the_run_is_refused_with_a_list_of_sources() -> None:
+def test_a_benchmark_of_the_run_is_refused_with_a_list_of_sources():
     with pytest.raises(UserError, match="give benchmark to a source"):
         Settings(data={"train": [COUNT], "eval": [COUNT]}, evaluation={"benchmark": "tallyqa"})
 
 
-def test_the_embedded_model_is_the_default_of_tasks_that_it_has_learned() -> None:
+def test_the_embedded_model_is_the_default_of_tasks_that_it_has_learned():
     other = {"source": "a.jsonl", "task": "my_task.py"}
     assert Settings(data={"train": [COUNT]}).model == "embedded"
     with pytest.raises(UserError, match="model has no value"):
@@ -127,7 +126,7 @@ def test_the_embedded_model_is_the_default_of_tasks_that_it_has_learned() -> Non
         ("pass_rate > -1 and n > 2", []),
     ],
 )
-def test_a_filter_compares_numbers(text: str, accepted: list[float]) -> None:
+def test_a_filter_compares_numbers(text, accepted):
     chosen = Filter(text)
     values = [0.0, 0.1, 0.5, 0.9]
     assert [v for v in values if chosen.accepts({"pass_rate": v, "n": 2})] == accepted
@@ -141,6 +140,6 @@ def test_a_filter_compares_numbers(text: str, accepted: list[float]) -> None:
         *("__import__('os').system('x') < 1", "a < 'b'", "a < 1 2", "not a < 1"),
     ],
 )
-def test_anything_else_is_refused_when_the_settings_are_read(text: str) -> None:
+def test_anything_else_is_refused_when_the_settings_are_read(text):
     with pytest.raises(UserError, match="is no filter: write comparisons"):
         DataSettings(train="rows.jsonl", filter=text)

@@ -29,16 +29,16 @@ NOT_SETTINGS |= {"get_peft_model", "model.save_lora", "model.save_pretrained"}
 """Values, programs and functions in the first columns of the guide."""
 
 
-def test_every_equivalent_is_a_setting() -> None:
+def test_every_equivalent_is_a_setting():
     assert {key for other in list_other_settings() for key in other.keys} <= KEYS
 
 
-def test_a_setting_without_an_equivalent_has_a_reason() -> None:
+def test_a_setting_without_an_equivalent_has_a_reason():
     for other in list_other_settings():
         assert other.keys or len(other.equivalent.removeprefix("none: ").split()) > 2
 
 
-def test_trls_names_are_those_of_its_config() -> None:
+def test_trls_names_are_those_of_its_config():
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     named = {other.name for other in list_other_settings() if other.trainer == "TRL"}
     assert named - fields == ELSEWHERE - fields
@@ -57,12 +57,12 @@ def test_trls_names_are_those_of_its_config() -> None:
         ("policy.lora.rank", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),
     ],
 )
-def test_a_name_is_found_with_or_without_its_block(key: str, expected: str) -> None:
+def test_a_name_is_found_with_or_without_its_block(key, expected):
     assert expected in str(find_other_setting(key))
     assert find_other_setting("zebra") is None
 
 
-def test_the_guide_explains_every_name() -> None:
+def test_the_guide_explains_every_name():
     """Each name in a table's first column has, in the second, the equivalent of our table."""
     text = GUIDE.read_text("utf-8").partition("\n## Score")[0]
     rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| `")]

@@ -35,7 +35,7 @@ def write(text: str | None, **settings: Any) -> str:
         ("{% for n in range(2) %}{{ n }}{% endfor %}", "<image>01"),
     ],
 )
-def test_a_template_writes_the_user_message(template: str | None, expected: str) -> None:
+def test_a_template_writes_the_user_message(template, expected):
     assert write(template) == expected
 
 
@@ -49,7 +49,7 @@ def test_a_template_writes_the_user_message(template: str | None, expected: str)
         ("{{ question | sqeeze }}", "line 1 is not Jinja: No filter named 'sqeeze'"),
     ],
 )
-def test_a_wrong_template_is_refused_at_the_start_with_its_line(template: str, reason: str) -> None:
+def test_a_wrong_template_is_refused_at_the_start_with_its_line(template, reason):
     with pytest.raises(UserError, match=f"prompt.template=.* {reason}"):
         load_settings("quickstart", prompt={"template": template})
 
@@ -64,12 +64,12 @@ def test_a_wrong_template_is_refused_at_the_start_with_its_line(template: str, r
         ("<image> and <image>", "it has 2 <image> in its texts and 1 images"),
     ],
 )
-def test_a_template_that_fails_on_an_example_is_a_value_error(template: str, reason: str) -> None:
+def test_a_template_that_fails_on_an_example_is_a_value_error(template, reason):
     with pytest.raises(ValueError, match=reason):
         write(template)
 
 
-def test_the_system_prompt_of_a_row_replaces_that_of_the_settings() -> None:
+def test_the_system_prompt_of_a_row_replaces_that_of_the_settings():
     settings = PromptSettings(system="Be brief.")
     assert settings.write_chat(EXAMPLE, TASK)[0] == Turn("system", "Be brief.")
     own = replace(EXAMPLE, history=(Turn("system", "Be exact."),))
@@ -87,7 +87,7 @@ def test_the_system_prompt_of_a_row_replaces_that_of_the_settings() -> None:
         ("prompt.chat_template_kwargs={enable_thinking: 1}", "enable_thinking: it is prompt.th"),
     ],
 )
-def test_there_is_one_name_for_each_setting(override: str, reason: str) -> None:
+def test_there_is_one_name_for_each_setting(override, reason):
     with pytest.raises(UserError, match=reason):
         load_settings("quickstart", [override])
 
@@ -96,11 +96,11 @@ def test_there_is_one_name_for_each_setting(override: str, reason: str) -> None:
     "text", ["{{ question }} Twice: ?", "Twice: {{ question }}", "{% if id %}#1{% endif %}"]
 )
 @pytest.mark.parametrize("quote", ["", "'", '"'])
-def test_a_template_is_written_in_a_command_with_quotes_or_without(text: str, quote: str) -> None:
+def test_a_template_is_written_in_a_command_with_quotes_or_without(text, quote):
     settings = load_settings("quickstart", [f"prompt.template={quote}{text}{quote}"])
     assert settings.prompt.template == text
 
 
-def test_a_recipe_saved_by_an_older_version_is_read() -> None:
+def test_a_recipe_saved_by_an_older_version_is_read():
     policy = {"system_prompt": None, "chat_template_kwargs": {}}
     assert load_settings("quickstart", policy=policy) == load_settings("quickstart")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +188,6 @@ SETTINGS, TEXT = load_settings("counting"), r"recipe must be the name or the pat
         ("counting", {"rollout": {"stop": ["a", Opaque()]}}, r"rollout\.stop must be text, "),
     ],
 )
-def test_python_values_of_a_wrong_type_are_refused(recipe: Any, overrides: Any, problem: str):
+def test_python_values_of_a_wrong_type_are_refused(recipe, overrides, problem):
     with pytest.raises(UserError, match=problem):
         load_settings(recipe, overrides)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from types import NoneType
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -67,7 +66,7 @@ PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refre
         ({"learning_rate": 1e-6}, "learning_rate"),
     ],
 )
-def test_an_invalid_objective_is_refused_with_its_remedy(fields: Any, remedy: str) -> None:
+def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
     with pytest.raises(UserError, match=remedy):
         ObjectiveSettings(**fields)
 
@@ -138,7 +137,7 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields: Any, remedy: st
         ("rollout.cuda_graphs=false rollout.torch_compile=true", "cuda_graphs=false leave"),
     ],
 )
-def test_settings_without_effect_are_refused(overrides: str, problem: str) -> None:
+def test_settings_without_effect_are_refused(overrides, problem):
     words = ["optim.max_steps=300", "optim.warmup_steps=20", *overrides.split()]
     with pytest.raises(UserError, match=problem):
         load_settings("counting", words)
@@ -158,7 +157,7 @@ def test_settings_without_effect_are_refused(overrides: str, problem: str) -> No
         ("objective.top_entropy_quantile=0.2", "which vLLM does not report"),
     ],
 )
-def test_servers_and_other_settings_must_agree(overrides: str, problem: str) -> None:
+def test_servers_and_other_settings_must_agree(overrides, problem):
     with pytest.raises(UserError, match=problem):
         load_settings("counting", [*OWN, *overrides.split()])
 
@@ -176,12 +175,12 @@ def test_servers_and_other_settings_must_agree(overrides: str, problem: str) -> 
         ({"python": "python", "weight_transfer": "nccl"}, "use ipc or files"),
     ],
 )
-def test_wrong_servers_are_refused(values: dict[str, Any], message: str) -> None:
+def test_wrong_servers_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         VllmSettings(**values)
 
 
-def test_an_outside_sampler_is_corrected_for_unless_the_user_chooses_how() -> None:
+def test_an_outside_sampler_is_corrected_for_unless_the_user_chooses_how():
     assert load_settings("counting").objective.sampler_correction == "none"
     assert load_settings("counting", OWN).objective.sampler_correction == "sequence_mask"
     chosen = [*OWN, "objective.sampler_correction=token", "rollout.top_p=0.9"]
@@ -190,14 +189,14 @@ def test_an_outside_sampler_is_corrected_for_unless_the_user_chooses_how() -> No
     assert quantized.policy.load_in == "4bit"
 
 
-def test_the_warmup_is_compared_with_the_steps_of_the_epochs() -> None:
+def test_the_warmup_is_compared_with_the_steps_of_the_epochs():
     settings = OptimSettings(num_train_epochs=3, prompts_per_step=4, warmup_steps=9)
     with pytest.raises(UserError, match=r"warmup_steps=9 exceeds optim\.max_steps=8"):
         settings.with_steps(10)
     assert OptimSettings(num_train_epochs=3, warmup_steps=0.5).with_steps(10).max_steps == 2
 
 
-def test_the_ratio_is_not_1_with_replay_or_several_updates() -> None:
+def test_the_ratio_is_not_1_with_replay_or_several_updates():
     bounds = {"epsilon": 0.1, "epsilon_high": 0.28, "delta": 4.0}
     for more in ({"replay": {}}, {"num_iterations": 2}):
         assert not load_settings("counting", objective={**bounds, **more}).has_ratio_1
@@ -235,12 +234,12 @@ def test_the_ratio_is_not_1_with_replay_or_several_updates() -> None:
         ({"sampler_correction_floor": 0.5}, "sampler_correction_floor is unused"),
     ],
 )
-def test_settings_that_are_unused_or_biased_are_noted(fields: Any, note: str) -> None:
+def test_settings_that_are_unused_or_biased_are_noted(fields, note):
     settings = Settings(task="counting", data={"train": "embedded:counting"}, objective=fields)
     assert re.search(note, "\n".join(list_notes(settings)))
 
 
-def test_a_sound_recipe_has_no_note() -> None:
+def test_a_sound_recipe_has_no_note():
     sound = {"loss_type": "dapo", "num_iterations": 2, "epsilon_high": 0.28, "beta": 0.01}
     objective = {**sound, "reference_refresh_every": "never"}
     assert list_notes(load_settings("counting", objective=objective)) == []
@@ -264,7 +263,7 @@ def has_key(block: type[BaseModel], key: str) -> bool:
     return not rest or is_mapping or any(has_key(b, rest) for b in inner if b is not NoneType)
 
 
-def test_every_key_of_the_table_exists() -> None:
+def test_every_key_of_the_table_exists():
     blocks = {**list_classes(Settings), "Notes": Settings}
     blocks |= {"SourceSettings": type(load_settings("counting").data.get_sources("train")[0])}
     for name, rows in _read_table().items():
@@ -279,9 +278,7 @@ def test_every_key_of_the_table_exists() -> None:
                 assert has_key(blocks[name], key), (name, key)
 
 
-def test_rows_are_not_applied_to_a_users_class_of_the_same_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_not_applied_to_a_users_class_of_the_same_name(monkeypatch):
     class Own(Frozen):
         share: float = 0.5
 

@@ -93,7 +93,7 @@ def test_settings_of_another_type_are_refused():
         RolloutSettings(dynamic_sampling=True, max_resample=2, stop=("\n",)),
     ],
 )
-def test_a_block_survives_a_round_trip(settings: Any) -> None:
+def test_a_block_survives_a_round_trip(settings):
     """A run's resolved settings give every field; no default may be refused."""
     assert type(settings)(**settings.model_dump()) == settings
 
@@ -127,7 +127,7 @@ def test_the_settings_say_what_a_step_needs():
 @pytest.mark.parametrize(
     ("epochs", "examples", "steps"), [(3, 10, 8), (2, 10, 5), (0.01, 10, 1), (1, 4, 1)]
 )
-def test_epochs_are_counted_in_prompts(epochs: float, examples: int, steps: int) -> None:
+def test_epochs_are_counted_in_prompts(epochs, examples, steps):
     sizes = ["optim.prompts_per_step=4", "optim.warmup_steps=0"]
     overrides = [f"optim.num_train_epochs={epochs}", *sizes]
     settings = load_settings("quickstart", overrides).with_steps(examples)
@@ -137,7 +137,7 @@ def test_epochs_are_counted_in_prompts(epochs: float, examples: int, steps: int)
     assert load_settings("quickstart", optim=settings.optim).optim == settings.optim
 
 
-def test_steps_or_epochs_of_the_user_replace_those_of_the_recipe(tmp_path: Any) -> None:
+def test_steps_or_epochs_of_the_user_replace_those_of_the_recipe(tmp_path):
     assert load_settings("quickstart", ["optim.num_train_epochs=2"]).optim.num_train_epochs == 2
     recipe = tmp_path / "epochs.yaml"
     recipe.write_text("task: counting\noptim: {num_train_epochs: 2}\ndata: {train: a}\n")
@@ -158,9 +158,7 @@ def test_steps_or_epochs_of_the_user_replace_those_of_the_recipe(tmp_path: Any) 
         (["warm_start.steps=all", "name=mine"], 23, "mine"),
     ],
 )
-def test_the_first_or_all_steps_of_a_run_are_supervised(
-    overrides: list[str], count: int, name: str
-) -> None:
+def test_the_first_or_all_steps_of_a_run_are_supervised(overrides, count, name):
     settings = load_settings("quickstart", ["optim.max_steps=23", *overrides])
     assert (settings.supervised_steps, settings.name) == (count, name)
     # A caller of Trainer.step may go on after the last one.
@@ -173,9 +171,7 @@ def test_the_first_or_all_steps_of_a_run_are_supervised(
     ("strength", "midpoint", "steepness", "total"),
     [(500, 40, 30.0, 60), (450, 40, 60.0, 120), (999, 3, 2.0, 7)],
 )
-def test_the_noise_falls_as_in_the_authors_schedule(
-    strength: int, midpoint: int, steepness: float, total: int
-) -> None:
+def test_the_noise_falls_as_in_the_authors_schedule(strength, midpoint, steepness, total):
     """The first two are their runs on Geometry3K and MMK12, whose midpoints are steps."""
     noise = NoiseSettings(strength=strength, midpoint=midpoint / total, steepness=steepness)
     for step in range(1, total + 1):
@@ -190,5 +186,5 @@ def test_the_noise_falls_as_in_the_authors_schedule(
     ("share", "size", "count"),
     [(0.5, 12, 6), (0.5, 5, 3), (0.25, 8, 2), (0.3, 8, 2), (0.01, 8, 1), (0.99, 8, 7)],
 )
-def test_a_share_is_rounded_to_whole_completions(share: float, size: int, count: int) -> None:
+def test_a_share_is_rounded_to_whole_completions(share, size, count):
     assert NoiseSettings(share=share).count(size) == count

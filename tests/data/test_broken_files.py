@@ -19,7 +19,7 @@ CASES = [(form, name) for form, cases in BROKEN.items() for name in cases]
 
 
 @pytest.mark.parametrize(("form", "name"), CASES, ids=[f"{f}-{n}" for f, n in CASES])
-def test_a_broken_file_is_refused_with_its_place(tmp_path: Path, form: str, name: str):
+def test_a_broken_file_is_refused_with_its_place(tmp_path, form, name):
     changes, reason = BROKEN[form][name]
     source = write_format(tmp_path, form, changes)
     message = get_load_error(source, TASKS.get(form, "detection"))
@@ -49,7 +49,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".tsv", "\t")])
-def test_broken_tables_are_refused_with_the_line(tmp_path: Path, suffix: str, mark: str):
+def test_broken_tables_are_refused_with_the_line(tmp_path, suffix, mark):
     (tmp_path / "a.png").write_bytes(png(8, 6))
     path = tmp_path / f"rows{suffix}"
     for name, (line, reason) in CELLS.items():
@@ -107,7 +107,7 @@ IMAGE_PLACES = {
 
 
 @pytest.mark.parametrize("form", IMAGE_PLACES)
-def test_broken_images_are_refused_with_their_row(tmp_path: Path, form: str):
+def test_broken_images_are_refused_with_their_row(tmp_path, form):
     for number, (name, content, reason) in enumerate(broken_images()):
         folder = tmp_path / str(number)
         path = folder / IMAGE_PLACES[form]
@@ -120,7 +120,7 @@ def test_broken_images_are_refused_with_their_row(tmp_path: Path, form: str):
         assert reason in message or form == "yolo", f"{name}: {message}"
 
 
-def test_broken_images_in_archives_and_tables_are_refused_with_their_row(tmp_path: Path):
+def test_broken_images_in_archives_and_tables_are_refused_with_their_row(tmp_path):
     for name, content, reason in broken_images():
         if isinstance(content, bytes) and content:
             source = write_format(
@@ -131,7 +131,7 @@ def test_broken_images_in_archives_and_tables_are_refused_with_their_row(tmp_pat
             assert reason in message, f"{name}: {message}"
 
 
-def test_broken_rows_of_a_table_are_refused_together_with_their_numbers(tmp_path: Path):
+def test_broken_rows_of_a_table_are_refused_together_with_their_numbers(tmp_path):
     good = {"image": {"bytes": png(8, 6), "path": None}, "question": "?", "answer": "1"}
     images = [(content, reason) for _, content, reason in broken_images()]
     rows = [
@@ -157,7 +157,7 @@ def test_broken_rows_of_a_table_are_refused_together_with_their_numbers(tmp_path
     assert len(rows) >= 20
 
 
-def test_a_link_to_a_folder_of_images_elsewhere_is_refused(tmp_path: Path):
+def test_a_link_to_a_folder_of_images_elsewhere_is_refused(tmp_path):
     source = write_format(tmp_path / "data", "classes")
     write_format(tmp_path / "secret", "classes")
     os.symlink(tmp_path / "secret/cup", tmp_path / "data/other")

@@ -113,7 +113,7 @@ def test_prompts_that_cannot_be_built_are_problems(folder):
     assert "tokens per prompt            10 to 10" in "\n".join(report.describe())
 
 
-def test_text_answers_are_described_and_lists_of_numbers_are_no_texts(folder: Path) -> None:
+def test_text_answers_are_described_and_lists_of_numbers_are_no_texts(folder):
     write_files(folder, {"t.jsonl": rows("a.png", "b.png", answer="cat")})
     text = "\n".join(check(folder / "t.jsonl", "ocr").describe())
     assert "characters per answer        3 to 3" in text
@@ -128,9 +128,7 @@ def test_text_answers_are_described_and_lists_of_numbers_are_no_texts(folder: Pa
     assert not any("characters" in line for line in report.statistics)
 
 
-def test_held_out_images_in_the_training_data_are_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_held_out_images_in_the_training_data_are_warned_about(tmp_path, caplog):
     def example(name: str, *images: ImageRef) -> Example:
         return Example(name, images, "?", 1)
 

@@ -25,7 +25,7 @@ def write_csv(path: Path, *rows: list[Any]) -> str:
     return str(path)
 
 
-def test_a_json_array_is_read_like_json_lines(folder: Path):
+def test_a_json_array_is_read_like_json_lines(folder):
     path = folder / "rows.json"
     path.write_text(json.dumps([make_row(), make_row(id=...)], indent=2))
     first, second = load_examples(str(path), COUNTING)
@@ -44,7 +44,7 @@ def test_a_json_array_is_read_like_json_lines(folder: Path):
         ("\udcff", "it is not UTF-8"),
     ],
 )
-def test_a_json_file_of_another_form_is_named(folder: Path, content: str, reason: str):
+def test_a_json_file_of_another_form_is_named(folder, content, reason):
     path = folder / "rows.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
     message = get_load_error(str(path))
@@ -52,7 +52,7 @@ def test_a_json_file_of_another_form_is_named(folder: Path, content: str, reason
     assert reason in message
 
 
-def test_csv_cells_are_read_as_the_task_needs_them(folder: Path):
+def test_csv_cells_are_read_as_the_task_needs_them(folder):
     header = ["image", "question", "answer", "level"]
     cells = ["a.png", 'How many, "roughly"?', 3, ""]
     source = write_csv(folder / "rows.csv", header, cells, ["", "How\nmany?", 4, "hard"])
@@ -68,7 +68,7 @@ def test_csv_cells_are_read_as_the_task_needs_them(folder: Path):
         assert (example.question, example.answer) == ("How many, roughly?", 3)
 
 
-def test_rows_have_the_location_of_their_line(tmp_path: Path):
+def test_rows_have_the_location_of_their_line(tmp_path):
     source = write_rows(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": ', '{"a": 2}')
     rows = list(read_jsonl(Path(source)))
     assert [(row.location, row.number) for row in rows] == [
@@ -86,7 +86,7 @@ def test_the_maximum_depth_is_accepted():
         parse_object(b'{"a":' + nested + b"}")
 
 
-def test_a_line_beyond_the_limit_is_one_bad_row_and_reading_continues(folder: Path):
+def test_a_line_beyond_the_limit_is_one_bad_row_and_reading_continues(folder):
     source = write_rows(folder, '{"id": "' + "x" * (2 * MAX_LINE_BYTES) + '"}', make_row())
     assert f"{source}:1: the line is longer than" in get_load_error(source)
     with pytest.raises(UserError, match=r"none\.jsonl cannot be read: No such file"):

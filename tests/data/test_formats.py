@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,9 +39,7 @@ def describe(examples: list[Example]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", ["coco", "voc", "yolo"])
-def test_a_task_asks_about_the_boxes_of_every_detection_format(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-):
+def test_a_task_asks_about_the_boxes_of_every_detection_format(tmp_path, name, caplog):
     source = write_format(tmp_path, name)
     (cup, *books), (large,) = ([box for _, box in BOXES[image]] for image in "ab")
     a, b = (64, 48), (40, 30)
@@ -65,9 +62,7 @@ def test_a_task_asks_about_the_boxes_of_every_detection_format(
     assert not caplog.text
 
 
-def test_images_about_which_a_task_does_not_ask_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_images_about_which_a_task_does_not_ask_are_counted(tmp_path, caplog):
     annotations = COCO["annotations"][1:]
     source = write_format(
         tmp_path, "coco", {"instances.json": {**COCO, "annotations": annotations}}
@@ -79,7 +74,7 @@ def test_images_about_which_a_task_does_not_ask_are_counted(
     assert "OCR cannot ask about labeled boxes: define ask_about" in get_load_error(source, "ocr")
 
 
-def test_a_crowd_is_no_answer(tmp_path: Path):
+def test_a_crowd_is_no_answer(tmp_path):
     annotations = [dict(annotation) for annotation in COCO["annotations"]]
     annotations[2]["iscrowd"] = 1
     source = write_format(
@@ -91,7 +86,7 @@ def test_a_crowd_is_no_answer(tmp_path: Path):
     assert first.meta["crowd"] == {"boxes": [[40, 8, 56, 20.5]], "labels": ["book"]}
 
 
-def test_captions_of_an_image_are_accepted_answers(tmp_path: Path):
+def test_captions_of_an_image_are_accepted_answers(tmp_path):
     first, second = load(write_format(tmp_path, "captions"), OCR)
     assert first.answer == ["A cup and two books.", "Books beside a cup."]
     assert (first.id, first.question) == ("7", CAPTION_QUESTION)
@@ -99,13 +94,13 @@ def test_captions_of_an_image_are_accepted_answers(tmp_path: Path):
 
 
 @pytest.mark.parametrize("place", ["val2017", "images", "images/val2017"])
-def test_coco_images_are_found_where_its_tools_place_them(tmp_path: Path, place: str):
+def test_coco_images_are_found_where_its_tools_place_them(tmp_path, place):
     files = {f"{place}/{name}.png": data for name, data in IMAGES.items()}
     write_files(tmp_path, {"annotations/instances_val2017.json": COCO, **files})
     assert len(load(str(tmp_path / "annotations/instances_val2017.json"), DETECTION)) == 2
 
 
-def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_path: Path):
+def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_path):
     xml = voc_xml("a").replace("Unknown", "The VOC2007 Database")
     difficult = xml.replace("<difficult>0", "<difficult>1", 1)
     lists = {"train": "a\n", "val": "b -1\n"}
@@ -132,7 +127,7 @@ def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_pat
     ],
     ids=["Roboflow", "Ultralytics", "lists"],
 )
-def test_yolo_splits_are_read(tmp_path: Path, config: str, prefix: str):
+def test_yolo_splits_are_read(tmp_path, config, prefix):
     images = {"train": "a", "valid": "b"}
     labels = prefix.replace("images", "labels")
     write_files(
@@ -151,7 +146,7 @@ def test_yolo_splits_are_read(tmp_path: Path, config: str, prefix: str):
         assert train.answer == {"boxes": [[16, 12, 48, 36]]}
 
 
-def test_yolo_polygons_and_keypoints_are_read_as_boxes(tmp_path: Path):
+def test_yolo_polygons_and_keypoints_are_read_as_boxes(tmp_path):
     polygon = {"labels/a.txt": "0 .25 .25 .75 .5 .5 .75\n", "labels/b.txt": None}
     source = write_format(tmp_path / "a", "yolo", polygon)
     assert load(source, GROUNDING)[0].answer == {"boxes": [[16, 12, 48, 36]]}
@@ -161,12 +156,12 @@ def test_yolo_polygons_and_keypoints_are_read_as_boxes(tmp_path: Path):
     assert load(source, GROUNDING)[0].answer == {"boxes": [[16, 12, 48, 36]]}
 
 
-def test_labels_without_a_data_yaml_are_named_by_a_list(tmp_path: Path):
+def test_labels_without_a_data_yaml_are_named_by_a_list(tmp_path):
     source = write_format(tmp_path, "yolo", {"data.yaml": None, "classes.txt": "cup\nbook\n"})
     assert len(load(source.removesuffix("data.yaml"), EVERY)) == 3
 
 
-def test_image_folders_are_read(tmp_path: Path):
+def test_image_folders_are_read(tmp_path):
     source = write_format(tmp_path / "metadata", "metadata")
     assert describe(load(source, COUNTING)) == [
         ((64, 48), "How many cups?", 1),
@@ -186,7 +181,7 @@ def test_image_folders_are_read(tmp_path: Path):
     assert path == tmp_path / "classes/test/book/a.png"
 
 
-def test_samples_of_a_tar_file_are_read_without_copying_their_images(tmp_path: Path):
+def test_samples_of_a_tar_file_are_read_without_copying_their_images(tmp_path):
     first, second = load(write_format(tmp_path, "webdataset"), COUNTING)
     assert (first.id, first.question, first.answer) == ("shard-0/a", "How many cups?", 1)
     assert first.location == f"{tmp_path / 'shard-0.tar'}: sample a"
@@ -194,7 +189,7 @@ def test_samples_of_a_tar_file_are_read_without_copying_their_images(tmp_path: P
     assert [image.load().size for image in (*first.images, *second.images)] == [(64, 48), (40, 30)]
 
 
-def test_a_sample_without_json_is_answered_by_its_text(tmp_path: Path):
+def test_a_sample_without_json_is_answered_by_its_text(tmp_path):
     members = {
         "x/1.jpg": IMAGES["a"],
         "x/1.txt": b"two books\n",
@@ -208,7 +203,7 @@ def test_a_sample_without_json_is_answered_by_its_text(tmp_path: Path):
     assert (label.answer, [image.size for image in label.images]) == ("7", [(64, 48), (40, 30)])
 
 
-def test_clips_of_a_sample_are_its_videos(tmp_path: Path) -> None:
+def test_clips_of_a_sample_are_its_videos(tmp_path):
     row = b'{"question": "How many?", "answer": 2, "video": "elsewhere.mp4"}'
     write_files(tmp_path, {"s.tar": make_tar({"x.mp4": make_video(), "x.json": row})})
     (example,) = load(str(tmp_path / "s.tar"), COUNTING)
@@ -218,13 +213,13 @@ def test_clips_of_a_sample_are_its_videos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["s-{00..02}.tar", "s-0[012].tar", "{s-00,s-01,s-02}.tar", "."])
-def test_several_files_are_one_source(tmp_path: Path, pattern: str):
+def test_several_files_are_one_source(tmp_path, pattern):
     write_files(tmp_path, {f"s-0{number}.tar": make_tar(SAMPLES) for number in range(3)})
     examples = load(str(tmp_path / pattern), COUNTING)
     assert [e.id for e in examples] == [f"s-0{number}/{n}" for number in range(3) for n in "ab"]
 
 
-def test_rows_of_several_files_are_numbered_on(tmp_path: Path):
+def test_rows_of_several_files_are_numbered_on(tmp_path):
     write_files(tmp_path, {f"{n}.jsonl": [make_row(id=..., images=[])] * 2 for n in range(2)})
     assert [e.id for e in load(str(tmp_path / "*.jsonl"), COUNTING)] == [
         f"row-{number}" for number in range(1, 5)
@@ -233,7 +228,7 @@ def test_rows_of_several_files_are_numbered_on(tmp_path: Path):
     assert message == f"there is no data file {tmp_path / '2.jsonl'}"
 
 
-def test_an_image_is_searched_in_the_image_root_and_beside_the_file(folder: Path, tmp_path: Path):
+def test_an_image_is_searched_in_the_image_root_and_beside_the_file(folder, tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root/a.png").write_bytes(png(9, 9))
     (tmp_path / "root/b.png").write_bytes(png(9, 9))
@@ -248,7 +243,7 @@ def test_an_image_is_searched_in_the_image_root_and_beside_the_file(folder: Path
     assert f"image c.png is missing in {tmp_path / 'root'} and in {folder}" in message
 
 
-def test_a_folder_of_unknown_form_is_refused_with_the_known_ones(tmp_path: Path):
+def test_a_folder_of_unknown_form_is_refused_with_the_known_ones(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
     message = get_load_error(str(tmp_path))
     assert f"{tmp_path} is not a data source: give .jsonl" in message

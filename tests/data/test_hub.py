@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import datasets
 import pytest
 from dataset_files import get_load_error, png, write_table
@@ -18,7 +16,7 @@ from vlm_grpo.task.registry import load_task
 COUNTING = load_task("counting")
 
 
-def test_image_columns_are_read_without_decoding(tmp_path: Path):
+def test_image_columns_are_read_without_decoding(tmp_path):
     columns = {"image": datasets.Image(), "more": datasets.List(datasets.Image())}
     features = datasets.Features(
         {**columns, "question": datasets.Value("string"), "answer": datasets.Value("int64")}
@@ -36,9 +34,7 @@ def test_image_columns_are_read_without_decoding(tmp_path: Path):
     assert example.meta["more"][0]["bytes"].startswith(b"\x89PNG")
 
 
-def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_settings(
-    tmp_path: Path,
-):
+def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_settings(tmp_path):
     rows = {"image": [Image.new("RGB", (8, 6))] * 2, "label": [1, 0]}
     labels = datasets.ClassLabel(names=["cat", "dog"])
     features = datasets.Features({"image": datasets.Image(), "label": labels})
@@ -53,9 +49,7 @@ def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_sett
     assert "it has no question" in get_load_error(source, "ocr", columns={"answer": "label"})
 
 
-def test_loading_writes_no_progress_bars_into_a_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_loading_writes_no_progress_bars_into_a_log(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.enable_progress_bars()
     (tmp_path / "train.jsonl").write_text('{"id": "a", "question": "q", "answer": "x"}\n')
@@ -64,7 +58,7 @@ def test_loading_writes_no_progress_bars_into_a_log(
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_missing_in_a_dataset_is_named(tmp_path: Path):
+def test_what_is_missing_in_a_dataset_is_named(tmp_path):
     saved, path = tmp_path / "saved", tmp_path / "rows.parquet"
     rows = {"image": ["a.png"], "question": ["?"], "answer": [3]}
     datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows)}).save_to_disk(str(saved))
@@ -86,7 +80,7 @@ def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
         load_examples(dataset, COUNTING)
 
 
-def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path: Path):
+def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path):
     images = [{"bytes": png(8, 6), "path": "x.png"}, {"bytes": png(4, 5), "path": None}]
     texts = [("How many?", "<answer> 3 </answer>"), ("And here?", "4")]
     rows = [
@@ -100,7 +94,7 @@ def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path: Path)
     assert second.images[0].load().size == (4, 5)
 
 
-def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path: Path):
+def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path):
     rows = [{"question": "How many?", "answer": n if n != 99 else -1} for n in range(130)]
     path = write_table(tmp_path / "rows.parquet", rows)
     message = get_load_error(str(path))

@@ -34,13 +34,13 @@ COUNTING = load_task("counting")
         (Image.new("RGB", (8, 6), (200, 10, 10)), "row 1"),
     ],
 )
-def test_an_image_is_read_from_every_form_of_reference(folder: Path, value: Any, name: str):
+def test_an_image_is_read_from_every_form_of_reference(folder, value, name):
     reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
     assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
     assert reference.load().getpixel((7, 5)) == (200, 10, 10)
 
 
-def test_each_file_is_opened_once(folder: Path):
+def test_each_file_is_opened_once(folder):
     reader = MediaReader(folder, max_pixels=48)
     first = reader.read("a.png", "row 1")
     with pytest.raises(ValueError, match=r"b\.png is missing"):
@@ -52,7 +52,7 @@ def test_each_file_is_opened_once(folder: Path):
         reader.read("b.png", "row 4")
 
 
-def test_a_rotated_image_has_one_size_in_every_form(tmp_path: Path):
+def test_a_rotated_image_has_one_size_in_every_form(tmp_path):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     data = encode_image(Image.new("RGB", (8, 6)), "JPEG", exif=exif)
@@ -63,7 +63,7 @@ def test_a_rotated_image_has_one_size_in_every_form(tmp_path: Path):
         assert reader.read(value, "row 1").size == (6, 8)
 
 
-def test_a_pil_image_is_read_as_its_file_is(monkeypatch: pytest.MonkeyPatch):
+def test_a_pil_image_is_read_as_its_file_is(monkeypatch):
     reader, image = MediaReader(None, 100), Image.new("CMYK", (8, 6), (0, 255, 255, 0))
     assert reader.read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
     with pytest.raises(ValueError, match="image row 1 cannot be read: it has 32 bits per channel"):
@@ -96,14 +96,14 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
         (None, "None"),
     ],
 )
-def test_the_type_of_what_is_not_an_image_is_named(value: Any, name: str):
+def test_the_type_of_what_is_not_an_image_is_named(value, name):
     with pytest.raises(ValueError, match="an image must be") as caught:
         MediaReader(None, 100).read(value, "row 1")
     problem = f"an image must be a path, encoded bytes or a PIL image, not {name}"
     assert str(caught.value) == problem
 
 
-def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path: Path):
+def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"image a\.png is a path: set data\.image_root"):
         MediaReader(None, 10**6).read("a.png", "row 1")
     loop = tmp_path / "loop"
@@ -112,7 +112,7 @@ def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path: Path):
         MediaReader(loop, 10**6).read("a.png", "row 1")
 
 
-def test_the_pixel_limit_is_a_setting(folder: Path):
+def test_the_pixel_limit_is_a_setting(folder):
     source = write_rows(folder, make_row())
     assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
     assert load_examples(source, COUNTING, DataSettings(train=source, max_image_pixels=48))
@@ -157,8 +157,8 @@ FRAMES = [f"frames/{number}.png" for number in range(5)]
     ],
 )
 def test_a_clip_is_read_from_every_form_of_reference(
-    clips: Path, value: Any, settings: Any, times: Any, seconds: float, levels: list[int]
-) -> None:
+    clips, value, settings, times, seconds, levels
+):
     clip = read(clips, value, **settings)
     assert clip.times == pytest.approx(times)
     assert clip.seconds == pytest.approx(seconds)
@@ -193,19 +193,19 @@ def test_a_clip_is_read_from_every_form_of_reference(
         ("other.png", {}, r"video other\.png"),
     ],
 )
-def test_bad_clips_are_refused(clips: Path, value: Any, settings: Any, reason: str) -> None:
+def test_bad_clips_are_refused(clips, value, settings, reason):
     with pytest.raises(ValueError, match=reason):
         read(clips, value, **settings)
 
 
-def test_frames_of_a_folder_are_sorted_by_their_numbers(clips: Path) -> None:
+def test_frames_of_a_folder_are_sorted_by_their_numbers(clips):
     for number in range(5, 12):
         (clips / "frames" / f"{number}.png").write_bytes(png(8, 6))
     clip = read(clips, "frames")
     assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
 
 
-def test_each_clip_is_opened_once_and_is_no_image(clips: Path) -> None:
+def test_each_clip_is_opened_once_and_is_no_image(clips):
     reader = MediaReader(clips, 10_000, VideoSettings())
     first = reader.read(Clip("a.mp4"), "row 1")
     with pytest.raises(ValueError, match=r"image a\.mp4 cannot be read"):
@@ -258,9 +258,7 @@ VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
         ),
     ],
 )
-def test_clips_stand_in_the_order_of_their_places(
-    clips: Path, row: dict[str, Any], text: str, names: list[str]
-) -> None:
+def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
     (example,) = load(clips, {"answer": 3, **row})  # through a store on disk
     assert describe(example) == (text, names)
     kinds = [image.kind for image in example.images]
@@ -269,7 +267,7 @@ def test_clips_stand_in_the_order_of_their_places(
     assert clip.load().width == clip.picture_size[0]
 
 
-def test_bad_rows_name_their_problem_and_settings_apply(clips: Path) -> None:
+def test_bad_rows_name_their_problem_and_settings_apply(clips):
     source = write_rows(clips, {"question": "?", "answer": 1, "videos": ["a.mp4"]})
     data = DataSettings(train=source, video=VideoSettings(max_seconds=1))
     with pytest.raises(UserError, match=r"rows\.jsonl:1: video a\.mp4 has 2 seconds"):

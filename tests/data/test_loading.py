@@ -6,7 +6,7 @@ import json
 import logging
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from vlm_grpo.utils.chat import ThinkingTags
 COUNTING = load_task("counting")
 
 
-def test_written_examples_are_loaded_unchanged(tmp_path: Path):
+def test_written_examples_are_loaded_unchanged(tmp_path):
     written = make_words.draw_examples("ocr", 3, seed=5)
     path = write_examples(written, tmp_path / "words", "ocr.jsonl")
     loaded = load_examples(str(path), load_task("ocr"))
@@ -59,7 +59,7 @@ def test_written_examples_are_loaded_unchanged(tmp_path: Path):
         *[("attributes:hard", "counting"), ("relations:hard,noise=0", "grounding")],
     ],
 )
-def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name: str, task_name: str):
+def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name, task_name):
     source, task = f"embedded:{name}", load_task(task_name)
     settings = DataSettings(train=source, eval=source, train_limit=40, eval_limit=30)
     train = load_examples(source, task, settings, "train")
@@ -83,14 +83,14 @@ def test_a_folder_of_an_unknown_user_is_a_missing_file():
         load_task("~no-such-user/task.py")
 
 
-def test_a_limit_keeps_the_first_good_rows(folder: Path):
+def test_a_limit_keeps_the_first_good_rows(folder):
     source = write_rows(folder, *[make_row(id=i) for i in range(5)])
     settings = DataSettings(train=source, train_limit=2)
     assert [e.id for e in load_examples(source, COUNTING, settings, "train")] == ["0", "1"]
     assert len(load_examples(source, COUNTING, settings, "eval")) == 5
 
 
-def test_an_example_names_the_line_that_it_was_read_from(folder: Path):
+def test_an_example_names_the_line_that_it_was_read_from(folder):
     source = write_rows(folder, "", make_row())
     (example,) = load_examples(source, COUNTING)
     assert example.name == f"{source}:2: example a"
@@ -105,9 +105,7 @@ def test_an_example_names_the_line_that_it_was_read_from(folder: Path):
     ],
     ids=["raises", "returns None"],
 )
-def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
-    folder: Path, question: Callable, reason: str
-):
+def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(folder, question, reason):
     task = type("Hinted", (type(COUNTING),), {"question": question})()
     source = write_rows(folder, make_row(id="good", meta={"hint": "Look!"}), make_row())
     with pytest.raises(UserError) as caught:
@@ -116,7 +114,7 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
     assert "1 bad row (good rows: 1)" in str(caught.value)
 
 
-def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder: Path):
+def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
     source = write_rows(folder, *[make_row(id=i, answer="x") for i in range(60)])
     message = get_load_error(source)
     assert "60 bad rows (good rows: 0)" in message
@@ -125,14 +123,12 @@ def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder: 
     assert "… and 10 more" in message
 
 
-def test_a_duplicate_id_is_reported_with_both_lines(folder: Path):
+def test_a_duplicate_id_is_reported_with_both_lines(folder):
     source = write_rows(folder, make_row(id=1), make_row(id="1"))
     assert f"{source}:2: id '1' is a duplicate of {source}:1" in get_load_error(source)
 
 
-def test_skipping_keeps_the_good_rows_and_logs_the_others(
-    folder: Path, caplog: pytest.LogCaptureFixture
-):
+def test_skipping_keeps_the_good_rows_and_logs_the_others(folder, caplog):
     source = write_rows(folder, make_row(id=1), make_row(id=2, answer="x"), make_row(id=3))
     with caplog.at_level(logging.WARNING):
         examples = load_examples(source, COUNTING, DataSettings(train=source, on_bad_row="skip"))
@@ -141,7 +137,7 @@ def test_skipping_keeps_the_good_rows_and_logs_the_others(
     assert f"{source}:2: the answer 'x'" in caplog.text
 
 
-def test_skipping_all_rows_is_an_error(folder: Path):
+def test_skipping_all_rows_is_an_error(folder):
     source = write_rows(folder, make_row(answer="x"))
     for on_bad_row in ("skip", "error"):
         message = get_load_error(source, on_bad_row=on_bad_row)
@@ -159,7 +155,7 @@ def test_skipping_all_rows_is_an_error(folder: Path):
         ("none.parquet", "there is no data file none.parquet"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_named(source: str, reason: str):
+def test_a_source_that_cannot_be_read_is_named(source, reason):
     assert reason in get_load_error(source)
 
 
@@ -182,7 +178,7 @@ def build_settings(folder: Path, *rows: dict[str, Any], **source: Any) -> Settin
     return Settings(model="embedded", data={"train": [{"source": str(path), **source}]})
 
 
-def test_each_example_has_the_task_of_its_source(mixed: Mixed) -> None:
+def test_each_example_has_the_task_of_its_source(mixed):
     for example, name in ((COUNT, "count"), (READ, "read")):
         own = mixed.members[name]
         assert mixed.resolve(example) == (name, own)
@@ -200,7 +196,7 @@ def test_each_example_has_the_task_of_its_source(mixed: Mixed) -> None:
         mixed.resolve(Example("x", (), "?", 1, source="other"))
 
 
-def test_gold_answers_earn_what_their_own_task_says() -> None:
+def test_gold_answers_earn_what_their_own_task_says():
     class Rounded(type(load_task("counting"))):
         def gold_reward(self, example: Example) -> float:
             return 0.75
@@ -209,20 +205,20 @@ def test_gold_answers_earn_what_their_own_task_says() -> None:
     assert [mixed.gold_reward(example) for example in (COUNT, READ)] == [0.75, 1.0]
 
 
-def test_what_the_trainer_sets_reaches_every_task(mixed: Mixed) -> None:
+def test_what_the_trainer_sets_reaches_every_task(mixed):
     changed = load_task("grounding").frame, FRAMES["permille"]
     framed = Mixed(members=mixed.members, frame=changed[1], token_limit=7).with_progress(0.5)
     for task in framed.members.values():
         assert (task.frame, task.token_limit, task.progress) == (changed[1], 7, 0.5)
 
 
-def test_names_of_rewards_begin_with_the_source(mixed: Mixed) -> None:
+def test_names_of_rewards_begin_with_the_source(mixed):
     assert mixed.reward_weights()["count/exact"] == 1.0
     assert {name.partition("/")[0] for name in mixed.reward_rules()} == {"count", "read"}
     assert mixed.reward_rules().keys() > mixed.reward_weights().keys()
 
 
-def test_completions_are_scored_by_their_own_tasks(mixed: Mixed) -> None:
+def test_completions_are_scored_by_their_own_tasks(mixed):
     examples = [READ, COUNT, READ, COUNT]
     texts = ["<answer>exit</answer>", "3", "exit", "4"]
     with RewardScorer() as scorer:
@@ -236,7 +232,7 @@ def test_completions_are_scored_by_their_own_tasks(mixed: Mixed) -> None:
     assert all(name.startswith("read/") for name in (*scores[0].rewards, *scores[0].metrics))
 
 
-def test_a_source_without_a_task_has_that_of_the_run_with_its_options() -> None:
+def test_a_source_without_a_task_has_that_of_the_run_with_its_options():
     sources = [{"source": "embedded:counting", "task_options": {"thinking": True}}]
     task = load_run_task(
         Settings(task="counting", task_options={"tags": True}, data={"train": sources})
@@ -246,7 +242,7 @@ def test_a_source_without_a_task_has_that_of_the_run_with_its_options() -> None:
     assert (own.tags, own.thinking) == (True, True)
 
 
-def test_examples_carry_their_source(tmp_path: Path) -> None:
+def test_examples_carry_their_source(tmp_path):
     row = {"id": "a", "question": "How many?", "answer": 3}
     settings = build_settings(tmp_path, row, task="counting", name="mine")
     (example,) = load_split(settings, load_run_task(settings), "train")
@@ -260,7 +256,7 @@ ROWS = (
 BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, "ocr": {}}}
 
 
-def test_rows_may_name_their_tasks(tmp_path: Path) -> None:
+def test_rows_may_name_their_tasks(tmp_path):
     settings = build_settings(tmp_path, *ROWS, **BY_ROW)
     task = load_run_task(settings)
     examples = load_split(settings, task, "train")
@@ -279,9 +275,7 @@ def test_rows_may_name_their_tasks(tmp_path: Path) -> None:
         ({**ROWS[1], "kind": "counting"}, "rows.jsonl:2: the answer"),
     ],
 )
-def test_rows_that_name_no_known_task_are_refused(
-    tmp_path: Path, row: dict[str, Any], message: str
-) -> None:
+def test_rows_that_name_no_known_task_are_refused(tmp_path, row, message):
     settings = build_settings(tmp_path, ROWS[0], row, **BY_ROW)
     with pytest.raises(UserError) as caught:
         load_split(settings, load_run_task(settings), "train")
@@ -310,13 +304,11 @@ def run_task() -> Task:
     return load_task("counting", tags=True, frame=FRAMES["permille"], thinking_tags=tags)
 
 
-def test_without_a_benchmark_it_is_the_task_of_the_run(run_task: Task) -> None:
+def test_without_a_benchmark_it_is_the_task_of_the_run(run_task):
     assert get_held_out_task(load_settings("counting"), run_task) is run_task
 
 
-def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(
-    benchmarked: Settings, run_task: Task
-) -> None:
+def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_task):
     task = get_held_out_task(benchmarked, run_task)
     assert task.prompt(CUPS) == f"Look. {run_task.prompt(CUPS)}"
     assert (task.tags, task.frame.name) == (True, "permille")
@@ -325,14 +317,12 @@ def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(
     assert (task.primary_metric, task.lower_is_better) == ("absolute_error", True)
 
 
-def test_a_benchmark_of_another_task_gets_the_common_options(
-    benchmarked: Settings, run_task: Task
-) -> None:
+def test_a_benchmark_of_another_task_gets_the_common_options(benchmarked, run_task):
     other = benchmarked.model_copy(update={"task": "ocr", "task_options": {"tags": True, "x": 1}})
     assert get_held_out_task(other, run_task).tags
 
 
-def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark(benchmarked: Settings) -> None:
+def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark(benchmarked):
     evaluation = benchmarked.evaluation.model_copy(update={"benchmark": "super_clevr_200"})
     plain = benchmarked.model_copy(update={"evaluation": evaluation, "task_options": {}})
     task = get_held_out_task(plain, load_task("counting"))
@@ -340,14 +330,14 @@ def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark(benchmarked:
     assert load_benchmark("super_clevr_200").load_task().tags
 
 
-def test_the_task_of_a_benchmark_can_be_pickled(benchmarked: Settings, run_task: Task) -> None:
+def test_the_task_of_a_benchmark_can_be_pickled(benchmarked, run_task):
     task = get_held_out_task(benchmarked, run_task)
     unpickled = pickle.loads(pickle.dumps(task))  # as for reward workers
     assert unpickled.score("<answer>3</answer>", CUPS) == task.score("<answer>3</answer>", CUPS)
     assert unpickled.corpus_metrics([3], [CUPS]) == task.corpus_metrics([3], [CUPS])
 
 
-def test_an_unknown_benchmark_is_refused(benchmarked: Settings, run_task: Task) -> None:
+def test_an_unknown_benchmark_is_refused(benchmarked, run_task):
     evaluation = benchmarked.evaluation.model_copy(update={"benchmark": "tallyqaa"})
     unknown = benchmarked.model_copy(update={"evaluation": evaluation})
     with pytest.raises(UserError, match="did you mean tallyqa"):
@@ -367,7 +357,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path: Path) -> None:
+def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):
     assert choose("0.1 < pass_rate < 0.4") == ["2", "3"]
     rows = [{"id": str(n), "pass_rate": 1 - n / 10} for n in range(11)]
     assert choose("pass_rate >= 0.9", write(tmp_path / "d.jsonl", rows)) == ["0", "1"]
@@ -381,23 +371,19 @@ def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path: Path) -> None:
         ("pass_rate > 1", "accepts none of the 11 training examples; .*pass_rate from 0 to 1"),
     ],
 )
-def test_examples_without_the_number_and_an_empty_choice_are_refused(
-    text: str, message: str
-) -> None:
+def test_examples_without_the_number_and_an_empty_choice_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         choose(text)
 
 
-def test_a_file_that_is_none_of_difficulty_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_none_of_difficulty_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"d.jsonl:1 has no id"):
         choose("a > 0", write(tmp_path / "d.jsonl", [{"a": 1}]))
     with pytest.raises(UserError, match="cannot be read: No such file"):
         choose("a > 0", tmp_path / "missing.jsonl")
 
 
-def test_only_training_examples_are_chosen_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_training_examples_are_chosen_and_counted(tmp_path, caplog, monkeypatch):
     rows = [{"question": f"How many {n}?", "answer": n, "pass_rate": n / 8} for n in range(9)]
     path = write(tmp_path / "rows.jsonl", rows)
     given = [f"data.train={path}", "data.eval=null", "data.eval_limit=null", "data.eval_share=0.3"]
@@ -440,7 +426,7 @@ def names(examples: Sequence[Example]) -> set[str]:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
-def test_no_image_is_on_both_sides(share: float) -> None:
+def test_no_image_is_on_both_sides(share):
     examples = build_examples()
     train, held_out = split_by_image(examples, share, seed=0)
     assert not names(train) & names(held_out)
@@ -449,7 +435,7 @@ def test_no_image_is_on_both_sides(share: float) -> None:
     assert [e.id for e in train] == sorted((e.id for e in train), key=int)
 
 
-def test_the_split_depends_on_images_and_seed_only() -> None:
+def test_the_split_depends_on_images_and_seed_only():
     examples = build_examples()
     chosen = {e.id for e in split_by_image(examples, 0.1, 0)[1]}
     shuffled = random.Random(1).sample(examples, len(examples))
@@ -462,7 +448,7 @@ def test_the_split_depends_on_images_and_seed_only() -> None:
     assert {e.id for e in split_by_image(examples, 0.1, 1)[1]} != chosen
 
 
-def test_equal_bytes_are_one_image_and_equal_questions_one_text() -> None:
+def test_equal_bytes_are_one_image_and_equal_questions_one_text():
     encoded = [Example(str(n), (image(f"row {n}", b"same"),), "?", 1) for n in range(4)]
     texts = [Example(f"t{n}", (), "What?", 1) for n in range(4)]
     for held_out in (split_by_image([*encoded, *texts], 0.1, seed)[1] for seed in range(5)):
@@ -470,6 +456,6 @@ def test_equal_bytes_are_one_image_and_equal_questions_one_text() -> None:
 
 
 @pytest.mark.parametrize("examples", [build_examples(3), build_examples(1), build_examples(3)[:2]])
-def test_one_image_cannot_be_split(examples: Sequence[Example]) -> None:
+def test_one_image_cannot_be_split(examples):
     with pytest.raises(UserError, match=r"data.eval_share=0.2 cannot split .* give data.eval"):
         split_by_image(examples, 0.2, 0)

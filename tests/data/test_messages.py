@@ -49,7 +49,7 @@ def put_urls(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CHATS["read"], ids=lambda case: case["about"])
-def test_chats_are_read_without_conversion(folder: Path, case: dict[str, Any]) -> None:
+def test_chats_are_read_without_conversion(folder, case):
     example = load(folder, put_urls(case["row"]))
     assert [f"{turn.role}: {turn.text}" for turn in example.history] == case["history"]
     assert (example.question, example.answer) == (case["question"], case["answer"])
@@ -58,14 +58,12 @@ def test_chats_are_read_without_conversion(folder: Path, case: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", CHATS["broken"])
-def test_a_broken_chat_is_refused_with_its_line(folder: Path, name: str) -> None:
+def test_a_broken_chat_is_refused_with_its_line(folder, name):
     case = CHATS["broken"][name]
     check_bad_row(folder, put_urls(case["row"]), case["reason"])
 
 
-def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_answer(
-    folder: Path,
-) -> None:
+def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_answer(folder):
     row = {"messages": turns("How many?", "<answer> 12 </answer>"), "images": ["a.png"], "id": 7}
     example = load(folder, row, COUNTING)
     assert (example.id, example.answer) == ("7", 12)
@@ -76,7 +74,7 @@ def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_an
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
 
 
-def test_an_image_stands_in_the_question_of_any_form(folder: Path) -> None:
+def test_an_image_stands_in_the_question_of_any_form(folder):
     row = {"question": "Is <image> red?", "answer": "no", "images": ["a.png"]}
     assert load(folder, row).question == "Is <image> red?"
 
@@ -92,7 +90,7 @@ VALUES = st.recursive(
 
 
 @given(st.lists(VALUES, max_size=4) | VALUES, st.lists(st.just("a.png"), max_size=2), VALUES)
-def test_any_other_value_is_a_chat_or_a_value_error(chat: Any, beside: list[str], system: Any):
+def test_any_other_value_is_a_chat_or_a_value_error(chat, beside, system):
     try:
         found = read_chat(chat, beside, system)
     except ValueError:
@@ -101,7 +99,7 @@ def test_any_other_value_is_a_chat_or_a_value_error(chat: Any, beside: list[str]
     assert places in (0, len(found.images))
 
 
-def test_a_chat_keeps_the_places_of_some_images() -> None:
+def test_a_chat_keeps_the_places_of_some_images():
     chat = read_chat(turns("<image>a", "b", "c<image>", "d"), ["x", "y"])
     assert [turn.text for turn in chat.turns] == ["<image>a", "b", "c<image>"]
     assert (chat.images, chat.answer) == (("x", "y"), "d")

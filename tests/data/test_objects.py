@@ -45,7 +45,7 @@ def make_settings(train: Any = "python", **values: Any) -> Settings:
     return Settings(**{"task": "python", "model": "embedded", "data": {"train": train}, **values})
 
 
-def test_a_task_object_is_named_with_its_options_and_used_as_it_is(tmp_path: Path) -> None:
+def test_a_task_object_is_named_with_its_options_and_used_as_it_is(tmp_path):
     # The library sets frame, progress and token_limit.
     task = Parity(tags=True, words=("no", "yes"), frame=PERMILLE, progress=0.5, token_limit=9)
     objects = Objects(task, ROWS)
@@ -60,13 +60,13 @@ def test_a_task_object_is_named_with_its_options_and_used_as_it_is(tmp_path: Pat
     assert load_run_task(named, Objects(Parity)) == Parity(tags=True, words=("no", "yes"))
 
 
-def test_the_options_of_a_task_object_are_checked_with_the_settings() -> None:
+def test_the_options_of_a_task_object_are_checked_with_the_settings():
     task = Counting(weights={"overlong": 1.0}, overlong_cache=9)
     with pytest.raises(UserError, match="overlong_cache=9 exceeds"):
         Objects(task).name_in(load_settings("counting", ["rollout.max_completion_length=8"]))
 
 
-def test_a_class_of_a_function_cannot_be_loaded_again() -> None:
+def test_a_class_of_a_function_cannot_be_loaded_again():
     class Local(Parity):
         marker: Any = None
 
@@ -79,7 +79,7 @@ def test_a_class_of_a_function_cannot_be_loaded_again() -> None:
             load_run_task(settings)
 
 
-def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources() -> None:
+def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources():
     sources = [
         {"source": "python", "name": "mine", "task": "python"},
         {"source": "embedded:counting", "task": "counting", "limit": 1},
@@ -108,7 +108,7 @@ def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources() -> None:
     ],
     ids=["list", "tuple", "Dataset", "Examples"],
 )
-def test_rows_take_the_place_of_a_source(rows: Any) -> None:
+def test_rows_take_the_place_of_a_source(rows):
     objects = Objects(train=rows)
     settings = objects.name_in(load_settings("counting", ["data.train_limit=2"]))
     examples = load_split(settings, Counting(), "train", objects)
@@ -135,7 +135,7 @@ def test_rows_take_the_place_of_a_source(rows: Any) -> None:
         (["data.train=hf: lab/data"], r"data\.train=.* names no dataset: write hf:NAME"),
     ],
 )
-def test_objects_in_settings_are_refused(values: Any, message: str) -> None:
+def test_objects_in_settings_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         load_settings("counting", values)
 
@@ -153,7 +153,7 @@ def test_objects_in_settings_are_refused(values: Any, message: str) -> None:
         (iter(ROWS), "not list_iterator"),
     ],
 )
-def test_other_objects_are_not_rows(source: Any, remedy: str) -> None:
+def test_other_objects_are_not_rows(source, remedy):
     for call in (
         lambda: Objects(train=source).name_in(make_settings()),
         lambda: load_examples(source, Counting()),
@@ -166,7 +166,7 @@ def test_other_objects_are_not_rows(source: Any, remedy: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "pandas", "arrow"])
-def test_the_format_of_a_dataset_has_no_effect_and_its_transform_has(name: str) -> None:
+def test_the_format_of_a_dataset_has_no_effect_and_its_transform_has(name):
     dataset = datasets.Dataset.from_list(ROWS)
     examples = load_examples(dataset.with_format(name), Counting())
     assert [(type(e.answer), e.answer) for e in examples] == [(int, 0), (int, 1), (int, 2)]
@@ -174,7 +174,7 @@ def test_the_format_of_a_dataset_has_no_effect_and_its_transform_has(name: str) 
     assert [e.answer for e in load_examples(doubled, Counting())] == [0, 2, 4]
 
 
-def test_numpy_scalars_are_accepted_in_rows() -> None:
+def test_numpy_scalars_are_accepted_in_rows():
     rows = [{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}]
     (example,) = load_examples(rows, Counting())
     assert (example.id, example.question, example.answer) == ("7", "?", 3)
@@ -192,13 +192,13 @@ def test_numpy_scalars_are_accepted_in_rows() -> None:
         ({"meta": None}, "meta must be a mapping, not None"),
     ],
 )
-def test_an_example_with_a_wrong_field_is_a_bad_row(fields: Any, reason: str) -> None:
+def test_an_example_with_a_wrong_field_is_a_bad_row(fields, reason):
     example = Example(**{"id": "a", "images": (), "question": "?", "answer": 1, **fields})
     with pytest.raises(UserError, match=f"data.eval row 1: an Example's {reason}"):
         load_examples([example], Counting())
 
 
-def test_bad_rows_in_memory_are_named() -> None:
+def test_bad_rows_in_memory_are_named():
     rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
     with pytest.raises(UserError) as caught:
         load_examples(rows, Counting(), DataSettings(train="python"), "train")

@@ -25,7 +25,7 @@ def convert(values: Any, columns: Any = MappingProxyType({}), root: Path | None 
     return to_example(Row("row 1", 1, values), columns, MediaReader(root, 100), COUNTING)
 
 
-def test_a_canonical_row_becomes_an_example(folder: Path):
+def test_a_canonical_row_becomes_an_example(folder):
     first_row = make_row(meta={"level": 2}, license="CC0")
     source = write_rows(folder, first_row, "", make_row(id=7, images=...))
     first, second = load_examples(source, COUNTING)
@@ -36,7 +36,7 @@ def test_a_canonical_row_becomes_an_example(folder: Path):
     assert (second.id, second.images) == ("7", ())  # rows without an image are valid
 
 
-def test_vlm_r1_grounding_rows_are_converted(folder: Path):
+def test_vlm_r1_grounding_rows_are_converted(folder):
     question = (
         "<image>Please provide the bounding box coordinate of the region this sentence "
         "describes: the red cup"
@@ -49,7 +49,7 @@ def test_vlm_r1_grounding_rows_are_converted(folder: Path):
     assert example.meta == {"size": 3}
 
 
-def test_columns_with_other_names_are_mapped(folder: Path):
+def test_columns_with_other_names_are_mapped(folder):
     values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
     columns = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
     example = convert(values, columns, folder)
@@ -78,7 +78,7 @@ def test_columns_with_other_names_are_mapped(folder: Path):
         ("[" * 5000, ["[" * 5000]),
     ],
 )
-def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidates: list):
+def test_an_answer_of_another_toolkit_has_several_readings(value, candidates):
     found = get_answer_candidates(value)
     assert found == [f if c is ... else c for f, c in zip(found, candidates, strict=True)]
 
@@ -121,7 +121,7 @@ def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidate
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_bad_row_is_named_with_file_line_and_reason(folder: Path, bad: Any, reason: str):
+def test_a_bad_row_is_named_with_file_line_and_reason(folder, bad, reason):
     check_bad_row(folder, bad, reason)
 
 
@@ -140,7 +140,7 @@ IMAGE_FILES = {"bytes": b"PNG", "path": None}
         ("pixels", Image.new("RGB", (2, 2))),
     ],
 )
-def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: Any):
+def test_a_misnamed_image_column_is_named_with_the_remedy(column, value):
     values = {"question": "How many?", "answer": 3, column: value}
     with pytest.raises(
         ValueError, match=rf"column {column} .* rename it to images, set data\.colu"
@@ -158,7 +158,7 @@ def test_other_columns_of_a_row_without_images_are_meta():
         convert({1: 2, None: 3})
 
 
-def test_a_check_that_raises_another_error_makes_a_bad_row(folder: Path):
+def test_a_check_that_raises_another_error_makes_a_bad_row(folder):
     source = write_rows(
         folder, make_row(answer={"boxes": [[1, 2, 3]]}), make_row(id="b", answer={"boxes": 5})
     )

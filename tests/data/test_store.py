@@ -24,7 +24,7 @@ from vlm_grpo.utils.chat import Turn
 COUNTING = load_task("counting")
 
 
-def test_stored_examples_equal_those_that_were_added(tmp_path: Path):
+def test_stored_examples_equal_those_that_were_added(tmp_path):
     (tmp_path / "a.png").write_bytes(png(8, 6))
     size = (8, 6)
     images = (
@@ -49,14 +49,14 @@ def test_stored_examples_equal_those_that_were_added(tmp_path: Path):
         store[2]
 
 
-def test_a_source_may_change_during_a_run(folder: Path):
+def test_a_source_may_change_during_a_run(folder):
     source = write_rows(folder, make_row(id="a"), make_row(id="b"))
     examples = load_examples(source, COUNTING)
     Path(source).write_text("changed")
     assert [example.id for example in examples] == ["a", "b"]
 
 
-def test_memory_per_row_is_a_position(tmp_path: Path):
+def test_memory_per_row_is_a_position(tmp_path):
     rows = [make_row(id=f"row {n}", images=[], meta={"text": "x" * 200}) for n in range(3000)]
     source = write_rows(tmp_path, *rows)
     load_examples(source, COUNTING)  # what is made once
@@ -88,7 +88,7 @@ def open_table(tmp_path: Path, form: str) -> Any:
 
 
 @pytest.mark.parametrize("form", ["parquet", "shards", "dataset", "lists"])
-def test_images_of_a_table_are_read_when_they_are_needed(tmp_path: Path, form: str):
+def test_images_of_a_table_are_read_when_they_are_needed(tmp_path, form):
     examples = load_examples(open_table(tmp_path, form), COUNTING)
     sizes = [image.load().size for example in examples for image in example.images]
     times = {"shards": [8, 9, 10, 8, 9, 10], "lists": [8, 8, 9, 9, 10, 10]}
@@ -99,7 +99,7 @@ def test_images_of_a_table_are_read_when_they_are_needed(tmp_path: Path, form: s
     assert sent.data == image.read_bytes() == png(9, 6)
 
 
-def test_a_changed_archive_is_named_when_an_image_is_read(tmp_path: Path):
+def test_a_changed_archive_is_named_when_an_image_is_read(tmp_path):
     source = write_format(tmp_path, "webdataset")
     example = load_examples(source, COUNTING)[1]
     os.truncate(source, 600)
@@ -107,7 +107,7 @@ def test_a_changed_archive_is_named_when_an_image_is_read(tmp_path: Path):
         example.images[0].load()
 
 
-def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_named(monkeypatch):
     def write(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -120,7 +120,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch):
     assert store[0].id == "a"
 
 
-def test_examples_of_several_sources_follow_each_other() -> None:
+def test_examples_of_several_sources_follow_each_other():
     parts = [[Example(f"{name}{n}", (), "?", n, source=name) for n in range(3)] for name in "abc"]
     store = ExampleStore()
     for example in parts[1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from groups import EXAMPLES, build_mixture
@@ -13,7 +12,7 @@ from vlm_grpo.data.stream import ExampleStream, build_stream
 from vlm_grpo.types import Example
 
 
-def test_every_epoch_contains_every_example_once_in_another_order() -> None:
+def test_every_epoch_contains_every_example_once_in_another_order():
     stream = ExampleStream(EXAMPLES, seed=0)
     epochs = [[stream[20 * epoch + i].id for i in range(20)] for epoch in range(3)]
     for epoch in epochs:
@@ -21,7 +20,7 @@ def test_every_epoch_contains_every_example_once_in_another_order() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_an_example_depends_only_on_the_seed_and_the_index() -> None:
+def test_an_example_depends_only_on_the_seed_and_the_index():
     stream = ExampleStream(EXAMPLES, seed=7)
     in_order = [stream[index].id for index in range(60)]
     assert [ExampleStream(EXAMPLES, seed=7)[index].id for index in range(60)] == in_order
@@ -38,9 +37,7 @@ def test_an_example_depends_only_on_the_seed_and_the_index() -> None:
         ({"weights": {"a": 2.0, "c": 5.0}}, {"a": 0.25, "b": 0.125, "c": 0.625}),
     ],
 )
-def test_every_stretch_of_a_mixture_has_close_to_the_right_shares(
-    data: dict[str, Any], shares: dict[str, float]
-) -> None:
+def test_every_stretch_of_a_mixture_has_close_to_the_right_shares(data, shares):
     stream = build_mixture({"a": 30, "b": 10, "c": 60}, **data)
     drawn = [stream[index].source for index in range(9000)]
     for start in (0, 17, 4090, 8000):  # the second last crosses the end of a block
@@ -50,7 +47,7 @@ def test_every_stretch_of_a_mixture_has_close_to_the_right_shares(
                 assert abs(found[name] - share * length) <= 2.5
 
 
-def test_each_source_of_a_mixture_has_epochs_of_its_own() -> None:
+def test_each_source_of_a_mixture_has_epochs_of_its_own():
     counts = {"a": 30, "b": 10}
     stream = build_mixture(counts, mixing_temperature=1e9)
     drawn = [stream[index].id for index in range(9000)]
@@ -64,7 +61,7 @@ def test_each_source_of_a_mixture_has_epochs_of_its_own() -> None:
     assert orders[0] != orders[1]
 
 
-def test_a_mixture_is_a_function_of_the_index() -> None:
+def test_a_mixture_is_a_function_of_the_index():
     counts = {"a": 30, "b": 10, "c": 60}
     in_order = [build_mixture(counts)[index].id for index in range(20)]
     late = build_mixture(counts)
@@ -76,7 +73,7 @@ def test_a_mixture_is_a_function_of_the_index() -> None:
     assert [stream[i].id for i in (4095, 4096, 4097)] == [late[i].id for i in (4095, 4096, 4097)]
 
 
-def test_rows_that_name_their_tasks_are_one_source() -> None:
+def test_rows_that_name_their_tasks_are_one_source():
     settings = Settings(task="counting", data={"train": [{"source": "x.jsonl", "name": "x"}]})
     examples = [Example(str(n), (), "?", n, source=f"x/{'ab'[n % 2]}") for n in range(10)]
     assert {build_stream(examples, settings).locate(index)[0] for index in range(10)} == {0}

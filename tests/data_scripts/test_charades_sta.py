@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 from video_files import make_video
@@ -21,7 +20,7 @@ AAAAA 0.5 2.4 ##a person walks
 """
 
 
-def test_rows_are_sentences_with_their_intervals(tmp_path: Path) -> None:
+def test_rows_are_sentences_with_their_intervals(tmp_path):
     (tmp_path / "charades_sta_test.txt").write_text(LINES)
     (tmp_path / "AAAAA.mp4").write_bytes(make_video())
     out = tmp_path / "out.jsonl"
@@ -56,7 +55,7 @@ def expect(output: str, start: float, end: float) -> dict[str, float]:
     return {**recalls, "iou": iou}
 
 
-def test_metrics_are_those_of_the_definition() -> None:
+def test_metrics_are_those_of_the_definition():
     task, rng = load_benchmark("charades_sta").load_task(), random.Random(0)
     earned = 0
     for number in range(1000):
@@ -74,7 +73,7 @@ def test_metrics_are_those_of_the_definition() -> None:
     assert earned > 200
 
 
-def test_a_long_number_is_read_in_linear_time() -> None:
+def test_a_long_number_is_read_in_linear_time():
     task = load_benchmark("charades_sta").load_task()
     example = Example("a", (CLIP,), "a person walks", [1.0, 2.0])
     assert task.read("9" * 100_000, example) is None

@@ -96,7 +96,7 @@ def write_source(folder: Path, files: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['converter']}: {case['about']}")
-def test_a_published_file_gives_its_rows(case: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_published_file_gives_its_rows(case, tmp_path, capsys):
     write_source(tmp_path, case["files"])
     where = {"source": case.get("source", ""), "images": case.get("images", "")}
     where |= case.get("options", {})

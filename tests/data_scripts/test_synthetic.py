@@ -9,8 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +74,7 @@ def list_images(rows: list[Example]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", RECORDED)
-def test_the_examples_of_the_recipes_stay_the_same(kind: str) -> None:
+def test_the_examples_of_the_recipes_stay_the_same(kind):
     digest = hashlib.sha256()
     for row in draw(kind, 100, seed=1):
         answer = repr((row.id, row.question, row.answer, row.meta))
@@ -87,7 +85,7 @@ def test_the_examples_of_the_recipes_stay_the_same(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", [*GENERATORS, "clips:hard", *(f"tables:{n}" for n in make_tables.Tables.levels)]
 )
-def test_an_example_depends_on_seed_split_and_index_only(kind: str) -> None:
+def test_an_example_depends_on_seed_split_and_index_only(kind):
     ten = draw(kind, 10, seed=4)
     assert draw(kind, 3, seed=4) == ten[:3]
     assert len({*list_images(ten)}) == 10
@@ -95,7 +93,7 @@ def test_an_example_depends_on_seed_split_and_index_only(kind: str) -> None:
     assert list_images(draw(kind, 3, seed=4, split="eval")) != list_images(ten[:3])
 
 
-def test_another_process_draws_the_same_pixels() -> None:
+def test_another_process_draws_the_same_pixels():
     rows = draw("counting", 5, 3) + draw("grounding", 5, 3)
     here = b"".join(row.images[0].read_bytes() + repr(row.answer).encode() for row in rows)
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -105,7 +103,7 @@ def test_another_process_draws_the_same_pixels() -> None:
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_files_hold_the_same_examples_as_memory(kind: str, tmp_path: Path) -> None:
+def test_files_hold_the_same_examples_as_memory(kind, tmp_path):
     out, generator, drawn = tmp_path / "new" / "scenes", GENERATORS[kind], draw(kind, 3, 2, "eval")
     argv = ["--count", "3", "--seed", "2", "--split", "eval", "--out", str(out)]
     argv += [] if kind == generator.kinds[0] else ["--task", kind]  # the default
@@ -119,7 +117,7 @@ def test_files_hold_the_same_examples_as_memory(kind: str, tmp_path: Path) -> No
     assert [path.name for path in out.parent.iterdir()] == ["scenes"], "no temporary folder is left"
 
 
-def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path: Path, capsys) -> None:
+def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
     generator = GENERATORS["counting"]
     assert generator.main(["--count", "1", "--out", str(tmp_path)]) == 1
@@ -146,7 +144,7 @@ def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path: Path, capsys) -> 
         ("counting:hard", "counting has no dials, as in counting:hard; those of attr"),
     ],
 )
-def test_wrong_dials_are_one_clear_error(dials: str, message: str) -> None:
+def test_wrong_dials_are_one_clear_error(dials, message):
     with pytest.raises(UserError, match=message):
         draw(dials, 1)
 
@@ -189,9 +187,7 @@ def describe_named(row: Example) -> set[tuple[str, ...]]:
         ("clips", describe_named, 3 / 12),
     ],
 )
-def test_training_has_every_attribute_but_no_composition_of_the_evaluation(
-    world: str, describe: Any, share: float
-) -> None:
+def test_training_has_every_attribute_but_no_composition_of_the_evaluation(world, describe, share):
     train, other = (
         {part for row in draw(world, 500, 1, split) for part in describe(row)}
         for split in ("train", "eval")
@@ -205,7 +201,7 @@ def test_training_has_every_attribute_but_no_composition_of_the_evaluation(
 
 
 @pytest.mark.parametrize(("world", "key"), [("attributes:hard", "shapes"), ("screens", "elements")])
-def test_training_scenes_contain_no_held_out_pair(world: str, key: str) -> None:
+def test_training_scenes_contain_no_held_out_pair(world, key):
     train, other = (
         {(part["color"], part["kind"]) for row in draw(world, 300, 1, s) for part in row.meta[key]}
         for s in ("train", "eval")
@@ -244,7 +240,7 @@ def fill_box(mask: np.ndarray, box: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("task", ["counting", "cluttered"])
-def test_the_count_matches_the_pixels(task: str) -> None:
+def test_the_count_matches_the_pixels(task):
     rows = draw(task, 200, seed=1)
     for row in rows:
         target = row.question.removeprefix("How many ").removesuffix("s are there?")
@@ -255,7 +251,7 @@ def test_the_count_matches_the_pixels(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["grounding", "crowded", "scattered"])
-def test_the_box_is_tight_and_the_expression_is_unique(task: str) -> None:
+def test_the_box_is_tight_and_the_expression_is_unique(task):
     for row in draw(task, 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
         same_color = np.all(get_pixels(row) == COLORS[color], axis=-1)
@@ -265,7 +261,7 @@ def test_the_box_is_tight_and_the_expression_is_unique(task: str) -> None:
 
 
 @BOTH_SPLITS
-def test_one_option_alone_is_the_color_or_the_kind(split: str) -> None:
+def test_one_option_alone_is_the_color_or_the_kind(split):
     for row in draw("choices:hard,occlusion=0,noise=0,clutter=0", 100, 1, split):
         pixels = get_pixels(row)
         asked = row.question.removesuffix("?").split()[-1]
@@ -281,7 +277,7 @@ def test_one_option_alone_is_the_color_or_the_kind(split: str) -> None:
 
 
 @BOTH_SPLITS
-def test_the_count_of_a_color_and_kind_matches_the_pixels(split: str) -> None:
+def test_the_count_of_a_color_and_kind_matches_the_pixels(split):
     rows = draw("attributes:hard,occlusion=0,noise=0,clutter=0", 150, 1, split)
     for row in rows:
         ((color, kind),) = describe_attributes(row)
@@ -291,7 +287,7 @@ def test_the_count_of_a_color_and_kind_matches_the_pixels(split: str) -> None:
 
 
 @pytest.mark.parametrize("dials", ["easy", "hard,occlusion=0", "depth=2,distractors=2,size=16"])
-def test_one_shape_alone_fits_the_relation(dials: str) -> None:
+def test_one_shape_alone_fits_the_relation(dials):
     for row in draw(f"relations:{dials}", 150, 1, "eval"):
         boxes = {f"{s['color']} {s['kind']}": s["box"] for s in row.meta["shapes"]}
         *relations, reference = row.question.split(" the ")
@@ -309,7 +305,7 @@ def test_one_shape_alone_fits_the_relation(dials: str) -> None:
         assert row.answer["boxes"] == [list(start)]
 
 
-def test_a_box_is_that_of_the_visible_part() -> None:
+def test_a_box_is_that_of_the_visible_part():
     for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
         for shape in row.meta["shapes"]:
             assert fill_box(np.all(get_pixels(row) == COLORS[shape["color"]], -1), shape["box"])
@@ -330,7 +326,7 @@ def read_bars(example: Example) -> dict[str, int]:
 
 
 @BOTH_SPLITS
-def test_answers_agree_with_the_bars(split: str) -> None:
+def test_answers_agree_with_the_bars(split):
     task = load_task("numeric", instruction=None)
     kinds = set()
     for example in draw("charts", 120, 3, split):
@@ -357,7 +353,7 @@ def list_compositions(split: str, kind: str) -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("kind", ["value", "difference", "highest"])
-def test_the_evaluation_asks_about_other_bars(kind: str) -> None:
+def test_the_evaluation_asks_about_other_bars(kind):
     train, held_out = {*list_compositions("train", kind)}, {*list_compositions("eval", kind)}
     assert train
     assert held_out
@@ -375,7 +371,7 @@ def get_clip(example: Example) -> VideoRef:
 
 
 @BOTH_SPLITS
-def test_a_shape_is_visible_in_its_interval_and_no_other(split: str) -> None:
+def test_a_shape_is_visible_in_its_interval_and_no_other(split):
     examples, task = draw("clips:easy", 40, split=split), load_task("temporal")
     for example in examples:
         task.check(example)
@@ -387,7 +383,7 @@ def test_a_shape_is_visible_in_its_interval_and_no_other(split: str) -> None:
     assert len({tuple(example.answer) for example in examples}) > 6  # of 10 intervals
 
 
-def test_written_clips_are_read_back(tmp_path: Path) -> None:
+def test_written_clips_are_read_back(tmp_path):
     examples, task = draw("clips", 3), load_task("temporal")
     rows = load_examples(write_examples(examples, tmp_path / "clips", "clips.jsonl"), task)
     for row, example in zip(rows, examples, strict=True):
@@ -402,7 +398,7 @@ def test_written_clips_are_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dials", ["easy", "medium", "hard,noise=0", "columns=4,rows=3"])
-def test_one_button_fits_and_holds_its_icon(dials: str) -> None:
+def test_one_button_fits_and_holds_its_icon(dials):
     for row in draw(f"screens:{dials}", 100, 1, "eval"):
         ((color, kind),) = describe_named(row)
         elements = row.meta["elements"]
@@ -418,7 +414,7 @@ def test_one_button_fits_and_holds_its_icon(dials: str) -> None:
         assert len({tuple(pixels[y, x]) for x, y in ((x1, y1), (x2 - 1, y2 - 1))}) == 1  # its edge
 
 
-def test_buttons_lie_in_the_window_and_do_not_overlap() -> None:
+def test_buttons_lie_in_the_window_and_do_not_overlap():
     for row in draw("screens:columns=4,rows=3,distractors=11", 100, 1):
         taken = np.zeros((SIDE, SIDE), int)
         for element in row.meta["elements"]:
@@ -429,7 +425,7 @@ def test_buttons_lie_in_the_window_and_do_not_overlap() -> None:
         assert taken.max() == 1
 
 
-def test_every_distractor_shares_the_color_or_the_kind() -> None:
+def test_every_distractor_shares_the_color_or_the_kind():
     for row in draw("screens:hard", 100, 2):
         ((color, kind),) = describe_named(row)
         others = row.meta["elements"][1:]
@@ -445,7 +441,7 @@ def read_columns(example: Example) -> list[tuple[str, str]]:
     return [(word[0], number[0]) for word, number in zip(words, numbers, strict=True)]
 
 
-def test_every_table_of_the_evaluation_has_a_column_that_training_never_has() -> None:
+def test_every_table_of_the_evaluation_has_a_column_that_training_never_has():
     train = {column for example in draw("tables", 600) for column in read_columns(example)}
     assert {letter for letter, _ in train} == set(make_tables.LETTERS)
     assert {digit for _, digit in train} == set(make_tables.DIGITS)
@@ -454,7 +450,7 @@ def test_every_table_of_the_evaluation_has_a_column_that_training_never_has() ->
 
 
 @pytest.mark.parametrize("level", make_tables.Tables.levels)
-def test_a_table_fits_its_image_and_the_task(level: str) -> None:
+def test_a_table_fits_its_image_and_the_task(level):
     task = load_task("table", form="markdown", instruction=None)
     for example in draw(f"tables:{level}", 20, 1):
         task.check(example)
@@ -463,7 +459,7 @@ def test_a_table_fits_its_image_and_the_task(level: str) -> None:
         assert example.images[0].size == (len(rows[0]) * CELL[0], len(rows) * CELL[1])
 
 
-def test_every_cell_has_its_text_inside() -> None:
+def test_every_cell_has_its_text_inside():
     for example in draw("tables:medium,longest=3", 30, 2):
         light = get_pixels(example, "L") > 180
         for row in range(2):
@@ -478,7 +474,7 @@ def test_every_cell_has_its_text_inside() -> None:
 # Words.
 
 
-def test_the_word_fits_into_the_image() -> None:
+def test_the_word_fits_into_the_image():
     rows = draw("ocr", 300, seed=1)
     for row in rows:
         gray = get_pixels(row, "L").astype(int)
@@ -492,9 +488,7 @@ def test_the_word_fits_into_the_image() -> None:
 @pytest.mark.parametrize(
     ("world", "alphabet"), [("words:hard", LETTERS), ("handwriting:hard", DIGITS)]
 )
-def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(
-    world: str, alphabet: str
-) -> None:
+def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(world, alphabet):
     seen = {}
     for split, expected in (("train", 0), ("eval", 1)):
         rows = draw(world, 600, 1, split)
@@ -509,7 +503,7 @@ def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(
     assert len(seen["eval"]) > 0.9 * len(alphabet) ** 2 / 4  # nearly every fourth pair
 
 
-def test_handwriting_of_the_evaluation_is_that_of_other_images() -> None:
+def test_handwriting_of_the_evaluation_is_that_of_other_images():
     pytest.importorskip("sklearn")
     load = make_words.load_digits
     train, other = (
@@ -520,7 +514,7 @@ def test_handwriting_of_the_evaluation_is_that_of_other_images() -> None:
     assert all(len(load(is_new)[value]) > 30 for is_new in (False, True) for value in range(10))
 
 
-def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch) -> None:
+def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
     def refuse(name: str) -> None:
         raise ModuleNotFoundError(name)
 
@@ -530,7 +524,7 @@ def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch) -> None:
         make_words.draw_examples("handwriting", 1)
 
 
-def test_more_fonts_draw_other_letters() -> None:
+def test_more_fonts_draw_other_letters():
     one, six = (
         {get_pixels(row, "L").tobytes() for row in draw(f"words:easy,fonts={n}", 9)} for n in (1, 6)
     )
@@ -585,7 +579,7 @@ TEXT_DIALS |= {"tilt": (0, 15)}
         *(("words:easy", dial) for dial in TEXT_DIALS),
     ],
 )
-def test_a_dial_changes_what_it_names(world: str, dial: str) -> None:
+def test_a_dial_changes_what_it_names(world, dial):
     is_text = world == "words:easy"
     measure, bounds = (measure_text, TEXT_DIALS) if is_text else (measure_scene, SCENE_DIALS)
     low, high = (

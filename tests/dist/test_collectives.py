@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, distributed
+
 from vlm_grpo.dist import collectives
 from vlm_grpo.dist.collectives import (
+    Deferred,
     any_rank,
     balance_by_cost,
     explain_lost_rank,
     fail_together,
-    plan_moves,
-    sum_over_ranks,
-)
-from vlm_grpo.errors import UserError
-from typing import Any
-import pytest
-import torch
-from torch import Tensor, distributed
-from vlm_grpo.dist.collectives import (
-    Deferred,
     full_shape,
     gather_full,
     is_sharded,
     local_shard,
+    plan_moves,
     shard_like,
+    sum_over_ranks,
     unshard_like,
 )
+from vlm_grpo.errors import UserError
 
 
 def make_two_ranks() -> Accelerator:

@@ -116,7 +116,7 @@ def test_unsupported_settings_of_fsdp_are_refused(plugin, message):
         ({"hf_ds_config": {"stage3_max_live_parameters": 1}}, "stage3_… must be left out"),
     ],
 )
-def test_unsupported_settings_of_deepspeed_are_refused(plugin: dict[str, Any], message: str):
+def test_unsupported_settings_of_deepspeed_are_refused(plugin: Any, message: str):
     if "hf_ds_config" in plugin:
         config = plugin["hf_ds_config"]
         zero = {"stage": 2, **{key: config[key] for key in config if key.startswith("stage3")}}

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import run_launch
-from rank_cases import BFLOAT16
+from rank_cases import BFLOAT16, run_launch
 from safetensors.torch import load_file
 from small_runs import assert_same_weights, read_metrics
 

@@ -184,9 +184,7 @@ def benchmark(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_stopped_evaluation_resumes_with_the_same_result(
-    rows: Path, benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_evaluation_resumes_with_the_same_result(rows, benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
     whole, stopped = (make_settings(rows, tmp_path, name) for name in ("whole", "stopped"))
     (expected,) = evaluate_benchmark(benchmark, whole)
@@ -211,9 +209,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_result(
     assert content["comparison"] is None
 
 
-def test_an_evaluation_of_other_questions_is_not_resumed(
-    rows: Path, benchmark: str, tmp_path: Path
-) -> None:
+def test_an_evaluation_of_other_questions_is_not_resumed(rows, benchmark, tmp_path):
     settings = make_settings(rows, tmp_path)
     evaluate_benchmark(benchmark, settings)
     often = settings.evaluation.model_copy(update={"every": 5})  # does not change the outputs
@@ -223,9 +219,7 @@ def test_an_evaluation_of_other_questions_is_not_resumed(
         evaluate_benchmark(benchmark, settings)
 
 
-def test_predictions_are_scored_without_a_model(
-    rows: Path, benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_predictions_are_scored_without_a_model(rows, benchmark, tmp_path, capsys):
     # Every second answer is too high by one.
     golds = enumerate(read_jsonl(rows))
     lines = [{"id": gold["id"], "output": str(gold["answer"] + i % 2)} for i, gold in golds]
@@ -237,7 +231,7 @@ def test_predictions_are_scored_without_a_model(
     assert "somebody's" in out
 
 
-def test_the_written_predictions_score_the_same_again(tmp_path: Path) -> None:
+def test_the_written_predictions_score_the_same_again(tmp_path):
     definition = tmp_path / "boxes.yaml"
     definition.write_text("title: Boxes\ntask: grounding\nmetric: accuracy_50\n")
     overrides = ["data.eval_limit=40", f"output_dir={tmp_path / 'runs'}"]
@@ -275,7 +269,7 @@ def read_pages(folder: Path) -> dict[str, str]:
     return {f"images/{path.stem}.png": path.read_text() for path in folder.iterdir()}
 
 
-def test_an_evaluation_and_its_repetition_write_pages(rows: Path, tmp_path: Path) -> None:
+def test_an_evaluation_and_its_repetition_write_pages(rows, tmp_path):
     definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
     for _ in range(2):
         evaluate_benchmark(definition, settings)
@@ -285,9 +279,7 @@ def test_an_evaluation_and_its_repetition_write_pages(rows: Path, tmp_path: Path
         assert len(outputs) == 40
 
 
-def test_the_pages_of_predictions_have_no_thinking_and_no_tags(
-    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_pages_of_predictions_have_no_thinking_and_no_tags(rows, tmp_path, capsys):
     definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
     forms = ["# {}\n", "<think>b</think># {}", "<think>b</think><answer># {}</answer>", ""]
     ids = enumerate(row["id"] for row in read_jsonl(rows))
@@ -300,9 +292,7 @@ def test_the_pages_of_predictions_have_no_thinking_and_no_tags(
     assert [read_pages(folder)[f"images/{n}.png"] for n in range(4)] == texts
 
 
-def test_pages_of_one_name_are_refused_before_the_model_is_loaded(
-    rows: Path, tmp_path: Path
-) -> None:
+def test_pages_of_one_name_are_refused_before_the_model_is_loaded(rows, tmp_path):
     definition = make_pages(rows, tmp_path)
     rows.write_text(rows.read_text().replace("images/7.png", "scans/8.jpg"))
     settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
@@ -310,9 +300,7 @@ def test_pages_of_one_name_are_refused_before_the_model_is_loaded(
         evaluate_benchmark(definition, settings)
 
 
-def test_a_checkpoint_is_compared_with_its_model(
-    rows: Path, benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_checkpoint_is_compared_with_its_model(rows, benchmark, tmp_path, capsys):
     copy = tmp_path / "checkpoint"
     shutil.copytree(get_model_source("embedded"), copy)
     base, equal = evaluate_benchmark(benchmark, make_settings(rows, tmp_path), copy)

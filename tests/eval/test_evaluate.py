@@ -21,7 +21,7 @@ from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.trainer import train
 
 
-def test_the_evaluation_of_a_recipe_writes_its_scores(rows: Path, tmp_path: Path) -> None:
+def test_the_evaluation_of_a_recipe_writes_its_scores(rows, tmp_path):
     settings = make_settings(rows, tmp_path)
     evaluation = evaluate(settings)
     assert evaluation.n == 40
@@ -32,7 +32,7 @@ def test_the_evaluation_of_a_recipe_writes_its_scores(rows: Path, tmp_path: Path
     assert sum(scores) / 40 == pytest.approx(evaluation.value)
 
 
-def test_training_keeps_the_best_checkpoint_by_its_benchmark(rows: Path, tmp_path: Path) -> None:
+def test_training_keeps_the_best_checkpoint_by_its_benchmark(rows, tmp_path):
     definition = tmp_path / "errors.yaml"
     definition.write_text(
         "title: Errors\ntask: counting\nmetric: absolute_error\nvariants: [rmse]\n"
@@ -70,14 +70,14 @@ def make_evaluator(settings: Settings) -> HeldOutEvaluator:
     return HeldOutEvaluator(strategy, task, examples, settings, RewardScorer())
 
 
-def test_without_held_out_data_nothing_is_evaluated() -> None:
+def test_without_held_out_data_nothing_is_evaluated():
     settings = load_settings("counting", ["data.eval=null", "evaluation.every=0"])
     evaluator = make_evaluator(settings)
     assert not evaluator.is_due(settings.optim.max_steps)
     assert (evaluator.evaluate(0), evaluator.best_step) == (None, None)
 
 
-def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best() -> None:
+def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best():
     overrides = ["evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0"]
     evaluator = make_evaluator(small_settings(*overrides))
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
@@ -88,7 +88,7 @@ def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_
     assert evaluator.best == (first.value, 0)
 
 
-def test_several_samples_are_evaluated_in_training_too() -> None:
+def test_several_samples_are_evaluated_in_training_too():
     evaluator = make_evaluator(small_settings("evaluation.temperature=1", "evaluation.samples=2"))
     found = evaluator.evaluate(0)
     assert found is not None
@@ -96,9 +96,7 @@ def test_several_samples_are_evaluated_in_training_too() -> None:
     assert found.metrics["mean_at_2"] == found.value <= found.metrics["pass_at_2"]
 
 
-def test_held_out_examples_that_are_also_trained_on_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_held_out_examples_that_are_also_trained_on_are_reported(tmp_path, caplog):
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row, image = {"question": "How many?", "answer": 3}, {"images": ["a.png"]}
     rows = [write_jsonl(tmp_path / f"{n}.jsonl", row | more) for n, more in enumerate([{}, image])]
@@ -118,9 +116,7 @@ def test_held_out_examples_that_are_also_trained_on_are_reported(
     assert "1 of 1 held-out examples show an image that is also trained on" in found
 
 
-def test_settings_of_videos_are_warned_about_if_there_is_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_of_videos_are_warned_about_if_there_is_none(tmp_path, caplog):
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row = {"question": "How many?", "answer": 3}
     images = write_jsonl(tmp_path / "images.jsonl", row | {"images": ["a.png"]})

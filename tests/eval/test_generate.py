@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tiny_models import tiny_policy
@@ -37,7 +36,7 @@ def make_example(number: int, *sides: int) -> Example:
     return Example(str(number), images, "?", 1)
 
 
-def test_chunks_have_a_bounded_number_of_pixels_and_examples() -> None:
+def test_chunks_have_a_bounded_number_of_pixels_and_examples():
     # Sides of 2,048: four such images are the budget of 2 ** 24 pixels.
     large = [make_example(i, 2048) for i in range(9)]
     assert split_into_chunks(large) == [range(0, 4), range(4, 8), range(8, 9)]
@@ -50,9 +49,7 @@ def test_chunks_have_a_bounded_number_of_pixels_and_examples() -> None:
     assert split_into_chunks([]) == []
 
 
-def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(monkeypatch):
     policy = tiny_policy("qwen2_5_vl")
     monkeypatch.setattr(policy, "sample", lambda *_: pytest.fail("an output was generated"))
     examples = [Example("good", (), "What?", 1), Example("bad", (), "What<|im_end|>?", 1)]
@@ -61,7 +58,7 @@ def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(
         generate_all(LocalModel(policy, load_settings("counting")), PlainQuestion(), examples)
 
 
-def test_outputs_do_not_depend_on_the_batch_size() -> None:
+def test_outputs_do_not_depend_on_the_batch_size():
     settings = load_settings("counting", ["data.eval_limit=60"])
     policy = load_policy(settings, training=False)
     task = load_task("counting", frame=policy.prompts.frame)
@@ -76,9 +73,7 @@ def test_outputs_do_not_depend_on_the_batch_size() -> None:
     assert sum(equal) / len(equal) >= 0.99
 
 
-def test_several_samples_begin_with_the_only_one_and_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_samples_begin_with_the_only_one_and_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 2)
     given = ["data.eval_limit=6", "evaluation.temperature=2"]
     settings = load_settings("counting", given)
@@ -114,7 +109,7 @@ def append(log: PredictionLog, chunk: slice) -> None:
     log.append(KEYS[chunk], EXAMPLES[chunk], GOLDS[chunk])
 
 
-def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path: Path) -> None:
+def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     log = PredictionLog(tmp_path, REQUEST)
     append(log, slice(4))
     append(log, slice(4, 6))
@@ -133,7 +128,7 @@ def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path: Path) -> None:
     assert read_predictions(resumed.path, EXAMPLES) == (examples, GOLDS)
 
 
-def test_the_samples_of_an_example_are_told_apart(tmp_path: Path) -> None:
+def test_the_samples_of_an_example_are_told_apart(tmp_path):
     log, same = PredictionLog(tmp_path, REQUEST), [EXAMPLES[0]] * 3
     keys = [(EXAMPLES[0].id, number) for number in range(3)]
     log.append(keys[1:], same[1:], ["b", "\ud83d"])  # UTF-8 cannot encode it
@@ -145,13 +140,13 @@ def test_the_samples_of_an_example_are_told_apart(tmp_path: Path) -> None:
     assert found == [(None, "a"), (1, "b"), (2, "\ud83d")]
 
 
-def test_a_log_of_another_request_is_refused(tmp_path: Path) -> None:
+def test_a_log_of_another_request_is_refused(tmp_path):
     PredictionLog(tmp_path, REQUEST)
     with pytest.raises(UserError, match="seed was 0 and is now 1"):
         PredictionLog(tmp_path, REQUEST | {"seed": 1})
 
 
-def test_a_request_has_the_prompts_in_full() -> None:
+def test_a_request_has_the_prompts_in_full():
     settings, task = load_settings("counting"), load_task("counting")
     chat = replace(EXAMPLES[0], history=(Turn("user", "a"), Turn("assistant", "b")))
     with_system = settings.model_copy(update={"prompt": PromptSettings(system="Be brief.")})
@@ -163,7 +158,7 @@ def test_a_request_has_the_prompts_in_full() -> None:
     assert len({json.dumps(request, sort_keys=True) for request in requests}) == 3
 
 
-def test_each_process_writes_its_file_and_reads_all(tmp_path: Path) -> None:
+def test_each_process_writes_its_file_and_reads_all(tmp_path):
     first, second = PredictionLog(tmp_path, REQUEST), PredictionLog(tmp_path, REQUEST, rank=1)
     append(first, slice(5))
     append(second, slice(5, 10))

@@ -79,7 +79,7 @@ def boxed(box: list[int]) -> str:
     return f'<think>I see.</think><answer>```json\n[{{"bbox_2d": {box}}}]\n```</answer>'
 
 
-def test_vlm_r1_boxes_are_in_pixels_of_the_resized_image(capsys, tmp_path: Path):
+def test_vlm_r1_boxes_are_in_pixels_of_the_resized_image(capsys, tmp_path):
     rows = [
         vlm_r1_result("the red cup", [0, 0, 100, 100], boxed([0, 0, 50, 50])),  # the full box
         vlm_r1_result(*CUP, boxed([32, 24, 160, 72])),  # its upper half
@@ -94,7 +94,7 @@ def test_vlm_r1_boxes_are_in_pixels_of_the_resized_image(capsys, tmp_path: Path)
     assert (status, "1 more examples have no output in the file" in out) == (0, True)
 
 
-def test_vlm_r1_results_without_a_resized_size_are_scored_in_other_frames(capsys, tmp_path: Path):
+def test_vlm_r1_results_without_a_resized_size_are_scored_in_other_frames(capsys, tmp_path):
     """src/eval/test_rec_r1_internvl.py writes no size, and src/eval/test_od_r1.py no image."""
     result = vlm_r1_result(*CUP, "<box>[[100,100,500,500]]</box>")
     for key in ("input_size", "image_size", "image"):
@@ -107,7 +107,7 @@ def test_vlm_r1_results_without_a_resized_size_are_scored_in_other_frames(capsys
     assert "needs the size of the resized image" in message
 
 
-def test_r1_v_results_are_scored(capsys, tmp_path: Path):
+def test_r1_v_results_are_scored(capsys, tmp_path):
     outputs = [
         r1_v_result("/home/x/9.png", 9, "<think>\n10\n</think>\n<answer>\n10\n</answer>"),
         r1_v_result("./images/4.png", "4", "<answer>four</answer>"),
@@ -118,7 +118,7 @@ def test_r1_v_results_are_scored(capsys, tmp_path: Path):
     assert (second["answer"], second["rewards"]["exact"]) == (10, 0.0)
 
 
-def test_r1_v_results_have_the_accuracy_of_its_log(capsys, caplog, tmp_path: Path):
+def test_r1_v_results_have_the_accuracy_of_its_log(capsys, caplog, tmp_path):
     outputs = {4: "<answer>\n4\n</answer>", 8: "<answer>8 items</answer>", 9: "9"}
     results = [r1_v_result(f"{n}.png", n, text) for n, text in outputs.items()]
     given = ["--data", counting_data(tmp_path, *outputs), *predictions(tmp_path, "r1_v", results)]
@@ -131,7 +131,7 @@ def test_r1_v_results_have_the_accuracy_of_its_log(capsys, caplog, tmp_path: Pat
     assert "as the reward reads answers: 66.7 (66.7% answered)" in out
 
 
-def test_boxes_of_lmms_eval_are_fractions_of_the_image(capsys, tmp_path: Path):
+def test_boxes_of_lmms_eval_are_fractions_of_the_image(capsys, tmp_path):
     prompt = "All values are floating point numbers bounded between 0 and 1. {}"
     rows = [  # the cup's box, and the left half of the red cup's, in an image of 640 x 480
         lmms_eval_sample(0, prompt.format("the cup"), resps=[["[0.1, 0.1, 0.5, 0.5]"]]),
@@ -145,7 +145,7 @@ def test_boxes_of_lmms_eval_are_fractions_of_the_image(capsys, tmp_path: Path):
     assert second["rewards"]["iou"] == pytest.approx(0.5, abs=0.01)  # 49.92 x 99.84 of 100 x 100
 
 
-def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path: Path):
+def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
     rows = [
         # The format of newer versions, of older versions, and a response that a filter changed.
         lmms_eval_sample(2, "What is on sign 2?", filtered_resps="EXIT"),
@@ -198,7 +198,7 @@ SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
     ],
 )
 def test_a_file_of_another_layout_or_of_other_examples_is_refused(
-    capsys, tmp_path: Path, layout, content, reason
+    capsys, tmp_path, layout, content, reason
 ):
     task, data = ("ocr", ocr_data) if layout == "lmms_eval" else ("grounding", grounding_data)
     given = ["--data", data(tmp_path), *predictions(tmp_path, layout, content)]
@@ -209,7 +209,7 @@ EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
 FIRST = {"id": EXAMPLES[0].id, "output": "3"}
 
 
-def test_predictions_are_read_in_the_order_of_the_examples(tmp_path: Path) -> None:
+def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
     lines = [json.dumps({"id": e.id, "output": str(e.answer)}) for e in reversed(EXAMPLES)]
     lines[-1] = json.dumps({**FIRST, "seen": [[56, 56]]})
     (tmp_path / "p.jsonl").write_text("\n".join(lines))  # the last line has no line break
@@ -238,7 +238,7 @@ def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):
 
 
 @pytest.mark.parametrize("wrong", [{}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}])
-def test_missing_resized_sizes_are_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_missing_resized_sizes_are_named(tmp_path, wrong):
     path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
     read_predictions(path, EXAMPLES[:1])
     with pytest.raises(UserError, match='--frame resized needs "seen"'):
@@ -253,7 +253,7 @@ def test_missing_resized_sizes_are_named(tmp_path: Path, wrong: dict[str, Any]) 
         ("resized", "[32, 24, 160, 120]", {"seen": [[320, 240]]}),
     ],
 )
-def test_boxes_are_converted_from_their_frame(capsys, tmp_path: Path, frame, box, more) -> None:
+def test_boxes_are_converted_from_their_frame(capsys, tmp_path, frame, box, more):
     row = {"images": ["7.jpg"], "question": CUP[0], "answer": {"boxes": [CUP[1]]}}
     given = ["--data", write_data(tmp_path, [row]), "--no-tags", "--predictions"]
     given.append(write_jsonl(tmp_path / "p.jsonl", {"id": "row 0", "output": box, **more}))

@@ -50,7 +50,7 @@ def predict_embedded(name: str, **options: Any) -> Prediction:
 
 
 @pytest.mark.parametrize("name", ["counting", "grounding", "ocr"])
-def test_a_prediction_equals_the_evaluation_of_the_example(name: str) -> None:
+def test_a_prediction_equals_the_evaluation_of_the_example(name):
     # The recipes compute in float32.
     prediction = predict_embedded(name, task=name, overrides=("policy.dtype=float32",))
     settings = load_settings(name, ["data.eval_limit=1"])
@@ -61,7 +61,7 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name: str) -> None:
     assert prediction.answer == row["answer"]
 
 
-def test_without_a_task_the_output_is_written_below_the_image() -> None:
+def test_without_a_task_the_output_is_written_below_the_image():
     prediction = predict_embedded("counting")
 
     assert not prediction.has_task
@@ -70,7 +70,7 @@ def test_without_a_task_the_output_is_written_below_the_image() -> None:
         assert prediction.picture.height > original.height
 
 
-def test_an_image_may_be_a_path_bytes_or_a_pil_image() -> None:
+def test_an_image_may_be_a_path_bytes_or_a_pil_image():
     example = load_example("counting")
     predictor = Predictor("embedded", task="counting")
     path = Path("counting.png")
@@ -83,7 +83,7 @@ def test_an_image_may_be_a_path_bytes_or_a_pil_image() -> None:
 
 
 @pytest.mark.parametrize("given", [None, np.zeros((9, 9, 3)), io.BytesIO()])
-def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(given: Any) -> None:
+def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(given):
     predictor = Predictor("embedded", task="counting")
 
     for images in (given, [given]):
@@ -94,7 +94,7 @@ def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(
     assert "model" not in vars(predictor)
 
 
-def test_a_parser_that_raises_is_named() -> None:
+def test_a_parser_that_raises_is_named():
     Path("bad.py").write_text(
         "from vlm_grpo.task import Task, reward\n"
         "class Bad(Task):\n"
@@ -112,7 +112,7 @@ def test_a_parser_that_raises_is_named() -> None:
         predict_embedded("counting", task="bad.py")
 
 
-def test_the_class_of_the_run_is_used_with_the_options_of_the_run() -> None:
+def test_the_class_of_the_run_is_used_with_the_options_of_the_run():
     Path("config.json").write_text("{}")
     values = "task: counting\ntask_options: {tags: true, length_budget: 9}\ndata: {train: a}\n"
     Path("config.yaml").write_text(values)
@@ -126,7 +126,7 @@ def test_the_class_of_the_run_is_used_with_the_options_of_the_run() -> None:
     assert options(Counting()) == (False, Counting().length_budget)  # an object has its own
 
 
-def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(finished: Path) -> None:
+def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(finished):
     example = load_example("counting")
     prediction = predict(finished, Path("counting.png"), example.question)
     assert prediction.has_task
@@ -146,7 +146,7 @@ def write_clip() -> tuple[Example, list[Path]]:
     return example, [Path("a.mp4"), Path("frames")]
 
 
-def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row() -> None:
+def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row():
     example, paths = write_clip()
     settings = load_settings("counting", ["policy.dtype=float32"])
     policy = load_policy(settings, training=False)
@@ -174,7 +174,7 @@ def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row() -> None:
         ("a.mp4", "<image>?", "^the question cannot be used: it has 1 <image> in its turns and 0"),
     ],
 )
-def test_a_clip_that_cannot_be_used_is_one_message(given: str, question: str, message: str) -> None:
+def test_a_clip_that_cannot_be_used_is_one_message(given, question, message):
     Path("a.mp4").write_bytes(make_video())
     Path("cut.mp4").write_bytes(make_video()[:300])
     Path("empty").mkdir()
@@ -184,7 +184,7 @@ def test_a_clip_that_cannot_be_used_is_one_message(given: str, question: str, me
     assert "model" not in vars(predictor)
 
 
-def test_a_family_without_videos_refuses_a_clip() -> None:
+def test_a_family_without_videos_refuses_a_clip():
     _, (path, _) = write_clip()
     predictor = Predictor("embedded", "counting")
     predictor.model = LocalModel(build_family_policy("internvl"), predictor.settings)
@@ -193,7 +193,7 @@ def test_a_family_without_videos_refuses_a_clip() -> None:
 
 
 @pytest.mark.parametrize("model", ["none", "embedded"])
-def test_a_model_behind_an_address_gets_clips_and_images_in_their_order(model: str) -> None:
+def test_a_model_behind_an_address_gets_clips_and_images_in_their_order(model):
     _, paths = write_clip()
     image = Image.new("RGB", (56, 28), "red")
     chat = ChatModel(lambda text, image: "3")

@@ -54,7 +54,7 @@ def read_folder(settings: Settings) -> list[tuple[str, str]]:
     return [row for path in folder.glob("predictions*.jsonl") for row in read_outputs(path)]
 
 
-def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_path: Path) -> None:
+def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_path):
     settings = make_settings(tmp_path)
     model = ChatModel(seconds=0.02)
     with serve(model) as server:
@@ -70,7 +70,7 @@ def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_
     assert found.value == sum(correct) / COUNT
 
 
-def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_path: Path) -> None:
+def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_path):
     definition = tmp_path / "shapes.yaml"
     definition.write_text("title: Shapes\ntask: counting\nmetric: exact\n")
     settings = make_settings(tmp_path)
@@ -97,7 +97,7 @@ def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_pa
     ],
     ids=["429", "500", "broken JSON", "cut", "hanging"],
 )
-def test_failures_that_pass_do_not_change_the_outputs(failure: Reply, tmp_path: Path) -> None:
+def test_failures_that_pass_do_not_change_the_outputs(failure, tmp_path):
     with serve(ChatModel()) as server:
         expected = evaluate(make_settings(tmp_path, name="good"), None, server.address)
     model = ChatModel(
@@ -110,9 +110,7 @@ def test_failures_that_pass_do_not_change_the_outputs(failure: Reply, tmp_path: 
     assert len(model.bodies) > COUNT
 
 
-def test_only_examples_without_an_output_are_asked_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
     settings = make_settings(tmp_path)
     prompts = [load_task("counting").prompt(example) for example in load_counting(settings)]
     failing = [text for text in prompts if "circles" in text]
@@ -137,7 +135,7 @@ def test_only_examples_without_an_output_are_asked_again(
     assert len(model.bodies) == len(failing) + COUNT  # a finished evaluation asks for nothing
 
 
-def test_an_interrupted_evaluation_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_resumes(tmp_path, monkeypatch):
     settings = make_settings(tmp_path)
     append, appended = PredictionLog.append, []
 
@@ -160,7 +158,7 @@ def test_an_interrupted_evaluation_resumes(tmp_path: Path, monkeypatch: pytest.M
     assert len(model.bodies) == COUNT - 7
 
 
-def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path: Path) -> None:
+def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     given = ["evaluation.temperature=1", "data.eval_limit=3"]
     turns = itertools.count()
     once, several = ChatModel(), ChatModel(answer=lambda text, image: str(next(turns)))
@@ -189,9 +187,7 @@ ENDED = rf"no output for {COUNT} examples; after 8 failures it was asked no more
     ],
     ids=["gone", "refuses every prompt", "an error of every request"],
 )
-def test_a_server_without_answers_is_asked_no_more(
-    status: int, concurrency: int, message: str, most: int, tmp_path: Path
-) -> None:
+def test_a_server_without_answers_is_asked_no_more(status, concurrency, message, most, tmp_path):
     model = ChatModel(fail=lambda text, earlier: Reply(status=status, body=b"the reason"))
     with serve(model) as server:
         endpoint = Endpoint(server.address, concurrency=concurrency, retries=1)
@@ -200,7 +196,7 @@ def test_a_server_without_answers_is_asked_no_more(
     assert len(model.bodies) <= most
 
 
-def test_failures_between_answers_do_not_end_the_evaluation(tmp_path: Path) -> None:
+def test_failures_between_answers_do_not_end_the_evaluation(tmp_path):
     turns = itertools.cycle((None, Reply(status=500)))
     model = ChatModel(fail=lambda text, earlier: next(turns))
     with serve(model) as server, pytest.raises(UserError, match=f"for {COUNT // 2} examples:\n"):
@@ -208,7 +204,7 @@ def test_failures_between_answers_do_not_end_the_evaluation(tmp_path: Path) -> N
     assert len(model.bodies) == COUNT
 
 
-def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path: Path) -> None:
+def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path):
     settings, refusal = make_settings(tmp_path), Reply(status=400, body=b"too long")
     first = iter([None])
     model = ChatModel(fail=lambda text, earlier: next(first, refusal))
@@ -236,8 +232,8 @@ def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path: 
     ],
 )
 def test_tokens_cost_and_time_are_estimated_and_summed(
-    prompt_tokens, price, lines, tmp_path: Path, capsys
-) -> None:
+    prompt_tokens, price, lines, tmp_path, capsys
+):
     with serve(ChatModel(prompt_tokens=prompt_tokens)) as server:
         evaluate(make_settings(tmp_path), None, Endpoint(server.address, price=price))
     err = capsys.readouterr().err
@@ -245,9 +241,7 @@ def test_tokens_cost_and_time_are_estimated_and_summed(
     assert [line for line in lines if line not in err] == []
 
 
-def test_the_key_is_in_no_output_and_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     settings = make_settings(tmp_path)
     failure = Reply(status=500, body=b"Bearer sk-secret is over its quota")
@@ -278,7 +272,7 @@ def ask_once(settings: Settings, example: Example, **options: Any) -> tuple[dict
     return model.bodies[0], completion.text
 
 
-def test_a_model_of_any_kind_gets_the_original_image_and_no_extension(tmp_path: Path) -> None:
+def test_a_model_of_any_kind_gets_the_original_image_and_no_extension(tmp_path):
     settings = make_settings(tmp_path, "rollout.stop=['!']")
     (example, *_) = load_counting(settings)
     body, _ = ask_once(settings, example)
@@ -288,7 +282,7 @@ def test_a_model_of_any_kind_gets_the_original_image_and_no_extension(tmp_path: 
     assert [image.size for image in get_images(body)] == [example.images[0].size]
 
 
-def test_images_of_a_model_of_any_kind_keep_their_ratio_within_the_limit(tmp_path: Path) -> None:
+def test_images_of_a_model_of_any_kind_keep_their_ratio_within_the_limit(tmp_path):
     settings = make_settings(tmp_path, "policy.max_pixels=1000")
     (example, *_) = load_counting(settings)
     with serve(ChatModel()) as server:
@@ -301,7 +295,7 @@ def test_images_of_a_model_of_any_kind_keep_their_ratio_within_the_limit(tmp_pat
     assert width / height == pytest.approx(original_width / original_height, 0.1)
 
 
-def test_sampling_settings_are_sent_where_they_are_set(tmp_path: Path) -> None:
+def test_sampling_settings_are_sent_where_they_are_set(tmp_path):
     settings = make_settings(
         tmp_path,
         *("evaluation.temperature=0.7", "prompt.thinking=false"),
@@ -317,9 +311,7 @@ def test_sampling_settings_are_sent_where_they_are_set(tmp_path: Path) -> None:
     assert ask_once(settings, example)[0] == body
 
 
-def test_a_known_model_gets_its_resized_image_and_gives_the_text_of_a_policy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_known_model_gets_its_resized_image_and_gives_the_text_of_a_policy(tmp_path, caplog):
     limit = "policy.max_pixels=5000"
     settings = make_settings(tmp_path, "model=embedded", limit, "rollout.stop=['!']")
     builder = load_prompt_builder(settings)
@@ -338,7 +330,7 @@ def test_a_known_model_gets_its_resized_image_and_gives_the_text_of_a_policy(
     assert f"the processor of embedded {count}:" in caplog.text
 
 
-def test_the_frame_is_that_of_the_model_or_given(tmp_path: Path) -> None:
+def test_the_frame_is_that_of_the_model_or_given(tmp_path):
     unknown = make_settings(tmp_path)
     known = make_settings(tmp_path, "model=embedded")
     with serve(ChatModel()) as server:
@@ -352,9 +344,7 @@ def test_the_frame_is_that_of_the_model_or_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "value"), [("permille", 1.0), ("fraction", 0.0)])
-def test_boxes_are_asked_and_scored_in_the_given_frame(
-    asked: str, value: float, tmp_path: Path
-) -> None:
+def test_boxes_are_asked_and_scored_in_the_given_frame(asked, value, tmp_path):
     overrides = [f"output_dir={tmp_path}", "model=none", "data.eval_limit=6"]
     settings = load_settings("grounding", overrides)
     task = load_task("grounding", frame=FRAMES["permille"])
@@ -370,9 +360,7 @@ def test_boxes_are_asked_and_scored_in_the_given_frame(
 # What is refused.
 
 
-def test_a_checkpoint_and_several_processes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):
     settings = make_settings(tmp_path)
     with pytest.raises(UserError, match="a server has its own weights"):
         evaluate(settings, tmp_path, "http://127.0.0.1:1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -51,7 +50,7 @@ EXAMPLES = [Example(name, (), f"How many {name}?", 3) for name in ("dogs", "cats
 TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
 
 
-def test_the_pass_rate_is_the_mean_primary_metric(tmp_path: Path) -> None:
+def test_the_pass_rate_is_the_mean_primary_metric(tmp_path):
     found = make_samples(EXAMPLES, TEXTS)
     assert write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
     assert read_jsonl(tmp_path / "d.jsonl")[0] == {
@@ -60,12 +59,12 @@ def test_the_pass_rate_is_the_mean_primary_metric(tmp_path: Path) -> None:
     }
 
 
-def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path: Path) -> None:
+def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path):
     found = make_samples(EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance())
     assert write_difficulty(found, tmp_path / "d.jsonl") == [0.5]
 
 
-def test_kept_completions_are_distinct_and_the_best(tmp_path: Path) -> None:
+def test_kept_completions_are_distinct_and_the_best(tmp_path):
     path = tmp_path / "s.jsonl"
     assert write_completions(make_samples(EXAMPLES, TEXTS), path) == (2, 2)
     assert [(row["id"], row["completion"]) for row in read_jsonl(path)] == [
@@ -81,9 +80,7 @@ def test_kept_completions_are_distinct_and_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [{}, {"answer": "solution", "id": "key"}])
-def test_the_rows_are_read_as_the_examples_that_they_were(
-    tmp_path: Path, columns: dict[str, str]
-) -> None:
+def test_the_rows_are_read_as_the_examples_that_they_were(tmp_path, columns):
     drawn = make_shapes.draw_examples("counting", 2, seed=1)
     file = tmp_path / "1.png"
     drawn[0].images[0].load().save(file)
@@ -109,7 +106,7 @@ def test_the_rows_are_read_as_the_examples_that_they_were(
         assert example.images[0].load().tobytes() == before.images[0].load().tobytes()
 
 
-def test_truncated_completions_and_control_tokens_are_left_out(tmp_path: Path) -> None:
+def test_truncated_completions_and_control_tokens_are_left_out(tmp_path):
     found = make_samples([EXAMPLES[0]] * 2, [["3", "3" * 9], ["3<|im_end|>", "4"]])
     limit = found.settings.rollout.max_completion_length
     prompts = load_prompt_builder(found.settings)

@@ -7,7 +7,6 @@ import json
 import math
 import random
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def score(task: Task, texts: list[str]):
 
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
-def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: bool) -> None:
+def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better):
     def make_evaluation(value: float) -> Scored:
         return Scored((), "x", {"x": value}, lower_is_better)
 
@@ -56,21 +55,21 @@ def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: b
     assert not make_evaluation(math.nan).is_better_than(None)
 
 
-def test_an_error_is_printed_as_a_number_and_a_share_in_percent() -> None:
+def test_an_error_is_printed_as_a_number_and_a_share_in_percent():
     error = Scored((), "x", {"x": 2}, True, intervals={"x": (2, 3)})
     assert str(error) == "x 2.000 [2.000, 3.000] (n = 0)"
     share = Scored((), "x", {"x": 0.5}, intervals={"x": (0, 1)})
     assert str(share) == "x 50.0% [0.0%, 100.0%] (n = 0)"
 
 
-def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path):
     answer = "\ud83d"  # from JSON in an output; UTF-8 cannot encode it
     row = Row(id="1", output="", answer=answer, reward=1.0, rewards={}, metrics={})
     Scored((row,), "x", {"x": 1}).write(tmp_path / "p.jsonl")
     assert json.loads((tmp_path / "p.jsonl").read_text()) == row
 
 
-def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> None:
+def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path):
     definition = tmp_path / "groups.yaml"
     definition.write_text(
         "title: Words\ntask: ocr\nmetric: word_recognition\naverage: groups\ngroups: [kind]\n"
@@ -86,7 +85,7 @@ def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> Non
 # Several sources.
 
 
-def test_sources_count_equally_and_keep_their_own_metrics() -> None:
+def test_sources_count_equally_and_keep_their_own_metrics():
     mixed = Mixed(members={"c": COUNTING, "e": Distance()})
     examples = [COUNTS[0], ERRORS[0], *COUNTS[1:], ERRORS[1]]
     texts = ["0", "0.25", "1", "2", "3", "9", "9", "1.5"]  # 4 of 6 counts; errors 0.25 and 0.5
@@ -104,7 +103,7 @@ def test_sources_count_equally_and_keep_their_own_metrics() -> None:
     assert kept == [(example.source, example.id) for example in examples]
 
 
-def test_the_interval_is_that_of_the_mean_of_the_sources() -> None:
+def test_the_interval_is_that_of_the_mean_of_the_sources():
     few = [Example(f"d/{n}", (), "How many?", 1, source="d") for n in range(3)]
     many = [Example(f"c/{n}", (), "How many?", 1, source="c") for n in range(300)]
     mixed = Mixed(members={"c": COUNTING, "d": COUNTING})
@@ -113,7 +112,7 @@ def test_the_interval_is_that_of_the_mean_of_the_sources() -> None:
     assert np.mean(found.interval) == pytest.approx(0.75, abs=0.05)
 
 
-def test_a_source_whose_metric_is_of_the_corpus_has_no_interval() -> None:
+def test_a_source_whose_metric_is_of_the_corpus_has_no_interval():
     members = {"c": COUNTING, "e": Distance()}
     object.__setattr__(members["e"], "primary_metric", "total")
     object.__setattr__(members["e"], "corpus_metrics", lambda answers, examples: {"total": 0.5})
@@ -129,7 +128,7 @@ def test_a_source_whose_metric_is_of_the_corpus_has_no_interval() -> None:
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_the_best_of_k_is_the_mean_over_all_subsets(n: int, lower_is_better: bool) -> None:
+def test_the_best_of_k_is_the_mean_over_all_subsets(n, lower_is_better):
     values = [random.Random(n).choice([0.0, 1.0, 0.25, 0.7]) for _ in range(n)]
     best = min if lower_is_better else max
     for size in range(1, n + 1):
@@ -138,7 +137,7 @@ def test_the_best_of_k_is_the_mean_over_all_subsets(n: int, lower_is_better: boo
         assert estimate_best(values, size, lower_is_better) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_best_of_many_samples_neither_overflows_nor_loses_precision() -> None:
+def test_the_best_of_many_samples_neither_overflows_nor_loses_precision():
     values = [1.0] + [0.0] * 4095
     assert estimate_best(values, 1024) == pytest.approx(1024 / 4096, abs=1e-12)
 
@@ -155,13 +154,11 @@ def test_the_best_of_many_samples_neither_overflows_nor_loses_precision() -> Non
         (["2.2", "1.8", "3"], 0),  # equal as the task writes them
     ],
 )
-def test_the_majority_is_of_answers_as_the_task_writes_them(
-    texts: list[str], position: int
-) -> None:
+def test_the_majority_is_of_answers_as_the_task_writes_them(texts, position):
     assert find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
 
 
-def test_the_metrics_of_an_example_are_those_of_its_samples() -> None:
+def test_the_metrics_of_an_example_are_those_of_its_samples():
     found = merge_scores(COUNTING, EXAMPLE, score(COUNTING, ["3", "4", "4", "3", "none"]))
     assert found.answer == 3
     assert found.rewards["exact"] == found.metrics["mean_at_5"] == 2 / 5
@@ -176,7 +173,7 @@ def test_the_metrics_of_an_example_are_those_of_its_samples() -> None:
     assert [found.metrics[name] for name in names] == [1.0, None, None]
 
 
-def test_an_evaluation_has_means_and_intervals_over_the_examples() -> None:
+def test_an_evaluation_has_means_and_intervals_over_the_examples():
     examples = [Example(str(n), (), "How many?", n) for n in range(4)]
     texts = ["0", "0", "1", "7", "2", "8", "9", "9"]  # right: 2, 1, 1 and 0 of 2
     found = evaluate(COUNTING, examples, texts)
@@ -193,7 +190,7 @@ def test_an_evaluation_has_means_and_intervals_over_the_examples() -> None:
     assert samples == [("1", 1.0), ("7", 0.0)]
 
 
-def test_the_sources_of_a_mixture_have_their_own_metrics_of_samples() -> None:
+def test_the_sources_of_a_mixture_have_their_own_metrics_of_samples():
     task = Mixed(members={"c": COUNTING, "d": Distance()})
     examples = [Example(f"{source}/1", (), "How many?", 3, source=source) for source in ("c", "d")]
     found = evaluate(task, examples, ["3", "4", "3.25", "2.5"])

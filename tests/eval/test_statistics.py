@@ -17,7 +17,7 @@ from vlm_grpo.eval.statistics import (
 )
 
 
-def test_the_interval_equals_the_percentiles_of_resampled_means() -> None:
+def test_the_interval_equals_the_percentiles_of_resampled_means():
     values = np.random.default_rng(0).normal(size=50)
     random = np.random.default_rng(1)
     means = random.choice(values, size=(200_000, 50)).mean(axis=1)
@@ -27,26 +27,26 @@ def test_the_interval_equals_the_percentiles_of_resampled_means() -> None:
     assert bootstrap_interval(values.tolist(), seed=0) == pytest.approx((low, high), abs=0.03)
 
 
-def test_the_seed_determines_the_interval() -> None:
+def test_the_seed_determines_the_interval():
     values = np.random.default_rng(0).normal(size=20).tolist()
     first, again, other = (bootstrap_interval(values, seed=seed) for seed in (3, 3, 4))
     assert first == again != other
 
 
-def test_equal_values_have_a_point_and_no_values_have_nan() -> None:
+def test_equal_values_have_a_point_and_no_values_have_nan():
     assert bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)
     assert bootstrap_interval([0.25], seed=0) == (0.25, 0.25)
     assert all(math.isnan(bound) for bound in bootstrap_interval([], seed=0))
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (5, 0), (3, 3), (10, 2), (2, 10), (59, 121)])
-def test_mcnemar_is_twice_the_tail_of_fair_coins(gained: int, lost: int) -> None:
+def test_mcnemar_is_twice_the_tail_of_fair_coins(gained, lost):
     m = gained + lost
     tail = sum(math.comb(m, k) for k in range(min(gained, lost) + 1)) / 2**m
     assert mcnemar_p_value(gained, lost) == pytest.approx(min(1.0, 2 * tail))
 
 
-def test_few_sign_flips_are_enumerated() -> None:
+def test_few_sign_flips_are_enumerated():
     differences = [0.3, -0.1, 0.0, 0.25, 0.4, 0.1]
     observed = abs(sum(differences))
     signs = itertools.product((1, -1), repeat=len(differences))
@@ -56,7 +56,7 @@ def test_few_sign_flips_are_enumerated() -> None:
     assert sign_flip_p_value([0.0, 0.0]) == 1.0
 
 
-def test_many_sign_flips_of_equal_size_agree_with_mcnemar() -> None:
+def test_many_sign_flips_of_equal_size_agree_with_mcnemar():
     # With differences of ±1, the sum of random signs is that of fair coins.
     differences = [1.0] * 40 + [-1.0] * 22 + [0.0] * 100
     exact = mcnemar_p_value(40, 22)
@@ -65,7 +65,7 @@ def test_many_sign_flips_of_equal_size_agree_with_mcnemar() -> None:
     assert sign_flip_p_value(differences) == sign_flip_p_value(differences)  # seeded
 
 
-def test_equal_models_are_rarely_called_different() -> None:
+def test_equal_models_are_rarely_called_different():
     rng = np.random.default_rng(0)
     trials = 200
     rejected = sum(
@@ -75,7 +75,7 @@ def test_equal_models_are_rarely_called_different() -> None:
     assert rejected <= 20
 
 
-def test_values_choose_the_test() -> None:
+def test_values_choose_the_test():
     binary = compare_pairs([0, 1, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0])
     assert (binary.test, binary.n, binary.higher, binary.lower) == ("McNemar", 6, 4, 1)
     assert (binary.a, binary.b) == (pytest.approx(2 / 6), pytest.approx(5 / 6))
@@ -87,7 +87,7 @@ def test_values_choose_the_test() -> None:
     assert low <= graded.b - graded.a <= high
 
 
-def test_adjusted_p_values_are_ordered_and_at_most_one() -> None:
+def test_adjusted_p_values_are_ordered_and_at_most_one():
     assert adjust_p_values([0.04, 0.03]) == pytest.approx([0.06, 0.06])  # 2 · 0.03, then no less
     assert adjust_p_values([0.9, 0.8]) == [1.0, 1.0]
     assert adjust_p_values([]) == []

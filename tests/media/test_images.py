@@ -40,33 +40,33 @@ def pixels(image: Image.Image) -> list:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
-def test_lossless_formats_keep_all_pixels(kind: str) -> None:
+def test_lossless_formats_keep_all_pixels(kind):
     assert read_size(encode(SMALL, kind)) == (3, 2)
     for image in (SMALL, SMALL.quantize(6).convert("P") if kind == "PNG" else SMALL):
         assert pixels(decode_image(encode(image, kind))) == COLORS.tolist()
 
 
-def test_16_bit_images_are_scaled_to_8_bits() -> None:
+def test_16_bit_images_are_scaled_to_8_bits():
     # 0x0100, 0x8000 and 0xFFFF are 1, 128 and 255 of 255; Pillow's conversion clips all to 255.
     image = Image.fromarray(np.array([[0, 0x0100, 0x8000, 0xFFFF]], np.uint16))
     assert [p[0] for p in pixels(decode_image(encode(image, "PNG")))[0]] == [0, 1, 128, 255]
 
 
-def test_transparent_pixels_become_white() -> None:
+def test_transparent_pixels_become_white():
     image = SMALL.copy()
     image.putalpha(Image.fromarray(np.array([[0, 255, 255], [255, 255, 0]], np.uint8)))
     shown = pixels(decode_image(encode(image, "PNG")))
     assert (shown[0][0], shown[0][1], shown[1][2]) == ([255] * 3, [0, 255, 0], [255] * 3)
 
 
-def test_cmyk_images_become_rgb() -> None:
+def test_cmyk_images_become_rgb():
     image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))  # red ink
     red, green, blue = pixels(decode_image(encode(image, "JPEG", quality=95)))[4][4]
     assert red > 230  # JPEG rounds
     assert max(green, blue) < 25
 
 
-def test_an_animation_yields_its_first_frame() -> None:
+def test_an_animation_yields_its_first_frame():
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     file = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert pixels(decode_image(file))[0][0] == [255, 0, 0]
@@ -74,7 +74,7 @@ def test_an_animation_yields_its_first_frame() -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_exif_orientation_is_applied(kind: str, orientation: int) -> None:
+def test_the_exif_orientation_is_applied(kind, orientation):
     # Four colors of 16 x 8 pixels, so that JPEG keeps their colors.
     corners = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 255]]], np.uint8)
     image = Image.fromarray(corners.repeat(8, 0).repeat(16, 1))
@@ -102,7 +102,7 @@ def test_the_exif_orientation_is_applied(kind: str, orientation: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage that it ignores
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_damaged_file_decodes_or_is_named(kind: str) -> None:
+def test_a_damaged_file_decodes_or_is_named(kind):
     """Damage 200 files of each format; only a ValueError may be raised, and sizes must match."""
     rng = random.Random(kind)
     noise = np.random.default_rng(0).integers(0, 255, (24, 32, 3), dtype=np.uint8)
@@ -135,7 +135,7 @@ def kept_variance(steps: int) -> float:
 
 
 @pytest.mark.parametrize("steps", [1, 100, 500, MAX_NOISE_STEPS])
-def test_noise_follows_the_diffusion_formula(steps: int) -> None:
+def test_noise_follows_the_diffusion_formula(steps):
     pixels = np.random.default_rng(5).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     found = DiffusionNoise(steps, (1, 2))(Image.fromarray(pixels))
     kept = kept_variance(steps)
@@ -147,7 +147,7 @@ def test_noise_follows_the_diffusion_formula(steps: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_whole_patches_are_black_or_unchanged(mode: str) -> None:
+def test_whole_patches_are_black_or_unchanged(mode):
     values = np.random.default_rng(0).integers(1, 256, (31, 45), dtype=np.uint8)
     image = Image.fromarray(values).convert(mode)
     found, before = np.asarray(PatchMask(0.5, 10, (3, 1))(image)), np.asarray(image)
@@ -162,7 +162,7 @@ def test_whole_patches_are_black_or_unchanged(mode: str) -> None:
     assert 0 < sum(kinds) < len(kinds) == 20
 
 
-def test_the_seed_sets_the_patches_and_the_ratio_their_share() -> None:
+def test_the_seed_sets_the_patches_and_the_ratio_their_share():
     image = Image.new("RGB", (500, 500), "white")
     one, same, other = (PatchMask(0.6, 5, seed)(image) for seed in ((1, 2), (1, 2), (1, 3)))
     assert one.tobytes() == same.tobytes() != other.tobytes()

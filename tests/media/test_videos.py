@@ -7,7 +7,6 @@ import itertools
 import random
 import wave
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ SIZE = (64, 48)
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
 @pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts"])
-def test_frames_are_those_shown_at_the_times(container: str, codec: str) -> None:
+def test_frames_are_those_shown_at_the_times(container, codec):
     gop = (12, 2) if codec == "libx264" else None
     data = make_video(container=container, codec=codec, gop=gop)
     shape = read_shape(io.BytesIO(data))
@@ -31,7 +30,7 @@ def test_frames_are_those_shown_at_the_times(container: str, codec: str) -> None
     assert [level(frame) for frame in frames] == [0, 3, 9, 10, 19]
 
 
-def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven() -> None:
+def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven():
     data = make_video(count=4, places=[0, 1, 2, 60])
     times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
     shown = [0, 1, 2, 2, 2, 3]
@@ -44,9 +43,7 @@ UNEVEN = [step + 7 * (step // 20) for step in range(480)]
 @pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
 @pytest.mark.parametrize("container", ["mp4", "mpegts", "matroska", "avi"])
-def test_skipping_groups_of_frames_changes_no_frame(
-    container: str, codec: str, places: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipping_groups_of_frames_changes_no_frame(container, codec, places, monkeypatch):
     data = make_video(480, container=container, codec=codec, places=places, gop=(12, 3))
     choice = random.Random(0)
     for count in (2, 20):
@@ -60,7 +57,7 @@ def test_skipping_groups_of_frames_changes_no_frame(
         assert read == num_frames if container == "avi" else read <= 24 * (count + 1)
 
 
-def test_an_index_that_leads_back_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_leads_back_is_used_once(monkeypatch):
     data = make_video(480, gop=(400, 0))
     monkeypatch.setattr(videos, "_FAR", 0.1)
     monkeypatch.setattr(videos, "_MAX_GROUP", 1)
@@ -83,9 +80,7 @@ def decode_and_count(
     return [frame.tobytes() for frame in frames], next(number)
 
 
-def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(monkeypatch):
     def wrong(*arguments: Any) -> Iterator[Any]:
         get_needed = arguments[2]
         for frame in read(*arguments):
@@ -99,18 +94,18 @@ def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(
     assert [level(frame) for frame in frames] == [0, 19]
 
 
-def test_a_title_need_not_be_utf_8() -> None:
+def test_a_title_need_not_be_utf_8():
     data = make_video().replace(TITLE.encode(), b"\xe9" * len(TITLE))
     assert read_shape(io.BytesIO(data)).count == 20
 
 
-def test_an_unknown_encoding_is_refused() -> None:
+def test_an_unknown_encoding_is_refused():
     data = make_video(container="avi").replace(b"FMP4", b"zzzz")
     with pytest.raises(ValueError, match="its pictures are encoded in an unknown way"):
         read_shape(io.BytesIO(data))
 
 
-def test_frames_are_resized_one_at_a_time() -> None:
+def test_frames_are_resized_one_at_a_time():
     def fit(frame: Image.Image) -> Image.Image:
         return frame.resize((8, 6))
 
@@ -123,7 +118,7 @@ def test_frames_are_resized_one_at_a_time() -> None:
     ]
 
 
-def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path: Path) -> None:
+def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path):
     path = tmp_path / "a.mp4"
     path.write_bytes(make_video())
     assert [level(f) for f in decode_frames(path, [1.0, 2.8], SIZE)] == [10, 19]
@@ -142,13 +137,13 @@ def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path: Path
     ],
     ids=["empty", "zeros", "cut off", "playlist", "list of files"],
 )
-def test_other_files_are_refused(data: bytes, reason: str) -> None:
+def test_other_files_are_refused(data, reason):
     for read in (read_shape, lambda file: decode_frames(file, [0.0], SIZE)):
         with pytest.raises(ValueError, match=reason):
             read(io.BytesIO(data))
 
 
-def test_a_sound_has_no_pictures(tmp_path: Path) -> None:
+def test_a_sound_has_no_pictures(tmp_path):
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(b"\x00" * 8000)
@@ -156,12 +151,12 @@ def test_a_sound_has_no_pictures(tmp_path: Path) -> None:
         read_shape(tmp_path / "a.wav")
 
 
-def test_frames_of_another_size_are_refused() -> None:
+def test_frames_of_another_size_are_refused():
     with pytest.raises(ValueError, match="a frame of 64x48 pixels instead of 32x32"):
         decode_frames(io.BytesIO(make_video()), [0.0], (32, 32))
 
 
-def test_damaged_frames_are_refused_or_decoded_but_never_crash() -> None:
+def test_damaged_frames_are_refused_or_decoded_but_never_crash():
     data = bytearray(make_video(count=8))
     for start in range(40, len(data) - 16, len(data) // 25):
         damaged = bytearray(data)
@@ -173,7 +168,7 @@ def test_damaged_frames_are_refused_or_decoded_but_never_crash() -> None:
         assert len(frames) == 2
 
 
-def test_a_strip_shows_at_most_eight_frames_evenly() -> None:
+def test_a_strip_shows_at_most_eight_frames_evenly():
     frames = [Image.new("RGB", (640, 100), (n, n, n)) for n in range(20)]
     strip = build_strip(frames)
     assert strip.size == fit_strip((640, 100), 20)[0] == (8 * 320, 50)

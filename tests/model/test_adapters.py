@@ -103,9 +103,7 @@ def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
         *(("qwen3_vl", name, "bfloat16", 0.15) for name in IN_BFLOAT16),
     ],
 )
-def test_packed_repeated_and_sampled_log_probs_are_equal(
-    sources: dict[str, Path], family: str, name: str, dtype: str, bound: float
-) -> None:
+def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, dtype, bound):
     policy = make_policy(sources[family], name, dtype)
     change(policy)
     prompts = mixed_prompts(policy, 3)
@@ -122,9 +120,7 @@ def test_packed_repeated_and_sampled_log_probs_are_equal(
     ("name", "dtype"),
     [*((n, "float32") for n in VARIANTS), *((n, "bfloat16") for n in IN_BFLOAT16)],
 )
-def test_a_new_adapter_changes_neither_the_model_nor_its_base_weights(
-    sources: dict[str, Path], name: str, dtype: str
-) -> None:
+def test_a_new_adapter_changes_neither_the_model_nor_its_base_weights(sources, name, dtype):
     settings = make_settings(sources["qwen3_vl"], dtype)
     base = load_policy(settings, training=False)
     before = score(base)
@@ -151,9 +147,7 @@ def test_a_new_adapter_changes_neither_the_model_nor_its_base_weights(
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_peft_reads_a_checkpoint_over_the_original_model(
-    sources: dict[str, Path], name: str, tmp_path: Path
-) -> None:
+def test_peft_reads_a_checkpoint_over_the_original_model(sources, name, tmp_path):
     """And a merged export equals it; both without anything of vlm_grpo in the files."""
     policy = make_policy(sources["qwen2_5_vl"], name)
     change(policy)
@@ -181,9 +175,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(
         *((name, "bfloat16") for name in ("dora", "modules")),
     ],
 )
-def test_a_run_that_is_stopped_resumes_bit_for_bit(
-    sources: dict[str, Path], name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_path, monkeypatch):
     changes: Any = {
         "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **VARIANTS[name]}},
         "objective": {"beta": 0.1, "reference_refresh_every": 2},
@@ -201,7 +193,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(
     assert_same_run(whole.run_dir, stopped.run_dir, "step-3")
 
 
-def test_the_projector_inside_the_vision_module_is_a_part_of_its_own() -> None:
+def test_the_projector_inside_the_vision_module_is_a_part_of_its_own():
     model, _ = tiny_model("qwen3_vl")
     freeze_parts(model, ["vision"])
     for name, weight in model.named_parameters():
@@ -216,9 +208,7 @@ def test_the_projector_inside_the_vision_module_is_a_part_of_its_own() -> None:
         (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
     ],
 )
-def test_the_target_selects_the_adapted_layers(
-    target: Any, adapts_vision: bool, suffixes: set[str]
-) -> None:
+def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
     model, _ = tiny_model("qwen2_5_vl")
     policy = PolicySettings(lora=LoraSettings(r=2, target=target))
     assert apply_lora_or_freeze(model, policy) is not None
@@ -240,7 +230,7 @@ def test_the_target_selects_the_adapted_layers(
         ({"rank_pattern": {"(": 3}}, "is not a regular expression"),
     ],
 )
-def test_settings_that_are_not_valid_are_errors(settings: Any, message: str) -> None:
+def test_settings_that_are_not_valid_are_errors(settings, message):
     with pytest.raises(UserError, match=message):
         LoraSettings(**settings)
 
@@ -256,14 +246,14 @@ def test_settings_that_are_not_valid_are_errors(settings: Any, message: str) -> 
         ({"r": 65, "init_lora_weights": "olora"}, r"least the adapter's rank; those of .* \(\d+, "),
     ],
 )
-def test_settings_without_an_effect_on_the_model_are_errors(settings: Any, message: str) -> None:
+def test_settings_without_an_effect_on_the_model_are_errors(settings, message):
     model, _ = tiny_model("qwen2_5_vl")
     with pytest.raises(UserError, match=message):
         apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(**settings)))
 
 
 @pytest.mark.parametrize("name", ["dora", "pissa", "modules"])
-def test_a_run_starts_from_an_adapter(sources: dict[str, Path], name: str, tmp_path: Path) -> None:
+def test_a_run_starts_from_an_adapter(sources, name, tmp_path):
     policy = make_policy(sources["qwen2_5_vl"], name)
     change(policy)
     policy.save(tmp_path, policy.weights())
@@ -274,9 +264,7 @@ def test_a_run_starts_from_an_adapter(sources: dict[str, Path], name: str, tmp_p
     assert names == [key for key, _ in policy.trainable_parameters()]
 
 
-def test_an_adapter_of_other_settings_is_one_message(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_of_other_settings_is_one_message(sources, tmp_path):
     policy = make_policy(sources["qwen2_5_vl"], "olora")
     policy.save(tmp_path, policy.weights())
     message = (
@@ -295,9 +283,7 @@ def test_an_adapter_of_other_settings_is_one_message(
 
 
 @pytest.mark.parametrize("name", ["dora", "modules"])
-def test_vllm_refuses_what_it_does_not_load(
-    sources: dict[str, Path], name: str, tmp_path: Path
-) -> None:
+def test_vllm_refuses_what_it_does_not_load(sources, name, tmp_path):
     policy = make_policy(sources["qwen2_5_vl"], name)
     policy.save(tmp_path, policy.weights())
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
@@ -306,9 +292,7 @@ def test_vllm_refuses_what_it_does_not_load(
 
 
 @pytest.mark.parametrize(("name", "rank"), [("patterns", 4), ("olora", 8), ("rslora", 4)])
-def test_a_server_has_room_for_the_largest_rank(
-    sources: dict[str, Path], name: str, rank: int, tmp_path: Path
-) -> None:
+def test_a_server_has_room_for_the_largest_rank(sources, name, rank, tmp_path):
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     policy = make_policy(sources["qwen2_5_vl"], name)
     policy.save(tmp_path, policy.weights())

@@ -56,7 +56,7 @@ def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
     return [*turns, Turn("user", text)]
 
 
-def test_arguments_reach_the_template() -> None:
+def test_arguments_reach_the_template():
     end = "<|im_start|>assistant\n"
     assert make_chat(THINKING).render(ask()).endswith(end)
     chat = make_chat(THINKING, thinking=False)
@@ -68,7 +68,7 @@ def test_arguments_reach_the_template() -> None:
 @pytest.mark.parametrize(
     "name", ["enable_thinkin", "messages", "bos_token", "add_generation_prompt"]
 )
-def test_an_argument_that_the_template_does_not_take_is_refused(name: str) -> None:
+def test_an_argument_that_the_template_does_not_take_is_refused(name):
     with pytest.raises(
         UserError, match=r"has no such variable.*; it has enable_thinking$"
     ) as error:
@@ -86,7 +86,7 @@ def test_an_argument_that_the_template_does_not_take_is_refused(name: str) -> No
         (DUMPED, "leaves it out: remove it"),
     ],
 )
-def test_a_system_prompt_without_a_place_is_refused(template: str, reason: str) -> None:
+def test_a_system_prompt_without_a_place_is_refused(template, reason):
     with pytest.raises(UserError, match=f"^prompt.system: the model's .* {reason}"):
         make_chat(template, system="Be brief.")
 
@@ -113,21 +113,19 @@ SHORT = "{% if thinking is defined and thinking %}<|think|>{% endif %}"
         (SHORT + CHAT_TEMPLATE, True, False, True),
     ],
 )
-def test_a_template_shows_whether_the_model_thinks(
-    template: str, thinking: bool | None, is_open: bool, is_native: bool
-) -> None:
+def test_a_template_shows_whether_the_model_thinks(template, thinking, is_open, is_native):
     tags = make_chat(template, thinking=thinking).read_thinking(("<think>", "</think>"))
     assert (tags.is_open, tags.is_native) == (is_open, is_native)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, IGNORED])
-def test_a_thinking_that_the_template_cannot_switch_is_refused(template: str) -> None:
+def test_a_thinking_that_the_template_cannot_switch_is_refused(template):
     with pytest.raises(UserError, match=r"^prompt.thinking=true: the .* no switch \(enable_think"):
         make_chat(template, thinking=True)
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
-def test_a_template_without_a_place_for_a_role_refuses_the_examples_that_have_it(role: Any) -> None:
+def test_a_template_without_a_place_for_a_role_refuses_the_examples_that_have_it(role):
     prompts = make_builder(make_chat(IGNORED))
     history = (Turn("user", "?"),) * (role == "assistant") + (Turn(role, "a"),)
     example = replace(noise_example("a", [(56, 28)]), history=history)
@@ -155,7 +153,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_templates_write_chats_and_show_their_thinking(name: str) -> None:
+def test_published_templates_write_chats_and_show_their_thinking(name):
     chat = make_chat((LIBRARY / f"{name}.jinja").read_text("utf-8"))
     family: Any = Family() if name != "gemma4" else load_family(SimpleNamespace(model_type=name))
     tags = chat.read_thinking(family.thinking_tags)
@@ -191,19 +189,19 @@ def test_published_templates_write_chats_and_show_their_thinking(name: str) -> N
     assert expected.index("Yes.") < expected.index("Or like")
 
 
-def test_a_template_that_moves_images_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_moves_images_is_told_once(caplog):
     prompts = make_builder(make_chat((LIBRARY / "llava_next.jinja").read_text("utf-8")))
     for question in ("Is <image> red?", "Or is <image> blue?", "<image>Red?", "Red?"):
         prompts.write(noise_example("a", [(56, 28)], question), PlainQuestion())
     assert [record.args for record in caplog.records] == [("example a",)]
 
 
-def test_a_control_token_in_the_system_prompt_is_refused() -> None:
+def test_a_control_token_in_the_system_prompt_is_refused():
     with pytest.raises(UserError, match=r"prompt.system has the text <\|image_pad\|>, a control"):
         make_builder(make_chat(CHAT_TEMPLATE, system="See <|image_pad|>."))
 
 
-def test_all_prompts_of_a_run_have_its_system_prompt() -> None:
+def test_all_prompts_of_a_run_have_its_system_prompt():
     settings = Settings.model_validate(
         {
             "task": "counting",
@@ -224,7 +222,7 @@ def test_all_prompts_of_a_run_have_its_system_prompt() -> None:
     assert [size.tokens for size in sizes] == [len(prompt.token_ids)]
 
 
-def test_the_estimate_of_a_plan_counts_a_chat_as_it_is_built() -> None:
+def test_the_estimate_of_a_plan_counts_a_chat_as_it_is_built():
     data = {"train": "embedded:counting"}
     settings = Settings.model_validate(
         {"task": "counting", "data": data, "prompt": {"template": "Twice: {{ question }}"}}

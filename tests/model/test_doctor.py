@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import pytest
 from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
@@ -17,7 +15,7 @@ from vlm_grpo.model.engine.shared import PrefixInputs
 from vlm_grpo.model.families import Family
 
 
-def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
+def test_both_forms_of_the_embedded_model_agree(tmp_path):
     Image.new("RGB", (90, 60), "red").save(tmp_path / "a.png")
     image = read_image(tmp_path / "a.png", PILLOW_WARNS_AT)
     lines = list(diagnose("embedded", image))
@@ -37,9 +35,7 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
     assert lines[-1].endswith("one prompt pass per group of 4 (policy.engine=auto)")
 
 
-def test_a_model_of_no_known_family_without_a_shared_form(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_no_known_family_without_a_shared_form(monkeypatch, capsys):
     enable_progress_bar()
     monkeypatch.setattr(loading, "load_family", lambda config: Family())
     monkeypatch.setattr(Family, "why_not_shared", lambda *_: "no reason")
@@ -49,9 +45,7 @@ def test_a_model_of_no_known_family_without_a_shared_form(
     assert capsys.readouterr().err == ""
 
 
-def test_a_shared_form_that_computes_something_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shared_form_that_computes_something_else_is_not_used(monkeypatch):
     length = property(lambda self: len(self.token_ids))  # of the prompt, not of its image's grid
     monkeypatch.setattr(PrefixInputs, "next_position", length)
     *_, last = diagnose("embedded")

@@ -32,7 +32,7 @@ def sample(policy: Policy, prompt: Prompt) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in group]
 
 
-def test_a_correct_form_is_kept_and_changes_nothing() -> None:
+def test_a_correct_form_is_kept_and_changes_nothing():
     unchecked = tiny_policy("qwen2_5_vl")
     policy, prompt = checked_policy()
     assert sample(policy, prompt) == sample(unchecked, prompt)
@@ -40,9 +40,7 @@ def test_a_correct_form_is_kept_and_changes_nothing() -> None:
     assert policy.counters == unchecked.counters != Counters()
 
 
-def test_a_wrong_form_is_given_up_with_one_warning_or_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_form_is_given_up_with_one_warning_or_ends_the_run(monkeypatch, caplog):
     policy, prompt = checked_policy()
     must_share, _ = checked_policy(must_share=True)
     length = property(lambda self: len(self.token_ids))
@@ -59,9 +57,7 @@ def test_a_wrong_form_is_given_up_with_one_warning_or_ends_the_run(
     assert "rounding: at most 0.001" in message
 
 
-def test_a_rollout_that_differs_from_the_scores_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rollout_that_differs_from_the_scores_is_noticed(monkeypatch, caplog):
     policy, prompt = checked_policy()
     build = kv_cache.CachedKeys.build
 
@@ -73,9 +69,7 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(
     assert "the log-probs of sampled tokens differ by" in caplog.text
 
 
-def test_a_model_that_fails_repeats_its_prompt_unless_it_lacks_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_fails_repeats_its_prompt_unless_it_lacks_memory(monkeypatch, caplog):
     policy, prompt = checked_policy()
     errors = [torch.OutOfMemoryError("out"), TypeError("forward() got 'attend'")]
 
@@ -107,8 +101,8 @@ def fail_to_capture(*_: Any) -> Any:
     ],
 )
 def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
-    capture: Any, problem: str, must_share: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    capture, problem, must_share, caplog
+):
     policy, prompt = checked_policy(must_share)
     policy.engine.use_capture(capture)
     assert sample(policy, prompt) == sample(tiny_policy("qwen2_5_vl"), prompt)
@@ -124,7 +118,7 @@ def make_group(prompt: Prompt, *lengths: int) -> Group:
     return Group(prompt, members, ())
 
 
-def test_only_much_larger_shapes_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     policy, prompt = checked_policy()
     check = policy.form_check
     assert check is not None
@@ -140,9 +134,7 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch: pytest.MonkeyPat
     assert check.is_larger([make_group(prompt, 35), make_group(prompt, 3)])
 
 
-def test_a_failure_or_a_lack_of_memory_in_a_later_check_ends_no_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_or_a_lack_of_memory_in_a_later_check_ends_no_run(monkeypatch, caplog):
     policy, prompt = checked_policy()
     sample(policy, prompt)
     errors: list[Exception] = [torch.OutOfMemoryError("out"), ValueError("a wrong shape")]
@@ -158,9 +150,7 @@ def test_a_failure_or_a_lack_of_memory_in_a_later_check_ends_no_run(
     assert "the model fails (ValueError: a wrong shape)" in caplog.text
 
 
-def test_images_are_checked_as_soon_as_a_prompt_has_some(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_images_are_checked_as_soon_as_a_prompt_has_some(monkeypatch, caplog):
     policy, with_image = checked_policy()
     text = make_prompt(policy, noise_example("t", [], "What? " * 20))
     settings = SamplingSettings(policy.distribution, 6)
@@ -183,7 +173,7 @@ def test_images_are_checked_as_soon_as_a_prompt_has_some(
     assert checked[2:] == [with_image]
 
 
-def test_dropout_is_no_fault_of_the_form() -> None:
+def test_dropout_is_no_fault_of_the_form():
     policy, prompt = checked_policy()
     policy.model.get_decoder().layers[0].register_forward_hook(
         lambda layer, _, output: torch.nn.functional.dropout(output, 0.5, layer.training)
@@ -195,8 +185,8 @@ def test_dropout_is_no_fault_of_the_form() -> None:
 
 
 def test_a_form_that_is_wrong_for_larger_shapes_only_is_given_up_within_a_run(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     lengths = ("rollout.max_completion_length=24", "rollout.min_new_tokens=24")
     trainer = make_embedded_trainer(tmp_path, *lengths)
     cascade = kernels.cascade

@@ -30,14 +30,14 @@ def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
 
 
-def test_an_unreachable_hub_is_an_error_before_any_retry() -> None:
+def test_an_unreachable_hub_is_an_error_before_any_retry():
     settings = load_settings("counting", ["model=nobody/nothing"])
     for load in (load_model, load_processor):
         with pytest.raises(UserError, match=r"neither a folder nor in the hub's cache.*127"):
             load(settings)
 
 
-def test_what_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_to_the_loader(tmp_path, monkeypatch):
     for source in (str(tmp_path), "not/a/hub/name"):
         hub.check_reachable(source)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -106,9 +106,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_a_folder_is_uploaded_to_a_private_repository_unless_public(
-    server: StandIn, folder: Path, public: bool
-) -> None:
+def test_a_folder_is_uploaded_to_a_private_repository_unless_public(server, folder, public):
     hub.check_pushable("someone/counter")
     assert hub.push(folder, "someone/counter", public) == f"{server.url}/someone/counter"
     (created,) = server.created
@@ -118,7 +116,7 @@ def test_a_folder_is_uploaded_to_a_private_repository_unless_public(
     assert server.files == {name: path.read_bytes() for name, path in expected.items()}
 
 
-def test_a_dry_run_lists_the_files_and_sends_nothing(server: StandIn, folder: Path) -> None:
+def test_a_dry_run_lists_the_files_and_sends_nothing(server, folder):
     lines = list(hub.describe_push(folder, "someone/counter", public=False))
     assert lines == [
         f"would push to {server.url}/someone/counter, private if it is new:",
@@ -136,9 +134,7 @@ def test_a_dry_run_lists_the_files_and_sends_nothing(server: StandIn, folder: Pa
     assert server.calls == []
 
 
-def test_problems_are_found_before_the_export(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_are_found_before_the_export(server, monkeypatch):
     with pytest.raises(UserError, match=r"--push a/b/c is not a name on the hub"):
         hub.check_pushable("a/b/c")
     server.refuses = "/api/whoami"
@@ -155,7 +151,7 @@ def test_problems_are_found_before_the_export(
         hub.check_pushable("a/b")
 
 
-def test_a_failed_upload_names_the_command_that_repeats_it(server: StandIn, folder: Path) -> None:
+def test_a_failed_upload_names_the_command_that_repeats_it(server, folder):
     server.refuses = "/api/models"
     with pytest.raises(UserError, match=rf"hf upload someone/counter {folder}"):
         hub.push(folder, "someone/counter", public=False)

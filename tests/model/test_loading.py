@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ from vlm_grpo.model.loading import (
 )
 
 
-def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Path) -> None:
+def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(get_model_source("embedded"), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -49,7 +48,7 @@ def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Pat
         load_model(two_updates)
 
 
-def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path):
     settings = load_settings("quickstart", ["policy.lora.r=2"])
     loaded = load_model(settings)
     assert loaded.adapters is not None
@@ -64,7 +63,7 @@ def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("damage", ["cut", "shape"])
-def test_damaged_weights_are_one_message(kind: str, damage: str, tmp_path: Path) -> None:
+def test_damaged_weights_are_one_message(kind, damage, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(get_model_source("embedded"), folder)
     settings = load_settings("quickstart", ["policy.lora.r=2"])
@@ -82,9 +81,7 @@ def test_damaged_weights_are_one_message(kind: str, damage: str, tmp_path: Path)
         load_model(settings, folder)
 
 
-def test_a_processor_without_its_package_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_without_its_package_is_one_message(tmp_path, monkeypatch):
     model, processor = BUILDERS["smolvlm"]()
     model.config.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
@@ -93,7 +90,7 @@ def test_a_processor_without_its_package_is_one_message(
         load_processor(load_settings("quickstart", [f"model={tmp_path}"]))
 
 
-def test_the_largest_dropout_is_found_in_modules_and_attributes() -> None:
+def test_the_largest_dropout_is_found_in_modules_and_attributes():
     assert find_largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
     layers = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout2d(0.2))
     assert find_largest_dropout(layers) == (0.2, "1")
@@ -101,7 +98,7 @@ def test_the_largest_dropout_is_found_in_modules_and_attributes() -> None:
     assert find_largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")
 
 
-def test_settings_override_the_processors_pixel_budget() -> None:
+def test_settings_override_the_processors_pixel_budget():
     def get_budget(images: Any, **pixels: int) -> PixelBudget | None:
         processor = SimpleNamespace(image_processor=images)
         return get_pixel_budget(Family(), processor, PolicySettings(**pixels))
@@ -137,18 +134,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp lora", "fsdp", "fsdp autocast"])
-def test_all_processes_have_the_weights_that_the_first_one_reads(
-    results: dict[str, Any], name: str
-) -> None:
+def test_all_processes_have_the_weights_that_the_first_one_reads(results, name):
     (first, read), (second, _) = results[name]
     assert first == second == read
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_without_values_has_the_same_weights_and_ties(
-    family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_values_has_the_same_weights_and_ties(family, tied, monkeypatch):
     model, _ = tiny_model(family)
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = tied
     expected = type(model)(model.config)
@@ -169,11 +162,11 @@ def list_tensors(model: Any) -> list[tuple]:
     return [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
 
 
-def test_a_model_that_cannot_be_read_ends_all_processes(results: dict[str, Any]) -> None:
+def test_a_model_that_cannot_be_read_ends_all_processes(results):
     first, second = results["broken"]
     assert "broken cannot be loaded" in first
     assert second.startswith("the first process cannot read the model")
 
 
-def test_a_single_process_reads_for_itself() -> None:
+def test_a_single_process_reads_for_itself():
     assert not has_one_reader()

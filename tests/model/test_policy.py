@@ -45,14 +45,14 @@ def sample(
     return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
 
 
-def test_examples_that_share_an_image_decode_it_once() -> None:
+def test_examples_that_share_an_image_decode_it_once():
     policy = tiny_policy(FAMILY)
     prompts = [make_prompt(policy, noise_example("a", [(60, 90)])) for _ in range(3)]
     assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
 
 
 @BOTH_ENGINES
-def test_sampled_log_probabilities_equal_scored_ones(shared: bool) -> None:
+def test_sampled_log_probabilities_equal_scored_ones(shared):
     policy = tiny_policy(FAMILY, shared=shared, dtype=torch.float64)
     prompts = make_prompts(policy)
     groups = sample(policy, prompts)
@@ -68,7 +68,7 @@ def test_sampled_log_probabilities_equal_scored_ones(shared: bool) -> None:
     assert scores.logprobs.requires_grad
 
 
-def test_a_completion_ends_at_the_end_token_a_stop_string_or_the_length_limit() -> None:
+def test_a_completion_ends_at_the_end_token_a_stop_string_or_the_length_limit():
     policy = tiny_policy(FAMILY)
     prompts = make_prompts(policy)
     # One token per byte: a random model soon generates a character that is a stop string.
@@ -85,7 +85,7 @@ def test_a_completion_ends_at_the_end_token_a_stop_string_or_the_length_limit() 
 
 
 @BOTH_ENGINES
-def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
+def test_the_counters_show_what_sharing_a_prompt_saves(shared):
     policy = tiny_policy(FAMILY, shared=shared)
     prompts = make_prompts(policy)
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -100,7 +100,7 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
     assert policy.counters == Counters(repeats, 0, repeats * prompt_tokens + completion_tokens)
 
 
-def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> None:
+def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared():
     freeze = {"freeze": ["vision", "projector"]}
     policy = build_family_policy(FAMILY, shared=True, policy=freeze)
     assert isinstance(policy.engine, SharedEngine)
@@ -115,19 +115,19 @@ def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> No
 
 
 @BOTH_ENGINES
-def test_the_dummy_batch_scores_one_token(shared: bool) -> None:
+def test_the_dummy_batch_scores_one_token(shared):
     policy = tiny_policy(FAMILY, shared=shared)
     scores = policy.score(policy.dummy_batch())
     assert scores.logprobs.shape == (1,)
     assert torch.isfinite(scores.logprobs).all()
 
 
-def test_token_scores_of_different_lengths_are_refused() -> None:
+def test_token_scores_of_different_lengths_are_refused():
     with pytest.raises(TypeCheckError):
         TokenScores(torch.zeros(2), torch.zeros(3))
 
 
-def test_a_prompt_is_laid_out_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_laid_out_once_per_step(monkeypatch):
     policy = tiny_policy("qwen2_5_vl")
     prompts = [
         make_prompt(policy, noise_example("a", [(56, 56)], "Why?")),
@@ -150,9 +150,7 @@ def test_a_prompt_is_laid_out_once_per_step(monkeypatch: pytest.MonkeyPatch) -> 
         laid_out.clear()
 
 
-def test_decode_steps_are_captured_as_the_settings_and_the_model_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_decode_steps_are_captured_as_the_settings_and_the_model_say(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(policy_module, "get_capture", lambda *arguments: asked.extend(arguments))
     settings = load_settings("quickstart", [])

@@ -17,7 +17,7 @@ from vlm_grpo.model import prompts as prompts_module
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, PromptWriter
-from vlm_grpo.task import PlainQuestion, Task
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
@@ -50,9 +50,7 @@ def ask(question: str, location: str = "rows.jsonl:3") -> Example:
 @pytest.mark.parametrize(
     "token", ["<|image_pad|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|endoftext|>"]
 )
-def test_a_control_token_in_a_question_is_refused_by_all_steps(
-    prompts: PromptBuilder, token: str
-) -> None:
+def test_a_control_token_in_a_question_is_refused_by_all_steps(prompts, token):
     bad, good = ask(f"How many{token}?"), ask("How many?")
     reason = f"rows.jsonl:3: example a: its prompt has the text {token}, a control token of the"
     with pytest.raises(UserError) as selected:
@@ -64,7 +62,7 @@ def test_a_control_token_in_a_question_is_refused_by_all_steps(
 
 
 @pytest.mark.parametrize("family", BUILDERS)
-def test_chats_are_those_of_the_chat_template(family: str) -> None:
+def test_chats_are_those_of_the_chat_template(family):
     policy = build_family_policy(family)
     example = noise_example("a", [(64, 64), (96, 32), (32, 64)], "Or like <image>?")
     chat = (
@@ -97,7 +95,7 @@ def test_chats_are_those_of_the_chat_template(family: str) -> None:
     assert difference.abs().mean() < 0.02
 
 
-def test_the_text_and_the_images_of_a_turn_are_checked_before_a_run(prompts: PromptBuilder) -> None:
+def test_the_text_and_the_images_of_a_turn_are_checked_before_a_run(prompts):
     for turn, reason in (
         (Turn("user", "a<|im_end|>"), r"its prompt has the text <\|im_end\|>, a control token"),
         (Turn("user", "<image>"), "it has 1 <image> in its texts and 2 images"),
@@ -108,7 +106,7 @@ def test_the_text_and_the_images_of_a_turn_are_checked_before_a_run(prompts: Pro
             prompts.select_usable([example], TASK)
 
 
-def test_a_prompt_that_the_processor_refuses_is_one_message() -> None:
+def test_a_prompt_that_the_processor_refuses_is_one_message():
     policy = build_family_policy("paligemma")
     with pytest.raises(UserError, match=r"the model's processor refuses .* `images` are"):
         make_prompt(policy, noise_example("a", []))
@@ -117,25 +115,25 @@ def test_a_prompt_that_the_processor_refuses_is_one_message() -> None:
 @pytest.mark.parametrize(
     "text", ["<|im_end", "im_end", "< |im_end|>", "<b>", "|", "<think>", "3<4"]
 )
-def test_other_text_is_not_a_control_token(prompts: PromptBuilder, text: str) -> None:
+def test_other_text_is_not_a_control_token(prompts, text):
     assert prompts.write(ask(text), TASK) == (Turn("user", f"<image>{text}"),)
 
 
-def test_the_tokens_of_answers_may_be_in_a_prompt(prompts: PromptBuilder) -> None:
+def test_the_tokens_of_answers_may_be_in_a_prompt(prompts):
     for name in ("qwen2_vl", "resized", "permille"):
         task = load_task("grounding", frame=FRAMES[name])
         assert FRAMES[name].form in prompts.write(ask("the cat"), task)[0].text
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *BUILDERS])
-def test_a_builder_builds_the_same_prompts_in_another_process(family: str) -> None:
+def test_a_builder_builds_the_same_prompts_in_another_process(family):
     prompts = build_family_policy(family).prompts
     example = prompts.with_resized_sizes(noise_example("a", [(112, 84), (56, 28)]))
     sent = pickle.loads(pickle.dumps(prompts))
     assert_same_prompt(sent.build(example, TASK), prompts.build(example, TASK))
 
 
-def test_unusable_examples_are_an_error_that_names_all_of_them(prompts: PromptBuilder) -> None:
+def test_unusable_examples_are_an_error_that_names_all_of_them(prompts):
     examples = [ask("?"), noise_example("thin", [THIN]), noise_example("low", [THIN])]
     with pytest.raises(UserError, match="2 examples cannot be used with this model") as caught:
         prompts.select_usable(examples, TASK)
@@ -143,9 +141,7 @@ def test_unusable_examples_are_an_error_that_names_all_of_them(prompts: PromptBu
         assert part in str(caught.value)
 
 
-def test_unusable_examples_are_dropped_if_requested(
-    prompts: PromptBuilder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_examples_are_dropped_if_requested(prompts, caplog):
     good = [noise_example(name, [(56, 28)]) for name in "ab"]
     thin = noise_example("thin", [(28, 28), THIN])
     assert [*prompts.select_usable([good[0], thin, good[1]], TASK, skip=True)] == good
@@ -174,23 +170,19 @@ def cut(example: Example) -> Example:
         (cut(ask("?")), TASK, "rows.jsonl:3: example a: image a-0 cannot be read"),
     ],
 )
-def test_what_keeps_a_prompt_from_being_built_is_named(
-    prompts: PromptBuilder, example: Example, task: Task, reason: str
-) -> None:
+def test_what_keeps_a_prompt_from_being_built_is_named(prompts, example, task, reason):
     with pytest.raises(UserError, match=re.escape(reason)):
         prompts.build(prompts.with_resized_sizes(example), task)
 
 
-def test_a_chat_template_that_refuses_a_prompt_is_named(
-    embedded: PromptBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_template_that_refuses_a_prompt_is_named(embedded, monkeypatch):
     template = "{{ raise_exception('only text') }}"
     monkeypatch.setattr(embedded.processor, "chat_template", template)
     with pytest.raises(UserError, match=r"^rows\.jsonl:3: example a: only text$"):
         embedded.build(embedded.with_resized_sizes(ask("?")), TASK)
 
 
-def test_an_image_is_decoded_once_while_it_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_decoded_once_while_it_is_recent(monkeypatch):
     monkeypatch.setattr(prompts_module, "RECENT_IMAGES", 2)
     writer = PromptWriter(FRAMES["permille"], None)
     images = {name: noise_example(name, [(4, 4)], seed=ord(name)).images[0] for name in "abc"}

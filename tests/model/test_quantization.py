@@ -92,7 +92,7 @@ def names_of_quantized(policy: Policy) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", *BUILDERS])
-def test_the_language_model_alone_is_quantized(name: str) -> None:
+def test_the_language_model_alone_is_quantized(name):
     whole, _ = build_family_model(name)
     head = whole.get_output_embeddings()
     linear = {n: m for n, m in whole.named_modules() if type(m) is nn.Linear and m is not head}
@@ -101,7 +101,7 @@ def test_the_language_model_alone_is_quantized(name: str) -> None:
     assert found == [n for n in linear if "language_model." in n or ".text_model." in n]
 
 
-def test_other_parts_are_quantized_if_asked(qwen: Path) -> None:
+def test_other_parts_are_quantized_if_asked(qwen):
     policy = load(qwen, load_in="8bit", quantized_parts=("vision", "projector"))
     parts = {find_part(name) for name in names_of_quantized(policy)}
     assert parts == {"vision", "projector"}
@@ -110,9 +110,7 @@ def test_other_parts_are_quantized_if_asked(qwen: Path) -> None:
 @pytest.mark.no_shapes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FOUR)
-def test_packed_and_sampled_equal_repeated(
-    name: str, kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_and_sampled_equal_repeated(name, kind, folders, monkeypatch):
     policy = load(folders[name], load_in=kind, engine="shared")
     use_float64_recurrence(monkeypatch, policy.model)
     whole, _ = build_family_model(name)
@@ -137,9 +135,7 @@ def test_packed_and_sampled_equal_repeated(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["use_rslora", "use_dora"])
-def test_bfloat16_rollouts_of_variants_have_the_scored_logprobs(
-    kind: str, variant: str, qwen: Path
-) -> None:
+def test_bfloat16_rollouts_of_variants_have_the_scored_logprobs(kind, variant, qwen):
     lora = {"r": 4, "alpha": 8, variant: True}
     policy = load(qwen, load_in=kind, dtype="bfloat16", lora=lora)
     # The bound of a run's own check, which is the same without quantization.
@@ -149,8 +145,8 @@ def test_bfloat16_rollouts_of_variants_have_the_scored_logprobs(
 @pytest.mark.parametrize("has_room", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool, dtype: str
-) -> None:
+    qwen, monkeypatch, has_room, dtype
+):
     policy = load(qwen, load_in="4bit", dtype=dtype)
     policy.form_check = None
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
@@ -181,9 +177,7 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
         ({"load_in": "8bit"}, 0.012),  # a row's largest value of 2 to 3 σ is 127 steps
     ],
 )
-def test_restored_matrices_are_those_of_bitsandbytes(
-    settings: dict[str, Any], error: float, qwen: Path
-) -> None:
+def test_restored_matrices_are_those_of_bitsandbytes(settings, error, qwen):
     whole = load(qwen).model
     policy = load(qwen, **settings)
     x = torch.randn(5, 64)
@@ -201,9 +195,7 @@ def test_restored_matrices_are_those_of_bitsandbytes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(
-    kind: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(kind, qwen, tmp_path, monkeypatch):
     quantized = {"load_in": kind, "lora": {"r": 4, "alpha": 8}}
     optim = {"lr": 1e-2, "prompts_per_step": 2, "max_steps": 2}
     run = small_run(tmp_path, qwen, name="whole", policy=quantized, optim=optim)
@@ -224,9 +216,7 @@ def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(
-    kind: str, qwen: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(kind, qwen, tmp_path):
     run = small_run(tmp_path, qwen, policy={"load_in": kind, "lora": {"r": 4}})
     policy = load_policy(run)
     for name, weight in policy.trainable_parameters():
@@ -241,9 +231,7 @@ def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_quantized_in_their_files_load(
-    kind: str, qwen: Path, tmp_path: Path
-) -> None:
+def test_weights_that_are_quantized_in_their_files_load(kind, qwen, tmp_path):
     policy = load(qwen, load_in=kind)
     names = names_of_quantized(policy)
     whole = {n for n, m in policy.model.named_modules() if isinstance(m, nn.Linear)} - names
@@ -268,9 +256,7 @@ def test_weights_that_are_quantized_in_their_files_load(
         load(tmp_path / "model", load_in=kind, quantized_parts=("language",))
 
 
-def test_what_cannot_be_quantized_is_refused(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_quantized_is_refused(folders, monkeypatch):
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
     with pytest.raises(UserError, match=r"weights of model x are quantized \(awq\): name another"):
         build_quantization("x", config, PolicySettings())
@@ -288,9 +274,7 @@ def test_what_cannot_be_quantized_is_refused(
 
 
 @pytest.mark.parametrize(("kind", "title"), [("FSDP", "FSDP2"), ("DEEPSPEED", "DeepSpeed")])
-def test_weights_that_would_be_sharded_are_refused(
-    kind: str, title: str, qwen: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_would_be_sharded_are_refused(kind, title, qwen, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(UserError, match=f"load_in=4bit does not work with {title}"):
         load(qwen, load_in="4bit")
@@ -301,7 +285,7 @@ def test_weights_that_would_be_sharded_are_refused(
     "settings",
     [{"load_in": "4bit"}, {"load_in": "4bit", "double_quant": False}, {"load_in": "8bit"}],
 )
-def test_the_plan_counts_the_bytes_of_the_weights(settings: dict[str, Any], dtype: str) -> None:
+def test_the_plan_counts_the_bytes_of_the_weights(settings, dtype):
     lora = {"lora": {"r": 8}, "dtype": dtype, **settings}
     policy = PolicySettings.model_validate(lora)
     values = {"task": "counting", "data": {"train": "embedded:counting"}, "policy": lora}

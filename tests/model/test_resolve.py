@@ -17,18 +17,18 @@ SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'
 
 
-def test_a_truncated_last_line_does_not_hide_the_evaluations_before_it(tmp_path: Path) -> None:
+def test_a_truncated_last_line_does_not_hide_the_evaluations_before_it(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(ROWS + '{"step": 3, "eval/exa')
     assert read_held_out_values(tmp_path, "exact") == {1: 0.25}
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("oops\n" + ROWS)
     with pytest.raises(UserError, match=r"metrics\.jsonl:1 is not a JSON object"):
         read_held_out_values(tmp_path, "exact")
 
 
-def test_a_hub_name_has_default_settings_and_no_checkpoint() -> None:
+def test_a_hub_name_has_default_settings_and_no_checkpoint():
     resolved = resolve_model("a/model", ["seed=3"])
     assert (resolved.checkpoint, resolved.run) == (None, None)
     assert (resolved.settings.model, resolved.settings.task) == ("a/model", NO_TASK)
@@ -51,9 +51,7 @@ def test_a_hub_name_has_default_settings_and_no_checkpoint() -> None:
         ("stopped", "runs/stopped has no complete checkpoint: continue the run with resume=true"),
     ],
 )
-def test_a_name_without_a_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, message: str
-) -> None:
+def test_a_name_without_a_model_is_refused(tmp_path, monkeypatch, model, message):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("runs/stopped/checkpoints").mkdir(parents=True)
@@ -63,7 +61,7 @@ def test_a_name_without_a_model_is_refused(
         resolve_model(model)
 
 
-def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path: Path) -> None:
+def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path):
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(SETTINGS)
     with pytest.raises(UserError, match=r"no checkpoint of .* was evaluated, so there is no best"):
@@ -77,9 +75,7 @@ def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path: Path) 
         resolve_model(f"{tmp_path}@best")
 
 
-def test_a_run_stands_for_its_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stands_for_its_newest_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     newest = Path("runs/mine/checkpoints/step-10")
     for folder in (newest, newest.with_name("step-2")):
@@ -89,7 +85,7 @@ def test_a_run_stands_for_its_newest_checkpoint(
     assert find_checkpoint("other") == Path("other")  # whoever loads it refuses it
 
 
-def test_the_best_step_of_an_error_metric_is_the_lowest(finished: Path, tmp_path: Path) -> None:
+def test_the_best_step_of_an_error_metric_is_the_lowest(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     benchmark = tmp_path / "far.yaml"

@@ -13,7 +13,7 @@ from vlm_grpo.planning.this_device import detect_device, find_peak_rate
 @pytest.mark.parametrize(
     ("name", "gib"), [("24GB", 24), ("h100", 79.1), ("A100-40gb", 39.4), ("NVIDIA L4", 22.0)]
 )
-def test_gpus_are_found_by_name_or_memory(name: str, gib: float) -> None:
+def test_gpus_are_found_by_name_or_memory(name, gib):
     # Error correction uses a sixteenth of an L4's 24 GB.
     assert find_device(name).memory == int(gib * GIB)
 
@@ -40,12 +40,12 @@ REPORTED = {
 }
 
 
-def test_gpus_are_identified_by_the_name_that_the_driver_reports() -> None:
+def test_gpus_are_identified_by_the_name_that_the_driver_reports():
     found = {reported: identify_gpu(reported) for reported in REPORTED}
     assert {reported: d and d.name for reported, d in found.items()} == REPORTED
 
 
-def test_only_gpus_of_the_table_have_a_peak_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpus_of_the_table_have_a_peak_rate(monkeypatch):
     assert detect_device().usable > GIB
     assert find_peak_rate(torch.device("cpu"), "bfloat16") is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -54,6 +54,6 @@ def test_only_gpus_of_the_table_have_a_peak_rate(monkeypatch: pytest.MonkeyPatch
     assert find_peak_rate(torch.device("cuda"), "bfloat16") is None
 
 
-def test_an_unknown_gpu_is_an_error() -> None:
+def test_an_unknown_gpu_is_an_error():
     with pytest.raises(UserError, match=r"did you mean h100\?.*give its memory, for example 24GB"):
         find_device("H1000")

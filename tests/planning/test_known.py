@@ -56,7 +56,7 @@ def configs() -> dict[str, Any]:
         for name in load_known_models()
     ],
 )
-def test_a_stored_shape_is_that_of_the_configuration(configs: dict[str, Any], name: str) -> None:
+def test_a_stored_shape_is_that_of_the_configuration(configs, name):
     changes = {"gradient_checkpointing": "mlp", "activation_offloading": True}
     adapters = {"r": 16, "alpha": 3}
     # The adapters of a family are at the same places, and those of many layers take a second.
@@ -70,15 +70,13 @@ def test_a_stored_shape_is_that_of_the_configuration(configs: dict[str, Any], na
         assert stored.state_bytes["adamw"] == pytest.approx(shape.state_bytes["adamw"], rel=1e-4)
 
 
-def test_the_numbers_of_weights_are_those_of_the_hub() -> None:
+def test_the_numbers_of_weights_are_those_of_the_hub():
     models = load_known_models()
     found = {name: models[name]["shapes"]["full"]["num_weights"] for name in SIZES}
     assert found == SIZES
 
 
-def test_the_table_of_the_guide_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_of_the_guide_is_what_the_command_prints(capsys):
     status, table, _ = run(capsys, "plan", "models")
     assert status == 0
     assert table in (ROOT / "docs/planning.md").read_text("utf-8")
@@ -86,15 +84,13 @@ def test_the_table_of_the_guide_is_what_the_command_prints(
 
 @pytest.mark.parametrize("model", ["models", SEVEN])
 @pytest.mark.parametrize("option", ["--devices=2", "--reserved=0.3", "--weights=sharded"])
-def test_a_table_takes_no_options_of_a_plan(
-    model: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_takes_no_options_of_a_plan(model, option, capsys):
     status, _, error = run(capsys, "plan", model, option)
     assert status == 2
     assert f"{option.partition('=')[0]} has no effect on the table of cards" in error
 
 
-def test_each_cell_is_the_answer_of_a_plan_on_that_card() -> None:
+def test_each_cell_is_the_answer_of_a_plan_on_that_card():
     _, _, _, row = format_table([SEVEN], ["policy.lora.r=16"])
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:2] == ["Qwen2.5-VL-7B-Instruct", "LoRA"]
@@ -111,7 +107,7 @@ def test_each_cell_is_the_answer_of_a_plan_on_that_card() -> None:
         assert plan.step.memory.weights >= 2 * SIZES[SEVEN]
 
 
-def test_prompts_have_the_image_of_the_settings() -> None:
+def test_prompts_have_the_image_of_the_settings():
     """Qwen's image tokens are 28 × 28 pixels, those of Qwen3 32 × 32."""
     for name, pixels in ((SEVEN, 784), ("Qwen/Qwen3-VL-8B-Instruct", 1024)):
         for tokens in (IMAGE_TOKENS, 500):
@@ -122,7 +118,7 @@ def test_prompts_have_the_image_of_the_settings() -> None:
             assert (size.tokens, size.pixels) == (tokens + TEXT_TOKENS, pixels * tokens)
 
 
-def test_the_largest_image_is_the_largest_that_fits() -> None:
+def test_the_largest_image_is_the_largest_that_fits():
     settings = build_known_settings(SEVEN, ["policy.lora.r=64"])
     planner = KnownPlanner(settings, "24GB")
     largest = planner.find_largest_image()
@@ -137,7 +133,7 @@ def test_the_largest_image_is_the_largest_that_fits() -> None:
     assert planner.on(find_device("12GB")).find_largest_image() == 0
 
 
-def test_no_card_is_large_enough_for_the_largest_model() -> None:
+def test_no_card_is_large_enough_for_the_largest_model():
     planner = KnownPlanner(build_known_settings("Qwen/Qwen2.5-VL-72B-Instruct"), "80GB")
     plan = planner.plan()
     assert (plan.fits, plan.smallest_card) == (False, None)
@@ -145,7 +141,7 @@ def test_no_card_is_large_enough_for_the_largest_model() -> None:
     assert plan.step.memory.weights > 192 * GIB
 
 
-def test_the_table_needs_neither_torch_nor_the_network(tmp_path: Path) -> None:
+def test_the_table_needs_neither_torch_nor_the_network(tmp_path):
     """So that it takes a second (1.3 s of processor time, most of it pydantic's and rich's)."""
     program = (
         "import socket, sys\n"
@@ -163,9 +159,7 @@ def test_the_table_needs_neither_torch_nor_the_network(tmp_path: Path) -> None:
     assert done.stdout.count("\n") == 2 + 3 * len(load_known_models())
 
 
-def test_what_is_not_stored_is_one_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_stored_is_one_message(capsys, monkeypatch):
     message = fails(capsys, "plan", SEVEN, "policy.dtype=float32")
     assert "policy.dtype=float32 is not among the known shapes" in message
     message = fails(capsys, "plan", SEVEN, "policy.lora.use_dora=true", "--gpu", "24GB")

@@ -76,9 +76,7 @@ CASES = [*product(FAMILIES, POLICIES, ("none", "mlp")), ("qwen2_5_vl", "lora-bfl
 
 
 @pytest.mark.parametrize(("family", "name", "recomputed"), CASES)
-def test_a_decoder_layer_saves_what_a_plan_measures(
-    family: str, name: str, recomputed: Checkpointing
-) -> None:
+def test_a_decoder_layer_saves_what_a_plan_measures(family, name, recomputed):
     values = POLICIES[name]
     if "lora" not in values:
         values = values | {"freeze": ("vision", "projector")}
@@ -88,7 +86,7 @@ def test_a_decoder_layer_saves_what_a_plan_measures(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
-def test_variants_of_lora_are_measured(variant: dict[str, Any], dtype: str) -> None:
+def test_variants_of_lora_are_measured(variant, dtype):
     values = {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **variant}}
     saved, policy, prompt = measure_last("qwen2_5_vl", values, side=224)
     settings = PolicySettings.model_validate(values)
@@ -104,9 +102,7 @@ def test_variants_of_lora_are_measured(variant: dict[str, Any], dtype: str) -> N
     assert difference == 4 * (shape.num_trained + kept)
 
 
-def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(monkeypatch):
     monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: hidden.dtype == weight.dtype)
     monkeypatch.setattr(forwards, "rms_norm", FusedNorm.apply)
     monkeypatch.setattr(kernels, "has_varlen", lambda query: query.device.type == "meta")
@@ -129,9 +125,7 @@ def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("full")])
 @pytest.mark.parametrize("recomputed", ["none", "mlp"])
-def test_a_vision_block_saves_what_a_plan_measures(
-    family: str, name: str, recomputed: Checkpointing
-) -> None:
+def test_a_vision_block_saves_what_a_plan_measures(family, name, recomputed):
     depths = (1, 2) if family != "qwen3_vl" else (2, 3)  # deepstack taps blocks 0 and 1
     saved, _, prompt = measure_last(family, POLICIES[name], recomputed, depths, part="vision")
     block = measure(family, name).block
@@ -144,7 +138,7 @@ def test_a_vision_block_saves_what_a_plan_measures(
     assert saved == planned
 
 
-def test_the_cache_holds_keys_and_values_of_all_tokens() -> None:
+def test_the_cache_holds_keys_and_values_of_all_tokens():
     shape = measure("qwen2_5_vl", "full-float32")
     work = Workload(4, 3, 20, 16, 10, 130, 1 << 20, 0)
     # Two prompts of 20 + 3 · 10 tokens fit into 130 tokens.
@@ -153,7 +147,7 @@ def test_the_cache_holds_keys_and_values_of_all_tokens() -> None:
     assert count_cache_bytes(shape, work) == 2 * 50 * 3 * 2 * 32 * 4
 
 
-def test_settings_that_save_memory_lower_the_estimate() -> None:
+def test_settings_that_save_memory_lower_the_estimate():
     policy = load_settings("counting_qwen2_vl_2b", ["data.train=x", "data.eval=y"]).policy
     model, _ = tiny_model("qwen2_5_vl")
     work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
@@ -176,7 +170,7 @@ def test_settings_that_save_memory_lower_the_estimate() -> None:
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", get_args(OptimizerName))
 @pytest.mark.parametrize("kind", ["full-float32", "full-no-masters", "lora-bfloat16"])
-def test_the_state_of_an_optimizer_has_the_planned_bytes(name: Any, kind: str) -> None:
+def test_the_state_of_an_optimizer_has_the_planned_bytes(name, kind):
     policy, _ = build_policy("qwen2_5_vl", POLICIES[kind])
     shape = measure("qwen2_5_vl", kind)
     trainable = policy.trainable_parameters()
@@ -202,7 +196,7 @@ def test_the_state_of_an_optimizer_has_the_planned_bytes(name: Any, kind: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_weights_are_counted_exactly(family: str, name: str) -> None:
+def test_weights_are_counted_exactly(family, name):
     policy, policy_settings = build_policy(family, POLICIES[name])
     shape = read_model_shape(policy.model.config, policy_settings)
     assert shape.num_trained == sum(weight.numel() for _, weight in policy.trainable_parameters())
@@ -212,7 +206,7 @@ def test_weights_are_counted_exactly(family: str, name: str) -> None:
     assert shape.trains_vision == engine.encoder.is_trained
 
 
-def test_tied_weights_are_counted_once() -> None:
+def test_tied_weights_are_counted_once():
     settings = load_settings("counting")
     model = load_model(settings).model
     shape = read_model_shape(model.config, settings.policy)
@@ -222,7 +216,7 @@ def test_tied_weights_are_counted_once() -> None:
 
 # Gemma 3 and Qwen 3.5 multiply by 1 + w, and Command A Vision has layer norms.
 @pytest.mark.parametrize("family", ["internvl", "gemma4", "gemma3", "qwen3_5", "cohere2_vision"])
-def test_norms_are_fused_where_the_kernel_has_their_formula(family: str) -> None:
+def test_norms_are_fused_where_the_kernel_has_their_formula(family):
     model, _ = BUILDERS[family]()
     shape = read_model_shape(model.config, PolicySettings())
     assert shape.text.fuses_norms == (family in ("internvl", "gemma4"))

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +35,14 @@ def planner() -> Planner:
     return Planner(settings, Device("toy", GIB // 2, is_cpu=True))
 
 
-def test_the_largest_group_fits_and_one_more_does_not(planner: Planner) -> None:
+def test_the_largest_group_fits_and_one_more_does_not(planner):
     group = planner.find_largest_group()
     assert 8 < group < 1024
     assert planner.fits(with_changes(planner.settings, "rollout", num_generations=group))
     assert not planner.fits(with_changes(planner.settings, "rollout", num_generations=group + 1))
 
 
-def test_changes_are_valid_and_make_the_recipe_fit(planner: Planner) -> None:
+def test_changes_are_valid_and_make_the_recipe_fit(planner):
     values = ["rollout.num_generations=64", "rollout.max_completion_length=64"]
     overrides = ["data.train_limit=30", "objective.beta=0.1", *values]
     overrides += ["objective.reference_refresh_every=never"]
@@ -59,7 +58,7 @@ def test_changes_are_valid_and_make_the_recipe_fit(planner: Planner) -> None:
     assert any(line.startswith("fits       no: ") for line in lines)
 
 
-def test_only_examples_that_the_filter_accepts_are_planned(tmp_path: Path) -> None:
+def test_only_examples_that_the_filter_accepts_are_planned(tmp_path):
     rows = [{"id": str(n), "question": "How many?", "answer": n, "rate": n} for n in range(6)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,7 +67,7 @@ def test_only_examples_that_the_filter_accepts_are_planned(tmp_path: Path) -> No
     assert [example.answer for example in chosen.prompts.examples] == [4, 5]
 
 
-def test_no_change_makes_a_tiny_device_fit(planner: Planner) -> None:
+def test_no_change_makes_a_tiny_device_fit(planner):
     tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
     found = tiny.plan()
     assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
@@ -105,7 +104,7 @@ def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion: Path) -> None:
+def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion):
     settings = big(seven_billion)
     text = str(plan(settings, "H100", devices=8))
     assert "8,292,166,656 weights" in text  # of Qwen2.5-VL-7B
@@ -120,7 +119,7 @@ def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion: Path) -> 
     assert "policy.lora.r=64" in alone
 
 
-def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Path) -> None:
+def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):
     settings = big(seven_billion)
     planner = Planner(settings, Device("GPU", 80 * GIB), 8)
     shape = planner.estimate_step(settings).shape
@@ -135,7 +134,7 @@ def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Pat
     assert update == pytest.approx(10 * h + 16 * n / 8 + layers, rel=1e-6)
 
 
-def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Path) -> None:
+def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):
     settings = big(seven_billion, "optim.max_tokens_per_batch=64")
     planner = Planner(settings, Device("GPU", 80 * GIB), 8)
     step = planner.estimate_step(settings, "offloaded")
@@ -162,7 +161,7 @@ def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: P
     assert f"GB per step between main memory and device: {seconds:.2g} s at 25 GB/s" in text
 
 
-def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion: Path) -> None:
+def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion):
     settings = big(seven_billion, "policy.gradient_checkpointing=true")
     step = Planner(settings, Device("GPU", 200 * GIB)).estimate_step(settings)
     assert step.work.num_micro_batches == 1
@@ -170,7 +169,7 @@ def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion:
     assert step.memory.backward >= 16 * step.shape.num_weights
 
 
-def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Path) -> None:
+def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion):
     settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     full = planner.estimate_step(settings).memory
@@ -208,9 +207,7 @@ NUMBER = "devices must be a whole number of at least 1"
         *[({"devices": devices}, NUMBER) for devices in (0, -1, "2", 1.5, True)],
     ],
 )
-def test_a_wrong_argument_is_an_error(
-    planner: Planner, arguments: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_argument_is_an_error(planner, arguments, message):
     with pytest.raises(UserError, match=message):
         plan(planner.settings, "24GB", **arguments)
 
@@ -222,7 +219,7 @@ def build_prompts(policy: Policy, planner: Planner) -> list[Prompt]:
 
 # FastVLM's configuration does not have the sizes of its tower.
 @pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"fast_vlm"}))
-def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Path) -> None:
+def test_families_that_do_not_share_prompts_are_planned(name, tmp_path):
     policy = build_family_policy(name)
     policy.model.config.save_pretrained(tmp_path)
     policy.processor.save_pretrained(tmp_path)
@@ -242,7 +239,7 @@ def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Pat
     assert "fits       yes" in str(found)
 
 
-def test_the_repeated_form_needs_more_than_the_shared_form() -> None:
+def test_the_repeated_form_needs_more_than_the_shared_form():
     overrides = ["data.train_limit=5", "rollout.max_completion_length=8"]
     shared, repeated = (
         Planner(load_settings("counting", [*overrides, f"policy.engine={engine}"]), H100).plan()
@@ -261,14 +258,14 @@ def test_the_repeated_form_needs_more_than_the_shared_form() -> None:
     assert names[0] == "optim.max_tokens_per_batch"
 
 
-def test_a_configuration_without_sizes_is_one_message() -> None:
+def test_a_configuration_without_sizes_is_one_message():
     sizes = SimpleNamespace(hidden_size=64)
     config = SimpleNamespace(model_type="new", get_text_config=lambda: sizes, vision_config=sizes)
     with pytest.raises(UserError, match=r"model type 'new' lacks a size that a plan needs: .*size"):
         read_model_shape(config, load_settings("counting").policy)
 
 
-def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_plan_needs_no_weights(capsys, tmp_path):
     folder = copy_without_weights(tmp_path)
     status, out, _ = run(
         capsys, "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
@@ -280,9 +277,7 @@ def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown
 
 
-def test_an_unknown_gpu_or_model_is_one_message(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_unknown_gpu_or_model_is_one_message(capsys, tmp_path):
     assert "is not in the table" in fails(capsys, "plan", "counting", "--gpu", "X9")
     assert "--devices" in fails(capsys, "plan", "counting", "--devices", "0")
     missing = fails(capsys, "plan", "counting", "model=./nowhere", "data.train_limit=2")
@@ -294,7 +289,7 @@ def test_an_unknown_gpu_or_model_is_one_message(
     assert "its tokenizer and processor suffices" in message
 
 
-def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion: Path) -> None:
+def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion):
     settings = big(seven_billion, "policy.lora.r=16", "optim.prompts_per_step=2000")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     step = planner.estimate_step(settings)
@@ -312,7 +307,7 @@ def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion: Path
     assert cpu.estimate_step(settings).work.rollout_budget == 65_536
 
 
-def test_offloaded_activations_are_in_main_memory(seven_billion: Path) -> None:
+def test_offloaded_activations_are_in_main_memory(seven_billion):
     settings = big(seven_billion, "policy.lora.r=16")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     kept = planner.estimate_step(settings)
@@ -348,9 +343,7 @@ def make_settings(*overrides: str) -> Settings:
         ((SHARED,), 0, None),  # servers elsewhere take nothing here
     ],
 )
-def test_a_server_takes_its_share_while_it_samples(
-    overrides: tuple[str, ...], server: int, level: int | None
-) -> None:
+def test_a_server_takes_its_share_while_it_samples(overrides, server, level):
     planner = Planner(make_settings("rollout.sampler=vllm", *overrides), GPU)
     step = planner.estimate_step(planner.settings)
     weights = step.shape.num_weights * 4  # bytes in float32, the precision of the recipe
@@ -363,7 +356,7 @@ def test_a_server_takes_its_share_while_it_samples(
     assert step.memory.backward == alone.backward + left
 
 
-def test_the_plan_names_the_server() -> None:
+def test_the_plan_names_the_server():
     settings = make_settings("rollout.sampler=vllm", OWN)
     text = str(plan(settings, "80GB"))
     assert "server          24.00  rollout: a vLLM server on this device" in text
@@ -374,7 +367,7 @@ def test_the_plan_names_the_server() -> None:
     assert "raise rollout.vllm.gpu_memory_utilization" in str(plan(small, "80GB"))
 
 
-def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
+def test_sizes_match_the_policys_prompts(planner):
     loaded, rollout = load_model(planner.settings), planner.settings.rollout
     prompts = loaded.prompts
     distribution = build_sampling_distribution(
@@ -388,7 +381,7 @@ def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
     assert sorted(size.values for size in sizes) == sorted(values)
 
 
-def test_an_image_that_cannot_be_resized_is_an_error(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_resized_is_an_error(tmp_path):
     noise_example("thin", [(900, 3)]).images[0].load().save(tmp_path / "thin.png")
     row = {"id": "t1", "images": ["thin.png"], "question": "How many?", "answer": 1}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")

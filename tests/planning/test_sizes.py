@@ -25,9 +25,7 @@ from vlm_grpo.types import Prompt
     completion=st.integers(1, 40),
     budget=st.integers(1, 900),
 )
-def test_micro_batches_match_the_update(
-    prompts: int, group: int, prompt: int, completion: int, budget: int
-) -> None:
+def test_micro_batches_match_the_update(prompts, group, prompt, completion, budget):
     work = Workload(prompts, group, prompt, 0, completion, 1 << 16, budget, 0)
     example_prompt = Prompt(noise_example("a", []), "", (0,) * prompt, {})
     slices = [
@@ -48,13 +46,13 @@ def _shape(**policy: Any) -> ModelShape:
     return read_model_shape(tiny_model("qwen2_vl")[0].config, PolicySettings(**policy))
 
 
-def test_prompts_are_divided_among_devices() -> None:
+def test_prompts_are_divided_among_devices():
     settings, size = load_settings("counting"), PromptSize(40, 36, 0, 0)
     for devices, prompts in ((1, 32), (4, 8), (5, 7)):
         assert estimate_workload(settings, size, _shape(), devices).num_prompts == prompts
 
 
-def test_the_repeated_form_has_one_prompt_per_completion() -> None:
+def test_the_repeated_form_has_one_prompt_per_completion():
     settings = load_settings(
         "counting",
         ["optim.prompts_per_step=4", "rollout.num_generations=6", "optim.max_tokens_per_batch=70"],

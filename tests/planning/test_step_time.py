@@ -27,7 +27,7 @@ from vlm_grpo.types import Completion, Group
 @pytest.mark.parametrize("family", FAMILIES)
 # Only bfloat16: PyTorch's counter does not know oneDNN's products in float32.
 @pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
-def test_flops_match_pytorchs_counter(family: str, name: str) -> None:
+def test_flops_match_pytorchs_counter(family, name):
     policy, policy_settings = build_policy(family, POLICIES[name])
     prompt = build_prompt(policy)
     shape = read_model_shape(policy.model.config, policy_settings)
@@ -49,7 +49,7 @@ def test_flops_match_pytorchs_counter(family: str, name: str) -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.15)
 
 
-def test_flops_of_the_repeated_form_match_pytorchs_counter() -> None:
+def test_flops_of_the_repeated_form_match_pytorchs_counter():
     policy = tiny_policy("qwen2_vl", shared=False, dtype=torch.bfloat16)
     prompt = build_prompt(policy)
     shape = read_model_shape(policy.model.config, PolicySettings(engine="repeated"))
@@ -67,7 +67,7 @@ def test_flops_of_the_repeated_form_match_pytorchs_counter() -> None:
 
 
 @pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
-def test_flops_of_a_gradient_step_match_pytorchs_counter(name: str) -> None:
+def test_flops_of_a_gradient_step_match_pytorchs_counter(name):
     policy, policy_settings = build_policy("qwen2_5_vl", POLICIES[name])
     shape = read_model_shape(policy.model.config, policy_settings)
     prompt = build_prompt(policy)
@@ -83,7 +83,7 @@ def test_flops_of_a_gradient_step_match_pytorchs_counter(name: str) -> None:
     assert flops.vision + flops.prefill == rollout
 
 
-def test_other_passes_over_the_images_are_counted() -> None:
+def test_other_passes_over_the_images_are_counted():
     model, _ = tiny_model("qwen2_5_vl")
     shape = read_model_shape(model.config, PolicySettings())
     work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
@@ -101,7 +101,7 @@ def test_other_passes_over_the_images_are_counted() -> None:
     assert noisy.update == plain.update
 
 
-def test_seconds_depend_on_the_device() -> None:
+def test_seconds_depend_on_the_device():
     model, _ = tiny_model("qwen2_5_vl")
     shape = read_model_shape(model.config, PolicySettings())
     work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)

@@ -53,7 +53,7 @@ def make_rows(**changes: Callable[[float], float]) -> list[dict[str, float]]:
     return rows
 
 
-def test_a_recorded_quickstart_raises_nothing() -> None:
+def test_a_recorded_quickstart_raises_nothing():
     lines = (Path(__file__).parents[1] / "recorded" / "quickstart.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
@@ -89,14 +89,12 @@ FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
 SHRINKING: dict[str, Callable[[float], float]] = {"completions/mean_length": lambda t: 60 - 50 * t}
 
 
-def test_every_rule_has_its_failure() -> None:
+def test_every_rule_has_its_failure():
     assert set(FAILURES) == {rule.name for rule in RULES}
 
 
 @pytest.mark.parametrize(("name", "changes"), [*FAILURES.items(), ("length drift", SHRINKING)])
-def test_a_failure_raises_one_alarm_with_a_remedy(
-    name: str, changes: dict[str, Callable[[float], float]]
-) -> None:
+def test_a_failure_raises_one_alarm_with_a_remedy(name, changes):
     (alarm,) = collect_alarms(make_rows(**changes))
     assert alarm.name == name
     assert 0 < alarm.step < STEPS
@@ -123,11 +121,11 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_run_that_goes_well_raises_nothing(name: str) -> None:
+def test_a_run_that_goes_well_raises_nothing(name):
     assert collect_alarms(make_rows(**HEALTHY[name])) == []
 
 
-def test_a_mismatch_of_an_outside_sampler_is_measured_on_fresh_completions() -> None:
+def test_a_mismatch_of_an_outside_sampler_is_measured_on_fresh_completions():
     """It is always corrected for, and completions of older weights are meant to differ."""
 
     def collect(staleness: list[int], context: AlarmContext = CONTEXT) -> list[int]:
@@ -146,7 +144,7 @@ def test_a_mismatch_of_an_outside_sampler_is_measured_on_fresh_completions() -> 
     assert collect([0] * 10, replace(CONTEXT, truncates=True)) == []
 
 
-def test_an_alarm_is_raised_again_only_after_it_was_cleared() -> None:
+def test_an_alarm_is_raised_again_only_after_it_was_cleared():
     def raised_at(*levels: float) -> list[int]:
         """Return the positions of alarms if each share of truncated completions lasts 2 windows."""
         rows = [healthy(0) for _ in range(2 * WINDOW * len(levels))]
@@ -159,19 +157,19 @@ def test_an_alarm_is_raised_again_only_after_it_was_cleared() -> None:
     assert raised_at(0.0, 0.3, 0.1, 0.3) == [1, 3]
 
 
-def test_a_failing_reward_raises_an_alarm_within_a_few_steps() -> None:
+def test_a_failing_reward_raises_an_alarm_within_a_few_steps():
     (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
     assert alarm.step < SHORT
     assert "exact failed on 100.0%" in alarm.message
 
 
 @pytest.mark.parametrize("value", [math.nan, None, "odd"])
-def test_values_that_are_not_numbers_raise_nothing(value: object) -> None:
+def test_values_that_are_not_numbers_raise_nothing(value):
     rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
     assert collect_alarms(rows) == []
 
 
-def test_a_primary_metric_that_is_an_error_is_better_if_lower() -> None:
+def test_a_primary_metric_that_is_an_error_is_better_if_lower():
     """The format is learned while the answers get worse: the error rises from 0.5 to 1.5."""
 
     def messages(errors: list[float], lower_is_better: bool) -> list[str]:
@@ -193,7 +191,7 @@ def test_a_primary_metric_that_is_an_error_is_better_if_lower() -> None:
     assert not any("absolute_error" in text for text in messages(rising, False))
 
 
-def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps() -> None:
+def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps():
     changes = FAILURES["groups without a reward"]
     context = replace(CONTEXT, recipe="runs/zero/config.yaml")
     (alarm,) = collect_alarms(make_rows(**changes), context)
@@ -204,7 +202,7 @@ def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps() ->
     assert "warm_start.steps=" in alarm.remedy
 
 
-def test_supervised_steps_are_not_part_of_the_history() -> None:
+def test_supervised_steps_are_not_part_of_the_history():
     """They have no samples: the first window and every mean begin with the first rollout."""
     supervised: list[Row] = [{"loss": 2.0, "mean_token_accuracy": 0.1}] * WINDOW
     for changes in FAILURES.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from browser import (
@@ -37,7 +36,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_page_opens_without_errors(task: str, browser: Browser, runs: Path) -> None:
+def test_page_opens_without_errors(task, browser, runs):
     browser.open(runs / f"{task}-0" / "report.html")
     assert get_position(browser) == "1 of 16"  # 8 held out, and 4 groups at each of 2 steps
     assert browser.run("return document.querySelectorAll('.chart svg').length") >= 10
@@ -46,7 +45,7 @@ def test_page_opens_without_errors(task: str, browser: Browser, runs: Path) -> N
     assert browser.read_log() == []
 
 
-def test_drawings_cover_the_image(browser: Browser, runs: Path) -> None:
+def test_drawings_cover_the_image(browser, runs):
     browser.open(runs / "grounding-0" / "report.html")
     set_filter(browser, "view", "training")
     layers = "document.querySelectorAll('.entry-side .marks img').length"
@@ -64,7 +63,7 @@ def test_drawings_cover_the_image(browser: Browser, runs: Path) -> None:
     assert browser.run(f"return {layers}") == 0
 
 
-def test_selected_answer_is_highlighted(browser: Browser, runs: Path) -> None:
+def test_selected_answer_is_highlighted(browser, runs):
     browser.open(runs / "grounding-0" / "report.html")
     browser.run("document.querySelector('.answer').click()")
     assert browser.run("return document.querySelectorAll('.answer.selected').length") == 1
@@ -73,7 +72,7 @@ def test_selected_answer_is_highlighted(browser: Browser, runs: Path) -> None:
     assert browser.run("return document.querySelectorAll('.answer.selected').length") == 0
 
 
-def test_arrow_keys_change_the_entry(browser: Browser, runs: Path) -> None:
+def test_arrow_keys_change_the_entry(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     first = browser.run("return state.shown[0].id")
     browser.press("ArrowRight")
@@ -92,7 +91,7 @@ def test_arrow_keys_change_the_entry(browser: Browser, runs: Path) -> None:
     assert get_position(browser) == "1 of 16"
 
 
-def test_filters_select_entries(browser: Browser, runs: Path) -> None:
+def test_filters_select_entries(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     set_filter(browser, "view", "training")
     assert {entry["view"] for entry in get_entries(browser)} == {"training"}
@@ -114,7 +113,7 @@ def test_filters_select_entries(browser: Browser, runs: Path) -> None:
     assert [entry["id"] for entry in get_entries(browser)] == ["shapes-counting-eval-3"]
 
 
-def test_kind_filter_dims_other_answers(browser: Browser, runs: Path) -> None:
+def test_kind_filter_dims_other_answers(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     browser.run("document.querySelectorAll('.chip')[1].click()")  # incorrect
     entries = get_entries(browser)
@@ -129,7 +128,7 @@ def test_kind_filter_dims_other_answers(browser: Browser, runs: Path) -> None:
     assert browser.run("return document.querySelectorAll('.chip')[1].ariaPressed") == "true"
 
 
-def test_entries_are_sorted(browser: Browser, runs: Path) -> None:
+def test_entries_are_sorted(browser, runs):
     browser.open(runs / "grounding-0" / "report.html")
     changes = [abs(entry["change"] or 0) for entry in get_entries(browser)]  # the default order
     assert changes == sorted(changes, reverse=True)
@@ -151,7 +150,7 @@ def get_mean_reward(entry: dict) -> float:
     return round(sum(rewards) / len(rewards), 9)
 
 
-def test_pointer_shows_the_values_of_a_step(browser: Browser, runs: Path) -> None:
+def test_pointer_shows_the_values_of_a_step(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     readout = browser.run(
         "const plot = document.querySelector('.plot');"
@@ -165,7 +164,7 @@ def test_pointer_shows_the_values_of_a_step(browser: Browser, runs: Path) -> Non
     assert readout == f"step 20: {float(f'{share:.3g}'):g} %"
 
 
-def test_theme_follows_preference_and_button(browser: Browser, runs: Path) -> None:
+def test_theme_follows_preference_and_button(browser, runs):
     background = "return getComputedStyle(document.body).backgroundColor"
     browser.prefer("dark")
     browser.open(runs / "counting-0" / "report.html")
@@ -183,7 +182,7 @@ def test_theme_follows_preference_and_button(browser: Browser, runs: Path) -> No
 
 
 @pytest.mark.parametrize("page", ["report", "compare"])
-def test_page_fits_a_phone(page: str, runs: Path) -> None:
+def test_page_fits_a_phone(page, runs):
     path = runs / "grounding-0" / "report.html"
     if page == "compare":
         path = compare_runs([runs / "grounding-0", runs / "grounding-1"])
@@ -200,7 +199,7 @@ def test_page_fits_a_phone(page: str, runs: Path) -> None:
         assert browser.read_log() == []
 
 
-def test_comparison_shows_both_runs(browser: Browser, runs: Path) -> None:
+def test_comparison_shows_both_runs(browser, runs):
     browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     assert browser.run("return document.querySelectorAll('.summary').length") == 2
     entries = get_entries(browser)
@@ -219,7 +218,7 @@ def test_comparison_shows_both_runs(browser: Browser, runs: Path) -> None:
     assert browser.read_log() == []
 
 
-def test_hostile_output_is_harmless(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_output_is_harmless(browser, tmp_path):
     """Text of a model or a dataset cannot run scripts, load resources or break the layout."""
     run = tmp_path / "<b onclick=x> & co"
     task = load_task("counting", tags=True)
@@ -257,7 +256,7 @@ def test_hostile_output_is_harmless(browser: Browser, tmp_path: Path) -> None:
     assert browser.read_log() == []
 
 
-def test_page_refuses_other_scripts(browser: Browser, runs: Path, tmp_path: Path) -> None:
+def test_page_refuses_other_scripts(browser, runs, tmp_path):
     """The content security policy blocks markup that is injected into the page."""
     html = (runs / "counting-0" / "report.html").read_text("utf-8")
     attack = "<script>window.hacked = 1</script><img src=https://example.org/x.png>"

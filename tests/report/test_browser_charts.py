@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import pytest
 from browser import (
     NEEDS_BROWSER,
-    Browser,
     drag,
     get_chart,
     get_entries,
@@ -29,7 +27,7 @@ from vlm_grpo.types import Example
 pytestmark = NEEDS_BROWSER
 
 
-def test_dragging_zooms_all_charts_over_the_steps(browser: Browser, runs: Path) -> None:
+def test_dragging_zooms_all_charts_over_the_steps(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     reward = get_chart(browser, "Reward")
     assert get_ticks(browser, reward)[0] == "0"
@@ -50,7 +48,7 @@ def test_dragging_zooms_all_charts_over_the_steps(browser: Browser, runs: Path) 
     assert browser.read_log() == []
 
 
-def test_charts_are_zoomed_with_the_keyboard(browser: Browser, runs: Path) -> None:
+def test_charts_are_zoomed_with_the_keyboard(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     reward = get_chart(browser, "Reward")
     browser.run(f"charts[{reward}].plot.focus()")
@@ -67,7 +65,7 @@ def test_charts_are_zoomed_with_the_keyboard(browser: Browser, runs: Path) -> No
     assert browser.run("return zooms.size") == 0
 
 
-def test_legend_switches_lines(browser: Browser, runs: Path) -> None:
+def test_legend_switches_lines(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     length = get_chart(browser, "Completion length")
     paths = f"charts[{length}].plot.querySelectorAll('path[style*=series]').length"
@@ -81,7 +79,7 @@ def test_legend_switches_lines(browser: Browser, runs: Path) -> None:
     assert browser.run(f"return {paths}") == before
 
 
-def test_axes_have_complete_labels(browser: Browser, runs: Path) -> None:
+def test_axes_have_complete_labels(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     ticks = "return makeTicks([0, 1e-6], 5).map((value) => formatTick(value, 1e-6))"
     assert browser.run(ticks) == ["0", "2e-7", "4e-7", "6e-7", "8e-7", "1e-6"]
@@ -98,7 +96,7 @@ def test_axes_have_complete_labels(browser: Browser, runs: Path) -> None:
     assert browser.read_log() == []
 
 
-def test_distributions_are_heat_maps(browser: Browser, runs: Path) -> None:
+def test_distributions_are_heat_maps(browser, runs):
     browser.open(runs / "counting-0" / "report.html")
     chart = get_chart(browser, "Distribution of the reward")
     shares = browser.run(f"return charts[{chart}].data.heat.shares.flat().filter(Boolean).length")
@@ -106,7 +104,7 @@ def test_distributions_are_heat_maps(browser: Browser, runs: Path) -> None:
     assert get_ticks(browser, chart, "y")[0] == "0"
 
 
-def test_group_has_its_completions_side_by_side(browser: Browser, runs: Path) -> None:
+def test_group_has_its_completions_side_by_side(browser, runs):
     browser.open(runs / "grounding-0" / "report.html")
     set_filter(browser, "view", "training")
     set_filter(browser, "sort", "largest reward spread")
@@ -130,7 +128,7 @@ def test_group_has_its_completions_side_by_side(browser: Browser, runs: Path) ->
     assert all(entry["spread"] == 0 for entry in get_entries(browser))
 
 
-def test_image_is_enlarged(browser: Browser, runs: Path) -> None:
+def test_image_is_enlarged(browser, runs):
     browser.open(runs / "grounding-0" / "report.html")
     width = "document.querySelector('{} img').getBoundingClientRect().width"
     small = browser.run(f"return {width.format('.entry-side .picture')}")
@@ -155,7 +153,7 @@ def answer_every_third(remainder: int) -> Callable[..., str]:
     return answer
 
 
-def test_flipped_examples_are_listed_with_both_answers(browser: Browser, tmp_path: Path) -> None:
+def test_flipped_examples_are_listed_with_both_answers(browser, tmp_path):
     a, b = (
         make_run(
             tmp_path, "grounding", steps=2, held_out=9, seed=seed, policy=answer_every_third(seed)
@@ -185,7 +183,7 @@ def test_flipped_examples_are_listed_with_both_answers(browser: Browser, tmp_pat
     assert browser.read_log() == []
 
 
-def test_runs_are_switched_in_all_charts(browser: Browser, runs: Path) -> None:
+def test_runs_are_switched_in_all_charts(browser, runs):
     browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     names = "return [...document.querySelectorAll('#runs span')].map((s) => s.textContent)"
     assert browser.run(names) == ["grounding-0", "grounding-1"]
@@ -200,7 +198,7 @@ def test_runs_are_switched_in_all_charts(browser: Browser, runs: Path) -> None:
     assert all(series == [0] for series in browser.run(shown))  # alone
 
 
-def test_page_of_ten_long_runs_opens_quickly(browser: Browser, tmp_path: Path) -> None:
+def test_page_of_ten_long_runs_opens_quickly(browser, tmp_path):
     names = [f"rewards/{number}/mean" for number in range(3)]
     names += ["reward", "entropy", "kl", "loss", "grad_norm", "completions/mean_length"]
     names += ["frac_reward_zero_std", "time/step"]

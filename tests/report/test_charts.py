@@ -7,7 +7,6 @@ import json
 import math
 import re
 from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from vlm_grpo.report.charts import (
 from vlm_grpo.report.run import read_run
 
 
-def test_run_has_charts_of_its_metrics(counting_run: Path) -> None:
+def test_run_has_charts_of_its_metrics(counting_run):
     run = read_run(counting_run)
     titles = [chart.title for chart in build_charts(run)]
     assert titles[0] == "Held out: exact"  # the primary metric comes first
@@ -40,7 +39,7 @@ def test_run_has_charts_of_its_metrics(counting_run: Path) -> None:
     assert "Distribution of the reward: b" in compared
 
 
-def test_a_run_has_the_same_color_in_all_charts(counting_run: Path, tmp_path: Path) -> None:
+def test_a_run_has_the_same_color_in_all_charts(counting_run, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
     runs = [("bare", read_run(tmp_path)), ("full", read_run(counting_run))]
     for chart in build_comparison_charts(runs):
@@ -49,7 +48,7 @@ def test_a_run_has_the_same_color_in_all_charts(counting_run: Path, tmp_path: Pa
         assert series.get("bare", 0) == 0
 
 
-def test_phases_add_up_to_the_step(counting_run: Path) -> None:
+def test_phases_add_up_to_the_step(counting_run):
     chart = next(chart for chart in build_charts(read_run(counting_run)) if chart.stacked)
     names = [line.name for line in chart.lines]
     # The rollout contains the first three.
@@ -58,7 +57,7 @@ def test_phases_add_up_to_the_step(counting_run: Path) -> None:
         assert sum(values) == pytest.approx(0.41)  # the time per step in the metrics
 
 
-def test_generation_elsewhere_is_not_a_part_of_the_step(tmp_path: Path) -> None:
+def test_generation_elsewhere_is_not_a_part_of_the_step(tmp_path):
     """The step waits for an outside sampler in its rollout, while the generation goes on beside."""
     row = {"step": 0, "reward": 0.5, "time/step": 3.0, "time/rollout": 0.5, "time/update": 2.0}
     row |= {"time/generation": 2.5, "staleness/max": 1, "sampling/effective_sample_size": 0.9}
@@ -70,14 +69,14 @@ def test_generation_elsewhere_is_not_a_part_of_the_step(tmp_path: Path) -> None:
     assert names == {"staleness/max", "effective_sample_size"}
 
 
-def test_mean_error_below_one_is_not_a_percentage(tmp_path: Path) -> None:
+def test_mean_error_below_one_is_not_a_percentage(tmp_path):
     run = make_run(tmp_path, "counting", steps=4, skill=(0.8, 0.9))
     shares = {chart.title: chart.share for chart in build_charts(read_run(run))}
     assert shares["Held out: exact"]
     assert not shares["Held out: absolute error"]  # answers are off by 1 or 2
 
 
-def test_corpus_metric_has_a_chart(tmp_path: Path) -> None:
+def test_corpus_metric_has_a_chart(tmp_path):
     run = read_run(make_run(tmp_path, "counting", steps=4, held_out=6))
     charts = {chart.title: chart for chart in build_charts(run)}
     rmse = charts["Held out: rmse"]
@@ -94,7 +93,7 @@ def test_corpus_metric_has_a_chart(tmp_path: Path) -> None:
     assert "Held out: exact, by subset" not in compared
 
 
-def test_few_values_have_a_row_each_and_many_share_rows_and_columns() -> None:
+def test_few_values_have_a_row_each_and_many_share_rows_and_columns():
     heat = build_heat_map({0: [0.0, 0.0, 0.0, 1.0], 1: [0.0, 1.0, 1.0, 1.0]})
     assert heat.edges == heat.bins == [-0.5, 0.5, 1.5]
     assert heat.shares == [[0.75, 0.25], [0.25, 0.75]]
@@ -108,7 +107,7 @@ def test_few_values_have_a_row_each_and_many_share_rows_and_columns() -> None:
     assert heat.ticks is None
 
 
-def test_charts_show_what_the_run_has_recorded(counting_run: Path) -> None:
+def test_charts_show_what_the_run_has_recorded(counting_run):
     run = read_run(counting_run)
     charts = {chart.title: chart for chart in build_distribution_charts(run)}
     assert set(charts) == {"Distribution of the reward", "Distribution of the completion length"}
@@ -124,7 +123,7 @@ def test_charts_show_what_the_run_has_recorded(counting_run: Path) -> None:
         assert row["completions/min_length"] <= median <= row["completions/max_length"]
 
 
-def test_runs_without_usable_distributions_have_no_heat_map(tmp_path: Path) -> None:
+def test_runs_without_usable_distributions_have_no_heat_map(tmp_path):
     (tmp_path / "config.yaml").write_text("task: counting\n")
     rows = [{"step": 0, "reward": "high"}, {"step": 1, "reward": [None, "x"]}, {"reward": [1.0]}]
     text = "\n".join(json.dumps(row) for row in rows)
@@ -132,7 +131,7 @@ def test_runs_without_usable_distributions_have_no_heat_map(tmp_path: Path) -> N
     assert list(build_distribution_charts(read_run(tmp_path))) == []
 
 
-def test_lines_share_their_steps_and_keep_the_series_of_their_run() -> None:
+def test_lines_share_their_steps_and_keep_the_series_of_their_run():
     lines = [
         Line("a", [1, 2], [0.5, math.nan], series=0),
         Line("b", [1, 2], [math.nan, math.inf], series=1),  # without values
@@ -148,7 +147,7 @@ def test_lines_share_their_steps_and_keep_the_series_of_their_run() -> None:
 
 
 @pytest.mark.parametrize(("steps", "points"), [(2000, 2000), (2001, 1001), (9999, 2000)])
-def test_long_lines_are_averaged(steps: int, points: int) -> None:
+def test_long_lines_are_averaged(steps, points):
     line = Line("a", range(steps), [float(step) for step in range(steps)])
     packed = pack_charts([Chart("t", "h", [line])])
     values = packed["charts"][0]["lines"][0]["y"]
@@ -195,7 +194,7 @@ def to_oklab(linear: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_series_differ_for_every_reader(theme: int) -> None:
+def test_series_differ_for_every_reader(theme):
     series = read_colors(theme, r"series-\d")
     assert len(series) == 10
     for matrix in (np.eye(3), *BLINDNESS):
@@ -205,7 +204,7 @@ def test_series_differ_for_every_reader(theme: int) -> None:
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_series_stand_out_from_the_card(theme: int) -> None:
+def test_series_stand_out_from_the_card(theme):
     weights = np.array([0.2126, 0.7152, 0.0722])  # relative luminance, WCAG 2.2
     card = float((read_colors(theme, "card") @ weights).item())
     for luminance in read_colors(theme, r"series-\d") @ weights:

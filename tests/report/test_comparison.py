@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def last_values(run: Run, name: str = "exact") -> dict[str, float]:
     return {row["id"]: row["rewards"][name] for row in rows}
 
 
-def test_flips_and_test_are_those_of_the_evaluations(runs: list[tuple[str, Run]]) -> None:
+def test_flips_and_test_are_those_of_the_evaluations(runs):
     pairs = build_pairs(runs)
     assert [(pair["a"], pair["b"]) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
     for pair in pairs:
@@ -59,7 +58,7 @@ def test_flips_and_test_are_those_of_the_evaluations(runs: list[tuple[str, Run]]
     assert first["adjusted"] == pytest.approx(min(1.0, 3 * first["p_value"]))
 
 
-def test_flips_have_both_outputs(runs: list[tuple[str, Run]]) -> None:
+def test_flips_have_both_outputs(runs):
     (_, a), (_, b) = runs[0], runs[2]
     for flip in build_pairs([runs[0], runs[2]])[0]["flips"]:
         values = (flip["a"], flip["b"])
@@ -81,7 +80,7 @@ def edit(run: Run, change: Callable[[dict[str, Any]], dict[str, Any] | None]) ->
     return read_run(run.folder)
 
 
-def test_examples_that_do_not_match_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_examples_that_do_not_match_are_left_out_and_counted(tmp_path):
     a = read_run(make_run(tmp_path, steps=2, held_out=8, seed=0))
     b = read_run(make_run(tmp_path, steps=2, held_out=8, seed=1))
     ids = sorted(last_values(a))
@@ -99,7 +98,7 @@ def test_examples_that_do_not_match_are_left_out_and_counted(tmp_path: Path) -> 
     assert not {ids[0], ids[1], ids[2], "other"} & {flip["id"] for flip in pair["flips"]}
 
 
-def test_runs_without_a_common_example_have_no_test(tmp_path: Path) -> None:
+def test_runs_without_a_common_example_have_no_test(tmp_path):
     a = read_run(make_run(tmp_path, steps=2, held_out=4, seed=0))
     b = read_run(make_run(tmp_path, steps=2, held_out=4, seed=1))
     b = edit(b, lambda row: {**row, "id": f"other {row['id']}"})
@@ -125,7 +124,7 @@ def swept_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]
     return runs
 
 
-def test_settings_in_which_three_runs_differ_are_chosen(swept_runs: list[tuple[str, Run]]) -> None:
+def test_settings_in_which_three_runs_differ_are_chosen(swept_runs):
     runs, swept = [run for _, run in swept_runs], ["objective.loss_type", "optim.lr"]
     assert list(list_differences(runs)) == ["name", *swept, "seed"]
     assert choose_swept(runs) == swept
@@ -135,7 +134,7 @@ def test_settings_in_which_three_runs_differ_are_chosen(swept_runs: list[tuple[s
         choose_swept(runs, ["optim.l"])
 
 
-def test_each_run_is_a_point_at_its_setting(swept_runs: list[tuple[str, Run]]) -> None:
+def test_each_run_is_a_point_at_its_setting(swept_runs):
     swept = ["objective.loss_type", "optim.lr"]
     loss, rate = build_sweep_charts(swept_runs, swept, together=False)
     assert (rate.title, rate.axis, rate.logarithmic_x) == ("exact by optim.lr", "optim.lr", True)
@@ -151,9 +150,7 @@ def test_each_run_is_a_point_at_its_setting(swept_runs: list[tuple[str, Run]]) -
     assert list(loss.lines[0].x) == [0, 0, 1, 1]
 
 
-def test_the_second_setting_has_a_line_per_value(
-    swept_runs: list[tuple[str, Run]], tmp_path: Path
-) -> None:
+def test_the_second_setting_has_a_line_per_value(swept_runs, tmp_path):
     swept = ["optim.lr", "objective.loss_type"]
     (chart,) = build_sweep_charts(swept_runs, swept, together=True)
     assert {line.name: list(line.x) for line in chart.lines} == {

@@ -29,7 +29,7 @@ from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.chat import ThinkingTags, Turn
 
 
-def test_training_groups_are_thinned_out_evenly(tmp_path: Path) -> None:
+def test_training_groups_are_thinned_out_evenly(tmp_path):
     run = read_run(make_run(tmp_path, "ocr", steps=12, held_out=2, samples_every=1))
     full = build_gallery([("", run)])
     assert (len(full.entries), full.omitted) == (2 + 48, 0)  # four groups per step
@@ -43,13 +43,13 @@ def test_training_groups_are_thinned_out_evenly(tmp_path: Path) -> None:
     assert thinned.omitted == 4 * (12 - len(steps))
 
 
-def test_held_out_examples_over_the_limit_are_omitted(counting_run: Path) -> None:
+def test_held_out_examples_over_the_limit_are_omitted(counting_run):
     gallery = build_gallery([("", read_run(counting_run))], limit=20_000)
     assert 0 < len(gallery.entries) < 24
     assert {entry["view"] for entry in gallery.entries} == {"held-out"}
 
 
-def test_page_of_a_thousand_samples_is_small(tmp_path: Path) -> None:
+def test_page_of_a_thousand_samples_is_small(tmp_path):
     folder = tmp_path / "samples"
     images = folder / "images"
     images.mkdir(parents=True)
@@ -88,7 +88,7 @@ def read_entries(folder: Path) -> list[Entry]:
     return entries
 
 
-def test_rows_cannot_read_other_files(tmp_path: Path) -> None:
+def test_rows_cannot_read_other_files(tmp_path):
     (tmp_path / "secret.webp").write_bytes(b"secret")
     task = load_task("counting")
     path = write_group(tmp_path, task, load_few_examples("counting", task)[0], ["1"])
@@ -101,7 +101,7 @@ def test_rows_cannot_read_other_files(tmp_path: Path) -> None:
     assert gallery.pictures == {}
 
 
-def test_training_entry_has_the_answers_of_its_group(counting_run: Path) -> None:
+def test_training_entry_has_the_answers_of_its_group(counting_run):
     entries = read_entries(counting_run)
     assert len(entries) == 8  # four groups at each of the steps 0 and 10
     for entry in entries:
@@ -112,7 +112,7 @@ def test_training_entry_has_the_answers_of_its_group(counting_run: Path) -> None
             assert (answer["kind"] == "correct") == (answer["rewards"]["exact"] == 1.0)
 
 
-def test_kind_of_an_answer(tmp_path: Path) -> None:
+def test_kind_of_an_answer(tmp_path):
     task = load_task("counting", tags=True)
     example = load_few_examples("counting", task)[0]
     texts = {
@@ -133,7 +133,7 @@ def test_kind_of_an_answer(tmp_path: Path) -> None:
         assert [answer["kind"] for answer in entry["answers"]][: len(kinds)] == kinds
 
 
-def test_change_from_the_first_evaluation_to_the_last(counting_run: Path) -> None:
+def test_change_from_the_first_evaluation_to_the_last(counting_run):
     entries, _ = build_held_out_entries([("", read_run(counting_run))])
     assert len(entries) == 24
     for entry in entries:
@@ -143,7 +143,7 @@ def test_change_from_the_first_evaluation_to_the_last(counting_run: Path) -> Non
     assert any(entry["change"] for entry in entries)
 
 
-def test_change_from_one_run_to_the_other(tmp_path: Path) -> None:
+def test_change_from_one_run_to_the_other(tmp_path):
     worse = read_run(make_run(tmp_path, "counting", steps=4, seed=1, skill=(0.0, 0.0)))
     better = read_run(make_run(tmp_path, "counting", steps=4, seed=2, skill=(1.0, 1.0)))
     entries, _ = build_held_out_entries([("worse", worse), ("better", better)])
@@ -153,7 +153,7 @@ def test_change_from_one_run_to_the_other(tmp_path: Path) -> None:
     assert labels[-1] == "better · step 4"
 
 
-def test_change_of_an_example_sampled_twice(tmp_path: Path) -> None:
+def test_change_of_an_example_sampled_twice(tmp_path):
     task = load_task("counting")
     example = load_few_examples("counting", task)[0]
     right, wrong = task.gold(example), "99"
@@ -163,7 +163,7 @@ def test_change_of_an_example_sampled_twice(tmp_path: Path) -> None:
     assert changes == [None, 0.5]  # from half right to all
 
 
-def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path: Path) -> None:
+def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path):
     tags = ThinkingTags("[THINK]", "[/THINK]", is_open=True, is_native=True)
     task = load_task("ocr", thinking_tags=tags)
     chat = Turn("system", "Be brief."), Turn("user", "Hello?"), Turn("assistant", "Hi.")
@@ -190,11 +190,11 @@ def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path: P
         ("  ", []),
     ],
 )
-def test_completion_is_split_into_parts(text: str, parts: list[tuple[str, str]]) -> None:
+def test_completion_is_split_into_parts(text, parts):
     assert split_text(text) == parts
 
 
-def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path: Path) -> None:
+def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path):
     task = load_task("ocr")
     example = load_few_examples("ocr", task)[0]
     texts = ["a\u2028b", "a\x85b", "a\ud800b", "x" * 100_000]
@@ -206,13 +206,13 @@ def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_pat
     assert shown == ["a⟨U+2028⟩b", "a⟨U+0085⟩b", "a?b", long]
 
 
-def test_json_is_safe_in_a_script_element() -> None:
+def test_json_is_safe_in_a_script_element():
     text = to_script_json({"a": "</script><!--\u2028&"})
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == {"a": "</script><!--\u2028&"}
 
 
-def test_values_are_selected_evenly() -> None:
+def test_values_are_selected_evenly():
     assert select_evenly([3, 5, 9], 8) == {3, 5, 9}
     selected = select_evenly(range(100), 5)
     assert selected == {0, 25, 50, 74, 99}  # with both ends

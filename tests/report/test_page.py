@@ -37,7 +37,7 @@ def error_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_page_of_each_task(task: str, tmp_path: Path) -> None:
+def test_page_of_each_task(task, tmp_path):
     folder = make_run(tmp_path, task, steps=8, held_out=6)
     page = build_report(folder)
     assert page == folder / "report.html"
@@ -52,7 +52,7 @@ def test_page_of_each_task(task: str, tmp_path: Path) -> None:
     assert not list(folder.glob("*.tmp"))
 
 
-def test_page_of_a_run_without_steps(tmp_path: Path) -> None:
+def test_page_of_a_run_without_steps(tmp_path):
     (tmp_path / "config.yaml").write_text("task: counting\nmodel: m\noptim: {max_steps: 10}\n")
     text = build_report(tmp_path).read_text("utf-8")
     assert "step 0 of 10, not finished" in text
@@ -61,12 +61,12 @@ def test_page_of_a_run_without_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["clock", "tasks/clock.py", "my_tasks.time:Clock"])
-def test_page_has_the_short_name_of_the_task(task: str, tmp_path: Path) -> None:
+def test_page_has_the_short_name_of_the_task(task, tmp_path):
     (tmp_path / "config.yaml").write_text(f"task: {task}\nmodel: m\n")
     assert "<h1>clock <span>m</span></h1>" in build_report(tmp_path).read_text("utf-8")
 
 
-def test_report_runs_no_code_of_the_folder(tmp_path: Path) -> None:
+def test_report_runs_no_code_of_the_folder(tmp_path):
     task = tmp_path / "task.py"
     task.write_text("raise SystemExit('executed')")
     (tmp_path / "config.yaml").write_text(f"task: {task}\n")
@@ -74,7 +74,7 @@ def test_report_runs_no_code_of_the_folder(tmp_path: Path) -> None:
     assert build_report(tmp_path).is_file()
 
 
-def test_alarms_are_shown(counting_run: Path) -> None:
+def test_alarms_are_shown(counting_run):
     assert "No alarms" in build_report(counting_run).read_text()
     alarm = {"step": 3, "name": "flat", "message": "all <equal>", "remedy": "harder examples"}
     write_alarms(counting_run, [alarm])
@@ -84,7 +84,7 @@ def test_alarms_are_shown(counting_run: Path) -> None:
     assert "harder examples" in text
 
 
-def test_comparison_lists_settings_that_differ(tmp_path: Path) -> None:
+def test_comparison_lists_settings_that_differ(tmp_path):
     first = make_run(tmp_path, "counting", steps=4, seed=0)
     second = make_run(tmp_path, "counting", steps=4, seed=1, overrides={"optim.lr": 0.125})
     page = compare_runs([first, second])
@@ -94,7 +94,7 @@ def test_comparison_lists_settings_that_differ(tmp_path: Path) -> None:
     assert "<code>rollout.num_generations</code>" not in text  # equal in both
 
 
-def test_a_change_is_colored_by_its_interval(tmp_path: Path) -> None:
+def test_a_change_is_colored_by_its_interval(tmp_path):
     for seed, (skill, verdict) in enumerate(
         (((0.0, 0.0), ""), ((0.0, 1.0), " better"), ((1.0, 0.0), " worse"))
     ):
@@ -103,7 +103,7 @@ def test_a_change_is_colored_by_its_interval(tmp_path: Path) -> None:
         assert f'<span class="after{verdict}">{100 * skill[1]:.1f}\N{NO-BREAK SPACE}%' in text
 
 
-def test_many_runs_are_rows_of_a_table(tmp_path: Path) -> None:
+def test_many_runs_are_rows_of_a_table(tmp_path):
     runs = [
         make_run(tmp_path, steps=2, held_out=4, seed=seed, overrides={"optim.lr": 10.0**-seed})
         for seed in range(5)
@@ -126,7 +126,7 @@ def test_many_runs_are_rows_of_a_table(tmp_path: Path) -> None:
         compare_runs([*long, long[0]])
 
 
-def test_page_starts_with_the_error_metric(error_run: Path) -> None:
+def test_page_starts_with_the_error_metric(error_run):
     run = read_run(error_run)
     name = json.loads((error_run / "evaluation/step-000000.json").read_text())["headline"]
     assert run.primary_metric == name
@@ -153,7 +153,7 @@ def test_page_starts_with_the_error_metric(error_run: Path) -> None:
     assert (first.lines[0].low is None) == (name == "rmse")
 
 
-def test_model_card_explains_the_error_metric(error_run: Path) -> None:
+def test_model_card_explains_the_error_metric(error_run):
     run = read_run(error_run)
     change = run.change()
     assert change is not None

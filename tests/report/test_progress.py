@@ -51,9 +51,7 @@ def train_in_terminal(folder: Path) -> str:
     ("columns", "ending"),
     [("200", "1.5 GiB"), ("80", "length 12.0"), ("60", "held-out edit_distance 0.250")],
 )
-def test_the_live_line_fits_the_terminal(
-    columns: str, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_live_line_fits_the_terminal(columns, ending, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
     stopwatch = Stopwatch()
@@ -68,7 +66,7 @@ def test_the_live_line_fits_the_terminal(
     assert line.plain.endswith(ending)
 
 
-def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:
+def test_a_terminal_shows_live_progress(tmp_path):
     shown = train_in_terminal(tmp_path)
     assert "\x1b[" in shown  # lines are drawn over
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
@@ -81,7 +79,7 @@ def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:
     assert re.search(r"(?m)^\W*(evaluation|saving|update|decode|rollout) ", text)
 
 
-def test_a_pipe_gets_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_plain_lines(tmp_path, capsys):
     status, out, err = run(capsys, "train", "quickstart", *SETTINGS, f"output_dir={tmp_path}")
     assert status == 0
     assert "\x1b" not in out + err

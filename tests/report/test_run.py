@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from report_runs import make_run
@@ -16,7 +15,7 @@ from vlm_grpo.report.gallery import build_training_entries
 from vlm_grpo.report.run import read_run
 
 
-def test_change_has_the_values_of_the_evaluations(counting_run: Path) -> None:
+def test_change_has_the_values_of_the_evaluations(counting_run):
     change = read_run(counting_run).change()
     assert change is not None
     for step, value, interval in (
@@ -32,7 +31,7 @@ def test_change_has_the_values_of_the_evaluations(counting_run: Path) -> None:
     assert low <= change.after - change.before <= high
 
 
-def test_summary_takes_precedence_over_the_mean_of_examples(tmp_path: Path) -> None:
+def test_summary_takes_precedence_over_the_mean_of_examples(tmp_path):
     """A benchmark's metric may be a mean over the means of groups."""
     folder = make_run(tmp_path, "counting", steps=4, held_out=6)
     path = folder / "evaluation/step-000004.json"
@@ -47,7 +46,7 @@ def test_summary_takes_precedence_over_the_mean_of_examples(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"headline": 3, "metrics": {}}', "[" * 9000])
-def test_malformed_summary_is_ignored(text: str, tmp_path: Path) -> None:
+def test_malformed_summary_is_ignored(text, tmp_path):
     folder = make_run(tmp_path, "counting", steps=4, held_out=6)
     for path in (folder / "evaluation").glob("*.json"):
         path.write_text(text)
@@ -56,7 +55,7 @@ def test_malformed_summary_is_ignored(text: str, tmp_path: Path) -> None:
     assert run.change() is not None
 
 
-def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_unreadable_lines_are_skipped_and_counted(tmp_path):
     folder = make_run(tmp_path, "counting", steps=4)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # truncated by a crash
@@ -79,7 +78,7 @@ def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert "3 lines of the run's files could not be read" in build_report(folder).read_text()
 
 
-def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         build_report(tmp_path)
     with pytest.raises(UserError, match="no run folder"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -22,7 +21,7 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import ImageRef
 
 
-def test_a_drawing_is_the_tasks_own(tmp_path: Path) -> None:
+def test_a_drawing_is_the_tasks_own(tmp_path):
     task = load_task("grounding")
     example = load_few_examples("grounding", task)[0]
     (x1, y1, x2, y2), *_ = task.gold_answer(example)
@@ -38,7 +37,7 @@ def test_a_drawing_is_the_tasks_own(tmp_path: Path) -> None:
     assert drawn.getpixel((middle, int((y1 + y2) / 2))) == (0, 0, 0, 0)  # only an outline
 
 
-def test_both_answers_are_drawn() -> None:
+def test_both_answers_are_drawn():
     task = load_task("grounding")
     (example,) = load_few_examples("grounding", task)
     drawn = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
@@ -49,7 +48,7 @@ def test_both_answers_are_drawn() -> None:
     assert draw_answers(task, replace(example, images=()), None) is None
 
 
-def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path: Path) -> None:
+def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path):
     (old, new), task = load_few_examples("grounding", load_task("grounding"), 2), load_task("gui")
     small = replace(old.images[0], size=(20, 10))  # never decoded
     example = replace(new, images=(small, *new.images))
@@ -61,7 +60,7 @@ def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path: Path) -> No
         assert image.size == new.images[0].size
 
 
-def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path: Path) -> None:
+def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path):
     task = load_task("ocr")
     example = load_few_examples("ocr", task)[0]
     thumbnails = ThumbnailStore(tmp_path)
@@ -71,7 +70,7 @@ def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path: Path) -> No
     assert list(thumbnails.folder.iterdir()) == []
 
 
-def test_a_thumbnail_is_small_and_written_once(tmp_path: Path) -> None:
+def test_a_thumbnail_is_small_and_written_once(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), dtype=np.uint8)
     path = tmp_path / "noise.png"
     Image.fromarray(noise).save(path)
@@ -89,7 +88,7 @@ def test_a_thumbnail_is_small_and_written_once(tmp_path: Path) -> None:
     assert thumbnails.add_image(replace(ref, path=tmp_path / "missing.png")) is None
 
 
-def test_a_small_image_is_kept_exactly() -> None:  # 84×84 pixels are far below the limit
+def test_a_small_image_is_kept_exactly():  # 84×84 pixels are far below the limit
     image = load_few_examples("counting", load_task("counting"))[0].images[0].load()
     kept = Image.open(io.BytesIO(thumbnail(image))).convert("RGB")
     assert kept.tobytes() == image.tobytes()

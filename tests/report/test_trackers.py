@@ -41,7 +41,7 @@ def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Track
     return trackers
 
 
-def test_tensorboard_gets_finite_metrics_and_images(tmp_path: Path) -> None:
+def test_tensorboard_gets_finite_metrics_and_images(tmp_path):
     trackers = start_trackers(["tensorboard"], tmp_path)
     trackers.log(1, {"reward": 0.5, "kl": math.nan})
     trackers.log_images(1, {"samples/0": Image.new("RGB", (6, 4), (255, 0, 0))})
@@ -56,7 +56,7 @@ def test_tensorboard_gets_finite_metrics_and_images(tmp_path: Path) -> None:
     assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
 
 
-def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path: Path) -> None:
+def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path):
     (tmp_path / "old/tensorboard").mkdir(parents=True)  # of an older version: it goes on there
     for name in ("first", "old", "second"):
         trackers = start_trackers(["tensorboard"], tmp_path / name)
@@ -68,7 +68,7 @@ def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path: Path) -> Non
     assert [e.value for e in load_events(tmp_path / "second").Scalars("reward")] == [0.5]
 
 
-def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
+def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path):
     first = start_trackers(["tensorboard"], tmp_path)
     for step in (1, 2, 3):
         first.log(step, {"reward": float(step)})
@@ -104,9 +104,7 @@ METHODS = ("start", "store_init_configuration", "log", "log_images", "finish")
 
 
 @pytest.mark.parametrize("point", METHODS)
-def test_a_tracker_that_fails_is_reported_once_and_dropped(
-    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monkeypatch, caplog):
     service = Service()
     service.fails_in = point
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", lambda **_: service)
@@ -149,9 +147,7 @@ def log_completions(trackers: Trackers, texts: list[str]) -> Example:
     return example
 
 
-def test_trackers_with_tables_get_the_completions_with_their_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_with_tables_get_the_completions_with_their_image(tmp_path, monkeypatch):
     service = Service()
     service.name = "trackio"
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", lambda **_: service)
@@ -177,7 +173,7 @@ def test_trackers_with_tables_get_the_completions_with_their_image(
     assert not start_trackers(["tensorboard"], tmp_path / "other").takes_tables
 
 
-def test_wandb_writes_the_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_the_table_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")  # not among the development tools
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
@@ -194,16 +190,14 @@ def test_wandb_writes_the_table_offline(tmp_path: Path, monkeypatch: pytest.Monk
     assert [image.size for image in images] == [(84, 84)] * 2  # one per completion
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_command() -> None:
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command():
     check_installed(["tensorboard"])
     with pytest.raises(UserError, match="no_such_service is not installed: pip install"):
         check_installed(["tensorboard", "no_such_service"])
 
 
 @pytest.mark.filterwarnings("default")  # mlflow's libraries warn
-def test_mlflow_gets_metrics_settings_and_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_gets_metrics_settings_and_images(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")  # not among the development tools: it brings 60 others
     monkeypatch.chdir(tmp_path)
     store = f"sqlite:///{tmp_path / 'store.db'}"

@@ -26,7 +26,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def test_a_request_has_the_turns_of_a_chat_with_their_images() -> None:
+def test_a_request_has_the_turns_of_a_chat_with_their_images():
     red, blue = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")
     chat = (
         Turn("system", "Be brief."),
@@ -51,16 +51,14 @@ def test_a_request_has_the_turns_of_a_chat_with_their_images() -> None:
 
 
 @pytest.mark.parametrize("given", [None, "MY_KEY"])
-def test_the_key_of_the_environment_is_sent(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_of_the_environment_is_sent(given, monkeypatch):
     monkeypatch.setenv(given or "OPENAI_API_KEY", "sk-secret")
     with serve(ChatModel()) as server:
         ChatClient(Endpoint(server.address, api_key_env=given)).ask(QUESTION, {})
     assert {headers["Authorization"] for _, headers, _ in server.requests} == {"Bearer sk-secret"}
 
 
-def test_a_variable_without_a_key_and_an_address_without_a_server_are_named() -> None:
+def test_a_variable_without_a_key_and_an_address_without_a_server_are_named():
     with pytest.raises(UserError, match=r"NO_KEY holds no API key: set it, or .*--api-key-env"):
         ChatClient(Endpoint("http://127.0.0.1:1", api_key_env="NO_KEY"))
     with pytest.raises(UserError, match=r"no server .* answers: http://127.0.0.1:1/v1/models: 2 "):
@@ -71,16 +69,14 @@ def test_a_variable_without_a_key_and_an_address_without_a_server_are_named() ->
     ("models", "message"),
     [(("a", "b"), r"serves\n  - a\n  - b\n.*--served-model"), ((), r"lists no models.*served-mod")],
 )
-def test_without_a_name_the_server_must_serve_one_model(
-    models: tuple[str, ...], message: str
-) -> None:
+def test_without_a_name_the_server_must_serve_one_model(models, message):
     with serve(ChatModel(models=models)) as server:
         with pytest.raises(UserError, match=message):
             ChatClient(Endpoint(server.address))
         assert ChatClient(Endpoint(server.address, "b")).model == "b"
 
 
-def test_a_server_that_lists_nothing_is_asked_by_name() -> None:
+def test_a_server_that_lists_nothing_is_asked_by_name():
     with run_judge(lambda body: Reply("4") if body else Reply(status=404)) as server:
         answer = ChatClient(Endpoint(server.address, "b")).ask(QUESTION, {})
     assert (answer.completion.text, answer.prompt_tokens) == ("4", None)
@@ -93,9 +89,7 @@ def test_a_server_that_lists_nothing_is_asked_by_name() -> None:
         ("", "asks for an API key: put it into the environment variable OPENAI_API_KEY, or "),
     ],
 )
-def test_a_refused_or_missing_key_is_named_without_its_value(
-    key: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_or_missing_key_is_named_without_its_value(key, message, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     refusal = Reply(status=401, body=b'{"error": "bad key sk-secret"}' if key else b"no key")
     with (
@@ -106,7 +100,7 @@ def test_a_refused_or_missing_key_is_named_without_its_value(
     assert "sk-secret" not in str(caught.value)
 
 
-def test_a_model_that_is_not_served_is_answered_with_those_that_are() -> None:
+def test_a_model_that_is_not_served_is_answered_with_those_that_are():
     model = ChatModel(models=("a", "b"), fail=lambda text, earlier: Reply(status=404, body=b"no c"))
     with serve(model) as server:
         client = ChatClient(Endpoint(server.address, "c"))
@@ -114,7 +108,7 @@ def test_a_model_that_is_not_served_is_answered_with_those_that_are() -> None:
             client.ask(QUESTION, OPTIONS)
 
 
-def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on() -> None:
+def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on():
     refusal = Reply(status=400, body=b"use 'max_completion_tokens' instead of 'max_tokens'")
     model = ChatModel()
     with run_judge(lambda b: refusal if b and "max_tokens" in b else model.respond(b)) as server:
@@ -125,7 +119,7 @@ def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on() -> Non
     assert limits == [None, 9, 9]
 
 
-def test_a_refused_prompt_is_an_error_of_its_request() -> None:
+def test_a_refused_prompt_is_an_error_of_its_request():
     refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
     with serve(ChatModel(fail=lambda text, earlier: refusal)) as server:
         client = ChatClient(Endpoint(server.address))
@@ -146,7 +140,7 @@ def test_a_refused_prompt_is_an_error_of_its_request() -> None:
         ({"content": "3", "reasoning": None}, "stop", "3", "eos"),
     ],
 )
-def test_an_answer_is_read(message: dict, reason: str, text: str, stop: str) -> None:
+def test_an_answer_is_read(message, reason, text, stop):
     choice = {"message": message, "finish_reason": reason}
     reply = Reply(body=json.dumps({"choices": [choice], "usage": None}).encode())
     tags = ThinkingTags("[T]", "[/T]", is_open=False, is_native=True)
@@ -161,7 +155,7 @@ def test_an_answer_is_read(message: dict, reason: str, text: str, stop: str) -> 
 @pytest.mark.parametrize(
     "body", ['{"error": "busy"}', "[]", '{"choices": []}', '{"choices": [{"message": {}}]}']
 )
-def test_a_response_without_an_answer_is_a_failure(body: str) -> None:
+def test_a_response_without_an_answer_is_a_failure(body):
     with run_judge(lambda _: Reply(body=body.encode())) as server:
         client = ChatClient(Endpoint(server.address, "a"))
         with pytest.raises(ServiceError, match="the response has no answer"):
@@ -179,7 +173,7 @@ def test_a_response_without_an_answer_is_a_failure(body: str) -> None:
         ({"url": "http://host", "price": (1.0, -1.0)}, "a price is negative"),
     ],
 )
-def test_a_value_that_is_not_valid_is_named(values: dict, message: str) -> None:
+def test_a_value_that_is_not_valid_is_named(values, message):
     with pytest.raises(UserError, match=message) as caught:
         Endpoint(**values)
     assert "sk-secret" not in str(caught.value)
@@ -194,5 +188,5 @@ def test_a_value_that_is_not_valid_is_named(values: dict, message: str) -> None:
         ("https://host/v1beta/openai", "https://host/v1beta/openai"),
     ],
 )
-def test_an_address_without_a_path_gets_that_of_the_interface(url: str, base: str) -> None:
+def test_an_address_without_a_path_gets_that_of_the_interface(url, base):
     assert Endpoint(url).base == base

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +48,7 @@ def read_options(command: list[str]) -> dict[str, str]:
     [(), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")],
     ids=["full", "language", "all"],
 )
-def test_a_server_is_described_without_the_weights(lora: tuple[str, ...]) -> None:
+def test_a_server_is_described_without_the_weights(lora):
     settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
     model = describe_model(settings, for_rollouts=True)
     policy = load_policy(settings)
@@ -66,7 +65,7 @@ def test_a_server_is_described_without_the_weights(lora: tuple[str, ...]) -> Non
         assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
 
 
-def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
     own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
     options = read_options(build_command(describe_model(own, for_rollouts=True), ADDRESS))
     assert (options["max-model-len"], options["x"]) == ("900", "1")
@@ -89,9 +88,7 @@ def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch: pytest.Mo
         ((SHARED, "policy.lora.r=8"), None, False),
     ],
 )
-def test_flags_of_a_gpu(
-    overrides: tuple[str, ...], transfer: str | None, sleeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
     settings = make_settings(*overrides)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = describe_model(settings, for_rollouts=True)
@@ -118,9 +115,7 @@ def test_flags_of_a_gpu(
         ((SHARED,), 1, None),
     ],
 )
-def test_what_a_server_frees_depends_on_what_fits(
-    overrides: tuple[str, ...], weights: int, level: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_server_frees_depends_on_what_fits(overrides, weights, level, monkeypatch):
     settings = make_settings(*overrides)
     properties: Any = type("Properties", (), {"total_memory": 1000})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -131,7 +126,7 @@ def test_what_a_server_frees_depends_on_what_fits(
 
 
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
-def test_what_needs_a_gpu_is_refused_on_a_cpu(way: str) -> None:
+def test_what_needs_a_gpu_is_refused_on_a_cpu(way):
     servers = OWN if way == "ipc" else SHARED
     settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
     with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
@@ -143,7 +138,7 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(way: str) -> None:
     assert choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
 
 
-def test_users_get_the_trained_model_under_its_name(tmp_path: Path) -> None:
+def test_users_get_the_trained_model_under_its_name(tmp_path):
     settings = load_settings("quickstart", ["policy.lora.r=8", "policy.max_pixels=5000"])
     folder = tmp_path / "step-3"
     load_policy(settings).save(folder, load_policy(settings).weights())
@@ -173,9 +168,7 @@ def test_users_get_the_trained_model_under_its_name(tmp_path: Path) -> None:
     assert "enable-lora" not in read_options(command)
 
 
-def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(monkeypatch):
     monkeypatch.setattr(ChatTemplate, "_is_switch", lambda self, name: True)
     settings = load_settings("quickstart", ["prompt.thinking=false"])
     options = read_options(build_public_command(describe_model(settings), "mine", ADDRESS))
@@ -183,5 +176,5 @@ def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(
 
 
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (64, 64), (300, 320), (600, 600)])
-def test_ranks_of_adapters_are_those_that_vllm_allows(rank: int, allowed: int) -> None:
+def test_ranks_of_adapters_are_those_that_vllm_allows(rank, allowed):
     assert round_up_rank(rank) == allowed

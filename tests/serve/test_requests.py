@@ -53,7 +53,7 @@ def make_choice(index: int = 0, tokens: Any = (1, 2), reason: str = "stop", **ch
     }
 
 
-def test_everything_that_changes_the_distribution_is_sent(policy: Policy) -> None:
+def test_everything_that_changes_the_distribution_is_sent(policy):
     prompt = make_prompt(policy, noise_example("a", []))
     eos = policy.distribution.eos
     distribution = replace(policy.distribution, temperature=0.7, banned=(5, 9), min_new_tokens=2)
@@ -88,7 +88,7 @@ def test_everything_that_changes_the_distribution_is_sent(policy: Policy) -> Non
     assert plain["sampling_params"]["detokenize"] is False  # no text to look into
 
 
-def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy: Policy) -> None:
+def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy):
     example = noise_example("a", [(56, 28)])
     _, clean = build(policy, example, range(4))
     _, other = build(policy, example.with_noise(DiffusionNoise(400, (0, 3))), range(4, 6))
@@ -100,7 +100,7 @@ def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy: Policy) 
     assert seed == first + 4
 
 
-def test_images_are_sent_after_our_resize_without_loss(policy: Policy) -> None:
+def test_images_are_sent_after_our_resize_without_loss(policy):
     prompt, request = build(policy, noise_example("a", [(131, 60), (40, 90)]))
     image_token = policy.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert request["token_ids"].count(image_token) == 2  # the server repeats them
@@ -122,7 +122,7 @@ def sampling(policy: Policy) -> SamplingSettings:
     return SamplingSettings(policy.distribution, 4, stop=("b",))
 
 
-def test_choices_are_read_in_order(policy: Policy, sampling: SamplingSettings) -> None:
+def test_choices_are_read_in_order(policy, sampling):
     (eos,) = policy.distribution.eos
     choices = [
         make_choice(2, (65, 66), "stop"),
@@ -141,23 +141,19 @@ def test_choices_are_read_in_order(policy: Policy, sampling: SamplingSettings) -
     ("names", "oldest"),
     [([LABEL.write(n) for n in (5, 3, 4)], 3), ([LABEL.write(5), "weights/another/9"], -1)],
 )
-def test_a_completion_has_the_version_of_its_oldest_weights(
-    policy: Policy, sampling: SamplingSettings, names: list[str], oldest: int
-) -> None:
+def test_a_completion_has_the_version_of_its_oldest_weights(policy, sampling, names, oldest):
     choice = make_choice(weight_versions=[{"version": name} for name in names])
     (found,) = read_choices(policy, sampling, [choice], LABEL)
     assert found.version == oldest
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
-def test_a_completion_that_the_server_has_given_up(
-    policy: Policy, sampling: SamplingSettings, reason: Any
-) -> None:
+def test_a_completion_that_the_server_has_given_up(policy, sampling, reason):
     with pytest.raises(ServiceError, match=f"ended by {reason}"):
         read_choices(policy, sampling, [make_choice(reason=reason)], LABEL)
 
 
-def test_prompts_with_other_tokens_are_refused(policy: Policy) -> None:
+def test_prompts_with_other_tokens_are_refused(policy):
     prompt = make_prompt(policy, noise_example("a", [(60, 60)], "What?"))
     ours = list(prompt.token_ids)
     check_prompt(policy, prompt, ours)
@@ -213,7 +209,7 @@ def read_tensor(part: Any) -> np.ndarray:
     return np.frombuffer(data, dtype=name).reshape(shape)
 
 
-def test_the_server_gets_each_image_and_pair_of_frames_with_its_place(clip_policy: Policy) -> None:
+def test_the_server_gets_each_image_and_pair_of_frames_with_its_place(clip_policy):
     prompt, request = build(clip_policy, MIXED)
     assert request["token_ids"] == list(prompt.token_ids)  # complete: nothing is inserted
     assert "content_parts" not in request
@@ -232,7 +228,7 @@ def test_the_server_gets_each_image_and_pair_of_frames_with_its_place(clip_polic
     assert len(set(features["mm_hashes"]["image"])) == 4  # the features are kept by these names
 
 
-def test_the_frames_are_sent_without_loss(clip_policy: Policy) -> None:
+def test_the_frames_are_sent_without_loss(clip_policy):
     _, request = build(clip_policy, Example("a", (CLIP,), "When?", 0))
     items = [unpack(base64.b64decode(i))[0] for i in request["features"]["kwargs_data"]["image"]]
     frames = [np.asarray(frame) for frame in CLIP.load_frames()]
@@ -245,13 +241,13 @@ def test_the_frames_are_sent_without_loss(clip_policy: Policy) -> None:
         assert np.array_equal(blocks.reshape(2, 64, 96, 3), frames[2 * index : 2 * index + 2])
 
 
-def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy: Policy) -> None:
+def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy):
     clip_policy.processor.video_processor.image_mean = [0.4, 0.5, 0.5]
     with pytest.raises(UserError, match=r"example a: .* a clip unlike those .*sampler=policy"):
         build(clip_policy, MIXED)
 
 
-def test_rounding_of_the_processor_is_reverted(clip_policy: Policy) -> None:
+def test_rounding_of_the_processor_is_reverted(clip_policy):
     processor = clip_policy.processor.image_processor
     pixels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 256)
     mean, std = (torch.tensor(v)[:, None] for v in (processor.image_mean, processor.image_std))
@@ -259,7 +255,7 @@ def test_rounding_of_the_processor_is_reverted(clip_policy: Policy) -> None:
     assert torch.equal(revert_normalization(normalized.flatten(1), processor), pixels.flatten(1))
 
 
-def test_a_run_on_clips(settings: Any, fake: Path, tmp_path: Path) -> None:
+def test_a_run_on_clips(settings, fake, tmp_path):
     (tmp_path / "a.mp4").write_bytes(make_video(count=6, size=(64, 32), fps=2))
     rows = ({"id": str(i), "question": "?", "answer": "a", "videos": ["a.mp4"]} for i in range(3))
     data = tmp_path / "train.jsonl"

@@ -56,8 +56,8 @@ def write(settings: Settings, folder: Path) -> Path:
 
 @pytest.mark.parametrize("policy", [{"dtype": "float32"}, LORA], ids=["full weights", "adapters"])
 def test_each_step_is_sampled_with_the_weights_of_its_checkpoint(
-    settings: Any, fake: Path, model_folder: Path, policy: Any
-) -> None:
+    settings, fake, model_folder, policy
+):
     build = settings({"has_child": True}, policy=policy, checkpoint=EVERY_STEP)
     trainer = make_trainer(build)
     trainer.run()
@@ -104,8 +104,8 @@ def find_whole(settings: Any, whole_runs: Any, tmp_path_factory: Any, model_fold
 
 @pytest.mark.parametrize(("fault", "ahead"), [("die", 0), ("die", 1), ("hang", 0), ("500", 1)])
 def test_a_server_that_fails_in_mid_rollout_is_restarted(
-    settings: Any, fake: Path, find_whole: Any, caplog: Any, fault: str, ahead: int
-) -> None:
+    settings, fake, find_whole, caplog, fault, ahead
+):
     rollout = {"steps_ahead": ahead}
     # The 6th request is the 2nd of the second step: before it are the check's and three.
     plan = {"faults": {GENERATE: {"6": fault}}, "has_child": True}
@@ -120,8 +120,8 @@ def test_a_server_that_fails_in_mid_rollout_is_restarted(
 
 
 def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
-    settings: Any, fake: Path, find_whole: Any, capsys: Any, tmp_path: Path
-) -> None:
+    settings, fake, find_whole, capsys, tmp_path
+):
     # The requests of the first start: the check's, and one of each of two steps; of the second
     # one: the check's, and the same prompt's again.
     plan = {"faults": {GENERATE: {"3": "die", "5": "die"}}}
@@ -148,9 +148,7 @@ def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
         ),
     ],
 )
-def test_what_the_user_is_told(
-    settings: Any, fake: Path, capsys: Any, tmp_path: Path, plan: Any, message: str
-) -> None:
+def test_what_the_user_is_told(settings, fake, capsys, tmp_path, plan, message):
     timeout = 0.5 if "never" in str(plan) else 60.0
     build = settings(plan, vllm={"startup_timeout": timeout, "max_restarts": 1})
     error = fails(capsys, "train", write(build, tmp_path))
@@ -159,7 +157,7 @@ def test_what_the_user_is_told(
     assert_nothing_is_left(build, fake)
 
 
-def test_a_python_without_vllm(settings: Any, capsys: Any, tmp_path: Path) -> None:
+def test_a_python_without_vllm(settings, capsys, tmp_path):
     python = tmp_path / "bare"
     python.write_text("#!/bin/sh\necho \"$0: No module named 'vllm'\" >&2\nexit 1\n")
     python.chmod(0o755)
@@ -169,9 +167,7 @@ def test_a_python_without_vllm(settings: Any, capsys: Any, tmp_path: Path) -> No
     assert "No module named 'vllm'" in error
 
 
-def test_a_port_that_is_in_use(
-    settings: Any, fake: Path, capsys: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "SHORT_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -191,9 +187,7 @@ def call_cli(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("when", ["rollout", "start"])
-def test_ctrl_c_saves_the_run_and_ends_its_servers(
-    settings: Any, fake: Path, tmp_path: Path, when: str
-) -> None:
+def test_ctrl_c_saves_the_run_and_ends_its_servers(settings, fake, tmp_path, when):
     plan = (
         {"faults": {GENERATE: {"6": "hang"}}} if when == "rollout" else {"starts": {"1": "never"}}
     )

@@ -99,7 +99,7 @@ def expected(start: Any, prompts: list[Prompt]) -> Any:
     return tokens(sample(start({}).sampler, prompts))
 
 
-def test_groups_are_in_the_order_of_the_prompts(start: Any, prompts: list[Prompt]) -> None:
+def test_groups_are_in_the_order_of_the_prompts(start, prompts):
     servers = start({})
     groups = sample(servers.sampler, prompts)
     assert [len(group) for group in groups] == [3] * 8
@@ -109,9 +109,7 @@ def test_groups_are_in_the_order_of_the_prompts(start: Any, prompts: list[Prompt
     assert versions(groups) == {0}
 
 
-def test_several_servers_share_the_prompts(
-    start: Any, prompts: list[Prompt], expected: Any
-) -> None:
+def test_several_servers_share_the_prompts(start, prompts, expected):
     servers = start({"seconds": 0.05}, {"seconds": 0.05})
     assert tokens(sample(servers.sampler, prompts)) == expected
     counts = [servers.paths(number).count(GENERATE) for number in range(2)]
@@ -119,9 +117,7 @@ def test_several_servers_share_the_prompts(
     assert min(counts) > 0
 
 
-def test_all_servers_have_the_weights_before_the_first_prompt(
-    start: Any, prompts: list[Prompt]
-) -> None:
+def test_all_servers_have_the_weights_before_the_first_prompt(start, prompts):
     servers = start({}, {})
     for version in range(3):
         if version:
@@ -134,9 +130,7 @@ def test_all_servers_have_the_weights_before_the_first_prompt(
         assert found == sorted(found)
 
 
-def test_a_rollout_has_the_weights_of_when_it_was_started(
-    start: Any, prompts: list[Prompt]
-) -> None:
+def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
     servers = start({"seconds": 0.05})
     first = begin(servers.sampler, prompts)
     second = begin(servers.sampler, prompts)
@@ -168,13 +162,8 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(
     ],
 )
 def test_a_server_that_fails_once_is_given_the_weights_and_asked_again(
-    start: Any,
-    prompts: list[Prompt],
-    expected: Any,
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    fault: str,
-) -> None:
+    start, prompts, expected, caplog, path, fault
+):
     number = "4" if path == GENERATE else "1"  # the first request is the check's empty one
     timeout = {"request_timeout": 0.5} if fault == "hang" else {}
     servers = start({"faults": {path: {number: fault}}}, **timeout)
@@ -189,9 +178,7 @@ def test_a_server_that_fails_once_is_given_the_weights_and_asked_again(
     assert servers.paths()[again : again + 7] == ["/pause", *loads, "/resume"]
 
 
-def test_a_server_that_is_gone_is_dropped(
-    start: Any, prompts: list[Prompt], expected: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_is_gone_is_dropped(start, prompts, expected, caplog):
     servers = start({"seconds": 0.02}, {"faults": {GENERATE: {"3": "die"}}})
     assert tokens(sample(servers.sampler, prompts)) == expected
     assert [server.url for server in servers.sampler.servers] == servers.urls[:1]
@@ -202,15 +189,13 @@ def test_a_server_that_is_gone_is_dropped(
     assert versions(sample(servers.sampler, prompts)) == {1}
 
 
-def test_the_last_server_is_lost(start: Any, prompts: list[Prompt]) -> None:
+def test_the_last_server_is_lost(start, prompts):
     servers = start({"faults": {GENERATE: {"3": "die"}}})
     with pytest.raises(UserError, match=r"the last vLLM server failed: .*continue with resume"):
         sample(servers.sampler, prompts)
 
 
-def test_failures_are_counted_until_a_rollout_is_finished(
-    start: Any, prompts: list[Prompt]
-) -> None:
+def test_failures_are_counted_until_a_rollout_is_finished(start, prompts):
     servers = start({"faults": {GENERATE: {"1": "400", "*": "500"}}}, max_restarts=2)
     with pytest.raises(UserError, match=r"the last vLLM server failed: .*status 500"):
         sample(servers.sampler, prompts[:1])
@@ -220,7 +205,7 @@ def test_failures_are_counted_until_a_rollout_is_finished(
         sample(servers.sampler, prompts[:1])
 
 
-def test_a_refused_prompt_names_the_example(start: Any, prompts: list[Prompt]) -> None:
+def test_a_refused_prompt_names_the_example(start, prompts):
     servers = start({"faults": {GENERATE: {"2": "400"}}})
     with pytest.raises(
         UserError, match=r"example 0: vLLM refuses its prompt: .*fault of status 400"
@@ -241,16 +226,12 @@ def test_a_refused_prompt_names_the_example(start: Any, prompts: list[Prompt]) -
         ),
     ],
 )
-def test_a_server_of_another_size_of_images_or_other_weights(
-    start: Any, prompts: list[Prompt], plan: Any, message: str
-) -> None:
+def test_a_server_of_another_size_of_images_or_other_weights(start, prompts, plan, message):
     with pytest.raises(UserError, match=message):
         sample(start(plan, max_restarts=1).sampler, prompts)
 
 
-def test_an_answer_of_older_weights_is_not_used(
-    start: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_of_older_weights_is_not_used(start, prompts, monkeypatch):
     servers = start({}, max_restarts=0)
     sample(servers.sampler, prompts)
     servers.sampler.publish(1)
@@ -261,7 +242,7 @@ def test_an_answer_of_older_weights_is_not_used(
         sample(servers.sampler, prompts)
 
 
-def test_base_weights_that_were_replaced_are_refused(start: Any, monkeypatch: Any) -> None:
+def test_base_weights_that_were_replaced_are_refused(start, monkeypatch):
     monkeypatch.setattr(WeightLabel, "kind", "adapters")
     servers = start({"weights": "weights/another/3"}, publish=False)
     with pytest.raises(UserError, match=f"{servers.urls[0]}: its base weights were replaced"):
@@ -271,9 +252,7 @@ def test_base_weights_that_were_replaced_are_refused(start: Any, monkeypatch: An
 # Starts and ends.
 
 
-def test_a_server_that_does_not_come_up(
-    strategy: Any, settings: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_server_that_does_not_come_up(strategy, settings, capsys, monkeypatch):
     monkeypatch.setattr(server_module, "REPORT_SECONDS", 0.05)
     url = f"http://127.0.0.1:{find_free_port()}"
     sampler = VllmSampler(strategy, settings(urls=[url], vllm={"startup_timeout": 0.3}))
@@ -283,7 +262,7 @@ def test_a_server_that_does_not_come_up(
     assert f"waiting for vLLM at {url} (0 s)" in capsys.readouterr().out
 
 
-def test_a_cancelled_rollout_is_not_sampled(start: Any, prompts: list[Prompt]) -> None:
+def test_a_cancelled_rollout_is_not_sampled(start, prompts):
     servers = start({"seconds": 0.05})
     first, second = begin(servers.sampler, prompts), begin(servers.sampler, prompts)
     assert second.cancel()
@@ -293,7 +272,7 @@ def test_a_cancelled_rollout_is_not_sampled(start: Any, prompts: list[Prompt]) -
     assert servers.paths().count(GENERATE) == 9
 
 
-def test_the_end_of_the_run_ends_a_rollout(start: Any, prompts: list[Prompt]) -> None:
+def test_the_end_of_the_run_ends_a_rollout(start, prompts):
     servers = start({"seconds": 0.1})
     job = begin(servers.sampler, prompts)
     wait_for(lambda: GENERATE in servers.paths())
@@ -312,9 +291,7 @@ def load_no_weights(sampler: Any) -> None:
     sampler.transfer = SimpleNamespace(close=lambda: None)
 
 
-def test_other_ranks_wait_for_the_weights_that_the_first_loads(
-    start: Any, strategy: Any, prompts: list[Prompt]
-) -> None:
+def test_other_ranks_wait_for_the_weights_that_the_first_loads(start, strategy, prompts):
     servers = start({})
     first = servers.sampler
     second: Any = VllmSampler(strategy, first.settings)
@@ -333,9 +310,7 @@ def test_other_ranks_wait_for_the_weights_that_the_first_loads(
     second.close()
 
 
-def test_other_ranks_wait_no_longer_than_for_a_request(
-    start: Any, strategy: Any, prompts: list[Prompt]
-) -> None:
+def test_other_ranks_wait_no_longer_than_for_a_request(start, strategy, prompts):
     servers = start({}, publish=False, request_timeout=0.1, max_restarts=0)
     sampler: Any = servers.sampler
     load_no_weights(sampler)

@@ -37,9 +37,7 @@ from vlm_grpo.utils.http_json import ServiceError
         *(({"version": v}, None) for v in ("0.32.0", "0.100.0.dev3+cpu", "1.0", "0.32")),
     ],
 )
-def test_whether_a_server_fits_a_run(
-    tmp_path: Path, model_folder: Path, plan: Any, message: str | None
-) -> None:
+def test_whether_a_server_fits_a_run(tmp_path, model_folder, plan, message):
     with run_fake(tmp_path / "fake", model_folder, **plan) as url:
         server = Server(url, 5)
         assert server.is_ready()
@@ -51,7 +49,7 @@ def test_whether_a_server_fits_a_run(
         assert url in str(caught.value)
 
 
-def test_when_a_server_is_ready(tmp_path: Path, model_folder: Path) -> None:
+def test_when_a_server_is_ready(tmp_path, model_folder):
     assert not Server(f"http://127.0.0.1:{find_free_port()}", 5).is_ready()
     faults = {"1": "503", "2": "500", "3": "401"}
     with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:
@@ -59,9 +57,7 @@ def test_when_a_server_is_ready(tmp_path: Path, model_folder: Path) -> None:
         assert [server.is_ready() for _ in range(4)] == [False, False, True, True]
 
 
-def test_a_prefix_cache_that_is_not_emptied_is_a_failure(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_prefix_cache_that_is_not_emptied_is_a_failure(tmp_path, model_folder):
     answers = ('{"success": false}', "{}", "[]")
     faults = {"/reset_prefix_cache": {str(n): answer for n, answer in enumerate(answers, 1)}}
     with run_fake(tmp_path / "fake", model_folder, faults=faults) as url:
@@ -71,7 +67,7 @@ def test_a_prefix_cache_that_is_not_emptied_is_a_failure(
     assert read_calls(tmp_path / "fake", "/resume") == []
 
 
-def test_a_weight_label_tells_the_versions_of_its_own_run() -> None:
+def test_a_weight_label_tells_the_versions_of_its_own_run():
     label = WeightLabel("weights", "ab12")
     assert label.read(label.write(7)) == 7
     for other in ("default", "weights/cd34/7", "adapters/ab12/7", "ab12/7", "", "weights/ab12/x"):
@@ -96,7 +92,7 @@ FREED = {
 
 
 @pytest.mark.parametrize("level", [None, *FREED])
-def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level: int | None) -> None:
+def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
     free, make_room = ([], ["/pause?mode=wait"]) if level is None else FREED[level]
     with run_transfer_server() as fake:
         server = Server(fake.url, 10, sleep_level=level)
@@ -115,7 +111,7 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level: int | None)
         assert (server.version, server.is_asleep) == (5, False)
 
 
-def test_a_server_that_fails_is_not_asleep_when_it_was_started_again() -> None:
+def test_a_server_that_fails_is_not_asleep_when_it_was_started_again():
     with run_transfer_server() as fake:
         server = Server(fake.url, 10, sleep_level=2)
         server.rest()
@@ -155,9 +151,7 @@ def find_pids(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("stubborn", [False, True])
 @pytest.mark.usefixtures("guard_program")
-def test_a_server_is_stopped_with_its_children(
-    tmp_path: Path, model_folder: Path, stubborn: bool
-) -> None:
+def test_a_server_is_stopped_with_its_children(tmp_path, model_folder, stubborn):
     process, port = build(tmp_path, model_folder, has_child=True, ignores_sigterm=stubborn)
     assert not process.is_running
     process.start()
@@ -182,7 +176,7 @@ def test_a_server_is_stopped_with_its_children(
     assert read_calls(tmp_path / "fake") == calls
 
 
-def test_the_log_has_every_start(tmp_path: Path, model_folder: Path) -> None:
+def test_the_log_has_every_start(tmp_path, model_folder):
     process, _ = build(tmp_path, model_folder, starts={"*": "exit"})
     for _ in range(2):
         process.start()
@@ -199,7 +193,7 @@ def test_the_log_has_every_start(tmp_path: Path, model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing/python", "folder", "text"])
-def test_a_python_that_cannot_be_run(tmp_path: Path, name: str) -> None:
+def test_a_python_that_cannot_be_run(tmp_path, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("")  # nobody may execute it
     process = ServerProcess([str(tmp_path / name)], {}, tmp_path / "log")
@@ -209,9 +203,7 @@ def test_a_python_that_cannot_be_run(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_server_ends_with_the_process_that_started_it(
-    tmp_path: Path, model_folder: Path, number: signal.Signals
-) -> None:
+def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder, number):
     process, port = build(tmp_path, model_folder, has_child=True)
     code = (
         # A job in the background of a shell ignores SIGINT, and so would all that it starts.
@@ -264,13 +256,13 @@ def read_numbers(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("command", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
-def test_exit_status_of_the_command(start: Any, tmp_path: Path, command: str, status: int) -> None:
+def test_exit_status_of_the_command(start, tmp_path, command, status):
     """The children that it has left are killed."""
     assert start(f"{TREE} {command}").wait(30) == status
     wait_for(lambda: not any(map(is_alive, read_numbers(tmp_path))))
 
 
-def test_signals_of_the_terminal_are_ignored(start: Any, tmp_path: Path) -> None:
+def test_signals_of_the_terminal_are_ignored(start, tmp_path):
     """The run decides when its server ends; the server itself reacts to signals as always."""
     process = start(f"{TREE} wait")
     parent, _ = read_numbers(tmp_path)

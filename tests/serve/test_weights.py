@@ -60,9 +60,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def test_each_version_has_files_with_its_weights(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_version_has_files_with_its_weights(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a server has another folder of its own
     transfer, expected, calls = FileTransfer(strategy, Path("files")), [], []
     call: Any = lambda path, body: calls.append((path, body))  # noqa: E731
@@ -141,13 +139,8 @@ def make_strategy(dtype: str = "float32") -> DataParallel:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_receives_what_the_files_have(
-    way: str,
-    dtype: str,
-    part_bytes: int,
-    server: TransferServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    way, dtype, part_bytes, server, tmp_path, monkeypatch
+):
     monkeypatch.setattr(weights, "PART_BYTES", part_bytes)
     strategy = make_strategy(dtype)
     assert make_transfer(way, server, strategy).send([Server(server.url, 10)]) == {}
@@ -172,7 +165,7 @@ def test_a_server_receives_what_the_files_have(
     ]
 
 
-def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server: TransferServer) -> None:
+def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
     transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
     transfer.send([target])
     transfer.send([target])
@@ -191,7 +184,7 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server: TransferServer) -
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights"])
-def test_a_server_that_fails_stops_no_other(way: str, path: str) -> None:
+def test_a_server_that_fails_stops_no_other(way, path):
     with run_transfer_server() as good, run_transfer_server() as bad:
         bad.fails.add(path)
         targets = [Server(server.url, 10) for server in (bad, good)]
@@ -206,9 +199,7 @@ def test_a_server_that_fails_stops_no_other(way: str, path: str) -> None:
         assert good.calls[-1] == "/finish_weight_update"
 
 
-def test_an_error_of_nccl_is_a_failure(
-    server: TransferServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_nccl_is_a_failure(server, monkeypatch):
     def fail(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("unhandled cuda error")
 
@@ -243,9 +234,7 @@ class ShardedStrategy:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(
-    way: str, server: TransferServer
-) -> None:
+def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server):
     strategy: Any = ShardedStrategy()
     transfer = make_transfer(way, server, strategy)
     weights = strategy.policy.weights()
@@ -263,14 +252,12 @@ def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", ["fsdp", "zero3"])
-def test_shards_of_two_processes_arrive_whole(launch: str, tmp_path: Path) -> None:
+def test_shards_of_two_processes_arrive_whole(launch, tmp_path):
     prepare(tmp_path)
     run_ranks(tmp_path / "log", 2, send_weights, tmp_path, launch)
 
 
-def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(
-    server: TransferServer,
-) -> None:
+def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server):
     target = Server(server.url, 10)
     make_transfer("ipc", server, make_strategy()).load(target, 3)
     assert server.calls[-1] == "/finish_weight_update"
@@ -345,7 +332,7 @@ class Run:
         )
 
 
-def test_a_step_wakes_loads_samples_and_rests(server: TransferServer, tmp_path: Path) -> None:
+def test_a_step_wakes_loads_samples_and_rests(server, tmp_path):
     run = Run(server, tmp_path, level=2)
     run.sampler.publish(0)
     assert run.take_calls() == ["/pause?mode=wait", *UPDATE, *RESUME]
@@ -366,9 +353,7 @@ def test_a_step_wakes_loads_samples_and_rests(server: TransferServer, tmp_path: 
     run.sampler.close()
 
 
-def test_weights_wait_for_what_is_being_sampled(
-    server: TransferServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_wait_for_what_is_being_sampled(server, tmp_path, monkeypatch):
     run = Run(server, tmp_path, level=None, may_load=False)
     run.sampler.publish(0)
     begun, may_end = run.answer_late()
@@ -387,9 +372,7 @@ def test_weights_wait_for_what_is_being_sampled(
 
 
 @pytest.mark.parametrize("path", ["/wake_up?tags=weights", "/update_weights", "/resume"])
-def test_a_failure_while_weights_are_loaded_is_repeated(
-    path: str, server: TransferServer, tmp_path: Path
-) -> None:
+def test_a_failure_while_weights_are_loaded_is_repeated(path, server, tmp_path):
     run = Run(server, tmp_path, level=1)
     run.sampler.publish(0)
     run.sampler.rest()
@@ -402,9 +385,7 @@ def test_a_failure_while_weights_are_loaded_is_repeated(
     run.sampler.close()
 
 
-def test_a_rollout_that_was_given_up_stops_no_later_one(
-    server: TransferServer, tmp_path: Path
-) -> None:
+def test_a_rollout_that_was_given_up_stops_no_later_one(server, tmp_path):
     run = Run(server, tmp_path, level=None)
     run.sampler.publish(0)
     begun, may_end = run.answer_late()

@@ -99,9 +99,7 @@ def score(scorer: RewardScorer, task: Task, groups: list[int] | None = GROUPS) -
     return scorer(task, TEXTS, [EXAMPLE] * len(TEXTS), None, groups)
 
 
-def test_a_batch_reward_sees_groups_and_its_values_are_weighted(
-    scorer: RewardScorer, source: str
-) -> None:
+def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, source):
     good, bad, again, empty, other, unread = score(scorer, load_task(source))
     # Twice "bad" in group 0 and once in group 1; right 1 + rare / 2 − letters / 400.
     assert good.rewards == {"right": 1.0, "rare": 1.0, "brief": -0.04}
@@ -126,9 +124,7 @@ def test_a_batch_reward_sees_groups_and_its_values_are_weighted(
         ("too few", "it returned 1 values for 4 completions"),
     ],
 )
-def test_a_batch_reward_that_fails_makes_its_batch_unscorable(
-    scorer: RewardScorer, source: str, does: str, reason: str
-) -> None:
+def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, source, does, reason):
     scores = score(scorer, load_task(source, does=does))
     assert [s.total is None for s in scores] == [True, True, True, False, True, True]
     assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
@@ -136,13 +132,13 @@ def test_a_batch_reward_that_fails_makes_its_batch_unscorable(
     assert scores[0].rewards["brief"] == -0.04
 
 
-def test_a_batch_reward_that_ends_its_worker_is_named(workers: RewardScorer, source: str) -> None:
+def test_a_batch_reward_that_ends_its_worker_is_named(workers, source):
     scores = score(workers, load_task(source, does="dies"))
     assert scores[0].failures == {"rare": "the process that scored it ended with exit code 1"}
     assert score(workers, load_task(source))[0].total is not None
 
 
-def test_one_bad_value_affects_its_own_completion(scorer: RewardScorer, source: str) -> None:
+def test_one_bad_value_affects_its_own_completion(scorer, source):
     texts = ["good", "odd", "none", "fails"]
     good, *failed = scorer(load_task(source), texts, [EXAMPLE] * 4)
     assert good.failures == {}
@@ -152,14 +148,14 @@ def test_one_bad_value_affects_its_own_completion(scorer: RewardScorer, source: 
         assert reason in found.failures["brief"]
 
 
-def test_a_batch_of_one_gives_the_score_of_a_task(source: str) -> None:
+def test_a_batch_of_one_gives_the_score_of_a_task(source):
     task = load_task(source)
     (expected,) = RewardScorer(LIMIT)(task, ["good"], [EXAMPLE])
     assert task.score("good", EXAMPLE) == expected
     assert list(task.score("the parser raises", EXAMPLE).metrics) == ["size"]
 
 
-def test_values_of_map_are_kept_for_later_processes(workers: RewardScorer, source: str) -> None:
+def test_values_of_map_are_kept_for_later_processes(workers, source):
     task = load_task(source, weights={"remote": 1.0})
     assert workers.cache is not None
     path = workers.cache.path
@@ -172,7 +168,7 @@ def test_values_of_map_are_kept_for_later_processes(workers: RewardScorer, sourc
     assert again.rewards["remote"] == 0.5
 
 
-def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions() -> None:
+def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions():
     class Slow(PlainQuestion):
         @reward(batch=True, seconds=0.05)
         def endless(self, batch: Batch) -> list[float]:
@@ -194,7 +190,7 @@ def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions() -> 
         assert (found.rewards["waited"], found.metrics) == (waited, {"patient": 1.0})
 
 
-def test_a_batch_is_a_sequence(source: str) -> None:
+def test_a_batch_is_a_sequence(source):
     seen: list[Batch] = []
 
     class Seen(PlainQuestion):
@@ -220,6 +216,6 @@ def test_a_batch_is_a_sequence(source: str) -> None:
         (reward(batch=True, seconds=0), lambda self, batch: [1.0], "seconds must be positive"),
     ],
 )
-def test_a_wrong_mark_is_refused(mark, method, message) -> None:
+def test_a_wrong_mark_is_refused(mark, method, message):
     with pytest.raises(TypeError, match=message):
         mark(method)

@@ -48,11 +48,11 @@ def get_unit_size(frame: CoordinateFrame, size: Size, resized_size: Size) -> tup
         ("gemma4", '{"box_2d": [100, 100, 500, 500]}'),
     ],
 )
-def test_a_box_is_written_in_the_grammar_of_its_family(name: str, written: str):
+def test_a_box_is_written_in_the_grammar_of_its_family(name, written):
     assert FRAMES[name].write(BOX, SIZE, RESIZED) == written
 
 
-def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateFrame):
+def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame):
     rng = random.Random(frame.name)
     for _ in range(2_000):
         size = (rng.randint(28, 4000), rng.randint(28, 4000))
@@ -68,7 +68,7 @@ def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateF
             assert abs(value - expected) <= unit * (0.5 + 1e-9)  # rounding moves half a unit
 
 
-def test_a_box_thinner_than_a_unit_keeps_an_area(frame: CoordinateFrame):
+def test_a_box_thinner_than_a_unit_keeps_an_area(frame):
     size = resized_size = (100_000, 100_000)  # a thousandth of it is 100 pixels, 1/1024 nearly so
     thin = [(50.2, 10.3, 50.4, 10.4), (99_999.5, 99_999.5, 99_999.9, 99_999.9)]
     for box in thin:
@@ -76,7 +76,7 @@ def test_a_box_thinner_than_a_unit_keeps_an_area(frame: CoordinateFrame):
         assert found == pytest.approx(box, abs=2 * 100_000 / 1000)  # two of the coarsest units
 
 
-def test_several_labeled_boxes_survive_a_round_trip(frame: CoordinateFrame):
+def test_several_labeled_boxes_survive_a_round_trip(frame):
     boxes = [BOX, (32.0, 24.0, 608.0, 456.0)]
     written = frame.write_all(boxes, SIZE, RESIZED, labels=["red mug", "猫"])
     parsed = parse_boxes(written, y_first=frame.y_first)
@@ -90,7 +90,7 @@ def test_several_labeled_boxes_survive_a_round_trip(frame: CoordinateFrame):
     assert frame.write_all([], SIZE, RESIZED) == "[]"
 
 
-def test_least_iou_bounds_the_loss_by_rounding(frame: CoordinateFrame):
+def test_least_iou_bounds_the_loss_by_rounding(frame):
     rng = random.Random(frame.name)
     smallest_slack = 1.0
     for _ in range(2_000):
@@ -104,7 +104,7 @@ def test_least_iou_bounds_the_loss_by_rounding(frame: CoordinateFrame):
     assert smallest_slack < 0.1  # the bound is not trivial
 
 
-def test_points_survive_a_round_trip(frame: CoordinateFrame):
+def test_points_survive_a_round_trip(frame):
     points = [(64.0, 240.0), (576.0, 48.0)]
     for some in (points, points[:1]):
         written = frame.write_points(some, SIZE, RESIZED)
@@ -150,7 +150,7 @@ def test_gold_boxes_become_tuples_of_floats():
         ({"boxes": [[1, 2, float("nan"), 4]]}, "finite"),
     ],
 )
-def test_a_bad_gold_answer_is_refused_with_the_reason(answer: object, reason: str):
+def test_a_bad_gold_answer_is_refused_with_the_reason(answer, reason):
     with pytest.raises(ValueError, match=reason):
         gold_boxes(answer)
 

@@ -23,14 +23,14 @@ EXAMPLE = Example("1", (), "How many?", 3)
 
 @pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100, 101, 500])
 @pytest.mark.parametrize("cache", [1, 20, 100])
-def test_the_penalty_equals_trls(tokens: int, cache: int) -> None:
+def test_the_penalty_equals_trls(tokens, cache):
     task = load_task("counting", weights={"overlong": 1}, overlong_cache=cache, token_limit=100)
     (trl,) = get_soft_overlong_punishment(100, cache)(completion_ids=[[0] * tokens])
     found = task.score("3", EXAMPLE, tokens).rewards["overlong"]
     assert found == pytest.approx(trl, abs=1e-12)
 
 
-def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_not() -> None:
+def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_not():
     task = load_task("counting", weights={"overlong": 1}, overlong_cache=20, token_limit=100)
     score = task.score("many", EXAMPLE, 90)
     assert score.answer is None
@@ -40,7 +40,7 @@ def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_no
     assert "overlong" not in alone.rewards
 
 
-def test_the_penalty_reaches_the_reward_of_a_run(tmp_path: Any) -> None:
+def test_the_penalty_reaches_the_reward_of_a_run(tmp_path):
     """The embedded model generates 2 of 4 tokens; with a cache of 3, one of them is penalized."""
     options = ["task_options.weights.overlong=1", "task_options.overlong_cache=3"]
     metrics = make_embedded_trainer(tmp_path, *options).step()
@@ -56,7 +56,7 @@ def test_the_penalty_reaches_the_reward_of_a_run(tmp_path: Any) -> None:
         ("objective.mask_truncated_completions=true", "leaves out of the loss: use one of the two"),
     ],
 )
-def test_settings_that_defeat_the_penalty_are_refused(change: str, message: str) -> None:
+def test_settings_that_defeat_the_penalty_are_refused(change, message):
     overlong = ["task_options.weights.overlong=1", "task_options.overlong_cache=2"]
     load_settings("quickstart", overlong)
     with pytest.raises(UserError, match=message):
@@ -73,7 +73,7 @@ FAMILIES_TAGS = {
 
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("tags", FAMILIES_TAGS.values(), ids=FAMILIES_TAGS)
-def test_a_family_s_own_thinking_is_read_and_not_scored(tags: tuple[str, str], is_open: bool):
+def test_a_family_s_own_thinking_is_read_and_not_scored(tags, is_open):
     opening, closing = tags
     native = ThinkingTags(*tags, is_open=is_open, is_native=True)
     weights = {"format": 0.1, "thought": 0.1}

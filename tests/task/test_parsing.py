@@ -53,9 +53,7 @@ PARSERS = {
         (" \n\t", None, None),
     ],
 )
-def test_an_answer_is_extracted_with_and_without_tags(
-    text: str, tagged: str | None, untagged: str | None
-):
+def test_an_answer_is_extracted_with_and_without_tags(text, tagged, untagged):
     assert extract_answer(text, tags=True) == tagged
     assert extract_answer(text, tags=False) == untagged
 
@@ -74,7 +72,7 @@ def test_number_words_are_parsed():
 
 
 @given(st.integers(0, 10**18 - 1))
-def test_written_integers_are_parsed(number: int):
+def test_written_integers_are_parsed(number):
     assert parse_integer(str(number)) == number
     assert parse_integer(f"{number:,} apples") == number
     assert parse_integer(f"-{number}") is None
@@ -87,7 +85,7 @@ def test_written_integers_are_parsed(number: int):
 
 
 @given(st.integers(1, 999), st.integers(1, 999), st.integers(0, 1998))
-def test_a_breakdown_must_add_up(first: int, second: int, total: int):
+def test_a_breakdown_must_add_up(first, second, total):
     right = total == first + second or total == first == second
     text = f"{total} dogs: {first} black and {second} white"
     assert parse_integer(text) == (total if right else None)
@@ -102,7 +100,7 @@ COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
 
 
 @given(COORDINATES, COORDINATES, COORDINATES, COORDINATES)
-def test_four_numbers_are_a_box_if_it_has_an_area(x1: float, y1: float, x2: float, y2: float):
+def test_four_numbers_are_a_box_if_it_has_an_area(x1, y1, x2, y2):
     expected = [((x1, y1, x2, y2), None)] if x1 < x2 and y1 < y2 else None
     plain = [f"{value:.3f}" for value in (x1, y1, x2, y2)]
     assert parse_boxes(f"[{', '.join(plain)}]") == expected
@@ -112,7 +110,7 @@ def test_four_numbers_are_a_box_if_it_has_an_area(x1: float, y1: float, x2: floa
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
-def test_only_the_size_of_the_prompt_may_be_repeated(w: int, h: int, x: int, y: int):
+def test_only_the_size_of_the_prompt_may_be_repeated(w, h, x, y):
     units = f"in pixels of the {w}x{h} image"
     parsed = parse_boxes(f"In the {x}x{y} image: [1, 2, 3, 4]", units)
     assert parsed == ([((1, 2, 3, 4), None)] if (x, y) == (w, h) else None)
@@ -151,7 +149,7 @@ def test_boxes_truncated_at_any_length_are_rejected():
         "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
     ],
 )
-def test_malformed_boxes_are_rejected(text: str):
+def test_malformed_boxes_are_rejected(text):
     assert parse_boxes(text) is None
 
 
@@ -164,7 +162,7 @@ def test_malformed_boxes_are_rejected(text: str):
         ("<loc0001><loc0001><loc0002><loc0002>", ";"),
     ],
 )
-def test_the_number_of_boxes_is_limited_in_every_grammar(one: str, between: str):
+def test_the_number_of_boxes_is_limited_in_every_grammar(one, between):
     def repeat(count: int) -> str:
         text = between.join([one] * count)
         return f"[{text}]" if one.startswith("[") else text
@@ -239,7 +237,7 @@ ADVERSARIAL = {
 @pytest.mark.no_cover  # traced, a parser takes three times as long
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
 @pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=list(ADVERSARIAL))
-def test_adversarial_texts_take_linear_time(parser, text: str):
+def test_adversarial_texts_take_linear_time(parser, text):
     # Also truncated to the limits, where the real work begins.
     for version in (text, text[:MAX_CHARACTERS], text[:1000]):
         assert measure_scans(parser, version) < MAX_SCANS
@@ -312,6 +310,6 @@ TEXTS = st.lists(RUNS.map(lambda run: run[0] * run[1]) | st.characters(), max_si
 @pytest.mark.no_cover
 @given(st.text(max_size=200) | TEXTS.map("".join))
 @settings(max_examples=1500)
-def test_any_text_yields_a_value_of_the_documented_form_or_none(text: str):
+def test_any_text_yields_a_value_of_the_documented_form_or_none(text):
     """Texts of pieces of the grammars, some of them repeated, among any characters."""
     check_forms(text, {name: parser(text) for name, parser in PARSERS.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,9 +239,7 @@ def test_a_broken_package_is_named(install, text, expected):
     assert expected in get_error("parity")
 
 
-def test_a_class_of_a_package_is_named_by_its_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_of_a_package_is_named_by_its_import_path(tmp_path, monkeypatch):
     (tmp_path / "zoo").mkdir()
     (tmp_path / "zoo/__init__.py").touch()
     (tmp_path / "zoo/parity.py").write_text(PARITY)
@@ -254,9 +251,7 @@ def test_a_class_of_a_package_is_named_by_its_import_path(
     assert get_task_name(Counting) == "counting"
 
 
-def test_a_class_of_a_file_is_named_by_the_files_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_of_a_file_is_named_by_the_files_path(tmp_path, monkeypatch):
     (tmp_path / "parity_file.py").write_text(PARITY)
     monkeypatch.syspath_prepend(tmp_path)
     imported = importlib.import_module("parity_file").Parity
@@ -280,11 +275,11 @@ def test_a_class_of_a_file_is_named_by_the_files_path(
         ("<class test.<locals>.Hands>", "hands"),
     ],
 )
-def test_the_short_name_is_that_of_the_class_or_file(task: Any, name: str) -> None:
+def test_the_short_name_is_that_of_the_class_or_file(task, name):
     assert get_short_name(task) == name
 
 
-def test_a_module_that_is_missing_is_named_with_the_remedy() -> None:
+def test_a_module_that_is_missing_is_named_with_the_remedy():
     with pytest.raises(UserError, match=r"no\.module:Parity cannot be loaded.*PYTHONPATH"):
         load_task("no.module:Parity")
     with pytest.raises(UserError, match="no task class Pariti"):

@@ -96,7 +96,7 @@ def without_tracebacks(found: Score) -> tuple:
     return found.answer, found.rewards, found.total, found.metrics, set(found.failures)
 
 
-def test_a_failing_reward_affects_its_own_completion_only(failing: Task):
+def test_a_failing_reward_affects_its_own_completion_only(failing):
     texts = SOFT + SLOW
     scores = dict(zip(texts, score(RewardScorer(LIMIT), failing, texts), strict=True))
     # 1 for the right text and 0.5 for no trouble; the others cannot be scored.
@@ -117,14 +117,14 @@ def test_a_failing_reward_affects_its_own_completion_only(failing: Task):
     assert "unreadable" in parser.failures["parse"]
 
 
-def test_workers_give_the_same_scores_in_the_same_order(failing: Task, workers: RewardScorer):
+def test_workers_give_the_same_scores_in_the_same_order(failing, workers):
     texts = (SOFT + SLOW) * 2
     here = score(RewardScorer(LIMIT), failing, texts)
     there = score(workers, failing, texts)
     assert list(map(without_tracebacks, here)) == list(map(without_tracebacks, there))
 
 
-def test_a_reward_that_ends_its_worker_is_named(failing: Task, workers: RewardScorer):
+def test_a_reward_that_ends_its_worker_is_named(failing, workers):
     good, dies, parser, fine = score(workers, failing, ["good", "dies", "the parser dies", "fine"])
     assert (good.total, fine.total) == (1.5, 0.5)
     assert (dies.total, dies.answer) == (None, "dies")
@@ -134,7 +134,7 @@ def test_a_reward_that_ends_its_worker_is_named(failing: Task, workers: RewardSc
     assert parser.failures == {"parse": "the process that scored it ended with exit code 3"}
 
 
-def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing: Task, workers: RewardScorer):
+def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing, workers):
     started = time.monotonic()
     (computes,) = score(workers, failing, ["computes"])
     # Twice 0.2 s and 1 s of grace (the second time to find the rule), and a new worker; the sum
@@ -144,9 +144,7 @@ def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing: Task, workers
     assert "was killed" in computes.failures["trouble"]
 
 
-def test_the_first_failure_of_a_rule_is_logged_with_its_traceback(
-    failing: Task, caplog: pytest.LogCaptureFixture
-):
+def test_the_first_failure_of_a_rule_is_logged_with_its_traceback(failing, caplog):
     scorer = RewardScorer(LIMIT)
     with caplog.at_level(logging.WARNING):
         score(scorer, failing, ["good", "raises", "nan", "raises"])
@@ -172,7 +170,7 @@ def test_a_slow_reward_completes_without_a_limit():
         RewardScorer(None, workers=1)(Slow(), ["a"], [EXAMPLE])
 
 
-def test_the_limit_holds_outside_the_main_thread(failing: Task):
+def test_the_limit_holds_outside_the_main_thread(failing):
     found: list[Score] = []
     with RewardScorer(LIMIT) as scorer:
         thread = threading.Thread(
@@ -183,9 +181,7 @@ def test_the_limit_holds_outside_the_main_thread(failing: Task):
     assert [each.total for each in found] == [1.5, None]
 
 
-def test_workers_that_do_not_start_are_an_error_and_none_is_left(
-    failing: Task, monkeypatch: pytest.MonkeyPatch
-):
+def test_workers_that_do_not_start_are_an_error_and_none_is_left(failing, monkeypatch):
     monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.001)
     before = set(multiprocessing.active_children())
     with (
@@ -242,7 +238,7 @@ def check(guard: FailureGuard, *texts: str) -> None:
         ("unreadable", "down"),
     ],
 )
-def test_a_reward_that_fails_on_everything_is_an_error(texts: tuple[str, ...]) -> None:
+def test_a_reward_that_fails_on_everything_is_an_error(texts):
     with pytest.raises(UserError, match=r"on every completion \(\d in .*row 7: \w+Error: ") as e:
         check(FailureGuard(), *texts)
     assert "resume=true" in str(e.value)
@@ -257,11 +253,11 @@ def test_a_reward_that_fails_on_everything_is_an_error(texts: tuple[str, ...]) -
         (),
     ],
 )
-def test_other_failures_are_only_counted(texts: tuple[str, ...]) -> None:
+def test_other_failures_are_only_counted(texts):
     check(FailureGuard(), *texts)
 
 
-def test_failures_are_counted_over_rounds_until_the_reward_works() -> None:
+def test_failures_are_counted_over_rounds_until_the_reward_works():
     guard = FailureGuard()
     check(guard, "down", "down", "")
     check(guard, "up", "")
@@ -272,7 +268,7 @@ def test_failures_are_counted_over_rounds_until_the_reward_works() -> None:
         check(guard, "down", "")
 
 
-def test_the_completions_of_all_ranks_count() -> None:
+def test_the_completions_of_all_ranks_count():
     def other_works(counts: list[int]) -> list[int]:
         # Completions, and for each reward with a weight the calls and failures.
         assert counts == [1, 1, 0, 1, 1]

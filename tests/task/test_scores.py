@@ -101,7 +101,7 @@ WORDS = st.text(alphabet="abAB 你", max_size=12)
 
 
 @given(WORDS, WORDS.filter(lambda text: text.strip()))
-def test_error_rates_equal_their_definition(predicted: str, gold: str):
+def test_error_rates_equal_their_definition(predicted, gold):
     expected = min(1.0, edit_distance(predicted, gold) / len(gold))
     assert character_error_rate(predicted, gold) == pytest.approx(expected)
     words = gold.split()
@@ -110,7 +110,7 @@ def test_error_rates_equal_their_definition(predicted: str, gold: str):
 
 
 @given(WORDS, st.lists(WORDS.filter(lambda text: text.strip()), min_size=1, max_size=3))
-def test_anls_equals_the_definition_in_its_paper(predicted: str, gold: list[str]):
+def test_anls_equals_the_definition_in_its_paper(predicted, gold):
     def plain(text: str) -> str:
         return " ".join(text.lower().split())
 
@@ -160,5 +160,5 @@ def test_settings_and_tasks_load_neither_scipy_nor_pycocotools():
         ("no no no", 0.0),  # shorter than an n-gram
     ],
 )
-def test_repeated_share(text: str, share: float):
+def test_repeated_share(text, share):
     assert repeated_share(text) == pytest.approx(share)

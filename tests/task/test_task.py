@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def test_a_parser_that_raises_makes_the_completion_unscorable():
     "name",
     ["resolve", "read", "score", "apply_rules", "combine", "parse", "length", "format", "weights"],
 )
-def test_a_rule_with_the_name_of_an_attribute_of_task_is_refused(decorate: Any, name: str):
+def test_a_rule_with_the_name_of_an_attribute_of_task_is_refused(decorate, name):
     def rule(self: Task, answer: int, example: Example) -> float:
         return 1.0
 
@@ -180,7 +179,7 @@ def test_the_prompt_states_how_to_answer():
 
 
 @pytest.mark.parametrize("result", [None, 3, ["How many?"]])
-def test_a_prompt_that_is_no_text_is_named(result: Any):
+def test_a_prompt_that_is_no_text_is_named(result):
     for name in ("question", "prompt"):
         task = type("Odd", (Sum,), {name: lambda self, example: result})(instruction="Count.")
         with pytest.raises(ValueError, match=r"prompt.* returned .*, not text"):
@@ -224,7 +223,7 @@ BOTH = {**TAGS, **THINKING}
         ("length", "3".ljust(5000), {"length_budget": 1000}, -1.0),
     ],
 )
-def test_the_optional_rewards(name: str, text: str, options: dict[str, Any], value: float):
+def test_the_optional_rewards(name, text, options, value):
     task = Sum(weights={name: 0.1}, **options)
     assert task.score(text, EXAMPLE).rewards[name] == value
 
@@ -241,7 +240,7 @@ def test_penalties_apply_to_completions_without_an_answer():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
+def test_a_reward_sees_the_image_and_all_columns(tmp_path, workers):
     Image.new("RGB", (9, 9), "red").save(tmp_path / "a.png")
     row = {"id": 1, "images": ["a.png"], "question": "?", "answer": "x", "pay": {"red": 0.25}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -253,7 +252,7 @@ def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
 
 
 @pytest.mark.parametrize("decorate", [reward, metric])
-def test_a_decorator_without_parentheses_is_refused(decorate: Any):
+def test_a_decorator_without_parentheses_is_refused(decorate):
     with pytest.raises(TypeError, match=rf"near: write @{decorate.__name__}\(\), with parenthes"):
         decorate(near)
 
@@ -263,7 +262,7 @@ def near(self: Task, answer: int, example: Example) -> float:
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
-def test_a_weight_that_is_not_a_finite_number_is_refused(weight: Any):
+def test_a_weight_that_is_not_a_finite_number_is_refused(weight):
     with pytest.raises(ValueError, match=r"weight of near must be a finite number"):
         reward(weight)(near)
     with pytest.raises(ValueError, match="weight of exact must be a finite number"):
@@ -274,7 +273,7 @@ SHORT, EQUAL, FALLING = [[0.5]], [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.
 
 
 @pytest.mark.parametrize("weight", [[], SHORT, EQUAL, FALLING, [[-0.1, 1.0]], [[0, 1.0], [1.1, 1]]])
-def test_a_wrong_schedule_is_refused(weight: list):
+def test_a_wrong_schedule_is_refused(weight):
     with pytest.raises(UserError, match="in ascending order"):
         load_task(Sum, weights={"exact": weight})
     with pytest.raises(UserError, match="must be a finite number"):

@@ -28,7 +28,7 @@ def module(monkeypatch: pytest.MonkeyPatch):
     return found
 
 
-def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module) -> None:
+def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module):
     task = load_task("math")
     texts = [TOWER, r"\boxed{\sqrt{16}}"]
     assert task.score(r"\boxed{3+1}", example()).total == 1.0  # starts the process
@@ -38,7 +38,7 @@ def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module) -
     assert time.monotonic() - started < 60
 
 
-def test_other_threads_compare_too(module) -> None:
+def test_other_threads_compare_too(module):
     task, totals = load_task("math"), []
     threads = [
         threading.Thread(
@@ -53,21 +53,21 @@ def test_other_threads_compare_too(module) -> None:
     assert totals == [1.0] * 4
 
 
-def test_reward_workers_compare_in_their_own_process() -> None:
+def test_reward_workers_compare_in_their_own_process():
     texts = [r"\boxed{\frac{8}{2}}", r"\boxed{5}", r"\boxed{4^{1}}"]
     with RewardScorer(workers=1) as scorer:
         scores = scorer(load_task("math"), texts, [example()] * 3)
     assert [score.total for score in scores] == [1.0, 0.0, 1.0]
 
 
-def test_slow_code_in_a_reward_worker_is_interrupted(module, monkeypatch) -> None:
+def test_slow_code_in_a_reward_worker_is_interrupted(module, monkeypatch):
     process = type("Process", (), {"daemon": True})
     monkeypatch.setattr(module.multiprocessing, "current_process", process)
     monkeypatch.setattr(module, "compare", lambda gold, answer: time.sleep(60) or True)
     assert load_task("math").score(r"\boxed{3+1}", example()).total == 0.0
 
 
-def test_the_missing_library_names_the_extra(module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_library_names_the_extra(module, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"task math: .*pip install 'vlm-grpo\[math\]'"):
         load_task("math")

@@ -43,7 +43,7 @@ def score(gold, text: str, **options) -> float:
         ("1.2e-3", 0.0012, ""),
     ],
 )
-def test_a_number_with_a_unit_is_read(text: str, value: float, unit: str) -> None:
+def test_a_number_with_a_unit_is_read(text, value, unit):
     assert parse_quantity(text) == Quantity(value, unit)
 
 
@@ -51,20 +51,20 @@ def test_a_number_with_a_unit_is_read(text: str, value: float, unit: str) -> Non
     "text",
     ["", "5-6", "1st", "4G", "three apples", "One Direction", "$5 people", "€5 USD", "²", "5 2"],
 )
-def test_other_texts_are_no_number(text: str) -> None:
+def test_other_texts_are_no_number(text):
     assert parse_quantity(text) is None
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("".join))
-def test_a_number_is_finite_and_its_text_earns_its_own_reward(text: str) -> None:
+def test_a_number_is_finite_and_its_text_earns_its_own_reward(text):
     found = parse_quantity(text)
     assert found is None or math.isfinite(found.value)
     assert found is None or score(found.value, text, exact_years=False) == 1.0
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([0.0, 0.05, 0.3]))
-def test_the_tolerance_is_relative_to_the_gold_answer(gold: float, tolerance: float) -> None:
+def test_the_tolerance_is_relative_to_the_gold_answer(gold, tolerance):
     near, far = gold * (1 + 0.99 * tolerance), gold * (1 + 1.01 * tolerance) + (gold == 0)
     if all(map(math.isfinite, (near, far))) and not 0 < abs(gold) < 1e-300:
         assert score(gold, repr(near), tolerance=tolerance, exact_years=False) == 1.0
@@ -72,6 +72,6 @@ def test_the_tolerance_is_relative_to_the_gold_answer(gold: float, tolerance: fl
             assert score(gold, repr(far), tolerance=tolerance, exact_years=False) == 0.0
 
 
-def test_a_tolerance_outside_of_its_range_is_refused() -> None:
+def test_a_tolerance_outside_of_its_range_is_refused():
     with pytest.raises(UserError, match=r"tolerance is 1\.0; it must be from 0 to less than 1"):
         load_task("numeric", tolerance=1.0)

@@ -355,7 +355,7 @@ def read_documented_figures() -> dict[str, list[float | None]]:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_no_constant_answer_beats_a_weak_model_that_looks_at_the_image(name: str):
+def test_no_constant_answer_beats_a_weak_model_that_looks_at_the_image(name):
     kind, scenes = name.partition(",")[0], SCENES[name]
     task, examples = load_task(kind, **scenes.options), scenes.draw()
     weak_rng, chance_rng = Rng(1), Rng(2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageChops
 
 from vlm_grpo.task import Task
-from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
@@ -67,7 +67,7 @@ def load_case(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task,
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 @pytest.mark.parametrize("tags", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_gold_completion_earns_the_full_reward(case, frame: CoordinateFrame, tags, thinking):
+def test_a_gold_completion_earns_the_full_reward(case, frame, tags, thinking):
     task, example = load_case(case, frame=frame, tags=tags, thinking=thinking)
     task.check(example)
 
@@ -122,7 +122,7 @@ TEXTS = st.one_of(
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @given(text=TEXTS)
 @settings(max_examples=100)
-def test_rewards_of_any_text_stay_in_their_range(case, text: str):
+def test_rewards_of_any_text_stay_in_their_range(case, text):
     for tags in (True, False):
         task, example = load_case(case, tags=tags)
         score = task.score(text, example)
@@ -232,7 +232,7 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
 
 
 @pytest.mark.parametrize("name", ["grounding", "detection", "pointing", "gui"])
-def test_an_example_without_an_image_is_an_error(name: str):
+def test_an_example_without_an_image_is_an_error(name):
     with pytest.raises(ValueError, match="no image"):
         load_task(name).check(Example("1", (), "the cat", ONE))
     with pytest.raises(ValueError, match="no video"):

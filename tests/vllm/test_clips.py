@@ -59,9 +59,7 @@ def sampler(settings: Settings) -> Iterator[VllmSampler]:
     sampler.close()
 
 
-def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_update(
-    sampler: VllmSampler,
-) -> None:
+def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_update(sampler):
     policy = sampler.policy
     prompts = [make_prompt(policy, example) for example in EXAMPLES]
     sampling = SamplingSettings(policy.distribution, 6)
@@ -78,9 +76,7 @@ def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_upda
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_chat_on_a_file_has_our_prompt_but_for_two_tokens(
-    sampler: VllmSampler, tmp_path: Path
-) -> None:
+def test_a_chat_on_a_file_has_our_prompt_but_for_two_tokens(sampler, tmp_path):
     """vLLM chooses the same frames and times, and keeps a start and an end around the clip."""
     (tmp_path / "a.mp4").write_bytes(make_video(count=90, size=(128, 64), fps=30))
     clip = MediaReader(tmp_path, 10**6, VideoSettings()).read(Clip("a.mp4"), "a")

@@ -56,13 +56,8 @@ def served_url(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     ],
 )
 def test_outputs_are_those_of_the_model_in_this_process(
-    task: str,
-    count: int,
-    overrides: list[str],
-    served_url: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    task, count, overrides, served_url, tmp_path, caplog
+):
     given = [f"data.eval_limit={count}", "policy.dtype=float32", f"output_dir={tmp_path}"]
     settings = load_settings(task, [*given, *overrides])
     served, local = evaluate(settings, None, served_url), evaluate(settings)
@@ -73,9 +68,7 @@ def test_outputs_are_those_of_the_model_in_this_process(
     assert caplog.text == ""  # no prompt has another number of tokens than here
 
 
-def test_prompts_of_images_of_any_size_have_as_many_tokens_as_here(
-    served_url: str, tmp_path: Path
-) -> None:
+def test_prompts_of_images_of_any_size_have_as_many_tokens_as_here(served_url, tmp_path):
     builder = load_prompt_builder(load_settings("counting"))
     client = ChatClient(Endpoint(served_url))
     random_sizes = random.Random(3)
@@ -96,7 +89,7 @@ def test_prompts_of_images_of_any_size_have_as_many_tokens_as_here(
         assert (sizes, answer.prompt_tokens) == (sizes, expected)
 
 
-def test_a_prediction_is_that_of_the_model_in_this_process(served_url: str, tmp_path: Path) -> None:
+def test_a_prediction_is_that_of_the_model_in_this_process(served_url, tmp_path):
     path = tmp_path / "a.png"
     Image.effect_noise((90, 70), 80).convert("RGB").save(path)
     arguments = "embedded", "grounding", ["policy.dtype=float32"]
@@ -106,7 +99,7 @@ def test_a_prediction_is_that_of_the_model_in_this_process(served_url: str, tmp_
     assert served(path, question).answer == local(path, question).answer
 
 
-def test_requests_that_the_server_refuses_are_one_message(served_url: str, tmp_path: Path) -> None:
+def test_requests_that_the_server_refuses_are_one_message(served_url, tmp_path):
     given = [f"output_dir={tmp_path}", "data.eval_limit=20"]
     settings = load_settings("counting", [*given, "rollout.max_completion_length=5000"])
     reason = r"example shapes-counting-eval-0 and 7 others: .*max_model_len=1024"

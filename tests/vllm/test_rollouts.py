@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,9 +43,7 @@ def make_prompts(policy: Policy, count: int) -> list[Prompt]:
         (10, ("policy.min_pixels=12544", "policy.max_pixels=25088")),
     ],
 )
-def test_prompts_of_images_of_odd_sizes_have_our_tokens(
-    make_sampler: Any, count: int, budget: tuple[str, ...]
-) -> None:
+def test_prompts_of_images_of_odd_sizes_have_our_tokens(make_sampler, count, budget):
     sampler, strategy, _ = make_sampler(*budget)
     prompts = make_prompts(strategy.policy, count)
     sampler.publish(0)
@@ -56,7 +53,7 @@ def test_prompts_of_images_of_odd_sizes_have_our_tokens(
     assert find_difference(strategy.policy, prompts, groups) < 1e-4
 
 
-def test_images_that_the_server_resizes_are_an_error(make_sampler: Any) -> None:
+def test_images_that_the_server_resizes_are_an_error(make_sampler):
     sampler, strategy, _ = make_sampler("policy.max_pixels=100352", "policy.min_pixels=75264")
     prompts = make_prompts(strategy.policy, 2)
     sampler.publish(0)
@@ -64,7 +61,7 @@ def test_images_that_the_server_resizes_are_an_error(make_sampler: Any) -> None:
         sample(sampler, prompts, SamplingSettings(strategy.policy.distribution, 2), 2)
 
 
-def test_greedy_completions_of_fifty_prompts_are_equal(make_sampler: Any) -> None:
+def test_greedy_completions_of_fifty_prompts_are_equal(make_sampler):
     sampler, strategy, _ = make_sampler()
     policy = strategy.policy
     prompts = make_prompts(policy, 50)
@@ -77,7 +74,7 @@ def test_greedy_completions_of_fifty_prompts_are_equal(make_sampler: Any) -> Non
         assert found[0] == found[1], prompt.example.id
 
 
-def test_bans_ends_and_truncation_hold_there_too(make_sampler: Any) -> None:
+def test_bans_ends_and_truncation_hold_there_too(make_sampler):
     sampler, strategy, _ = make_sampler()
     policy, prompts = strategy.policy, make_prompts(strategy.policy, 6)
     sampler.publish(0)
@@ -112,9 +109,7 @@ def test_bans_ends_and_truncation_hold_there_too(make_sampler: Any) -> None:
 
 
 @pytest.mark.parametrize("adapters", [(), LORA], ids=["full weights", "adapters"])
-def test_log_probs_are_the_trainers_after_each_of_ten_updates(
-    tmp_path: Path, server_processes: Any, adapters: tuple[str, ...]
-) -> None:
+def test_log_probs_are_the_trainers_after_each_of_ten_updates(tmp_path, server_processes, adapters):
     settings = make_settings(
         tmp_path,
         [server_processes[int(bool(adapters))][0]],
@@ -134,8 +129,8 @@ def test_log_probs_are_the_trainers_after_each_of_ten_updates(
 
 @pytest.mark.parametrize("resets", [True, False])
 def test_features_of_an_image_are_computed_with_the_new_vision_tower(
-    make_sampler: Any, monkeypatch: pytest.MonkeyPatch, resets: bool
-) -> None:
+    make_sampler, monkeypatch, resets
+):
     """A server whose encoder cache is not reset, by command or by a pause, answers from features
     of the old weights."""
     sampler, strategy, _ = make_sampler(*LORA)
@@ -162,9 +157,7 @@ def test_features_of_an_image_are_computed_with_the_new_vision_tower(
     assert (differences[1] < 1e-4) == resets, differences
 
 
-def test_a_server_with_other_base_weights_is_refused(
-    make_sampler: Any, server_processes: Any
-) -> None:
+def test_a_server_with_other_base_weights_is_refused(make_sampler, server_processes):
     sampler, strategy, _ = make_sampler()
     sampler.publish(0)
     sampling = SamplingSettings(strategy.policy.distribution, 2)
@@ -174,8 +167,8 @@ def test_a_server_with_other_base_weights_is_refused(
 
 
 def test_two_servers_share_the_prompts_and_one_may_be_killed(
-    make_sampler: Any, server_processes: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    make_sampler, server_processes, caplog
+):
     """The last test of the file: one of its servers ends."""
     urls = [url for url, _ in server_processes]
     sampler, strategy, _ = make_sampler("rollout.vllm.max_restarts=0", urls=urls)

@@ -55,9 +55,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StorageWeakRef, int]]:
         ("qwen3_vl", "none", True),
     ],
 )
-def test_offloaded_activations_give_equal_gradients(
-    family: str, part: Any, lora: bool, device: str
-) -> None:
+def test_offloaded_activations_give_equal_gradients(family, part, lora, device):
     grads = []
     for min_bytes in (2**40, 1):
         policy = tiny_policy(family, dtype=torch.float64 if device == "cpu" else torch.float32)
@@ -87,7 +85,7 @@ class Chain(nn.Module):
         return x
 
 
-def test_offloaded_tensors_are_freed_and_copied_once(moved: list[Any]) -> None:
+def test_offloaded_tensors_are_freed_and_copied_once(moved):
     inputs = torch.randn(128, 8)
     with offload_activations(model := Chain(), CPU, 4096):
         output = model(inputs)
@@ -96,14 +94,14 @@ def test_offloaded_tensors_are_freed_and_copied_once(moved: list[Any]) -> None:
     output.sum().backward()
 
 
-def test_weights_stay_on_the_device(moved: list[Any]) -> None:
+def test_weights_stay_on_the_device(moved):
     with offload_activations(model := Chain(), CPU, 1):
         model(torch.ones(2, 8, requires_grad=True))
     assert moved
     assert not {weight.data_ptr() for weight in model.parameters()} & {place for _, place in moved}
 
 
-def test_a_tensor_that_two_operations_save_gives_the_right_gradient() -> None:
+def test_a_tensor_that_two_operations_save_gives_the_right_gradient():
     model = nn.Linear(64, 64)
     x = torch.ones(3, requires_grad=True)
     with offload_activations(model, CPU, 1):
@@ -117,7 +115,7 @@ def test_a_tensor_that_two_operations_save_gives_the_right_gradient() -> None:
     assert torch.equal(x.grad, expected.expand(3))
 
 
-def test_views_of_one_tensor_and_its_later_values_are_kept_apart() -> None:
+def test_views_of_one_tensor_and_its_later_values_are_kept_apart():
     weight = torch.ones(4, requires_grad=True)
     memory = torch.arange(8.0)
     first, second = memory.split(4)
@@ -132,7 +130,7 @@ def test_views_of_one_tensor_and_its_later_values_are_kept_apart() -> None:
     assert weight.grad.tolist() == expected
 
 
-def test_the_boolean_values_of_checkpointing_still_work() -> None:
+def test_the_boolean_values_of_checkpointing_still_work():
     for value, name in ((True, "full"), (False, "none"), ("mlp", "mlp")):
         assert PolicySettings(gradient_checkpointing=value).gradient_checkpointing == name  # type: ignore[arg-type]
     settings = load_settings("counting", ["policy.gradient_checkpointing=true"])
@@ -141,7 +139,7 @@ def test_the_boolean_values_of_checkpointing_still_work() -> None:
         load_settings("counting", ["policy.gradient_checkpointing=1"])
 
 
-def test_feed_forward_layers_of_known_names_are_recomputed() -> None:
+def test_feed_forward_layers_of_known_names_are_recomputed():
     with pytest.raises(UserError, match="layers are not known: use full"):
         enable_gradient_checkpointing(Chain(), "mlp")
     model, _ = BUILDERS["lfm2_vl"]()
@@ -152,7 +150,7 @@ def test_feed_forward_layers_of_known_names_are_recomputed() -> None:
         assert isinstance(layer.feed_forward, kind)
 
 
-def test_a_copy_of_a_recomputed_module_uses_its_own_weights() -> None:
+def test_a_copy_of_a_recomputed_module_uses_its_own_weights():
     model, _ = tiny_model("qwen2_vl")
     enable_gradient_checkpointing(model, "mlp")
     mlp = model.train().model.language_model.layers[0].mlp

@@ -94,9 +94,7 @@ def compare(
 )
 # 40 scores are two queries of 9 keys and 2 heads.
 @pytest.mark.parametrize("max_scores", [40, 2**24])
-def test_packed_attention_equals_its_definition(
-    dtype: torch.dtype, bound: float, max_scores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_attention_equals_its_definition(dtype, bound, max_scores, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_SCORES", max_scores)
     compare(build_tensors(dtype), bound)
 
@@ -111,24 +109,20 @@ def block_mask(length: int) -> Tensor:
 @pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 2, 5, 9, 12, 40])
-def test_attention_in_windows_with_caps_and_masks(
-    window: int | None, cap: float | None, has_mask: bool
-) -> None:
+def test_attention_in_windows_with_caps_and_masks(window, cap, has_mask):
     masks = (block_mask(9), None, block_mask(6)) if has_mask else (None,) * 3
     compare(build_tensors(), 1e-12, Layer(0, "sliding_attention", SCALING, window, cap), masks)
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("window", [None, 2, 5])
-def test_one_kernel_and_a_mask_for_some_prompts(
-    window: int | None, has_mask: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kernel_and_a_mask_for_some_prompts(window, has_mask, monkeypatch):
     use_plain_varlen(monkeypatch)
     masks = (block_mask(9), None, None) if has_mask else (None,) * 3
     compare(build_tensors(), 1e-12, LAYER._replace(window=window), masks)
 
 
-def test_masks_of_other_layers_are_ignored() -> None:
+def test_masks_of_other_layers_are_ignored():
     tensors = build_tensors(torch.float32, tokens=9)
     span = GroupSpan(0, 9, ())
     plain = PackedAttention([span])(LAYER, *tensors)
@@ -138,12 +132,12 @@ def test_masks_of_other_layers_are_ignored() -> None:
     assert not torch.equal(PackedAttention([span], [masks])(LAYER, *tensors), plain)
 
 
-def test_a_window_mask_shows_the_last_tokens() -> None:
+def test_a_window_mask_shows_the_last_tokens():
     mask = kernels.build_window_mask(2, 5, 3, torch.device("cpu"))
     assert mask.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
 
 
-def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch):
     use_plain_varlen(monkeypatch)
     built: list[VarlenPlan] = []
 
@@ -158,7 +152,7 @@ def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch: pytest.Monk
     assert len(built) == 1
 
 
-def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
     use_plain_varlen(monkeypatch)
     span = GroupSpan(0, 1, (1,) * 256)
     q, k, v = (torch.ones(1, 1, 257, 1).bfloat16().requires_grad_() for _ in range(3))
@@ -190,9 +184,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 # 11 queries are one block, or three, the last one shorter.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("block", [4, 128])
-def test_causal_attention_equals_its_definition(
-    dtype: torch.dtype, bound: float, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_causal_attention_equals_its_definition(dtype, bound, block, monkeypatch):
     monkeypatch.setattr(kernels, "CAUSAL_BLOCK", block)
     tensors, mask = build_tensors(dtype, 3, 11), torch.ones(11, 11, dtype=torch.bool).tril()
     exact = [t.detach().double().requires_grad_() for t in tensors]
@@ -202,7 +194,7 @@ def test_causal_attention_equals_its_definition(
         assert relative_error(value, other) < bound
 
 
-def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch):
     torch.manual_seed(0)
     exact = [torch.randn(1, 2, 256, WIDTH, dtype=torch.float64) for _ in range(3)]
     errors = []
@@ -227,9 +219,7 @@ def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch: pytest.Monk
         ("cpu", torch.bfloat16, True, "PyTorch's varlen_attn, one call per layer"),
     ],
 )
-def test_the_kernels_are_named(
-    device: str, dtype: Any, has_varlen: bool, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_are_named(device, dtype, has_varlen, name, monkeypatch):
     monkeypatch.setattr(kernels, "has_varlen", lambda query: has_varlen)
     assert kernels.describe(torch.device(device), dtype) == name
 
@@ -241,9 +231,7 @@ def build_recurrent_layer(name: str, monkeypatch: pytest.MonkeyPatch, shared: bo
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
-def test_a_recurrent_layer_over_a_packed_row_equals_whole_rows(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recurrent_layer_over_a_packed_row_equals_whole_rows(name, monkeypatch):
     layer = build_recurrent_layer(name, monkeypatch)
     hidden = torch.randn(1, TOKENS, 32, dtype=torch.float64).requires_grad_()
     weights = list(layer.parameters())
@@ -263,9 +251,7 @@ def test_a_recurrent_layer_over_a_packed_row_equals_whole_rows(
 @pytest.mark.parametrize(
     ("name", "parameter"), [("qwen3_5", "cache_params"), ("lfm2_vl", "past_key_values")]
 )
-def test_a_recurrent_layer_over_single_tokens_equals_a_whole_row(
-    name: str, parameter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recurrent_layer_over_single_tokens_equals_a_whole_row(name, parameter, monkeypatch):
     layer = build_recurrent_layer(name, monkeypatch, shared=False)
     hidden = torch.randn(1, 9, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -277,7 +263,7 @@ def test_a_recurrent_layer_over_single_tokens_equals_a_whole_row(
         torch.testing.assert_close(torch.cat(outputs, 1), layer(hidden), rtol=0, atol=1e-12)
 
 
-def test_a_fork_does_not_change_its_origin() -> None:
+def test_a_fork_does_not_change_its_origin():
     state = LayerState()
     state.update_conv_state(torch.ones(1, 3, 2), 0, conv_kernel_size=4)
     before = state.get_conv_state(0)
@@ -290,6 +276,6 @@ def test_a_fork_does_not_change_its_origin() -> None:
     assert state.get_conv_state(0) is before
 
 
-def test_layers_of_attention_are_not_recurrent() -> None:
+def test_layers_of_attention_are_not_recurrent():
     policy = build_family_policy("gemma3")
     assert find_recurrent_layers(policy.family.language_model(policy.model)) == []

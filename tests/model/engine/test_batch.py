@@ -24,7 +24,7 @@ def make_slice(prompt_length: int, lengths: list[int], first_row: int = 0) -> Gr
     ),
     st.integers(1, 200),
 )
-def test_every_completion_is_packed_once_within_the_budget(groups: list, budget: int) -> None:
+def test_every_completion_is_packed_once_within_the_budget(groups, budget):
     slices, row = [], 0
     for prompt_length, lengths in groups:
         slices.append(make_slice(prompt_length, lengths, row))
@@ -39,11 +39,11 @@ def test_every_completion_is_packed_once_within_the_budget(groups: list, budget:
         assert [expected[r] for r in batch.rows] == list(batch.completions)
 
 
-def test_a_packed_row_counts_the_tokens_that_are_fed() -> None:
+def test_a_packed_row_counts_the_tokens_that_are_fed():
     # 10 prompt tokens, and all but the last token of each completion: 2 + 0 + 4.
     assert make_slice(10, [3, 1, 5]).num_tokens == 16
 
 
-def test_slices_that_fill_the_budget_exactly_share_a_micro_batch() -> None:
+def test_slices_that_fill_the_budget_exactly_share_a_micro_batch():
     slices = [make_slice(tokens, [1], row) for row, tokens in enumerate((3, 6, 7, 4))]
     assert [batch.rows for batch in pack(slices, 10)] == [(2, 0), (1, 3)]

@@ -3,8 +3,6 @@ GPU with its own kernels, are close to those in float32 on the CPU."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -51,7 +49,7 @@ def build_batch(prompts: list[Prompt]) -> MicroBatch:
     return pack_groups(prompts, [group] * len(prompts))
 
 
-def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch):
     calls = record_copies(monkeypatch)
     monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: [x, calls.append(kwargs)][0])
     copy_to(torch.device("cuda"), np.zeros(3))
@@ -59,9 +57,7 @@ def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch: pytest.MonkeyPa
     assert calls == ["pin", {"non_blocking": True}, {"non_blocking": True}]
 
 
-def test_a_snapshot_of_a_gpu_shares_pinned_blocks_and_waits_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_snapshot_of_a_gpu_shares_pinned_blocks_and_waits_once(monkeypatch):
     calls = record_copies(monkeypatch)
     monkeypatch.setattr(transfer, "PINNED_BLOCK", 128)
     tensors = [torch.arange(3.0), torch.tensor(7), torch.arange(40).view(5, 8).bfloat16()]
@@ -86,7 +82,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora: bool) -> None:
+def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
     policy = build_policy(family, lora)
     batch = build_batch(build_prompts(policy, [[(56, 56), (84, 28)], [(28, 56)], []]))
     with no_host_tensors():
@@ -105,15 +101,13 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora
         (FAMILIES[0], False, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
     ],
 )
-def test_a_rollout_reads_only_which_completions_are_finished(
-    family: str, lora: bool, truncation: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_reads_only_which_completions_are_finished(family, lora, truncation, monkeypatch):
     steps = sample(build_policy(family, lora), monkeypatch, **truncation)
     assert steps == 4 * CHECK_EVERY  # one read after the first tokens, then one for eight
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_reads_and_other_devices_are_found(wrong: Any) -> None:
+def test_reads_and_other_devices_are_found(wrong):
     with no_host_tensors(), pytest.raises((RuntimeError, NotImplementedError)):
         wrong(torch.ones(3, device=DEVICE))
 
@@ -140,7 +134,7 @@ def compute(policy: Policy, prompts: list[Prompt]) -> tuple[Tensor, dict[str, Te
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features_samples_scores_and_gradients(family: str, device: str) -> None:
+def test_features_samples_scores_and_gradients(family, device):
     """The bounds are about twice the errors of bfloat16 on a CPU, in nats."""
     pair = policy, exact = build_pair(family, device)
     prompts = build_prompts(exact, [[(112, 84), (84, 28)], [(28, 56)], []])

@@ -52,7 +52,7 @@ def compute(norm: nn.Module, hidden: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm])
-def test_values_and_gradients_equal_those_of_transformers(kind: type, device: str) -> None:
+def test_values_and_gradients_equal_those_of_transformers(kind, device):
     plain, fused, hidden = build(kind, device=device)
     bound = 1e-6 if device == "cpu" else 1e-5
     for found, expected in zip(compute(fused, hidden), compute(plain, hidden), strict=True):
@@ -67,7 +67,7 @@ def test_values_and_gradients_equal_those_of_transformers(kind: type, device: st
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("kind", [Gemma3RMSNorm, Qwen3_5RMSNormGated, nn.LayerNorm, nn.RMSNorm])
-def test_norms_of_another_formula_stay(kind: type) -> None:
+def test_norms_of_another_formula_stay(kind):
     norm = kind(16)
     use_fused_norms(norm)
     assert type(norm) is kind
@@ -81,14 +81,14 @@ class GatedRMSNorm(LlamaRMSNorm):
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_a_norm_with_another_argument_takes_it() -> None:
+def test_a_norm_with_another_argument_takes_it():
     plain, fused, hidden = build(GatedRMSNorm)
     gate = torch.rand_like(hidden)
     assert torch.equal(fused(hidden, gate), plain(hidden, gate))
     assert torch.equal(fused(hidden, gate=gate), plain(hidden, gate=gate))
 
 
-def test_a_norm_outside_of_a_gpu_is_that_of_transformers() -> None:
+def test_a_norm_outside_of_a_gpu_is_that_of_transformers():
     plain, fused, hidden = build(Qwen2_5_VLRMSNorm, torch.bfloat16)
     assert torch.equal(fused(hidden), plain(hidden))
     assert fused.state_dict().keys() == plain.state_dict().keys()
@@ -110,7 +110,7 @@ class Recorded(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("dtype", "has_kernel"), [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)]
 )
-def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, has_kernel: bool) -> None:
+def test_a_norm_on_a_gpu_is_one_kernel(dtype, has_kernel):
     norm = LlamaRMSNorm(16)
     use_fused_norms(norm)
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
@@ -124,7 +124,7 @@ def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, has_kernel: bool) -> 
     assert not forwards.has_kernel(hidden, norm.weight.float().to(torch.float16))
 
 
-def test_a_norm_is_known_whatever_the_default_precision() -> None:
+def test_a_norm_is_known_whatever_the_default_precision():
     torch.set_default_dtype(torch.bfloat16)  # while a model is loaded
     try:
         assert forwards._can_fuse.__wrapped__(LlamaRMSNorm)  # noqa: SLF001
@@ -134,7 +134,7 @@ def test_a_norm_is_known_whatever_the_default_precision() -> None:
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_policy_has_fused_norms(family: str) -> None:
+def test_a_policy_has_fused_norms(family):
     model = tiny_policy(family).model
     found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
     assert found

@@ -40,9 +40,7 @@ def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
     ("family", "max_tokens"),
     [*((name, 200) for name in (*FAMILIES, "qwen3_5", "lfm2_vl")), (FAMILIES[0], 100_000)],
 )
-def test_a_captured_step_samples_equal_tokens(
-    family: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_samples_equal_tokens(family, max_tokens, monkeypatch):
     monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)
     # The tiny model would rarely end a completion: with several end tokens, rows finish at
     # different times.
@@ -91,9 +89,7 @@ GPU_CASES = [
         *(pytest.param(*case, marks=pytest.mark.gpu) for case in GPU_CASES),
     ],
 )
-def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(
-    family: str, dtype: torch.dtype, form: str
-) -> None:
+def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(family, dtype, form):
     policy = tiny_policy(family, dtype=dtype)
     policy.model.to("cpu" if form == "traced" else "cuda")
     eager = sample_twice(policy)
@@ -123,7 +119,7 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(
                 assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
 
 
-def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     policy.engine.use_capture(TracedStep)
     expected = sample(policy)
@@ -150,7 +146,7 @@ def build_dynamic_policy() -> Policy:
     return policy
 
 
-def test_dynamic_rope_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_rope_is_not_captured(monkeypatch):
     policy = build_dynamic_policy()
     why = "run eagerly, because its dynamic RoPE reads positions from the device"
     assert policy.describe_engine().endswith(f"decode steps {why}")
@@ -175,8 +171,8 @@ def test_dynamic_rope_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(
-    device: str, capture: Any, cause: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    device, capture, cause, caplog
+):
     policy = build_dynamic_policy()
     policy.model.to(device)
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
@@ -190,7 +186,7 @@ def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(
 
 
 # In a process of its own, because the checks of shapes in the tests cannot be compiled.
-def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens(tmp_path: Path) -> None:
+def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens(tmp_path):
     output = tmp_path / "output"
     process = forked.start(output, forked.run_program, Path(compiled_steps.__file__))
     process.join()
@@ -199,9 +195,7 @@ def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens(tmp_pat
     assert [line for line in lines if line in compiled_steps.NAMES] == [*compiled_steps.NAMES]
 
 
-def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
     captured: list[Tensor] = []
 
@@ -227,9 +221,7 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(
     assert first.tolist() == [1, 2]
 
 
-def test_graphs_share_a_pool_that_ends_with_the_last_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_graphs_share_a_pool_that_ends_with_the_last_of_them(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
     first, second = (CudaGraph(torch.cos, (torch.ones(1),)) for _ in range(2))
     del first
@@ -241,9 +233,7 @@ def test_graphs_share_a_pool_that_ends_with_the_last_of_them(
     del last
 
 
-def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
 
     def step(tokens: Tensor) -> Tensor:
@@ -263,7 +253,7 @@ def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(
     assert graphs.find_cause(error) is error
 
 
-def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
     captured: list[Any] = []
     monkeypatch.setattr(CudaGraph, "__init__", lambda _, *arguments: captured.append(arguments))
     monkeypatch.setattr(graphs, "compile_step", lambda step: ("compiled", step))
@@ -287,13 +277,8 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_unsupported_cuda_graphs_are_refused(
-    settings: Any,
-    shared: bool,
-    training: bool,
-    has_cuda: bool,
-    expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    settings, shared, training, has_cuda, expected, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     rollout = RolloutSettings(**settings)
     if isinstance(expected, str):
@@ -304,7 +289,7 @@ def test_unsupported_cuda_graphs_are_refused(
 
 
 @pytest.mark.gpu
-def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
+def test_a_gpu_captures_steps_while_another_thread_pins_memory():
     policy = tiny_policy("qwen2_5_vl")
     policy.model.to("cuda")
     is_done = threading.Event()

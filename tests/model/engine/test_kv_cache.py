@@ -22,9 +22,7 @@ from vlm_grpo.model.engine.shared import SharedEngine, _fit, _round_up
 
 @pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
 @pytest.mark.parametrize("equal", [True, False])
-def test_cached_attention_equals_a_softmax_over_the_visible_keys(
-    form: str, equal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_attention_equals_a_softmax_over_the_visible_keys(form, equal, monkeypatch):
     if form == "varlen":
         use_plain_varlen(monkeypatch)
     elif form == "plain":
@@ -43,7 +41,7 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(
         assert (lse[row] - scores.logsumexp(-1)).abs().max() < 1e-12
 
 
-def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row() -> None:
+def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row():
     keys = torch.zeros(2, 5, 1, 1)
     every = CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
     mask = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
@@ -55,9 +53,7 @@ def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_th
 
 
 @pytest.mark.parametrize("max_tokens", [100_000, 600, 1])
-def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
-    max_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(max_tokens, monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(70, 110)))
     prompts = mixed_prompts(policy, 4)
     expected = sample_groups(policy, prompts, max_tokens=max_tokens)
@@ -68,7 +64,7 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
 
 
 @pytest.mark.parametrize(("slots", "places"), [(1, 2), (2, 3), (3, 4), (6, 24)])
-def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int) -> None:
+def test_every_completion_gets_a_place_beside_its_prompt(slots, places):
     """A place is free for another completion, of any prompt, as soon as its own is finished."""
     random = np.random.default_rng(0)
     scheduler = SlotScheduler(np.array([5, 3, 1, 6, 2, 4]), [4] * 6, slots, places)
@@ -95,7 +91,7 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int
     assert steps < 60 * 4 / places + 9
 
 
-def test_empty_places_are_given_up_when_none_waits() -> None:
+def test_empty_places_are_given_up_when_none_waits():
     scheduler = SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
     scheduler.admit()
     assert scheduler.shrink(0.5) is None
@@ -107,7 +103,7 @@ def test_empty_places_are_given_up_when_none_waits() -> None:
         assert scheduler.rows.tolist() == active
 
 
-def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
+def test_an_empty_slot_is_kept_beside_the_first_prompt():
     scheduler = SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
     scheduler.admit()
     scheduler.release(np.isin(np.arange(6), [0, 4]))
@@ -117,7 +113,7 @@ def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
     assert scheduler.prompts.tolist() == [0, 2, -1]
 
 
-def test_slots_and_places_fit_into_the_tokens() -> None:
+def test_slots_and_places_fit_into_the_tokens():
     assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50)) == (8, 32)
     assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50) - 1) == (8, 20)
     assert _fit(8, 4, 100, 50, 300) == (1, 4)
@@ -127,7 +123,7 @@ def test_slots_and_places_fit_into_the_tokens() -> None:
         assert slots * 100 + places * 50 <= tokens
 
 
-def test_captured_lengths_grow_by_half_at_most() -> None:
+def test_captured_lengths_grow_by_half_at_most():
     assert [_round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)] == [
         *(64, 64, 96, 96, 128, 192, 256, 1000)
     ]
@@ -145,7 +141,7 @@ def count(config: Any, completions: tuple[int, int], kept: int = 0, device: str 
     return count_free_tokens(config, torch.device(device), torch.bfloat16, completions, kept)
 
 
-def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_fit_into_free_memory(monkeypatch):
     """28 layers with 4 key heads of 128 numbers take 57,344 bytes per token in bfloat16."""
     config = SimpleNamespace(
         num_hidden_layers=28,
@@ -172,9 +168,7 @@ def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> No
         ("lfm2_vl", 2 * 2 * 2 * 8, 2 * 3 * 32 * 2),
     ],
 )
-def test_layers_that_differ_are_counted_one_by_one(
-    name: str, per_token: int, state: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_differ_are_counted_one_by_one(name, per_token, state, monkeypatch):
     policy = build_family_policy(name, torch.bfloat16, shared=True)
     config = policy.model.config.get_text_config()
     set_memory(monkeypatch, 10**9)
@@ -199,9 +193,7 @@ def test_layers_that_differ_are_counted_one_by_one(
 
 
 @pytest.mark.parametrize("kind", ["opt", "pi0", "qwen3_next"])
-def test_a_configuration_of_any_model_is_counted_or_has_the_default(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_of_any_model_is_counted_or_has_the_default(kind, monkeypatch):
     """OPT has no key heads of its own, PI0 names no layers, and Qwen3-Next is hybrid."""
     set_memory(monkeypatch, 10**10)
     found = count(CONFIG_MAPPING[kind]().get_text_config(), (8, 64))
@@ -209,7 +201,7 @@ def test_a_configuration_of_any_model_is_counted_or_has_the_default(
     assert found > 0
 
 
-def test_room_is_left_for_the_logits_of_all_completions_or_of_those_that_have_places() -> None:
+def test_room_is_left_for_the_logits_of_all_completions_or_of_those_that_have_places():
     """Logits of 2,000 bytes per completion beside 10 bytes per token, in 8,000 usable bytes."""
     assert fit_tokens(10_000, 10, 2_000, (2, 50)) == 400  # both: 4,000 bytes of logits
     # Of 1,000, those that have places: 160 tokens of 10 bytes, 3.2 completions of 2,000 bytes.

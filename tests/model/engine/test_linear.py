@@ -80,9 +80,7 @@ def output_and_gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("shape", [(5, IN), (2, 7, IN)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_equal_the_plain_layers(
-    dtype: torch.dtype, bound: float, shape: tuple[int, ...], kind: str
-) -> None:
+def test_values_and_gradients_equal_the_plain_layers(dtype, bound, shape, kind):
     net = make_net(kind, dtype, fast=False)
     before = {n: w.clone() for n, w in net.state_dict().items()}
     x = torch.randn(shape, dtype=dtype)
@@ -102,7 +100,7 @@ def test_values_and_gradients_equal_the_plain_layers(
     assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
 
 
-def test_the_adapted_gradient_is_the_derivative() -> None:
+def test_the_adapted_gradient_is_the_derivative():
     net = make_net("lora", torch.float64)
     weights = [p for p in net.parameters() if p.requires_grad]
     x = torch.randn(3, IN, dtype=torch.float64, requires_grad=True)
@@ -110,11 +108,11 @@ def test_the_adapted_gradient_is_the_derivative() -> None:
 
 
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"init_lora_weights": "mica"}])
-def test_other_kinds_of_adapters_are_not_replaced(config: dict) -> None:
+def test_other_kinds_of_adapters_are_not_replaced(config):
     assert not is_fast(make_net("lora", **config).down)
 
 
-def test_disabled_adapters_give_the_base_model_also_in_rollouts() -> None:
+def test_disabled_adapters_give_the_base_model_also_in_rollouts():
     net, x = make_net("lora"), torch.randn(2, IN)
     for layer in net.children():
         layer.enable_adapters(False)
@@ -124,12 +122,12 @@ def test_disabled_adapters_give_the_base_model_also_in_rollouts() -> None:
         assert relative_error(net(x), expected) < 1e-6
 
 
-def test_tensors_that_contradict_the_annotated_shapes_are_refused() -> None:
+def test_tensors_that_contradict_the_annotated_shapes_are_refused():
     with pytest.raises(TypeCheckError, match="product"):
         product(torch.zeros(3, IN), torch.zeros(8, IN + 1))
 
 
-def test_rollout_weights_follow_autocast() -> None:
+def test_rollout_weights_follow_autocast():
     net, x = make_net("full"), torch.randn(6, IN)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = net(x)
@@ -149,8 +147,8 @@ def test_rollout_weights_follow_autocast() -> None:
     ],
 )
 def test_without_onednn_only_float32_adapters_are_copied_and_others_follow_the_training(
-    kind: str, dtype: torch.dtype, is_copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, dtype, is_copied, monkeypatch
+):
     """As on a GPU, where copies of all weights would double the model's memory, and a CUDA graph
     that is kept for the next rollout reads the factors of adapters where it found them."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
@@ -206,8 +204,8 @@ in_each_precision = pytest.mark.parametrize(
 @pytest.mark.parametrize("targets", [SIBLINGS, ["v_proj"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_read_the_same_input_are_multiplied_at_once(
-    kind: str, targets: list[str], dtype: torch.dtype, bound: float, widths: list[int]
-) -> None:
+    kind, targets, dtype, bound, widths
+):
     net = make_net(kind, dtype, targets)
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((5, IN), (2, 3, IN))]
     expected = [net(x) for x in inputs]
@@ -221,9 +219,7 @@ def test_layers_that_read_the_same_input_are_multiplied_at_once(
 
 
 @in_each_precision
-def test_layers_with_different_inputs_are_multiplied_one_by_one(
-    dtype: torch.dtype, bound: float, widths: list[int]
-) -> None:
+def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, widths):
     net = make_net("lora", dtype, SIBLINGS)
     x, other = torch.randn(2, 5, IN, dtype=dtype).unbind()
     expected = net(x, other)
@@ -237,7 +233,7 @@ def test_layers_with_different_inputs_are_multiplied_one_by_one(
         assert relative_error(output, expected.detach()) < bound
 
 
-def test_a_layer_that_is_called_twice_with_an_input_is_multiplied_again() -> None:
+def test_a_layer_that_is_called_twice_with_an_input_is_multiplied_again():
     net, x = make_net("full"), torch.randn(5, IN)
     names = ["q_proj", "q_proj", "v_proj", "k_proj"]
     expected = [getattr(net, name)(x) for name in names]
@@ -247,7 +243,7 @@ def test_a_layer_that_is_called_twice_with_an_input_is_multiplied_again() -> Non
         assert relative_error(output, other.detach()) < 1e-6
 
 
-def test_neither_inputs_nor_outputs_are_kept() -> None:
+def test_neither_inputs_nor_outputs_are_kept():
     net = make_net("full")
     with torch.no_grad(), rollout_weights(net):
         x = torch.randn(5, IN)

@@ -47,7 +47,7 @@ def score_plainly(head: nn.Module, hidden: Tensor, targets: Tensor, positions: T
 @pytest.mark.parametrize("chunk", [0, 1, 7, 100])
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("kind", ["trained", "frozen", "biased", "adapted"])
-def test_scores_and_gradients_equal_the_definition(kind: str, entropy: bool, chunk: int) -> None:
+def test_scores_and_gradients_equal_the_definition(kind, entropy, chunk):
     head, hidden, targets, positions = make_inputs(kind)
     inputs = hidden, targets, positions
     settings = ScoringSettings(DISTRIBUTION, chunk, entropy)
@@ -74,7 +74,7 @@ def test_scores_and_gradients_equal_the_definition(kind: str, entropy: bool, chu
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_greedy_scores_have_the_gradient_of_temperature_one(entropy: bool) -> None:
+def test_greedy_scores_have_the_gradient_of_temperature_one(entropy):
     head, hidden, targets, positions = make_inputs("frozen")
     grads = []
     for temperature in (0.0, 1.0):
@@ -101,7 +101,7 @@ class Recorded(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_is_larger_than_a_chunk() -> None:
+def test_no_tensor_is_larger_than_a_chunk():
     head, hidden, targets, positions = make_inputs("frozen")
     with Recorded() as recorded:
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
@@ -112,9 +112,7 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_chunks_of_a_trained_head_share_one_gradient(
-    entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chunks_of_a_trained_head_share_one_gradient(entropy, monkeypatch):
     monkeypatch.setattr(logprobs, "MAX_GRADIENTS", 5 * WIDTH)
     head, hidden, targets, positions = make_inputs()
     settings = ScoringSettings(DISTRIBUTION, 4, entropy)
@@ -126,7 +124,7 @@ def test_the_chunks_of_a_trained_head_share_one_gradient(
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_only_a_gradient_that_is_wanted_costs_a_second_product(enabled: bool, wanted: bool) -> None:
+def test_only_a_gradient_that_is_wanted_costs_a_second_product(enabled, wanted):
     head, hidden, targets, positions = make_inputs("frozen")
     hidden.requires_grad_(wanted)
     with torch.set_grad_enabled(enabled), Recorded() as recorded:

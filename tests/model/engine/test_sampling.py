@@ -34,7 +34,7 @@ def first_token_logprobs(policy: Policy, prompt: Prompt) -> torch.Tensor:
         return policy.score(batch).logprobs
 
 
-def test_sampled_frequencies_follow_the_scored_distribution() -> None:
+def test_sampled_frequencies_follow_the_scored_distribution():
     policy = tiny_policy("qwen2_5_vl")
     prompt = image_prompt(policy)
     samples = 4000
@@ -53,7 +53,7 @@ def test_sampled_frequencies_follow_the_scored_distribution() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1000.0])
-def test_entropies_are_those_of_the_probabilities(scale: float) -> None:
+def test_entropies_are_those_of_the_probabilities(scale):
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * scale + 40
     logits[:, ::7] = -torch.inf  # banned tokens
     logits[0, 1:] = -torch.inf
@@ -65,7 +65,7 @@ def test_entropies_are_those_of_the_probabilities(scale: float) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_completions_end_at_eos_or_at_the_length_limit(shared: bool) -> None:
+def test_completions_end_at_eos_or_at_the_length_limit(shared):
     every_fifth = tuple(range(0, 256, 5))
     policy = tiny_policy("qwen2_5_vl", shared, eos=every_fifth, min_new_tokens=3)
     groups = sample_groups(policy, mixed_prompts(policy, 8), length=6)
@@ -81,7 +81,7 @@ def test_completions_end_at_eos_or_at_the_length_limit(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_stop_strings_end_a_completion(shared: bool) -> None:
+def test_stop_strings_end_a_completion(shared):
     policy = tiny_policy("qwen2_5_vl", shared)
     groups = sample_groups(policy, mixed_prompts(policy, 8), length=40, stop=("%", "Q"))
     stopped = [c for group in groups for c in group if c.stop == "stop"]
@@ -101,9 +101,7 @@ def test_stop_strings_end_a_completion(shared: bool) -> None:
         ({"top_k": 5, "top_p": 0.67}, [1, 3]),  # 0.67 of 0.96 is less than 0.65
     ],
 )
-def test_truncated_sampling_keeps_to_the_most_likely_tokens(
-    truncation: dict, kept: list[int]
-) -> None:
+def test_truncated_sampling_keeps_to_the_most_likely_tokens(truncation, kept):
     probabilities = torch.tensor([0.1, 0.4, 0.04, 0.25, 0.06, 0.15], dtype=torch.float64)
     uniform = torch.linspace(0, 1, 101, dtype=torch.float64)[:-1, None]
     state = SamplerState(uniform, SamplingSettings(SamplingDistribution(), 1, **truncation))
@@ -114,7 +112,7 @@ def test_truncated_sampling_keeps_to_the_most_likely_tokens(
     assert state.logprobs[:-1, 0].exp().tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one() -> None:
+def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one():
     distribution = SamplingDistribution()
     uniform = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1, None]
     state = SamplerState(uniform, SamplingSettings(distribution, 1, top_p=0.5))
@@ -130,7 +128,7 @@ def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one() -> None:
     assert state.sample(torch.tensor([[0.0, -30.0, -60.0]]), torch.arange(1)).tolist() == [1]
 
 
-def test_temperature_is_part_of_the_scored_distribution() -> None:
+def test_temperature_is_part_of_the_scored_distribution():
     cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
     prompt = image_prompt(cold)
     a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
@@ -143,7 +141,7 @@ def test_temperature_is_part_of_the_scored_distribution() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3, 8])
-def test_a_completion_ends_with_the_token_that_completes_a_stop_string(every: int) -> None:
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(every):
     """Also where a character has several tokens, and later ones were sampled before the check."""
     stop = ("ab", "é!", "</answer>")
     alphabet = "ab!é\u0161</answer>".encode()  # é and š share their first byte
@@ -170,9 +168,7 @@ def decode_bytes(tokens: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("vocabulary", [5, 2048, 2053, 4096, 6000])
-def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(
-    vocabulary: int,
-) -> None:
+def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(vocabulary):
     generator = torch.Generator().manual_seed(0)
     probs = torch.randn(64, vocabulary, generator=generator).mul(3).softmax(-1)
     probs[:, 1::3] = 0
@@ -188,7 +184,7 @@ def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(
     assert (before[:, 0] <= uniform + 1e-6).all()
 
 
-def test_nothing_is_stored_for_finished_completions() -> None:
+def test_nothing_is_stored_for_finished_completions():
     state = SamplerState(
         torch.rand(3, 4, dtype=torch.float64),
         SamplingSettings(SamplingDistribution(eos=(2,)), 4),

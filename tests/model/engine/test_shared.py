@@ -106,7 +106,7 @@ def score_with_gradients(
     [("none", False), ("none", True), ("full", False), ("mlp", False), ("full", True)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_repeated_in_float32(family: str, part: Any, lora: bool) -> None:
+def test_shared_equals_repeated_in_float32(family, part, lora):
     results = []
     for is_shared in (True, False):
         policy = tiny_policy(family, is_shared)
@@ -122,9 +122,7 @@ def test_shared_equals_repeated_in_float32(family: str, part: Any, lora: bool) -
 
 # Mllama's layers over images cannot share a prompt.
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *BUILDERS} - {"mllama"}))
-def test_merged_attention_and_one_kernel_equal_transformers(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_attention_and_one_kernel_equal_transformers(family, monkeypatch):
     def build(shared: bool) -> Policy:
         return build_family_policy(family, torch.float64, shared=shared, banned=())
 
@@ -141,9 +139,7 @@ def test_merged_attention_and_one_kernel_equal_transformers(
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "internvl"])
-def test_a_chat_with_images_between_its_texts_equals_plain_passes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_with_images_between_its_texts_equals_plain_passes(name, monkeypatch):
     # Positions on three axes, recurrent layers, images that see themselves, and one tower pass.
     policy = build_family_policy(name, torch.float64, shared=True, banned=())
     plain = build_family_policy(name, torch.float64, banned=())
@@ -170,7 +166,7 @@ def get_tokens(groups: Any) -> list[list[tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("family", "lora"), [*((family, False) for family in FAMILIES), ("qwen2_5_vl", True)]
 )
-def test_both_forms_sample_as_generate_and_score_what_they_sampled(family: str, lora: bool) -> None:
+def test_both_forms_sample_as_generate_and_score_what_they_sampled(family, lora):
     dtype, bound = (torch.float32, 1e-4) if lora else (torch.float64, 1e-6)
     tokens = []
     for is_shared in (True, False):
@@ -193,7 +189,7 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family: str, 
     assert lora or tokens[0] == tokens[1]
 
 
-def test_a_clip_is_encoded_once_per_group() -> None:
+def test_a_clip_is_encoded_once_per_group():
     policy = tiny_policy("qwen2_5_vl")
     prompts = build_prompts(policy, [*CLIPS[:3], EXAMPLES[1]])
     assert [prompt.image_decodes for prompt in prompts] == [1, 2, 2, 0]
@@ -211,20 +207,20 @@ SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
     "overrides",
     [SERVERS, ["rollout.noise.strength=400"], ["objective.perception.kl_coef=0.01"]],
 )
-def test_methods_without_videos_refuse_them_before_the_run(overrides: list[str]) -> None:
+def test_methods_without_videos_refuse_them_before_the_run(overrides):
     settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
     with pytest.raises(UserError, match=r"example odd: (rollout|objective)\.[a-z=]* does not sup"):
         select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("qwen2_vl", []), ("qwen3_vl", SERVERS)])
-def test_videos_are_taken_where_they_are_supported(family: str, overrides: list[str]) -> None:
+def test_videos_are_taken_where_they_are_supported(family, overrides):
     policy, settings = tiny_policy(family), load_settings("quickstart", overrides)
     assert len(select_usable(policy, CLIPS, PlainQuestion(), settings, {})) == len(CLIPS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) -> None:
+def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
     policy = tiny_policy(family)
     assert policy.budget is not None
     policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
@@ -240,7 +236,7 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
+def test_greedy_tokens_equal_those_of_generate(family):
     # Nothing is banned, as in plain ``generate``; in float64, rounding breaks no tie.
     policy = tiny_policy(family, dtype=torch.float64, temperature=0.0, banned=())
     prompts = mixed_prompts(policy, 40)
@@ -258,7 +254,7 @@ def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
         assert completion.token_ids == tuple(output[0, tokens.shape[1] :].tolist())
 
 
-def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions() -> None:
+def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions():
     """Each completion is the one with its number, whatever is sampled beside it."""
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(0, 256, 7)))
     prompts = mixed_prompts(policy, 7)
@@ -276,7 +272,7 @@ def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions() -> N
         assert get_tokens(alone) == [expected[index]]
 
 
-def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch):
     policy, sizes = tiny_policy("qwen2_5_vl", shared=False), []
     generate = policy.model.generate
 
@@ -291,7 +287,7 @@ def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch: pytest.Monk
     assert all(tokens <= 300 or rows == 1 for rows, tokens in sizes)
 
 
-def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
+def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again():
     policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64) for _ in range(2))
     policy.engine.use_capture(TracedStep)
 
@@ -320,9 +316,7 @@ def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
 
 
 @pytest.mark.parametrize(("name", "limit"), [("KEPT_STEPS", 0), ("KEPT_SHARE", 0.09)])
-def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
-    name: str, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(name, limit, monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
     policy.engine.use_capture(TracedStep)
     sample_groups(policy, mixed_prompts(policy, 2))
@@ -348,9 +342,7 @@ def fail_to_capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "lfm2_vl"])
-def test_steps_run_eagerly_after_a_capture_that_fails(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_run_eagerly_after_a_capture_that_fails(name, caplog):
     policy = build_family_policy(name, torch.float64, shared=True)
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
     [eager] = sample_groups(policy, prompts, group_size=2, length=5)
@@ -369,9 +361,7 @@ def test_steps_run_eagerly_after_a_capture_that_fails(
     assert policy.describe_engine().endswith("run eagerly")
 
 
-def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(monkeypatch, caplog):
     policy = tiny_policy("qwen2_5_vl")
 
     def run_out(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:

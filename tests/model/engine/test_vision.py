@@ -51,7 +51,7 @@ def compute_gradient(policy: Policy, batches: list[MicroBatch], share: bool) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sharing_encoder_passes_does_not_change_the_gradient(family: str) -> None:
+def test_sharing_encoder_passes_does_not_change_the_gradient(family):
     policy = tiny_policy(family, dtype=torch.float64)
     first, second, third = slices = make_slices(policy)
     expected, _ = compute_gradient(policy, [MicroBatch(tuple(slices))], share=False)
@@ -67,7 +67,7 @@ def test_sharing_encoder_passes_does_not_change_the_gradient(family: str) -> Non
         assert relative_distance(found, expected) < 1e-6
 
 
-def test_outputs_of_a_frozen_part_have_no_gradient() -> None:
+def test_outputs_of_a_frozen_part_have_no_gradient():
     weight = torch.ones(2, requires_grad=True)
     features = ImageFeatures(weight[None] * 3, common={"table": torch.ones(1, 2)})
     unit = (ImageRef("a.png", (4, 4), (4, 4)),)
@@ -79,7 +79,7 @@ def test_outputs_of_a_frozen_part_have_no_gradient() -> None:
     assert weight.grad.tolist() == [3, 3]
 
 
-def test_images_are_encoded_in_passes_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_encoded_in_passes_of_limited_size(monkeypatch):
     monkeypatch.setattr(vision_module, "ENCODER_PATCHES", 6)
     images = [{"pixel_values": torch.zeros(patches, 1)} for patches in (3, 3, 3, 7, 2, 4)]
     sizes = [[len(image["pixel_values"]) for image in part] for part in split_passes(images)]
@@ -88,9 +88,7 @@ def test_images_are_encoded_in_passes_of_limited_size(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("in_one_kernel", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_encoding_equals_transformers(
-    family: str, in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoding_equals_transformers(family, in_one_kernel, monkeypatch):
     """Images whose windows have many sizes, forward and gradient."""
     if in_one_kernel:
         use_plain_varlen(monkeypatch)

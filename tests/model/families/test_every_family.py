@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ SHARED = [name for name in BUILDERS if name != "mllama"]  # which has cross-atte
 FORMS = [(n, "repeated") for n in BUILDERS] + [(n, "shared") for n in SHARED]
 
 
-def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens() -> None:
+def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens():
     policy = build_family_policy("gemma4", torch.float64, banned=())
     [prompt] = build_prompts(policy, "gemma4", 1)
     missing = prompt.vision["pixel_values"].shape[1] - len(prompt.token_ids)
@@ -69,9 +68,7 @@ def generate_greedily(name: str) -> tuple[list[Prompt], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_scores_equal_plain_forward_passes(
-    name: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_equal_plain_forward_passes(name, form, monkeypatch):
     policy = build_family_policy(name, torch.float64, shared=form == "shared", banned=())
     use_float64_recurrence(monkeypatch, policy.model)
     scores = policy.score(make_batch(build_prompts(policy, name, 4)), with_entropy=True)
@@ -82,9 +79,7 @@ def test_scores_equal_plain_forward_passes(
 
 @pytest.mark.no_shapes
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_greedy_samples_equal_generate(
-    name: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_samples_equal_generate(name, form, monkeypatch):
     policy = build_family_policy(name, torch.float64, shared=form == "shared", temperature=0.0)
     use_float64_recurrence(monkeypatch, policy.model)
     prompts, generated = generate_greedily(name)
@@ -101,7 +96,7 @@ def test_greedy_samples_equal_generate(
 
 @pytest.mark.no_shapes
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_model_trained_for_two_steps_loads_in_transformers(name: str, tmp_path: Path) -> None:
+def test_a_model_trained_for_two_steps_loads_in_transformers(name, tmp_path):
     torch.manual_seed(0)
     model, processor = BUILDERS[name]()
     model.save_pretrained(tmp_path / "model")
@@ -151,7 +146,7 @@ def compute_gradient(
 
 @pytest.mark.no_shapes
 @pytest.mark.parametrize("name", SHARED)
-def test_both_forms_have_the_same_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_forms_have_the_same_gradient(name, monkeypatch):
     plain: dict[str, dict[str, Tensor]] = {}
     for mode, settings in MODES.items():
         kind = mode.replace("checkpointed", "full")  # which computes the same
@@ -164,7 +159,7 @@ def test_both_forms_have_the_same_gradient(name: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name.startswith("qwen3_5")])
-def test_recurrent_layers_in_float32_differ_by_rounding(name: str) -> None:
+def test_recurrent_layers_in_float32_differ_by_rounding(name):
     """A new chunk of tokens begins at the end of a shared prompt."""
     scores = []
     for shared in (False, True):
@@ -177,7 +172,7 @@ def test_recurrent_layers_in_float32_differ_by_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_auxiliary_loss_of_routers_is_not_part_of_the_gradient(shared: bool) -> None:
+def test_the_auxiliary_loss_of_routers_is_not_part_of_the_gradient(shared):
     gradients: list[dict[str, Tensor]] = []
     for has_loss in (False, True):
         policy = build_family_policy("qwen3_vl_moe", shared=shared, policy=MODES["full"])

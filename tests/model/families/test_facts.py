@@ -48,7 +48,7 @@ def tokenize(processor: Any, family: Family, sizes: list[tuple[int, int]], text:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_weight_has_a_part_and_freezing_a_part_freezes_exactly_it(name: str) -> None:
+def test_every_weight_has_a_part_and_freezing_a_part_freezes_exactly_it(name):
     model = build(name)[0]
     assert load_family(model.config).frame in FRAMES
     names = {n for n, _ in model.named_parameters()}
@@ -61,7 +61,7 @@ def test_every_weight_has_a_part_and_freezing_a_part_freezes_exactly_it(name: st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_default_adapters_are_on_the_linear_layers_of_the_language_model(name: str) -> None:
+def test_default_adapters_are_on_the_linear_layers_of_the_language_model(name):
     model, _ = build_family_model(name)
     linear = {n for n, module in model.named_modules() if isinstance(module, nn.Linear)}
     expected = {n for n in linear if find_part(n) == "language" and not n.endswith("lm_head")}
@@ -79,7 +79,7 @@ def test_default_adapters_are_on_the_linear_layers_of_the_language_model(name: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_of_images_are_banned_and_refused_in_prompts(name: str) -> None:
+def test_tokens_of_images_are_banned_and_refused_in_prompts(name):
     model, processor = build(name)
     family, tokenizer = load_family(model.config), processor.tokenizer
     with_images = tokenize(processor, family, [(224, 224), (448, 224)], "What?")
@@ -104,7 +104,7 @@ def test_tokens_of_images_are_banned_and_refused_in_prompts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resized_sizes_and_numbers_of_tokens_are_those_of_the_processor(name: str) -> None:
+def test_resized_sizes_and_numbers_of_tokens_are_those_of_the_processor(name):
     model, processor = build(name)
     family, rng = load_family(model.config), random.Random(name)
     budget = family.pixel_budget(processor)
@@ -132,7 +132,7 @@ def test_resized_sizes_and_numbers_of_tokens_are_those_of_the_processor(name: st
         assert alone["image_grid_thw"][0, 1:].tolist() == [resized[1] // patch, resized[0] // patch]
 
 
-def test_tokens_of_images_that_are_not_marked_as_special_are_refused() -> None:
+def test_tokens_of_images_that_are_not_marked_as_special_are_refused():
     model, processor = tiny_model("qwen2_5_vl")
     processor.tokenizer.add_tokens(["<row_7_col_7>"])
     builder = PromptBuilder(ChatTemplate(processor), load_family(model.config), None, None)
@@ -140,7 +140,7 @@ def test_tokens_of_images_that_are_not_marked_as_special_are_refused() -> None:
         builder.write(Example("a", (), "What is <row_7_col_7>?", None), PlainQuestion())
 
 
-def test_the_guide_has_the_table_of_all_families() -> None:
+def test_the_guide_has_the_table_of_all_families():
     # `python tests/helpers/family_table.py` prints the table.
     guide = Path(__file__).parents[3] / "docs/families.md"
     assert build_table(build) in guide.read_text("utf-8")
@@ -149,7 +149,7 @@ def test_the_guide_has_the_table_of_all_families() -> None:
     assert known - {"gemma4_unified", "kimi_vl"} <= set(TITLES)
 
 
-def test_the_guide_has_the_differences_of_every_family_from_transformers() -> None:
+def test_the_guide_has_the_differences_of_every_family_from_transformers():
     # `python tests/helpers/family_table.py` measures them; test_every_family.py has the bounds.
     guide = (Path(__file__).parents[3] / "docs/families.md").read_text("utf-8")
     rows = re.findall(r"^\| (.*) \| (shared|repeated: .*) \| (\S+) \| (\S+) \|$", guide, re.M)

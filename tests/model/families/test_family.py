@@ -56,7 +56,7 @@ def load_family_and_tokenizer(frame: str) -> tuple[Family, Any]:
 
 
 @pytest.mark.parametrize("frame", FAMILIES)
-def test_decoded_boxes_can_be_parsed_and_other_special_tokens_are_removed(frame: str) -> None:
+def test_decoded_boxes_can_be_parsed_and_other_special_tokens_are_removed(frame):
     family, tokenizer = load_family_and_tokenizer(frame)
     assert family.frame == frame
     boxes, size = [(64.0, 48.0, 320.0, 240.0), (0.0, 24.0, 608.0, 456.0)], (640, 480)
@@ -76,7 +76,7 @@ def test_decoded_boxes_can_be_parsed_and_other_special_tokens_are_removed(frame:
         assert name not in kept
 
 
-def test_completions_keep_the_special_tokens_of_answers() -> None:
+def test_completions_keep_the_special_tokens_of_answers():
     policy = tiny_policy("qwen2_vl")
     task = load_task("detection", frame=policy.prompts.frame)
     example = policy.prompts.with_resized_sizes(noise_example("a", [(56, 56)]))
@@ -107,27 +107,25 @@ def test_completions_keep_the_special_tokens_of_answers() -> None:
         ("llama4", "it has layers of the type chunked_attention"),
     ],
 )
-def test_the_reason_against_the_shared_form(kind: str, reason: str) -> None:
+def test_the_reason_against_the_shared_form(kind, reason):
     assert Family().why_not_shared(CONFIG_MAPPING[kind]()) == reason
 
 
-def test_recurrent_layers_need_the_cache_of_a_newer_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recurrent_layers_need_the_cache_of_a_newer_transformers(monkeypatch):
     monkeypatch.delattr(Cache, "get_conv_state")
     reason = "its recurrent layers need transformers 5.21 or later"
     assert Family().why_not_shared(CONFIG_MAPPING["qwen3_5"]()) == reason
     assert Family().why_not_shared(CONFIG_MAPPING["gemma3"]()) is None
 
 
-def test_code_from_elsewhere_does_not_share_prompts() -> None:
+def test_code_from_elsewhere_does_not_share_prompts():
     class OtherConfig(InternVLConfig):
         model_type = "other"
 
     assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
 
 
-def test_the_layout_of_a_prompt_shows_who_sees_whom() -> None:
+def test_the_layout_of_a_prompt_shows_who_sees_whom():
     policy = build_family_policy("gemma3")
     prompt = make_prompt(policy, noise_example("a", [(60, 40)]))
     layout = policy.family.lay_out(policy.model, prompt)
@@ -143,7 +141,7 @@ def test_the_layout_of_a_prompt_shows_who_sees_whom() -> None:
     assert torch.equal(mask, torch.ones_like(mask).tril())
 
 
-def test_positions_have_an_axis_for_time_height_and_width() -> None:
+def test_positions_have_an_axis_for_time_height_and_width():
     policy = build_family_policy("glm4v")
     prompt = make_prompt(policy, noise_example("a", [(60, 60)]))
     positions = policy.family.lay_out(policy.model, prompt).positions
@@ -153,7 +151,7 @@ def test_positions_have_an_axis_for_time_height_and_width() -> None:
     assert len(policy.family.lay_out(policy.model, text).positions) == 1
 
 
-def test_a_capped_head_caps_its_logits() -> None:
+def test_a_capped_head_caps_its_logits():
     head = torch.nn.Linear(3, 2, bias=False)
     hidden = torch.randn(4, 3) * 20
     expected = 5 * torch.tanh(head(hidden) / 5)
@@ -161,9 +159,7 @@ def test_a_capped_head_caps_its_logits() -> None:
 
 
 @pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
-def test_a_family_that_is_unknown_shares_its_prompt(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_is_unknown_shares_its_prompt(name, monkeypatch):
     known = build_family_policy(name, torch.float64, shared=True, banned=())
     prompt = make_prompt(known, noise_example("a", [(60, 40), (90, 30)]))
     config = known.model.config
@@ -183,7 +179,7 @@ def test_a_family_that_is_unknown_shares_its_prompt(
 # Qwen's own form.
 
 
-def test_a_small_image_does_not_change_the_size_of_the_others() -> None:
+def test_a_small_image_does_not_change_the_size_of_the_others():
     policy = tiny_policy("qwen2_5_vl")
     small = noise_example("small", [(10, 12)], seed=4)
     large = noise_example("large", [(112, 84)], seed=5)
@@ -201,7 +197,7 @@ def test_a_small_image_does_not_change_the_size_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_a_prompt_truncated_inside_an_image_is_refused(family: str) -> None:
+def test_a_prompt_truncated_inside_an_image_is_refused(family):
     policy = tiny_policy(family)
     prompt = make_prompt(policy, noise_example("a", [(56, 56)]))
     image = policy.model.config.image_token_id

@@ -15,7 +15,7 @@ TABLE = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text("utf-
 
 
 @pytest.mark.parametrize("kind", ["alike", "different"])
-def test_formulas_that_look_alike_have_one_form(kind: str) -> None:
+def test_formulas_that_look_alike_have_one_form(kind):
     for first, second in TABLE[kind]:
         assert normalize_formula(first) is not None, first
         is_alike = normalize_formula(first) == normalize_formula(second)
@@ -26,13 +26,13 @@ def test_formulas_that_look_alike_have_one_form(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contains", "lacks"])
-def test_a_formula_contains_another(kind: str) -> None:
+def test_a_formula_contains_another(kind):
     for formula, gold in TABLE[kind]:
         assert contains_formula(formula, gold) == (kind == "contains"), (formula, gold)
 
 
 @pytest.mark.parametrize("mistake", [*TABLE["malformed"], "b" * MAX_FORMULA])
-def test_a_malformed_formula_contains_none(mistake: str) -> None:
+def test_a_malformed_formula_contains_none(mistake):
     assert normalize_formula("a" + mistake) is None
     assert not contains_formula("a" + mistake, "a")
     assert contains_formula("a" + mistake, "a" + mistake)  # but for the same letters

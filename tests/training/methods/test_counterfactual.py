@@ -72,9 +72,7 @@ def score_in_float64(folder: Path, prompt: Any, tokens: tuple[int, ...], policy:
     return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def test_a_step_is_that_of_an_attention_with_replaced_values(
-    settings: Any, model_folder: Path
-) -> None:
+def test_a_step_is_that_of_an_attention_with_replaced_values(settings, model_folder):
     trainer, batches, rollouts = make_trainer(settings(methods=[METHOD])), [], []
     score, update = trainer.updater.score, trainer.updater.update
     trainer.updater.score = lambda rollout: rollouts.append(rollout) or score(rollout)
@@ -104,7 +102,7 @@ def test_a_step_is_that_of_an_attention_with_replaced_values(
     assert term.tolist() == pytest.approx([0.0, 0.36788], abs=1e-5)  # 1 / e + 1 - 1
 
 
-def test_a_run_resumes_bit_for_bit(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_bit_for_bit(settings, monkeypatch):
     optim = {"max_steps": 2}
     whole, parts = (settings(name=n, methods=[METHOD], optim=optim) for n in ("whole", "parts"))
     train(whole)
@@ -116,7 +114,7 @@ def test_a_run_resumes_bit_for_bit(settings: Any, monkeypatch: pytest.MonkeyPatc
     assert_same_run(whole.run_dir, parts.run_dir, "step-2")
 
 
-def test_other_engines_and_replayed_groups_are_refused(settings: Any) -> None:
+def test_other_engines_and_replayed_groups_are_refused(settings):
     policy = {"dtype": "float32", "engine": "repeated"}
     with pytest.raises(UserError, match=r"needs policy\.engine=shared"):
         make_trainer(settings(methods=["counterfactual"], policy=policy))

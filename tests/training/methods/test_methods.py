@@ -79,7 +79,7 @@ def test_a_file_is_a_method_with_options(settings):
     assert "first_tokens.py" in (run.run_dir / "config.yaml").read_text()
 
 
-def test_a_term_of_a_file_trains_groups_with_equal_rewards(settings, tmp_path: Path):
+def test_a_term_of_a_file_trains_groups_with_equal_rewards(settings, tmp_path):
     (tmp_path / "own.py").write_text(TERM)
     (tmp_path / "equal.py").write_text(re.sub("return len.*", "return 1.0", TASK))
     norms = []
@@ -90,7 +90,7 @@ def test_a_term_of_a_file_trains_groups_with_equal_rewards(settings, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["replay", "kl", "nothing"])
-def test_a_name_is_of_a_method_with_its_settings_in_its_file(settings, name: str):
+def test_a_name_is_of_a_method_with_its_settings_in_its_file(settings, name):
     with pytest.raises(UserError, match=f"there is no method {name}.* the path of a .py file"):
         build_methods(settings(methods=[name]))
 
