@@ -321,6 +321,8 @@ def test_a_circle_is_right_if_all_its_rotations_are():
     ]
     assert CORPUS_RULES["circular"]([1, 0, 1, 1], rows) == 0.5
     assert CORPUS_RULES["circular"]([1, None, 1, 0], rows) == 0.5
+    twins = make_example({"options": ["a", "a", "b"], "answer": "a"}, circle=1)
+    assert CORPUS_RULES["circular"]([1], [twins]) == 1.0
 
 
 def test_error_rates_count_a_missing_answer_as_an_empty_text():

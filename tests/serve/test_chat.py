@@ -71,8 +71,9 @@ def test_a_variable_without_a_key_and_an_address_without_a_server_are_named():
 )
 def test_without_a_name_the_server_must_serve_one_model(models, message):
     with serve(ChatModel(models=models)) as server:
-        with pytest.raises(UserError, match=message):
-            ChatClient(Endpoint(server.address))
+        for name in (None, ""):
+            with pytest.raises(UserError, match=message):
+                ChatClient(Endpoint(server.address, name))
         assert ChatClient(Endpoint(server.address, "b")).model == "b"
 
 

@@ -402,8 +402,10 @@ def mean_over_groups(
 def _circular(answers: Sequence[int | None], examples: Sequence[Example]) -> float:
     """Compute the share of questions that are right in every rotation of their options."""
     circles: dict[Any, list[float]] = {}
-    for hit, example in zip(_find_hits(answers, examples), examples, strict=True):
-        circles.setdefault(example.meta.get("circle", example.id), []).append(hit)
+    for answer, example in zip(answers, examples, strict=True):
+        options, gold = example.answer["options"], example.answer["answer"]
+        hit = answer is not None and options[answer] == gold  # options may have equal texts
+        circles.setdefault(example.meta.get("circle", example.id), []).append(float(hit))
     return float(np.mean([min(hits) for hits in circles.values()]))
 
 

@@ -29,9 +29,7 @@ class PromptSettings(Frozen):
     system: str | None = Field(default=None, min_length=1)
     """System message of examples whose row has none; None: none, or what the chat template adds
     itself."""
-    template: (
-        Annotated[str, AfterValidator(lambda text: compile_template(text) and text)] | None
-    ) = None
+    template: MessageTemplate | None = None
     """Jinja template of the user message, with the variables ``question``, ``instruction`` (the
     task's, on how to answer), ``id``, ``source`` (its name in a mixture) and ``meta`` (the row's
     other columns); ``<image>`` stands for an image. None: the question and the instruction."""

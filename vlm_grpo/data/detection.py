@@ -162,8 +162,8 @@ def list_image_folders(path: Path) -> Sequence[Path]:
     folder = path if path.is_dir() else path.parent
     split = path.stem.rpartition("_")[2]  # instances_val2017
     candidates = [
-        *(folder / name for name in ("JPEGImages", "images", split)),
-        *(folder.parent / name for name in ("JPEGImages", split, f"images/{split}", "images")),
+        *(folder / name for name in ("images", split, "JPEGImages")),
+        *(folder.parent / name for name in (split, f"images/{split}", "images", "JPEGImages")),
     ]
     return [folder, *filter(Path.is_dir, candidates)]
 

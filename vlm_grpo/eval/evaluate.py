@@ -121,9 +121,9 @@ def evaluate(
     log = None
     if server is not None:
         log = open_log(folder / name, model, weights, scoring_task, examples)
-    resized, texts = generate_all(model, scoring_task, examples, log)
     state = initialize_distributed()
     with build_scorer(settings, state.process_index) as scorer:
+        resized, texts = generate_all(model, scoring_task, examples, log)
         scores = score_all(scoring_task, resized, texts, scorer)
     evaluation = summarize(scoring_task, resized, texts, scores, settings.seed)
     if state.is_main_process:

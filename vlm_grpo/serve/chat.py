@@ -85,7 +85,7 @@ class ChatClient:
             except ValueError as error:
                 raise UserError(f"{error}: set it, or name another one (--api-key-env)") from error
         self._served = served = self._list_models()
-        if endpoint.model is None and len(served) != 1:
+        if not endpoint.model and len(served) != 1:
             found = f"serves\n{bullets(served)}\n" if served else "lists no models: "
             raise UserError(f"{endpoint.base} {found}give the name of one with --served-model")
         self.model = endpoint.model or served[0]

@@ -160,10 +160,12 @@ class NcclChannel:
 
     def send(self, server: Server, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         info = {"update_info": _describe(names, tensors)}
+        # A failed request leaves this thread behind: it must not meet the server's next group.
+        group = server.nccl_group
 
         def broadcast() -> None:
             for tensor in tensors:
-                self.nccl.broadcast([tensor], comms=[server.nccl_group])
+                self.nccl.broadcast([tensor], comms=[group])
 
         self._run_beside(lambda: server.command(UPDATE, info), broadcast)
 
@@ -232,6 +234,7 @@ class DirectTransfer:
                         request(server)
                     except ServiceError as error:
                         failures[server.url] = error
+                        server.nccl_group = None
 
         ask(self.channel.open)
         ask(lambda server: server.command("/start_weight_update"))

@@ -168,7 +168,7 @@ class RewardScorer:
         outcomes: dict[str, Outcome] = {
             name: (None, _describe_end(result, self.seconds))
             if isinstance(result, BaseException)
-            else result[name]
+            else result[name if result["parse"][1] is None else "parse"]
             for name, result in zip(names, results, strict=True)
         }
         if outcomes["parse"][1] is not None:

@@ -475,6 +475,9 @@ class AsyncWriter:
 
     def wait(self) -> None:
         """Wait for the job, and raise its error."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        if (job := self._job) is not None:
+            try:
+                job.result()
+            finally:
+                if job.done():  # an interrupted wait ends before the job
+                    self._job = None
