@@ -37,8 +37,8 @@ from vlm_grpo.types import Completion
 class TracedStep(TorchDispatchMode):
     """The operations of one step on its tensors, as a CUDA graph captures them.
 
-    The trace runs without the step's Python code, so a step that depended on Python values would
-    give wrong results, and a step that reads values from the device raises while it is traced.
+    A replay does not run the step's Python code: a step that depends on Python values gives wrong
+    results, and tracing a step that reads a value from the device raises an error.
     """
 
     traces = 0

@@ -177,7 +177,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("model/prompts.py", "for turn in turns:", "for turn in turns[-1:]:"),
     ("serve/chat.py", 'if turn.role == "user" else turn.text', ""),
 ]
-"""Module, text and replacement: the signs, constants and data that join the parts of a step."""
+"""Module, text and replacement: signs, constants and data that pass between parts of a step."""
 
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",

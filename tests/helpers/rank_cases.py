@@ -454,7 +454,7 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
 
 
 def compare_with_one_exchange(settings: Settings) -> list[Any]:
-    """Run a step that sends its gradients in the backward pass, and one that sends them after it.
+    """Compare a step that sends gradients during the backward pass with one that sends them later.
 
     Return whether the gradients are equal bit for bit, and the number of buckets sent in the pass.
     """
@@ -523,8 +523,8 @@ class CommunicationCounter(TorchDispatchMode):
 def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
     """Count the communication of one step, and the weights from which the guide derives it.
 
-    The trainer has made a step: the first one also gathers the weights and creates the optimizer's
-    state.
+    The trainer must have finished a step, because the first step also gathers the weights and
+    creates the optimizer's state.
     """
     passes = []
     make_passes = trainer.strategy.passes

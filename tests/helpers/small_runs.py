@@ -162,7 +162,7 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
     torch.manual_seed(0)
     policy = load_policy(settings)
-    policy.form_check = None  # its passes are not those of a step
+    policy.form_check = None  # it would add passes to the counts
     task = load_task(settings.task, **settings.task_options)
     examples = load_examples(settings.data.train, task, settings.data, "train")
     return Trainer(settings, policy, task, examples, [])

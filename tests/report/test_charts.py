@@ -58,7 +58,7 @@ def test_phases_add_up_to_the_step(counting_run):
 
 
 def test_generation_elsewhere_is_not_a_part_of_the_step(tmp_path):
-    """The step waits for an outside sampler in its rollout, while the generation goes on beside."""
+    """The rollout phase is the wait for the outside sampler, which generates in the background."""
     row = {"step": 0, "reward": 0.5, "time/step": 3.0, "time/rollout": 0.5, "time/update": 2.0}
     row |= {"time/generation": 2.5, "staleness/max": 1, "sampling/effective_sample_size": 0.9}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ from vlm_grpo.serve.weights import (
     group_by_layer,
 )
 from vlm_grpo.training.update import build_updater
+from vlm_grpo.utils.http_json import ServiceError
 
 
 @pytest.fixture(params=[None, LORA], ids=["full weights", "adapters"])
@@ -209,6 +211,33 @@ def test_an_error_of_nccl_is_a_failure(server, monkeypatch):
     assert "NCCL failed: unhandled cuda error" in str(failures[server.url])
 
 
+def test_a_broadcast_that_is_left_behind_keeps_its_group(server, monkeypatch):
+    transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
+    channel: Any = transfer.channel
+    channel.open(target)
+    began, free, groups = Event(), Event(), []
+
+    def broadcast(tensors: Any, comms: Any) -> None:
+        groups.append(comms)
+        began.set()
+        free.wait(10)
+
+    def fail(path: str, body: Any = None) -> None:
+        began.wait(10)
+        raise ServiceError("gone")
+
+    first = target.nccl_group
+    monkeypatch.setattr(server.nccl, "broadcast", broadcast)
+    monkeypatch.setattr(target, "command", fail)
+    with pytest.raises(ServiceError, match="gone"):
+        channel.send(target, ["a", "b"], [torch.zeros(1), torch.zeros(1)])
+    target.nccl_group = "the next group"
+    free.set()
+    while len(groups) < 2:
+        time.sleep(0.001)
+    assert groups == [[first], [first]]
+
+
 class ShardedStrategy:
     """A strategy whose weights must be gathered, and which counts what is gathered at once."""
 
@@ -365,7 +394,7 @@ def test_weights_wait_for_what_is_being_sampled(server, tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "open", lambda s: (finished.append(ahead.done()), pause(s)))
     Timer(0.5, may_end.set).start()
     run.sampler.publish(1)
-    assert finished == [True], "else the completions of a step ahead would have two policies"
+    assert finished == [True], "weights changed while completions were being sampled"
     assert ahead.result()[0][0].version == 0
     assert run.take_calls()[0] == "/pause?mode=wait"
     run.sampler.close()

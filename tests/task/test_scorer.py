@@ -124,6 +124,16 @@ def test_workers_give_the_same_scores_in_the_same_order(failing, workers):
     assert list(map(without_tracebacks, here)) == list(map(without_tracebacks, there))
 
 
+def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monkeypatch):
+    scorer, item = RewardScorer(LIMIT), ("good", EXAMPLE, 1)
+    good, unread = (failing.apply_rules(t, EXAMPLE, 1) for t in ("good", "the parser raises"))
+    results = {"parse": good, "right": good, "trouble": unread, "letters": good}
+    monkeypatch.setattr(scorer, "_run", lambda _, jobs, limit: [results[job[2]] for job in jobs])
+    found = scorer._apply_each_rule(failing, (b"", None), item)  # noqa: SLF001
+    assert (found["right"], found["trouble"][0]) == (good["right"], None)
+    assert "unreadable" in (found["trouble"][1] or "")
+
+
 def test_a_reward_that_ends_its_worker_is_named(failing, workers):
     good, dies, parser, fine = score(workers, failing, ["good", "dies", "the parser dies", "fine"])
     assert (good.total, fine.total) == (1.5, 0.5)

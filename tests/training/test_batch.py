@@ -181,7 +181,7 @@ def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
     ("rewards", "penalties", "expected"),
     [
         ([((1, 0), (0, 1)), ((1, 1), (0, 0))], None, [0.5, -0.5, 1.5, -1.5]),  # 2 · exact + close
-        # With resampling or few examples, one example may have several groups in a step.
+        # Resampling, or a small dataset, gives one example several groups in a step.
         ([((1, 0), (0, 0)), ((0, 1), (0, 1))], None, [1, -1, 0, 0]),
         ([((1, 0), (1, 0))], [torch.tensor([0.2]), torch.tensor([0.6])], [0.2, -0.2]),
         ([((None, 1), (1, 0), (0, 0))], None, [0, 1, -1]),

@@ -361,7 +361,7 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     uninterrupted = settings(name="uninterrupted", **changes)
     train(uninterrupted)
     stopped = settings(name="stopped", **changes)
-    # Before the first step has a token, between two, within the second, and at the third's end.
+    # Stops: before the first token, between two steps, in the second, at the end of the third.
     stops = [(1, 1), (2,), (1, 4), (2, 5)]
     assert train_with_stops(stopped, stops) == ["step-0", "step-1", "step-1", "step-2"]
     assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")

@@ -108,7 +108,7 @@ class RolloutSampler:
         self._author, self._varying = self._find("write"), self._find("variant")
         self.accelerator = strategy.accelerator
         self.world_size = self.accelerator.num_processes
-        self.cursor, self.num_tokens = StreamCursor(), 0
+        self.cursor, self.num_tokens = StreamCursor(), 0  # tokens sampled in the current step
         self._pending: deque[PendingRollout] = deque()
         self._last_end, self._stop_request, self._is_ready = 0.0, StopRequest(), False
         max_tokens = settings.rollout.max_tokens_per_batch

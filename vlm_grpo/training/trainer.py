@@ -124,6 +124,7 @@ class Trainer:
         self.nonfinite = NonfiniteGuard(settings.run_dir, self.accelerator.process_index)
         self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
         self.global_step, self.is_resumed = 0, False
+        # the last step's metrics while its evaluation is due and not made
         self.unevaluated: dict[str, float] | None = None
         self.stop_request = StopRequest()
 

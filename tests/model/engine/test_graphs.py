@@ -109,8 +109,8 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(f
     captured = sample_twice(policy)
     assert not captures
     assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
-    # Sums over a different number of masked positions round differently: in bfloat16 a token may
-    # change, and with it all that follow.
+    # The number of masked positions changes the rounding of sums: in bfloat16 one token may differ,
+    # and then all later ones do.
     share, tolerance = (0.8, 0.1) if dtype == torch.bfloat16 else (1.0, 1e-4)
     for found, expected in zip(captured, eager, strict=True):
         assert count_equal(found, expected) >= share * count

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -335,6 +336,18 @@ def test_an_error_of_the_caller_is_raised_and_that_of_the_job_logged(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="first"):
         raise_within(AsyncWriter(), fill_disk, ValueError("first"))
     assert "a background job failed too" in caplog.text
+
+
+def test_a_job_whose_wait_was_interrupted_is_waited_for_again(monkeypatch):
+    free, done, writer = threading.Event(), [], AsyncWriter()
+    writer.start(lambda: (free.wait(10), done.append(True)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+    free.set()
+    writer.wait()
+    assert done
 
 
 def test_an_interrupt_does_not_wait():

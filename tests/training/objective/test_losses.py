@@ -14,13 +14,14 @@ from torch import Tensor
 
 from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.training.methods import build_methods, find_methods
+from vlm_grpo.training.methods import Method, build_methods, find_methods
 from vlm_grpo.training.objective import (
     MetricAccumulator,
     StepTotals,
     TokenBatch,
     completion_weights,
     compute_loss,
+    losses,
     needs_update,
     policy_loss,
 )
@@ -529,3 +530,36 @@ def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
     found = (FIRST + right).cpu()
     assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
     assert found.values() == (FIRST + right).values()
+
+
+def test_metrics_of_methods_leave_out_masked_completions():
+    step = make_step(torch.float64)
+    numbers = torch.arange(len(step.logprobs), dtype=torch.float64)
+
+    class Half(Method):
+        def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+            return {"half": batch.scores["half"]}
+
+    batch = replace(step, scores={"half": numbers}, weights={"policy": torch.ones(len(numbers))})
+    found = compute_loss(batch, make_settings("grpo"), methods={"half": Half(None)}).metrics
+    assert step.active is not None
+    kept = numbers[step.active[step.completion]]
+    assert found.values()["half"] == pytest.approx(kept.mean().item())
+
+
+def test_vespo_bounds_the_change_of_each_token():
+    """As in TRL, before the sum: a change of 30 counts as one of 20 beside one of -15."""
+
+    def compute(*changes: float) -> Tensor:
+        logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+        batch = TokenBatch(
+            logprobs,
+            torch.tensor([0, 0]),
+            torch.ones(1, dtype=torch.float64),
+            torch.tensor([2]),
+            old_logprobs=logprobs - torch.tensor(changes, dtype=torch.float64),
+        )
+        return losses.vespo_loss(logprobs, batch, make_settings("vespo"))
+
+    assert torch.equal(compute(30, -15), compute(20, -15))
+    assert not torch.equal(compute(30, -15), compute(15, -15))

@@ -63,7 +63,8 @@ class Counterfactual(Method):
         self._build_view()
 
     def _build_view(self) -> Policy:
-        """Return a policy of the same model that scores in the counterfactual."""
+        """Return a policy of the same model that scores in the counterfactual. It is built anew for
+        each step, because a form check may replace the policy's engine."""
         policy = self.run.policy
         token = getattr(policy.model.config, "image_token_id", None)
         if token is None or not isinstance(policy.engine, SharedEngine):

@@ -22,6 +22,8 @@ from vlm_grpo.training.objective.losses import Surrogate, completion_weights, co
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the completions that a loss is checked on."""
+PER_COMPLETION = ("advantages", "lengths", "active", "behind_variant")
+"""Fields of a batch with a value for each completion; other tensors have one for each token."""
 TOLERANCE = 1e-9
 """Largest difference from a cut, in float64: far above rounding, far below a change of formula."""
 
@@ -162,8 +164,11 @@ def _draw_batch() -> TokenBatch:
 def _select(batch: TokenBatch, rows: range) -> TokenBatch:
     """Return the batch of some completions, with gradients into the whole batch's log-probs."""
     tokens = (batch.completion >= rows.start) & (batch.completion < rows.stop)
-    chosen = {len(tokens): tokens, len(LENGTHS): list(rows)}
-    changed = {n: v[chosen[len(v)]] for n, v in vars(batch).items() if isinstance(v, Tensor)}
+    changed = {
+        name: value[list(rows) if name in PER_COMPLETION else tokens]
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor)
+    }
     changed["completion"] = changed["completion"] - rows.start
     scores = defaultdict(lambda: batch.scores["any"][tokens])
     return replace(batch, **changed, scores=scores)
