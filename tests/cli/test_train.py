@@ -8,8 +8,7 @@ import select
 
 import forked
 import pytest
-from commands import fails, run, write_jsonl
-from fuzz_cli import RECIPE
+from commands import RECIPE, fails, run, write_jsonl
 
 from vlm_grpo.cli import main
 from vlm_grpo.cli.train import UNUSED

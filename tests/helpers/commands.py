@@ -10,6 +10,18 @@ import pytest
 
 from vlm_grpo import cli
 
+RECIPE = """
+task: counting
+model: embedded
+data: {train: "embedded:counting", eval: "embedded:counting", train_limit: 4, eval_limit: 2}
+policy: {dtype: float32}
+rollout: {num_generations: 2, max_completion_length: 2}
+optim: {lr: 1.0e-4, warmup_steps: 1, prompts_per_step: 2, max_steps: 2}
+checkpoint: {every: 1}
+logging: {trackers: [], samples_every: 1}
+"""
+"""A run of two steps."""
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Run a command and return its exit status, stdout and stderr."""
