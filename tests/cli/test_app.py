@@ -39,8 +39,6 @@ def test_the_help_of_each_command_shows_an_example(capsys, command):
         ("export embedded out --step best", "write embedded@best"),
         ("export embedded out --dtype int8", "dtype is 'int8'; it must be float32 or bfloat16"),
         ("export embedded out", "there are no trained weights to export"),
-        ("export embedded out --dry-run", "have no effect without --push NAME"),
-        ("export embedded out --push a/b/c", "--push a/b/c is not a name on the hub (OWNER/NAME)"),
         ("plan counting --gpu X9", "is not in the table"),
         ("plan counting --devices 0", "--devices"),
         ("plan counting --device 8", "No such option: --device"),

@@ -34,16 +34,6 @@ def export(
             "the original ones.",
         ),
     ] = False,
-    push: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Upload OUT to this model repository of the hub."),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Create a public repository instead of a private one.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write OUT, and print what --push would upload.")
-    ] = False,
 ) -> None:
     """Write a trained model in the format of transformers and vLLM, with a model card.
 
@@ -54,23 +44,12 @@ def export(
     vlm-grpo export counting exported
     vlm-grpo export runs/mine@best exported --dtype bfloat16
     vlm-grpo export runs/mine/checkpoints/step-300 adapter --adapter
-    vlm-grpo export counting exported --push OWNER/NAME --dry-run
     """
     from vlm_grpo.errors import UserError
-    from vlm_grpo.model import hub
     from vlm_grpo.training import export
 
     if adapter and dequantized:
         raise UserError("--adapter writes no base weights: leave out --dequantized")
     weights = "adapter" if adapter else "dequantized" if dequantized else "merged"
-    if push is None and (public or dry_run):
-        raise UserError("--public and --dry-run have no effect without --push NAME: add it")
-    if push is not None and not dry_run:
-        hub.check_pushable(push)
-    typer.echo(f"model in {export.export(run, out, weights, step, dtype)}")
-    if push is None:
-        return
-    if dry_run:
-        typer.echo("\n".join(hub.describe_push(out, push, public)))
-    else:
-        typer.echo(f"pushed to {hub.push(out, push, public)}")
+    folder = export.export(run, out, weights, step, dtype)
+    typer.echo(f"model in {folder}\nupload it with hf upload OWNER/NAME {folder}")

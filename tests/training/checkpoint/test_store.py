@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ from safetensors.torch import save_file
 
 from vlm_grpo.dist.collectives import get_local_names
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.checkpoint import store
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
     CorruptCheckpoint,
@@ -140,42 +137,6 @@ def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path):
         "another name=…"
     )
     assert list_names(tmp_path) == ["step-1", "step-2"]
-
-
-def test_a_disk_that_corrupts_data_is_detected(tmp_path, monkeypatch):
-    write(tmp_path, 1)
-    flush = store._flush  # noqa: SLF001 - the place where bytes leave the program
-
-    def flush_and_corrupt(path: Path) -> None:
-        flush(path)
-        if path.name == "optimizer.safetensors":
-            flip_bit(path)
-
-    monkeypatch.setattr(store, "_flush", flush_and_corrupt)
-    with pytest.raises(CorruptCheckpoint, match="reads back differently"):
-        write(tmp_path, 2)
-    assert list_names(tmp_path) == ["step-1"]
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
-def test_files_are_read_back_from_the_disk(tmp_path, monkeypatch):
-    """Each file is dropped from the page cache once it is on the disk, before it is read."""
-    events: list[tuple[str, int]] = []
-
-    def record(name: str, call: Any, descriptor: int, *rest: int) -> None:
-        events.append((name, os.fstat(descriptor).st_ino))
-        call(descriptor, *rest)
-
-    read_back = store._read_back  # noqa: SLF001 - the first to read
-    for name in ("fsync", "posix_fadvise"):
-        monkeypatch.setattr(os, name, partial(record, name, getattr(os, name)))
-    monkeypatch.setattr(
-        store, "_read_back", lambda *args: (events.append(("read", 0)), read_back(*args))
-    )
-    files = [path for path in write(tmp_path, 1).rglob("*") if path.is_file()]
-    before = events[: events.index(("read", 0))]
-    for number in (path.stat().st_ino for path in files if path.name != "manifest.json"):
-        assert before.index(("fsync", number)) < before.index(("posix_fadvise", number))
 
 
 def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vlm_grpo.dist.collectives import fail_together, gather_object
@@ -39,7 +39,6 @@ INDEX = "model.safetensors.index.json"
 """transformers' index of a model in several files, which maps each weight to its file."""
 Checksums = dict[str, dict[str, Any]]
 """The ``size`` in bytes and the ``sha256`` of each file by name."""
-_NAME = re.compile(r"step-(\d+)(?:-\d+)?")  # version 0.1.0 also saved within a step: step-12-1
 _SHARD = re.compile(r"-\d+-of-\d+$")
 
 
@@ -59,10 +58,9 @@ class CorruptCheckpoint(UserError):
 def write_checkpoint(
     folder: Path, step: int, state: CheckpointState, write_weights: Callable[[Path], None]
 ) -> Path:
-    """Write a checkpoint to a temporary folder, flush it, read it back, rename it and return it.
+    """Write a checkpoint to a temporary folder, flush it, rename it and return it.
 
-    ``write_weights`` writes weights, processor and settings into the given folder.
-    ``CorruptCheckpoint``: the files read back differently."""
+    ``write_weights`` writes weights, processor and settings into the given folder."""
     tmp_dir = create_tmp_dir(folder, step)
     try:
         checksums = write_files(tmp_dir, state, write_weights)
@@ -92,7 +90,7 @@ def create_tmp_dir(folder: Path, step: int) -> Path:
 def write_files(
     folder: Path, state: CheckpointState, write_weights: Callable[[Path], None]
 ) -> Checksums:
-    """Write a checkpoint's files, flush them, read them back, and return their checksums."""
+    """Write a checkpoint's files, flush them, and return their checksums."""
     write_weights(folder)
     for name, tensors in state.tensors.items():
         if tensors:
@@ -104,7 +102,6 @@ def write_files(
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in files:
         _flush(path)
-    _read_back(folder, state)
     return {str(path.relative_to(folder)): _compute_checksum(path) for path in files}
 
 
@@ -133,8 +130,8 @@ def write_sharded_checkpoint(
 ) -> None:
     """Write a checkpoint with one shard per rank, which share the folder. All ranks must call it.
 
-    Each rank writes, flushes and reads back its shard of the weights and of ``state``, whose
-    metadata is taken from the first rank. Then the first rank merges them into a checkpoint. If
+    Each rank writes and flushes its shard of the weights and of ``state``, whose metadata is taken
+    from the first rank. Then the first rank merges them into a checkpoint. If
     one rank fails, all of them raise and nothing remains on the disk."""
     tmp_dir, is_first = get_tmp_dir(folder, step), accelerator.is_main_process
     world = accelerator.num_processes
@@ -187,41 +184,12 @@ def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or a folder to the disk, and drop it from the page cache."""
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        if path.is_file() and hasattr(os, "posix_fadvise"):  # so that reading back reads the disk
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-
-
-def _read_back(folder: Path, state: CheckpointState) -> None:
-    """Compare the tensors on the disk with ``state``, and open the weight files."""
-    for path in folder.rglob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                names = set(file.keys())
-                expected = state.tensors.get(path.stem)
-                if expected is None:
-                    continue
-                is_equal = names == set(expected) and all(
-                    _have_equal_bits(file.get_tensor(name), expected[name]) for name in names
-                )
-        except SafetensorError as error:
-            raise CorruptCheckpoint(
-                f"{path} cannot be read back: {error}: check the disk"
-            ) from error
-        if not is_equal:
-            raise CorruptCheckpoint(f"{path} reads back differently: check the disk")
-
-
-def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    a, b = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
 
 
 def _compute_checksum(path: Path) -> dict[str, Any]:
