@@ -22,7 +22,7 @@ from vlm_grpo.eval.generate import (
     generate_all,
     split_into_chunks,
 )
-from vlm_grpo.eval.outputs import read_predictions
+from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task
@@ -125,7 +125,7 @@ def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     resumed.finish(KEYS, examples, GOLDS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "request.json"]
     assert [*PredictionLog(tmp_path, REQUEST).outputs] == KEYS
-    assert read_predictions(resumed.path, EXAMPLES) == (examples, GOLDS)
+    assert read_outputs(resumed.path, None, EXAMPLES) == (examples, GOLDS)
 
 
 def test_the_samples_of_an_example_are_told_apart(tmp_path):

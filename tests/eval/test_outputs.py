@@ -15,7 +15,7 @@ from published_formats import lmms_eval_sample, r1_v_result, vlm_r1_result
 
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.outputs import read_predictions
+from vlm_grpo.eval.outputs import read_outputs
 
 SIZE = (640, 480)
 CUP = ("the cup", [64, 48, 320, 240])
@@ -155,7 +155,7 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
     given = [*predictions(tmp_path, "lmms_eval", rows), "--no-tags", "--data", ocr_data(tmp_path)]
     *scores, total = score_as_json(capsys, "ocr", *given)
     assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
-    assert total["total"]["rewards"]["exact"] == pytest.approx(2 / 3)
+    assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
 
 
 CUP_RESULT = vlm_r1_result(*CUP, boxed([1, 2, 3, 4]))
@@ -213,7 +213,7 @@ def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
     lines = [json.dumps({"id": e.id, "output": str(e.answer)}) for e in reversed(EXAMPLES)]
     lines[-1] = json.dumps({**FIRST, "seen": [[56, 56]]})
     (tmp_path / "p.jsonl").write_text("\n".join(lines))  # the last line has no line break
-    found, texts = read_predictions(tmp_path / "p.jsonl", EXAMPLES)
+    found, texts = read_outputs(tmp_path / "p.jsonl", None, EXAMPLES)
     assert texts == ["3", *(str(example.answer) for example in EXAMPLES[1:])]
     resized = replace(EXAMPLES[0].images[0], resized_size=(56, 56))
     assert found == [replace(EXAMPLES[0], images=(resized,)), *EXAMPLES[1:]]
@@ -234,15 +234,15 @@ def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
 def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):
     path = write_jsonl(tmp_path / "p.jsonl", *lines)
     with pytest.raises(UserError, match=message):
-        read_predictions(path, EXAMPLES)
+        read_outputs(path, None, EXAMPLES)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"seen": [9, 9]}, {"seen": [[0, 9]]}, {"seen": []}])
 def test_missing_resized_sizes_are_named(tmp_path, wrong):
     path = write_jsonl(tmp_path / "p.jsonl", {**FIRST, **wrong})
-    read_predictions(path, EXAMPLES[:1])
+    read_outputs(path, None, EXAMPLES[:1])
     with pytest.raises(UserError, match='--frame resized needs "seen"'):
-        read_predictions(path, EXAMPLES[:1], needs_resized_size=True)
+        read_outputs(path, None, EXAMPLES[:1], needs_resized_size=True)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from vlm_grpo.config.prompt import PromptSettings
     from vlm_grpo.model.prompts import PromptBuilder
     from vlm_grpo.task import Task
-    from vlm_grpo.types import Example, ImageRef
+    from vlm_grpo.types import Example
 
 
 def check(
@@ -63,19 +62,11 @@ def check(
         int | None,
         typer.Option(min=1, help="Pixel budget of an image; default: that of the model."),
     ] = None,
-    token_side: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Count image tokens without a model: pixels per side of an image token, 28 for "
-            "Qwen2(.5)-VL, 32 for Qwen3-VL.",
-        ),
-    ] = None,
     preview: Annotated[
         Path | None,
         typer.Option(
-            help="Page (.html) or picture (.png) to draw the first rows in, as the model (default: "
-            "embedded) gets them: prompt, image tokens, gold answer."
+            help="Page (.html) to draw the first rows in, as the model (default: embedded) gets "
+            "them: prompt, image tokens, gold answer."
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows in --preview.")] = 4,
@@ -104,8 +95,8 @@ def check(
     from vlm_grpo.task.registry import load_task
     from vlm_grpo.task.soundness import check_task
 
-    if preview is not None and preview.suffix not in (".html", ".png"):
-        raise UserError(f"--preview {preview}: give a file with the suffix .html or .png")
+    if preview is not None and preview.suffix != ".html":
+        raise UserError(f"--preview {preview}: give a file with the suffix .html")
     source = data or f"embedded:{task}"
     limits = {f"{split}_limit": limit}
     values, prompt, settings = parse_data_options(options, source, image_root=image_root, **limits)
@@ -116,11 +107,10 @@ def check(
     if builder is not None:
         loaded = builder.adapt(loaded)
     measure = partial(_measure, prompt, builder)
-    count = None if token_side is None else _build_token_counter(token_side, max_pixels)
 
     def report_on(name: str, settings: DataSettings) -> DataReport:
         report = check_source(name, loaded, settings, measure, split)
-        typer.echo("\n".join(report.describe(count)))
+        typer.echo("\n".join(report.describe()))
         return report
 
     report = report_on(source, settings)
@@ -166,22 +156,3 @@ def _measure(
         except ValueError as error:
             problems.append(f"{example.name}: {error}")
     return None if builder is None else lengths, problems
-
-
-def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:
-    """Build a function that counts an image's or a clip's tokens under Qwen-VL's resize."""
-    from qwen_vl_utils.vision_process import smart_resize
-
-    from vlm_grpo.config.policy import PolicySettings
-
-    of_clip = PolicySettings.model_fields["max_video_pixels"].default
-    most = max_pixels or 12_845_056  # the default of Qwen2-VL and Qwen2.5-VL
-
-    def count(image: ImageRef) -> int:
-        (width, height), frames = image.size, max(1, image.num_frames)
-        smallest = 4 * side * side
-        share = min(most, of_clip // frames) if image.num_frames else most
-        rows, columns = smart_resize(height, width, side, smallest, max(share, smallest))
-        return rows * columns // (side * side) * math.ceil(frames / 2)
-
-    return count

@@ -63,13 +63,6 @@ Timeout = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds to wait for an answer; default: 600.", show_default=False),
 ]
-Price = Annotated[
-    str | None,
-    typer.Option(
-        metavar="IN,OUT",
-        help="Prices of a million prompt and completion tokens, to estimate the cost.",
-    ),
-]
 FrameName = Annotated[
     str | None,
     typer.Option(
@@ -156,7 +149,7 @@ def get_frame(name: str) -> CoordinateFrame:
 
 def build_endpoint(options: Mapping[str, Any], frame: str | None = None) -> Endpoint | None:
     """Build the endpoint of ``--server`` from a command's options; None without it."""
-    names = ("served_model", "api_key_env", "concurrency", "timeout", "price")
+    names = ("served_model", "api_key_env", "concurrency", "timeout")
     found = {name: options.get(name) for name in names} | {"frame": frame}
     given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if options["server"] is None:
@@ -165,12 +158,6 @@ def build_endpoint(options: Mapping[str, Any], frame: str | None = None) -> Endp
         return None
     from vlm_grpo.serve.chat import Endpoint
 
-    if "price" in given:
-        try:
-            price, completion_price = map(float, given["price"].split(","))
-        except ValueError:
-            raise UserError(f"--price {given['price']}: write IN,OUT, such as 2.5,10") from None
-        given["price"] = (price, completion_price)
     if "frame" in given:
         given["frame"] = get_frame(given["frame"])
     return Endpoint(options["server"], given.pop("served_model", None), **given)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +16,6 @@ from vlm_grpo.cli.common import (
     FrameName,
     ImageRoot,
     Overrides,
-    Price,
     RecipeTask,
     ServedModelName,
     ServerUrl,
@@ -35,12 +34,9 @@ if TYPE_CHECKING:
     from vlm_grpo.eval.scored import Scored
     from vlm_grpo.serve.chat import Endpoint
     from vlm_grpo.task import Task
-    from vlm_grpo.task.coordinates import CoordinateFrame
 
 _NO_MODEL = "model=none"
 """Override of an evaluation for which no model must be named."""
-_MAX_TABLE_ROWS = 50
-
 CHECKPOINT_SETTINGS = {"model", "model_revision", "task_options", "policy", "rollout", "evaluation"}
 """Settings that the evaluation of a checkpoint on a benchmark takes from its training."""
 
@@ -58,7 +54,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RECIPE|BENCHMARK|TASK",
-            help="A recipe; with --data a benchmark; with --predictions also a task.",
+            help="A recipe or a run; with --data a benchmark; with --predictions also a task.",
         ),
     ],
     overrides: Overrides = None,
@@ -88,7 +84,6 @@ def evaluate(
     api_key_env: ApiKeyEnv = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
-    price: Price = None,
     tags: Annotated[
         bool | None,
         typer.Option(
@@ -110,16 +105,16 @@ def evaluate(
 
     \b
     vlm-grpo evaluate counting                                        the recipe's model
-    vlm-grpo evaluate counting --checkpoint runs/counting             its newest checkpoint
-    vlm-grpo evaluate counting --checkpoint counting@best             its best one
-    vlm-grpo evaluate runs/counting/config.yaml --checkpoint DIR data.eval=test.jsonl
+    vlm-grpo evaluate runs/counting                                   a run's newest checkpoint
+    vlm-grpo evaluate counting@best data.eval=test.jsonl              its best one
+    vlm-grpo evaluate counting --checkpoint DIR                       a checkpoint
     vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
     vlm-grpo evaluate refcoco --data val.jsonl --checkpoint DIR       and its base model
     vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl --frame permille
     vlm-grpo evaluate super_clevr_200 --data rows.jsonl --predictions log.json --format r1_v
     vlm-grpo evaluate refcoco --data val.jsonl --server http://localhost:8000 model=Qwen/…
     vlm-grpo evaluate refcoco --data val.jsonl --server https://api.openai.com/v1 \\
-        --served-model gpt-4o --price 2.5,10
+        --served-model gpt-4o
     vlm-grpo evaluate counting --data test.jsonl --predictions outputs.jsonl --json
     vlm-grpo evaluate grounding --data test.jsonl --predictions rec_results_500.json \\
         --format vlm_r1 --frame resized
@@ -136,55 +131,66 @@ def evaluate(
         if override.startswith("checkpoint="):  # an option, not a setting
             folder = override.removeprefix("checkpoint=")
             raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
-    if predictions is None and server is None and frame is not None:
-        raise UserError("--frame needs --predictions or --server: the frame of a model is known")
-    endpoint = build_endpoint(context.params, None if server is None else frame)
-    if endpoint is not None and (checkpoint is not None or predictions is not None):
-        raise UserError(
-            "--server answers with its own weights: leave out --checkpoint and --predictions; the "
-            "settings of a run are those of its config.yaml, given as the recipe"
-        )
-    if predictions is None and layout is not None:
-        raise UserError("--format needs --predictions, whose format it is")
     if data is None:
         _refuse_benchmark(recipe)
-        if predictions is not None or split is not None:
-            raise UserError("--predictions and --split need rows: give --data")
+    scores, has_rows, asks = predictions is not None, data is not None, server is not None
+    endpoint = build_endpoint(context.params, frame if asks else None)
     is_benchmark = recipe in benchmark_names() or Path(recipe).suffix in (".yaml", ".yml")
-    is_task = predictions is not None and not is_benchmark
-    if not is_task and (tags is not None or as_json or image_root is not None):
-        raise UserError("--tags, --json and --image-root need a task and --predictions")
-    if data is not None and task is not None:
-        raise UserError("--task needs a recipe: a benchmark has its own task")
-    if predictions is not None and checkpoint is not None:
-        raise UserError("--predictions are scored without a model: leave out --checkpoint")
-    if is_task and split is not None:
-        raise UserError("--split needs a benchmark")
-    if predictions is not None and data is not None:
-        written_frame = None if frame is None else get_frame(frame)
-        with exit_when_stopped("nothing was written"):
-            if is_task:
-                from vlm_grpo.config.data import DataSettings
+    is_task = scores and not is_benchmark
+    for is_wrong, message in (
+        (
+            frame is not None and not (scores or asks),
+            "--frame needs --predictions or --server: the frame of a model is known",
+        ),
+        (
+            asks and (checkpoint is not None or scores),
+            "--server answers with its own weights: leave out --checkpoint and --predictions; the "
+            "settings of a run are those of its config.yaml, given as the recipe",
+        ),
+        (layout is not None and not scores, "--format needs --predictions, whose format it is"),
+        (
+            (scores or split is not None) and not has_rows,
+            "--predictions and --split need rows: give --data",
+        ),
+        (
+            (tags is not None or as_json or image_root is not None) and not is_task,
+            "--tags, --json and --image-root need a task and --predictions",
+        ),
+        (
+            task is not None and has_rows,
+            "--task needs a recipe: a benchmark has its own task",
+        ),
+        (
+            scores and checkpoint is not None,
+            "--predictions are scored without a model: leave out --checkpoint",
+        ),
+        (is_task and split is not None, "--split needs a benchmark"),
+    ):
+        if is_wrong:
+            raise UserError(message)
+    remains = "the same command continues it" if asks or has_rows else "nothing was written"
+    with exit_when_stopped("nothing was written" if scores else remains):
+        if data is None:
+            _evaluate_recipe(recipe, add_task_override(values, task), checkpoint, endpoint)
+        elif predictions is None:
+            folder = _find_checkpoint(checkpoint)
+            given = values if endpoint is None else [_NO_MODEL, *values]
+            settings = _benchmark_settings(recipe, data, folder, given)
+            from vlm_grpo.eval.benchmark import evaluate_benchmark
 
-                rows = DataSettings(train=data, image_root=image_root)
-                loaded = _load_task(recipe, values, written_frame, tags)
-                _score_outputs(loaded, rows, (predictions, layout), as_json)
-            else:
-                from vlm_grpo.eval.benchmark import score_benchmark
+            evaluate_benchmark(recipe, settings, folder, split, endpoint)
+        elif is_task:
+            from vlm_grpo.config.data import DataSettings
 
-                settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
-                score_benchmark(recipe, settings, predictions, layout, written_frame, split)
-        return
-    folder = _find_checkpoint(checkpoint)
-    if data is None:
-        _evaluate_recipe(recipe, add_task_override(values, task), folder, endpoint)
-        return
-    values = values if endpoint is None else [_NO_MODEL, *values]
-    settings = _benchmark_settings(recipe, data, folder, values)
-    with exit_when_stopped("the same command continues it"):
-        from vlm_grpo.eval.benchmark import evaluate_benchmark
+            loaded = _load_task(recipe, values, frame, tags)
+            rows = DataSettings(train=data, image_root=image_root)
+            _score_outputs(loaded, rows, predictions, layout, as_json)
+        else:
+            from vlm_grpo.eval.benchmark import score_benchmark
 
-        evaluate_benchmark(recipe, settings, folder, split, endpoint)
+            settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
+            written_frame = None if frame is None else get_frame(frame)
+            score_benchmark(recipe, settings, predictions, layout, written_frame, split)
 
 
 def _refuse_benchmark(name: str) -> None:
@@ -207,32 +213,39 @@ def _find_checkpoint(given: str | None) -> Path | None:
         return None
     from vlm_grpo.model.resolve import find_checkpoint
 
-    found = find_checkpoint(given)
-    if found != Path(given):
+    return _print_checkpoint(given, find_checkpoint(given))
+
+
+def _print_checkpoint(given: str, found: Path | None) -> Path | None:
+    if found is not None and found != Path(given):
         newest = "" if "@" in given else ", the newest of its run"
         typer.echo(f"checkpoint {found}{newest}")
     return found
 
 
 def _evaluate_recipe(
-    recipe: str, overrides: list[str], checkpoint: Path | None, endpoint: Endpoint | None
+    recipe: str, overrides: list[str], checkpoint: str | None, endpoint: Endpoint | None
 ) -> None:
-    from vlm_grpo.config.recipes import load_settings
+    from vlm_grpo.dist.launch import initialize_distributed
+    from vlm_grpo.eval import evaluate
+    from vlm_grpo.model.resolve import resolve_recipe
 
-    settings = load_settings(recipe, overrides)
-    remains = "nothing was written" if endpoint is None else "the same command continues it"
-    with exit_when_stopped(remains):
-        from vlm_grpo.dist.launch import initialize_distributed
-        from vlm_grpo.eval import evaluate
+    found = resolve_recipe(recipe, overrides)
+    weights = _find_checkpoint(checkpoint)
+    if checkpoint is None and endpoint is None:
+        weights = _print_checkpoint(recipe, found.checkpoint)
+    evaluation = evaluate.evaluate(found.settings, weights, endpoint)
+    if initialize_distributed().is_main_process:
+        _print_metrics(evaluation)
+        typer.echo(f"\npredictions in {evaluation.path}")
 
-        evaluation = evaluate.evaluate(settings, checkpoint, endpoint)
-        if initialize_distributed().is_main_process:
-            typer.echo(f"{evaluation}\n")
-            for name, value in evaluation.metrics.items():
-                known = name != evaluation.primary_metric and name in evaluation.intervals
-                shown = " [{:.4f}, {:.4f}]".format(*evaluation.intervals[name]) if known else ""
-                typer.echo(f"  {name:<24} {value:.4f}{shown}")
-            typer.echo(f"\npredictions in {evaluation.path}")
+
+def _print_metrics(scored: Scored) -> None:
+    typer.echo(f"{scored}\n")
+    for name, value in scored.metrics.items():
+        known = name != scored.primary_metric and name in scored.intervals
+        shown = " [{:.4f}, {:.4f}]".format(*scored.intervals[name]) if known else ""
+        typer.echo(f"  {name:<24} {value:.4f}{shown}")
 
 
 def _benchmark_settings(
@@ -261,9 +274,7 @@ def _benchmark_settings(
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
 
 
-def _load_task(
-    name: str, options: Sequence[str], frame: CoordinateFrame | None, tags: bool | None
-) -> Task:
+def _load_task(name: str, options: Sequence[str], frame: str | None, tags: bool | None) -> Task:
     """Load the task that scores outputs; tags None: it reads those of outputs that have them."""
     from vlm_grpo.benchmarks.definition import build_benchmark_task
     from vlm_grpo.task.coordinates import ORIGINAL
@@ -276,70 +287,28 @@ def _load_task(
     task_class = load_task_class(name)
     if tags is None:
         task_class = build_benchmark_task(task_class)
-    return build_task(task_class, name, values | {"tags": bool(tags), "frame": frame or ORIGINAL})
+    own_frame = ORIGINAL if frame is None else get_frame(frame)
+    return build_task(task_class, name, values | {"tags": bool(tags), "frame": own_frame})
 
 
 def _score_outputs(
-    task: Task, data: DataSettings, predictions: tuple[Path, str | None], as_json: bool
+    task: Task, data: DataSettings, path: Path, layout: str | None, as_json: bool
 ) -> None:
+    from vlm_grpo.eval.benchmark import format_unread
     from vlm_grpo.eval.evaluate import score_outputs
-    from vlm_grpo.eval.scored import format_row, has_answer
+    from vlm_grpo.eval.scored import format_row
 
-    scored, unanswered = score_outputs(task, data, *predictions)
-    rewards, metrics = (
-        {name: _mean(scored.get_column(name)) for name in scored.rows[0][key]}
-        for key in ("rewards", "metrics")
-    )
-    total = {
-        "n": scored.n,
-        "answered": sum(has_answer(row["answer"]) for row in scored.rows),
-        "unscorable": scored.metrics["unscorable"],
-        "reward": _mean([row["reward"] for row in scored.rows]),
-        "rewards": rewards,
-        "metrics": metrics,
-        "corpus": {name: value for name, value in scored.corpus.items() if value == value},
-    }
+    scored, unanswered = score_outputs(task, data, path, layout)
     if as_json:
         for row in scored.rows:
-            print(format_row({key: row[key] for key in ("id", "answer", "rewards", "metrics")}))
-        print(json.dumps({"total": total}, ensure_ascii=False))
-    else:
-        _print_table(scored, total, unanswered)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
-
-
-def _print_table(scored: Scored, total: dict[str, Any], unanswered: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from vlm_grpo.eval.benchmark import format_unread
-
-    means = {**total["rewards"], **total["metrics"]}
-    table = Table("id", "answer", *means)
-    for row in scored.rows[:_MAX_TABLE_ROWS]:
-        values = {**row["rewards"], **row["metrics"]}
-        answer = "no answer" if row["answer"] is None else str(row["answer"])
-        table.add_row(row["id"], answer[:60], *(_format(values[name]) for name in means))
-    if (more := scored.n - _MAX_TABLE_ROWS) > 0:
-        table.add_row("…", f"{more} more; --json shows all")
-    table.add_section()
-    answered = f"{total['answered']} answered"
-    table.add_row(f"all {total['n']}", answered, *map(_format, means.values()))
-    lines = [f"{name} {_format(value)}" for name, value in total["corpus"].items()]
+            typer.echo(format_row({key: value for key, value in row.items() if key != "output"}))
+        metrics = {name: value for name, value in scored.metrics.items() if math.isfinite(value)}
+        typer.echo(json.dumps({"total": {"n": scored.n, "metrics": metrics}}, ensure_ascii=False))
+        return
+    _print_metrics(scored)
     if unanswered:
-        lines.append(f"{unanswered} more examples have no output in the file")
+        typer.echo(f"{unanswered} more examples have no output in the file")
     if (unread := format_unread(scored)) is not None:
-        lines.append(f"{unread}: see --tags and --frame")
-    if count := total["unscorable"]:
-        lines.append(f"{count} outputs could not be scored: a reward failed or took too long")
-    console = Console()
-    for line in (table, *lines):
-        console.print(line, markup=False)
-
-
-def _format(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+        typer.echo(f"{unread}: see --tags and --frame")
+    if count := scored.metrics["unscorable"]:
+        typer.echo(f"{count} outputs could not be scored: a reward failed or took too long")

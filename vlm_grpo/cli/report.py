@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vlm_grpo.errors import UserError, nearest
+from vlm_grpo.errors import UserError
 
 RunNames = Annotated[
     list[str], typer.Argument(metavar="RUN…", help="Folders of runs, or their names in runs/.")
@@ -31,24 +30,13 @@ def report(runs: RunNames, sweep: Sweep = None) -> None:
     vlm-grpo report counting counting-lora          writes runs/compare-counting-counting-lora.html
     vlm-grpo report --sweep optim.lr lr-1 lr-2 lr-3 plots the primary metric against optim.lr
     """
-    folders = [find_run_dir(run) for run in runs]
+    from vlm_grpo.config.run import find_run
     from vlm_grpo.report import build_report, compare_runs
 
+    folders = [find_run(run) for run in runs]
     if len(folders) == 1 and sweep:
         raise UserError(f"--sweep {sweep[0]} needs several runs: vlm-grpo report RUN RUN…")
     if len(sweep or ()) > 2:
         raise UserError("--sweep takes at most two settings: the axis, and the lines")
     path = build_report(folders[0]) if len(folders) == 1 else compare_runs(folders, sweep or ())
     typer.echo(f"report in {path}")
-
-
-def find_run_dir(name: str) -> Path:
-    """Return the folder of a run given by its path or by its name in ``runs``."""
-    from vlm_grpo.config.run import RUNS
-
-    for folder in (Path(name), RUNS / name):
-        if folder.is_dir():
-            return folder
-    known = sorted(path.name for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
-    has = f"; {RUNS}/ has {', '.join(known)}" if known else ""
-    raise UserError(f"there is no run {name!r}{nearest(name, known)}: give a run's folder{has}")

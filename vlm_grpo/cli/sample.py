@@ -13,7 +13,6 @@ from vlm_grpo.cli.common import (
     ApiKeyEnv,
     Concurrency,
     Overrides,
-    Price,
     Recipe,
     RecipeTask,
     ServedModelName,
@@ -66,7 +65,6 @@ def sample(
     api_key_env: ApiKeyEnv = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
-    price: Price = None,
 ) -> None:
     """Sample the training examples, and keep the completions that earned a reward.
 

@@ -26,7 +26,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.section import FREE, Frozen
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
@@ -246,3 +246,21 @@ def check_settings(value: object) -> Settings:
             f"not {type(value).__name__}"
         )
     return value
+
+
+def find_folder(name: str | Path) -> Path | None:
+    """Return the folder of a run or a model, given by its path or by its name in ``runs``."""
+    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
+
+
+def find_run(name: str) -> Path:
+    """Return the folder of a run given by its path or by its name in ``runs``."""
+    if (folder := find_folder(name)) is not None:
+        return folder
+    known = list_runs()
+    has = f"; {RUNS}/ has {', '.join(known)}" if known else ""
+    raise UserError(f"there is no run {name!r}{nearest(name, known)}: give a run's folder{has}")
+
+
+def list_runs() -> list[str]:
+    return sorted(path.name for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []

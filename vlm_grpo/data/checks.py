@@ -67,8 +67,8 @@ class DataReport:
         found = {name for name, problems in self.problems.items() if problems}
         return bool(self.examples) and found <= skipped
 
-    def describe(self, count_tokens: Callable[[ImageRef], int] | None = None) -> Iterator[str]:
-        """Yield the lines that the command line prints, with the images' numbers of tokens."""
+    def describe(self) -> Iterator[str]:
+        """Yield the lines that the command line prints."""
         good_rows, readable = len(self.examples), len(self.hashes)
         yield f"{self.source}: {good_rows} good rows, {readable} readable images"
         for name, problems in self.problems.items():
@@ -80,9 +80,6 @@ class DataReport:
         for group in self.duplicates[:_MAX_LISTED]:
             yield f"  - {', '.join(group[:5])}{' …' if len(group) > 5 else ''}"
         yield from (f"  {line}" for line in self.statistics)
-        if count_tokens is not None and self.examples:
-            tokens = [sum(map(count_tokens, example.images)) for example in self.examples]
-            yield f"  {_describe_spread('image tokens per example', tokens)}"
 
 
 def check_source(

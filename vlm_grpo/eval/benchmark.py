@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
 from vlm_grpo.benchmarks.metrics import get_group
@@ -247,16 +246,14 @@ def evaluate_benchmark(
             "evaluation.samples has no effect on a benchmark, whose official metric is of one "
             "output per example: leave it out, or evaluate a recipe with evaluation.benchmark"
         )
-    disable_progress_bar()
     check_weights(checkpoint, server)
     state = initialize_distributed()
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
     examples = _load_examples(benchmark, settings, benchmark.load_task(**settings.task_options))
     reports: dict[str, Report] = {}
-    for title, weights in {"model": None, "checkpoint": checkpoint}.items():
-        if title == "checkpoint" and weights is None:
-            continue
+    models = {"model": None} if checkpoint is None else {"model": None, "checkpoint": checkpoint}
+    for title, weights in models.items():
         model = load_evaluated_model(settings, weights, server)
         options = {**settings.task_options, "thinking_tags": model.prompts.thinking_tags}
         task = benchmark.load_task(model.prompts.frame, **options)

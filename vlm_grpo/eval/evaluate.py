@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import (
@@ -109,7 +107,6 @@ def evaluate(
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
     weights = find_checkpoint(checkpoint)
     check_weights(weights, server)
-    disable_progress_bar()
     run_task = load_run_task(settings, objects)
     if settings.data.eval is None:
         _, examples = load_data(settings, run_task, objects)

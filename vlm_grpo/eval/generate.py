@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.data import Split
 from vlm_grpo.config.prompt import THINKING_SWITCHES
@@ -138,7 +138,18 @@ class RemoteModel:
         self, task: Task, examples: Sequence[Example], seeds: Sequence[Seed], todo: Sequence[range]
     ) -> Iterator[tuple[range, list[Completion]]]:
         indices = [index for chunk in todo for index in chunk]
-        usage = _Usage(self, len(indices))
+        is_several = len(indices) > 1
+        if is_several:
+            known = self.settings.model
+            prompts = "images in their own size" if known == UNKNOWN else f"prompts of {known}"
+            print(
+                f"asking {self.served_name} at {self.endpoint.base}, "
+                f"{self.endpoint.concurrency} requests at once: {prompts}, "
+                f"boxes in the frame {self.prompts.frame.name}",
+                file=sys.stderr,
+                flush=True,
+            )
+        counts: list[tuple[int | None, int | None]] = []  # of tokens
         failures: dict[int, Exception] = {}
         in_a_row, has_answered = 0, len(indices) < len(examples)
         limit = (self.endpoint.retries + 1) * (self.endpoint.timeout + LONGEST_WAIT)
@@ -159,12 +170,16 @@ class RemoteModel:
                 else:
                     in_a_row, has_answered = 0, True
                     self._check_length(found, task, examples[index])
-                    usage.add(found)
+                    counts.append((found.prompt_tokens, found.completion_tokens))
                     yield range(index, index + 1), [found.completion]
-        usage.finish()
+        if counts and is_several:
+            tokens = "no numbers of tokens, which the server does not report"
+            if not any(None in pair for pair in counts):
+                prompt, completion = (sum(filter(None, own)) for own in zip(*counts, strict=True))
+                tokens = f"{prompt:,} prompt and {completion:,} completion tokens"
+            print(f"{len(counts)} answers: {tokens}", file=sys.stderr, flush=True)
         if failures:
-            missing = len(indices) - usage.answers
-            raise UserError(_describe_failures(failures, examples, missing))
+            raise UserError(_describe_failures(failures, examples, len(indices) - len(counts)))
 
     def _ask(self, task: Task, example: Example, seed: Seed) -> Answer:
         messages = build_messages(self.prompts.write(example, task), self._load_media(example))
@@ -224,61 +239,6 @@ class RemoteModel:
                 "outputs may, too",
                 *(counted, example.name, self.settings.model, expected),
             )
-
-
-class _Usage:
-    """The tokens and time of the answers so far, with an estimate after the first ones."""
-
-    def __init__(self, model: RemoteModel, total: int) -> None:
-        self.endpoint, self.total = model.endpoint, total
-        self.answers = self.prompt_tokens = self.completion_tokens = 0
-        self.seconds, self.is_counted = 0.0, True
-        self.due = min(2 * self.endpoint.concurrency, max(1, total // 10))
-        known = model.settings.model
-        prompts = "images in their own size" if known == UNKNOWN else f"prompts of {known}"
-        self._print(
-            f"asking {model.served_name} at {self.endpoint.base}, "
-            f"{self.endpoint.concurrency} requests at once: {prompts}, "
-            f"boxes in the frame {model.prompts.frame.name}"
-        )
-
-    def add(self, answer: Answer) -> None:
-        self.answers += 1
-        self.seconds += answer.seconds
-        if answer.prompt_tokens is None or answer.completion_tokens is None:
-            self.is_counted = False
-        else:
-            self.prompt_tokens += answer.prompt_tokens
-            self.completion_tokens += answer.completion_tokens
-        if self.answers == self.due:
-            left = self.total - self.answers
-            at_once = max(1, min(left, self.endpoint.concurrency))
-            seconds = self.seconds / self.answers * left / at_once
-            usage = self._describe(1 / self.answers, self.total / self.answers)
-            self._print(
-                f"estimate from {self.answers} of {self.total} examples: {usage}, "
-                f"about {timedelta(seconds=round(seconds))} left"
-            )
-
-    def finish(self) -> None:
-        if self.answers:
-            self._print(f"{self.answers} answers: {self._describe()}")
-
-    def _describe(self, token_scale: float = 1, price_scale: float = 1) -> str:
-        if not self.is_counted:
-            return "no numbers of tokens, which the server does not report"
-        prompt, completion = self.prompt_tokens, self.completion_tokens
-        text = f"{prompt * token_scale:,.0f} prompt and {completion * token_scale:,.0f} completion"
-        text += " tokens per example" if token_scale < 1 else " tokens"
-        if self.endpoint.price is None:
-            return text
-        price, completion_price = self.endpoint.price
-        cost = (prompt * price + completion * completion_price) / 1e6 * price_scale
-        return f"{text}, a cost of {cost:.4g} in total"
-
-    def _print(self, line: str) -> None:
-        if self.total > 1:
-            print(line, file=sys.stderr, flush=True)
 
 
 def _load_prompts(endpoint: Endpoint, settings: Settings) -> PromptWriter:
@@ -341,6 +301,7 @@ def load_evaluated_model(
 
     Without ``weights``, the folder of a checkpoint, they are those of ``settings.model``.
     """
+    disable_progress_bar()
     if server is not None:
         return RemoteModel(Endpoint(server) if isinstance(server, str) else server, settings)
     policy = load_policy(settings, weights, training=False)

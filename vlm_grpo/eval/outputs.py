@@ -25,16 +25,18 @@ _BOX_TOLERANCE = 1.0
 
 
 @dataclass(frozen=True)
-class ForeignRow:
+class OutputRow:
     """One output, with its file's information about the example; missing fields are None."""
 
     location: str  # file and row, for messages
-    output: str
+    output: str = ""
+    problem: str | None = None  # why the row cannot be read
+    id: str | None = None  # of the example
+    index: int | None = None  # of the example in its dataset
     image: str | None = None  # its path in the other project
     question: str | None = None  # or the full prompt
     gold: Any = None  # in the other project's format
-    resized_size: tuple[int, int] | None = None  # width, height
-    index: int | None = None  # of the example in its dataset
+    resized_sizes: Sequence[tuple[int, int]] = ()  # width, height of each image
 
 
 def read_outputs(
@@ -47,7 +49,7 @@ def read_outputs(
 
     Args:
         path: the file.
-        layout: None or ``predictions``: that of ``read_predictions``; or a key of ``LAYOUTS``.
+        layout: a key of ``LAYOUTS``; None: ``predictions``, which must have every example.
         examples: the dataset; the file of another project may have outputs for some of them only.
         needs_resized_size: boxes in the outputs are in pixels of the resized image, so each row
             must have its size.
@@ -56,76 +58,41 @@ def read_outputs(
         The matched examples in the order of the dataset, with the resized sizes of their images
         if the file has them, and one output per example.
     """
-    if layout in (None, "predictions"):
-        return read_predictions(path, examples, needs_resized_size)
+    layout = layout or "predictions"
     if layout not in LAYOUTS:
-        known = ["predictions", *LAYOUTS]
         raise UserError(
-            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
+            f"there is no format {layout!r}{nearest(layout, LAYOUTS)}: give one of "
+            f"{', '.join(LAYOUTS)}"
         )
+    is_own = layout == "predictions"
+    size = "the size of the resized image"
+    if is_own:
+        size = '"seen": [[width, height]], one pair per image'
     matcher, problems = _Matcher(examples), []
-    found: dict[int, ForeignRow] = {}
+    found: dict[int, tuple[Example, str]] = {}
     for row in LAYOUTS[layout](path):
-        if needs_resized_size and row.resized_size is None:
-            problems.append(f"{row.location}: --frame resized needs the size of the resized image")
-            continue
         try:
-            found[matcher.match(row)] = row
+            index = matcher.match(row)
         except ValueError as error:
             problems.append(f"{row.location}: {error}")
+            continue
+        example = examples[index]
+        if len(row.resized_sizes) == len(example.images):
+            example = example.with_resized_sizes(row.resized_sizes)
+        elif needs_resized_size:
+            problems.append(f"{row.location}: --frame resized needs {size}")
+        found[index] = example, row.output
+    if is_own:
+        missing = (examples[index].id for index in sorted(matcher.unmatched))
+        problems += (f"{path}: no prediction for id {name!r}" for name in missing)
     if problems:
-        raise UserError(f"rows that do not match the examples:\n{bullets(problems)}")
+        what = "the predictions and the examples do not match one to one"
+        raise UserError(
+            f"{what if is_own else 'rows that do not match the examples'}:\n{bullets(problems)}"
+        )
     if not found:
         raise UserError(f"{path} has no outputs")
-    matched, outputs = [], []
-    for index, row in sorted(found.items()):
-        sizes = [row.resized_size or image.resized_size for image in examples[index].images]
-        matched.append(examples[index].with_resized_sizes(sizes))
-        outputs.append(row.output)
-    return matched, outputs
-
-
-def read_predictions(
-    path: Path, examples: Sequence[Example], needs_resized_size: bool = False
-) -> tuple[list[Example], list[str]]:
-    """Read one output per example from lines of ``{"id", "output"[, "seen": [[width, height]]]}``.
-
-    The examples are returned with the resized sizes in "seen", which ``needs_resized_size`` asks
-    of every line.
-    """
-    by_id = {example.id: example for example in examples}
-    found: dict[str, tuple[Example, str]] = {}
-    problems: list[str] = []
-    for row in read_jsonl(path):
-        identity, output = row.values.get("id"), row.values.get("output")
-        sizes: Any = row.values.get("seen")
-        if isinstance(identity, int) and not isinstance(identity, bool):
-            identity = str(identity)
-        if row.problem is not None:
-            problems.append(f"{row.location}: {row.problem}")
-        elif not isinstance(identity, str) or not isinstance(output, str):
-            problems.append(f'{row.location}: a prediction is {{"id": …, "output": text}}')
-        elif identity not in by_id:
-            problems.append(f"{row.location}: no example has the id {identity!r}")
-        elif identity in found:
-            problems.append(f"{row.location}: id {identity!r} has a prediction already")
-        else:
-            example = by_id[identity]
-            is_list = isinstance(sizes, list) and len(sizes) == len(example.images)
-            if is_list and all(map(_is_size, sizes)):
-                example = example.with_resized_sizes([(w, h) for w, h in sizes])
-            elif needs_resized_size:
-                problems.append(
-                    f'{row.location}: --frame resized needs "seen": [[width, height]], one pair '
-                    "per image"
-                )
-            found[identity] = example, output
-    problems += (f"{path}: no prediction for id {name!r}" for name in by_id if name not in found)
-    if problems:
-        raise UserError(
-            f"the predictions and the examples do not match one to one:\n{bullets(problems)}"
-        )
-    matched = [found[example.id] for example in examples]
+    matched = [own for _, own in sorted(found.items())]
     return [example for example, _ in matched], [output for _, output in matched]
 
 
@@ -141,21 +108,33 @@ class _Matcher:
     def __init__(self, examples: Sequence[Example]) -> None:
         self.examples = examples
         self.unmatched = set(range(len(examples)))
+        self.by_id = {example.id: index for index, example in enumerate(examples)}
         self.by_image: dict[str, list[int]] = defaultdict(list)
         for index, example in enumerate(examples):
             for image in example.images:
                 self.by_image[PurePosixPath(image.name).name].append(index)
 
-    def match(self, row: ForeignRow) -> int:
+    def match(self, row: OutputRow) -> int:
         """Return the index of the row's example; a ``ValueError`` names what does not match."""
-        if row.index is not None:
+        if row.problem is not None:
+            raise ValueError(row.problem)
+        if row.id is not None:
+            index = self._match_id(row.id)
+        elif row.index is not None:
             self._check_index(row, index := row.index)
         else:
             index = self._match_content(row)
         self.unmatched.discard(index)
         return index
 
-    def _check_index(self, row: ForeignRow, index: int) -> None:
+    def _match_id(self, name: str) -> int:
+        if (index := self.by_id.get(name)) is None:
+            raise ValueError(f"no example has the id {name!r}")
+        if index not in self.unmatched:
+            raise ValueError(f"id {name!r} has a prediction already")
+        return index
+
+    def _check_index(self, row: OutputRow, index: int) -> None:
         if index not in self.unmatched:
             exists = 0 <= index < len(self.examples)
             problem = "has an output already" if exists else "does not exist"
@@ -167,7 +146,7 @@ class _Matcher:
                 "data must have the rows of the evaluated split, in its order"
             )
 
-    def _match_content(self, row: ForeignRow) -> int:
+    def _match_content(self, row: OutputRow) -> int:
         # By image, and among several examples of one image by question and gold answer.
         found: list[int] = sorted(self.unmatched)
         if row.image is not None:
@@ -193,9 +172,24 @@ class _Matcher:
         return index
 
 
+def _read_predictions(path: Path) -> Iterator[OutputRow]:
+    """Read lines of ``{"id", "output"[, "seen": [[width, height]]]}``."""
+    for row in read_jsonl(path):
+        name, output, sizes = (row.values.get(key) for key in ("id", "output", "seen"))
+        if isinstance(name, int) and not isinstance(name, bool):
+            name = str(name)
+        if row.problem is not None or not isinstance(name, str) or not isinstance(output, str):
+            problem = row.problem or 'a prediction is {"id": …, "output": text}'
+            yield OutputRow(row.location, problem=problem)
+            continue
+        is_valid = isinstance(sizes, list) and all(map(_is_size, sizes))
+        seen = [(w, h) for w, h in sizes] if is_valid else ()
+        yield OutputRow(row.location, output, id=name, resized_sizes=seen)
+
+
 def _read_results(
     path: Path, layout: str, question_type: type, image_key: str
-) -> Iterator[ForeignRow]:
+) -> Iterator[OutputRow]:
     """Read ``{"results": [{"question", "ground_truth", "model_output", …}], …}``.
 
     VLM-R1 has the image beside the question, a text; R1-V has both in the object "question".
@@ -226,11 +220,17 @@ def _read_results(
             raise UserError(f"{location}: its output and its image must be strings")
         if size is not None and not _is_size(size):
             raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
-        resized = None if size is None else (size[1], size[0])
-        yield ForeignRow(location, output, image, asked.get("question"), gold, resized)
+        yield OutputRow(
+            location,
+            output,
+            image=image,
+            question=asked.get("question"),
+            gold=gold,
+            resized_sizes=() if size is None else [(size[1], size[0])],
+        )
 
 
-def _read_lmms_eval(path: Path) -> Iterator[ForeignRow]:
+def _read_lmms_eval(path: Path) -> Iterator[OutputRow]:
     """Read lines of ``{"doc_id", "input", "resps", "filtered_resps", …}``.
 
     ``resps`` is the model's output; it is missing if the filters changed nothing.
@@ -250,10 +250,11 @@ def _read_lmms_eval(path: Path) -> Iterator[ForeignRow]:
             raise UserError(f"{row.location}: it has {count} responses; only one can be scored")
         given = row.values.get("input")
         prompt = given if isinstance(given, str) else None
-        yield ForeignRow(row.location, responses, question=prompt, index=index)
+        yield OutputRow(row.location, responses, question=prompt, index=index)
 
 
-LAYOUTS: dict[str, Callable[[Path], Iterable[ForeignRow]]] = {
+LAYOUTS: dict[str, Callable[[Path], Iterable[OutputRow]]] = {
+    "predictions": _read_predictions,
     # VLM-R1, src/eval/test_rec_r1.py and its siblings
     "vlm_r1": partial(_read_results, layout="vlm_r1", question_type=str, image_key="image"),
     # R1-V, src/eval/test_qwen2vl_counting_superclevr.py and its siblings
@@ -261,7 +262,7 @@ LAYOUTS: dict[str, Callable[[Path], Iterable[ForeignRow]]] = {
     # lmms-eval, EvaluationTracker.save_results_samples, for --log_samples
     "lmms_eval": _read_lmms_eval,
 }
-"""Readers of the files of other projects, by the value of ``--format``."""
+"""Readers of files of outputs, by the value of ``--format``."""
 
 
 def _normalize(text: str) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.recipes import Overrides
@@ -73,7 +72,6 @@ class Predictor:
         overrides: Overrides = (),
         server: Endpoint | str | None = None,
     ) -> None:
-        disable_progress_bar()
         is_unknown = server is not None and model == UNKNOWN
         choice = resolve_unknown(overrides) if is_unknown else resolve_model(str(model), overrides)
         once = choice.settings.evaluation.model_copy(update={"samples": 1})

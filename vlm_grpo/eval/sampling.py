@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
-
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import EvaluationSettings, Settings
 from vlm_grpo.data.loading import build_scorer, load_data, load_run_task
@@ -60,7 +58,6 @@ def sample_examples(
     the checkpoint, of a model behind an address, or else of ``settings.model``.
     """
     check_weights(checkpoint, server)
-    disable_progress_bar()
     limit, temperature = settings.evaluation.max_tokens_per_batch, settings.rollout.temperature
     given = EvaluationSettings(samples=count, temperature=temperature, max_tokens_per_batch=limit)
     settings = settings.model_copy(update={"evaluation": given})

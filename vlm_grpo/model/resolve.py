@@ -10,8 +10,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from vlm_grpo.config.recipes import Overrides, build_settings, load_settings
-from vlm_grpo.config.run import RUNS, Settings
+from vlm_grpo.config.recipes import Overrides, build_settings, load_settings, recipe_names
+from vlm_grpo.config.run import Settings, find_folder, list_runs
 from vlm_grpo.data.loading import get_held_out_task, load_run_task
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.model.loading import get_model_source
@@ -40,10 +40,10 @@ def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
     ``runs``, or the folder of a checkpoint. ``RUN@step`` is the run's checkpoint of that step,
     ``RUN@best`` the best one by the held-out primary metric, ``RUN`` and ``RUN@last`` the newest.
     """
-    folder, step = _find_folder(name), None
+    folder, step = find_folder(name), None
     if folder is None and "@" in name:
         name, _, wanted = name.rpartition("@")
-        folder, step = _find_folder(name), _parse_step(wanted)
+        folder, step = find_folder(name), _parse_step(wanted)
     if folder is not None and (folder / "checkpoints").is_dir():
         return _resolve_run(folder, overrides, step)
     if step is not None:
@@ -71,16 +71,26 @@ def resolve_unknown(overrides: Overrides = ()) -> ResolvedModel:
     return ResolvedModel(_build_default_settings(UNKNOWN, overrides))
 
 
+def resolve_recipe(name: str, overrides: Overrides = ()) -> ResolvedModel:
+    """Load the settings of a recipe, or find a run or a checkpoint as ``resolve_model`` does.
+
+    A recipe has precedence over a run of its name in ``runs``.
+    """
+    if name not in recipe_names() and not name.endswith((".yaml", ".py")):
+        folder = find_folder(name) or find_folder(name.rpartition("@")[0] or name)
+        if folder is not None and (folder / "config.yaml").is_file():
+            return resolve_model(name, overrides)
+    return ResolvedModel(load_settings(name, overrides))
+
+
 def find_checkpoint(folder: str | Path | None) -> Path | None:
     """Return the folder of a checkpoint, which is named as for ``resolve_model``."""
     if folder is None:
         return None
-    found = _find_folder(folder)
-    if found is None and "@" in str(folder):
+    found = find_folder(folder)
+    if "@" in str(folder) if found is None else (found / "checkpoints").is_dir():
         return resolve_model(str(folder)).checkpoint
-    if found is None or not (found / "checkpoints").is_dir():
-        return found or Path(folder)
-    return resolve_model(str(found)).checkpoint
+    return found or Path(folder)
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -88,10 +98,6 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     paths = folder.iterdir() if folder.is_dir() else ()  # incomplete ones have other names
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths if path.is_dir()]
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _find_folder(name: str | Path) -> Path | None:
-    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
 
 
 def _parse_step(step: str) -> int | str:
@@ -106,10 +112,10 @@ def _check_hub_name(name: str) -> None:
     """Refuse a name that is a missing path, or a single word that is not a run."""
     get_model_source(name)
     if "/" not in name and name != "embedded":
-        runs = [path.name for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
+        known = ["embedded", *list_runs()]
         raise UserError(
-            f"there is no model or run {name!r}{nearest(name, ['embedded', *runs])}: give a hub "
-            "name such as Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run"
+            f"there is no model or run {name!r}{nearest(name, known)}: give a hub name "
+            "such as Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import mimetypes
 import os
-import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ class Endpoint:
     model: str | None = None  # its name there; None: the only one that it serves
     api_key_env: str | None = None  # variable with the key; None: ``OPENAI_API_KEY`` if it is set
     concurrency: int = 16  # maximum number of requests at once
-    price: tuple[float, float] | None = None  # of a million prompt tokens, and completion tokens
     # Of boxes if ``Settings.model`` is ``none``; None: pixels of the original image.
     frame: CoordinateFrame | None = None
     timeout: float = 600.0  # seconds to wait for each part of a response
@@ -49,8 +47,6 @@ class Endpoint:
             )
         if self.concurrency < 1:
             raise UserError(f"concurrency is {self.concurrency}; it must be at least 1")
-        if self.price is not None and min(self.price) < 0:
-            raise UserError(f"a price is negative: {self.price}")
 
     @property
     def base(self) -> str:
@@ -60,16 +56,14 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to one request; ``seconds`` include repetitions.
+    """A model's answer to one request, with the numbers of tokens that the server counts, if any.
 
-    The completion has no tokens, which the interface does not return; their numbers are None if the
-    server does not count.
+    The completion has no tokens, which the interface does not return.
     """
 
     completion: Completion
     prompt_tokens: int | None
     completion_tokens: int | None
-    seconds: float
 
 
 class ChatClient:
@@ -102,7 +96,6 @@ class ChatClient:
         the text is marked by ``tags``. ``ServiceError``: this request failed; ``UserError``: every
         request would.
         """
-        start = time.monotonic()
         url = f"{self.endpoint.base}/chat/completions"
         limit, options = self._limit, dict(options)
         if "max_tokens" in options:  # which some servers refuse
@@ -118,7 +111,7 @@ class ChatClient:
                 self._limit = renamed
                 return self.ask(messages, options, tags)
             raise self._explain(error) from error
-        return _read_answer(response, url, time.monotonic() - start, tags)
+        return _read_answer(response, url, tags)
 
     def _list_models(self) -> list[str]:
         url = f"{self.endpoint.base}/models"
@@ -183,7 +176,7 @@ def encode_clip(clip: VideoRef) -> str:
     return "data:video/jpeg;base64," + ",".join(base64.b64encode(f).decode() for f in frames)
 
 
-def _read_answer(response: Any, url: str, seconds: float, tags: ThinkingTags) -> Answer:
+def _read_answer(response: Any, url: str, tags: ThinkingTags) -> Answer:
     try:
         choice = response["choices"][0]
         message, usage = choice["message"], response.get("usage") or {}
@@ -200,4 +193,4 @@ def _read_answer(response: Any, url: str, seconds: float, tags: ThinkingTags) ->
     if not isinstance(text, str | None):  # None: such as a refusal, or thinking that was cut off
         raise ServiceError(f"{url}: the response has no answer: {str(response)[:300]}")
     prompt_tokens, tokens = (count if isinstance(count, int) else None for count in counts)
-    return Answer(Completion((), (), text or "", stop), prompt_tokens, tokens, seconds)
+    return Answer(Completion((), (), text or "", stop), prompt_tokens, tokens)
