@@ -32,7 +32,7 @@ from vlm_grpo.model.adapters import (
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.serve.launch import describe_model
+from vlm_grpo.serve.launch import describe_adapter
 from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.export import export
 from vlm_grpo.training.trainer import train
@@ -288,7 +288,7 @@ def test_vllm_refuses_what_it_does_not_load(sources, name, tmp_path):
     policy.save(tmp_path, policy.weights())
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     with pytest.raises(UserError, match="export the merged model first"):
-        describe_model(settings, tmp_path)
+        describe_adapter(settings, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "rank"), [("patterns", 4), ("olora", 8), ("rslora", 4)])
@@ -296,5 +296,4 @@ def test_a_server_has_room_for_the_largest_rank(sources, name, rank, tmp_path):
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     policy = make_policy(sources["qwen2_5_vl"], name)
     policy.save(tmp_path, policy.weights())
-    assert describe_model(settings, for_rollouts=True).rank == rank
-    assert describe_model(settings, tmp_path).rank == rank
+    assert [describe_adapter(settings, given)[1] for given in (None, tmp_path)] == [rank, rank]

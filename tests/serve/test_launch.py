@@ -22,7 +22,7 @@ from vlm_grpo.serve.launch import (
     build_public_command,
     choose_sleep_level,
     choose_transfer,
-    describe_model,
+    describe_adapter,
     round_up_rank,
 )
 
@@ -50,11 +50,10 @@ def read_options(command: list[str]) -> dict[str, str]:
 )
 def test_a_server_is_described_without_the_weights(lora):
     settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
-    model = describe_model(settings, for_rollouts=True)
     policy = load_policy(settings)
     trained = {find_part(name) for name, _ in policy.trainable_parameters()}
-    assert model.adapted == (trained if lora else set())
-    options = read_options(build_command(model, ADDRESS))
+    assert describe_adapter(settings)[0] == (trained if lora else set())
+    options = read_options(build_command(settings, ADDRESS))
     assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
     assert options["logprobs-mode"] == "processed_logprobs"
     assert options["served-model-name"] == "policy"
@@ -67,13 +66,13 @@ def test_a_server_is_described_without_the_weights(lora):
 
 def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
     own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
-    options = read_options(build_command(describe_model(own, for_rollouts=True), ADDRESS))
+    options = read_options(build_command(own, ADDRESS))
     assert (options["max-model-len"], options["x"]) == ("900", "1")
     assert options["gpu-memory-utilization"] == "0.3"
     assert "weight-transfer-config" not in options
     assert "enable-sleep-mode" not in options
-    shared = describe_model(make_settings(SHARED), for_rollouts=True)
-    assert "gpu-memory-utilization" not in read_options(build_command(shared, ADDRESS))
+    shared = build_command(make_settings(SHARED), ADDRESS)
+    assert "gpu-memory-utilization" not in read_options(shared)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,7 @@ def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
 def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
     settings = make_settings(*overrides)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = describe_model(settings, for_rollouts=True)
-    options = read_options(build_command(model, ADDRESS))
+    options = read_options(build_command(settings, ADDRESS))
     expected = None if transfer is None else json.dumps({"backend": transfer})
     assert options.get("weight-transfer-config") == expected
     assert ("enable-sleep-mode" in options) == sleeps
@@ -142,9 +140,8 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
     settings = load_settings("quickstart", ["policy.lora.r=8", "policy.max_pixels=5000"])
     folder = tmp_path / "step-3"
     load_policy(settings).save(folder, load_policy(settings).weights())
-    model = describe_model(settings, folder)
-    assert (model.adapter, model.rank, model.adapted) == (folder, 8, {"language"})
-    options = read_options(build_public_command(model, "mine", ADDRESS))
+    assert describe_adapter(settings, folder) == ({"language"}, 8)
+    options = read_options(build_public_command(settings, folder, "mine", ADDRESS))
     assert options["lora-modules"] == f"mine={folder}"
     assert options["served-model-name"] == "mine-base"
     assert options["generation-config"] == "vllm"
@@ -153,16 +150,16 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
     assert json.loads(options["media-io-kwargs"]) == video
     full = load_settings("quickstart", ["policy.max_pixels=5000", "policy.max_video_pixels=90000"])
     save_tiny_model(tmp_path / "qwen3", "qwen3_vl")
-    model = describe_model(full, tmp_path / "qwen3")
-    assert read_options(build_command(model, ADDRESS))["mm-processor-cache-gb"] == "0"
-    command = build_public_command(model, "mine", ADDRESS)
+    qwen3 = full.model_copy(update={"model": str(tmp_path / "qwen3")})
+    assert read_options(build_command(qwen3, ADDRESS))["mm-processor-cache-gb"] == "0"
+    command = build_public_command(full, tmp_path / "qwen3", "mine", ADDRESS)
     assert "mm-processor-cache-gb" not in read_options(command)  # no clips of runs
     sizes = json.loads(read_options(command)["mm-processor-kwargs"])
     # Of an image of one frame, and of all frames of a clip.
     assert sizes["images_kwargs"]["size"]["longest_edge"] == 5000
     assert sizes["videos_kwargs"]["size"]["longest_edge"] == 90000
     save_tiny_model(tmp_path / "full")
-    command = build_public_command(describe_model(full, tmp_path / "full"), "mine", ADDRESS)
+    command = build_public_command(full, tmp_path / "full", "mine", ADDRESS)
     assert command[1] == str(tmp_path / "full")
     assert read_options(command)["served-model-name"] == "mine"
     assert "enable-lora" not in read_options(command)
@@ -171,7 +168,7 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
 def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(monkeypatch):
     monkeypatch.setattr(ChatTemplate, "_is_switch", lambda self, name: True)
     settings = load_settings("quickstart", ["prompt.thinking=false"])
-    options = read_options(build_public_command(describe_model(settings), "mine", ADDRESS))
+    options = read_options(build_public_command(settings, None, "mine", ADDRESS))
     assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}
 
 

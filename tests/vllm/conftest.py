@@ -18,7 +18,7 @@ from vllm_runs import LORA, make_settings, run_servers
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve.launch import build_command, build_environment, build_program, describe_model
+from vlm_grpo.serve.launch import build_command, build_environment, build_program
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import ServerProcess, find_free_port
 from vlm_grpo.training.update import build_updater
@@ -43,10 +43,10 @@ def server_processes(
     """Addresses and processes of two servers of the embedded model, with adapters enabled."""
     folder = tmp_path_factory.mktemp("servers")
     settings = make_settings(folder, [], f"rollout.vllm.python={vllm_python}", *LORA)
-    model, commands = describe_model(settings, for_rollouts=True, on_gpu=False), {}
+    commands = {}
     for _ in range(2):
         port = find_free_port()
-        command = build_command(model, ("127.0.0.1", port))
+        command = build_command(settings, ("127.0.0.1", port), on_gpu=False)
         commands[port] = [*build_program(vllm_python), *command, *SHORT]
     environment = build_environment(settings, torch.device("cpu"))
     with run_servers(commands, environment, folder) as found:

@@ -70,16 +70,14 @@ def serve(
         is_recipe = model in recipe_names() or model.endswith((".yaml", ".py"))
         recipe = load_settings(model, values) if is_recipe else None
         settings, name = recipe or resolve_model(model, values).settings, SERVED_NAME
-        arguments = launch.build_command(
-            launch.describe_model(settings, for_rollouts=True), address
-        )
+        arguments = launch.build_command(settings, address)
         environment = launch.build_environment(settings)
     else:
         found = resolve_model(model, values)
         settings, folder = found.settings, found.run or found.checkpoint
         name = settings.model if folder is None else folder.resolve().name
-        served = launch.describe_model(settings, found.checkpoint)
-        arguments, environment = launch.build_public_command(served, name, address), {}
+        arguments = launch.build_public_command(settings, found.checkpoint, name, address)
+        environment = {}
     if settings.policy.load_in != "none":
         logger.warning(
             "the server holds the base weights whole, and this model was trained on weights in %s: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,76 +30,53 @@ ENVIRONMENT = {  # of a server for rollouts
 }
 
 
-@dataclass(frozen=True)
-class LaunchedModel:
-    """What the command of a server depends on, besides the weights' values."""
+def describe_adapter(
+    settings: Settings, adapter: Path | None = None
+) -> tuple[frozenset[str | None], int]:
+    """Return the parts that an adapter changes, and its largest rank.
 
-    source: str  # folder or Hub name of the full weights
-    settings: Settings
-    on_gpu: bool
-    image_options: dict[str, Any]  # of the processor, which set the run's pixel budget, if any
-    prompts: PromptBuilder
-    adapter: Path | None  # that is trained; None: there is none, or it is loaded later
-    adapted: frozenset[str | None]  # parts that the adapter changes
-    rank: int
-
-
-def describe_model(
-    settings: Settings,
-    checkpoint: Path | None = None,
-    for_rollouts: bool = False,
-    on_gpu: bool | None = None,
-) -> LaunchedModel:
-    """Describe a model, or its ``checkpoint``, without loading the weights.
-
-    ``for_rollouts``: the adapter of the settings is still to be trained. ``on_gpu``: whether the
-    server has a GPU; None: if this machine has one.
+    None: the adapter of the settings, which is still to be trained.
     """
-    source, adapter = get_model_source(settings.model), None
-    if checkpoint is not None and (checkpoint / CONFIG).is_file():
-        adapter = checkpoint.absolute()
-    elif checkpoint is not None:
-        source = str(checkpoint)
-    config = load_config(settings, source)
-    prompts = load_prompt_builder(settings, source, config)
-    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    options = _get_image_options(prompts)
-    names, rank = [], 0  # of trained adapters
     if adapter is not None:
         described = read_object(adapter / CONFIG)
         if described.get("use_dora") or described.get("modules_to_save"):
             raise UserError(
-                f"the adapter {checkpoint} has norms of rows (use_dora) or modules trained in full "
+                f"the adapter {adapter} has norms of rows (use_dora) or modules trained in full "
                 "(modules_to_save), which vLLM does not load: export the merged model first "
                 "(vlm-grpo export), and serve that folder"
             )
-        rank = max(described["r"], *(described.get("rank_pattern") or {}).values(), 1)
         with safe_open(adapter / WEIGHTS, "pt") as weights:
-            names = [*weights.keys()]
-    elif for_rollouts and settings.policy.lora is not None:
-        with torch.device("meta"):
-            empty = build_empty(config, settings.policy.trust_remote_code)
-            adapters: Any = apply_lora_or_freeze(empty, settings.policy, has_values=False)
-        rank = get_largest_rank(adapters)
-        names = [name for name, weight in adapters.named_parameters() if weight.requires_grad]
-    adapted = frozenset(map(find_part, names))
-    return LaunchedModel(source, settings, on_gpu, options, prompts, adapter, adapted, rank)
+            parts = frozenset(map(find_part, weights.keys()))
+        return parts, max(described["r"], *(described.get("rank_pattern") or {}).values(), 1)
+    if settings.policy.lora is None:
+        return frozenset(), 0
+    with torch.device("meta"):
+        empty = build_empty(load_config(settings), settings.policy.trust_remote_code)
+        adapters: Any = apply_lora_or_freeze(empty, settings.policy, has_values=False)
+    trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
+    return frozenset(map(find_part, trained)), get_largest_rank(adapters)
 
 
-def build_command(model: LaunchedModel, address: tuple[str, int]) -> list[str]:
-    """Build the command of a server that can sample for a run, without the program's name."""
-    settings = model.settings
-    options = _build_options(model, address) | {
+def build_command(
+    settings: Settings, address: tuple[str, int], on_gpu: bool | None = None
+) -> list[str]:
+    """Build the command of a server that can sample for a run, without the program's name.
+
+    ``on_gpu``: whether the server has a GPU; None: if this machine has one.
+    """
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    prompts, adapter = load_prompt_builder(settings), describe_adapter(settings)
+    options = _build_options(settings, address, prompts, adapter, on_gpu) | {
         "served-model-name": SERVED_NAME,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
         "seed": settings.seed,
         "enable-scale-out": True,
     }
-    if model.prompts.family.has_texts_between_frames:
+    if prompts.family.has_texts_between_frames:
         # vLLM 0.32 keeps this cache in two processes, and clips skip the first. The two then evict
         # different images, and a request for an image that only the first has would fail.
         options["mm-processor-cache-gb"] = 0
-    if not model.on_gpu:
+    if not on_gpu:
         options["worker-extension-cls"] = "vlm_grpo_worker.WorkerExtension"
     vllm = settings.rollout.vllm
     arguments: Sequence[str] = ()
@@ -109,31 +85,46 @@ def build_command(model: LaunchedModel, address: tuple[str, int]) -> list[str]:
         options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
         if vllm.max_model_length is not None:
             options["max-model-len"] = vllm.max_model_length
-        arguments, transfer = vllm.arguments, choose_transfer(settings, model.on_gpu)
-        if model.on_gpu and not settings.rollout.steps_ahead:
+        arguments, transfer = vllm.arguments, choose_transfer(settings, on_gpu)
+        if on_gpu and not settings.rollout.steps_ahead:
             options["enable-sleep-mode"] = True
-    if model.on_gpu and not model.adapted and transfer != "files":
+    if on_gpu and settings.policy.lora is None and transfer != "files":
         options["weight-transfer-config"] = json.dumps({"backend": transfer})
-    return [*_format_command(model, options), *arguments]
+    return [*_format_command(get_model_source(settings.model), options), *arguments]
 
 
-def build_public_command(model: LaunchedModel, name: str, address: tuple[str, int]) -> list[str]:
-    """Build the command of a server for users, who find the model under ``name``."""
-    options = _build_options(model, address) | {"served-model-name": name}
-    if model.adapter is not None:
+def build_public_command(
+    settings: Settings, checkpoint: Path | None, name: str, address: tuple[str, int]
+) -> list[str]:
+    """Build the command of a server for users, who find the model or its checkpoint by ``name``."""
+    source, adapter = get_model_source(settings.model), None
+    if checkpoint is not None and (checkpoint / CONFIG).is_file():
+        adapter = checkpoint.absolute()
+    elif checkpoint is not None:
+        source = str(checkpoint)
+    prompts = load_prompt_builder(settings, source)
+    described = (frozenset(), 0) if adapter is None else describe_adapter(settings, adapter)
+    options = _build_options(settings, address, prompts, described, torch.cuda.is_available())
+    options["served-model-name"] = name
+    if adapter is not None:
         options["served-model-name"] = f"{name}-base"
-        options["lora-modules"] = f"{name}={model.adapter}"
-    if model.prompts.takes_videos:  # the default would be 32 frames, one per second
-        video = model.settings.data.video or VideoSettings()
+        options["lora-modules"] = f"{name}={adapter}"
+    if prompts.takes_videos:  # the default would be 32 frames, one per second
+        video = settings.data.video or VideoSettings()
         options["media-io-kwargs"] = json.dumps({"video": {"num_frames": -1, "fps": video.fps}})
-    if arguments := model.prompts.chat.arguments:
+    if arguments := prompts.chat.arguments:
         options["default-chat-template-kwargs"] = json.dumps(arguments)
-    return _format_command(model, options)
+    return _format_command(source, options)
 
 
-def _build_options(model: LaunchedModel, address: tuple[str, int]) -> dict[str, Any]:
+def _build_options(
+    settings: Settings,
+    address: tuple[str, int],
+    prompts: PromptBuilder,
+    adapter: tuple[frozenset[str | None], int],
+    on_gpu: bool,
+) -> dict[str, Any]:
     """Return the options that every server needs; the value of one without a value is True."""
-    settings = model.settings
     options: dict[str, Any] = {
         "host": address[0],
         "port": address[1],
@@ -145,22 +136,22 @@ def _build_options(model: LaunchedModel, address: tuple[str, int]) -> dict[str, 
         options["revision"] = settings.model_revision
     if settings.policy.trust_remote_code:
         options["trust-remote-code"] = True
-    if model.adapted:
-        rank = round_up_rank(model.rank)
-        options |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": 1}
-        if not model.adapted.isdisjoint(("vision", "projector")):
+    parts, rank = adapter
+    if parts:
+        options |= {"enable-lora": True, "max-lora-rank": round_up_rank(rank), "max-loras": 1}
+        if not parts.isdisjoint(("vision", "projector")):
             options["enable-tower-connector-lora"] = True
-    if model.image_options:
-        options["mm-processor-kwargs"] = json.dumps(model.image_options)
-    if not model.on_gpu:
+    if image_options := _get_image_options(prompts):
+        options["mm-processor-kwargs"] = json.dumps(image_options)
+    if not on_gpu:
         # In vLLM 0.32 a request with a seed fails on a CPU if its prompt is read in chunks.
         options["no-enable-chunked-prefill"] = True
     return options
 
 
-def _format_command(model: LaunchedModel, options: dict[str, Any]) -> list[str]:
+def _format_command(source: str, options: dict[str, Any]) -> list[str]:
     words = (f"--{k}" if value is True else f"--{k}={value}" for k, value in options.items())
-    return ["serve", model.source, *words]
+    return ["serve", source, *words]
 
 
 def build_program(python: Path) -> list[str]:

@@ -24,7 +24,6 @@ from vlm_grpo.serve.launch import (
     build_environment,
     build_program,
     choose_sleep_level,
-    describe_model,
 )
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
 from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel, find_free_port
@@ -81,9 +80,9 @@ class VllmSampler:
             return [Server(url, timeout) for url in self.vllm.urls]
         assert self.vllm.python is not None
         port, on_gpu = find_free_port(), device.type == "cuda"
-        model = describe_model(self.settings, for_rollouts=True, on_gpu=on_gpu)
+        command = build_command(self.settings, ("127.0.0.1", port), on_gpu)
         process = ServerProcess(
-            [*build_program(self.vllm.python), *build_command(model, ("127.0.0.1", port))],
+            [*build_program(self.vllm.python), *command],
             build_environment(self.settings, device),
             self.settings.run_dir / f"vllm-{self.ranks.process_index}.log",
         )
