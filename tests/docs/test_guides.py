@@ -36,7 +36,7 @@ NOT_RUN = {
     "make quickstart": "run by .ci/run",
     "make test": "run by .ci/run",
     "python pdf_validation.py --config configs/end2end.yaml": "a script of OmniDocBench",
-    "python -m olmocr.bench.benchmark --dir bench_data --candidate olmocr-model-pages": "of olmOCR",
+    "python -m olmocr.bench.benchmark --dir bench_data --candidate olmocr-model": "of olmOCR",
     "source .venv/bin/activate": "only changes the reader's shell",
     "pip install --constraint constraints.txt .": "tests/test_package.py installs the wheel",
     "python -m pytest tests/tasks/test_reward_hacking.py -s": "run as one of the tests",

@@ -247,59 +247,6 @@ def test_the_written_predictions_score_the_same_again(tmp_path):
     assert saved[0]["model"]["value"] == saved[1]["predictions"]["value"] == report.value
 
 
-PAGES = """
-title: Pages
-task: ocr
-metric: word_recognition
-reader: text
-script_outputs: markdown
-"""
-
-
-def make_pages(rows: Path, tmp_path: Path) -> str:
-    """Turn the rows into pages named after images, and return the definition of a benchmark."""
-    found = enumerate(read_jsonl(rows))
-    write_jsonl(rows, *(row | {"id": f"images/{n}.png", "answer": "a"} for n, row in found))
-    path = tmp_path / "pages.yaml"
-    path.write_text(PAGES)
-    return str(path)
-
-
-def read_pages(folder: Path) -> dict[str, str]:
-    return {f"images/{path.stem}.png": path.read_text() for path in folder.iterdir()}
-
-
-def test_an_evaluation_and_its_repetition_write_pages(rows, tmp_path):
-    definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
-    for _ in range(2):
-        evaluate_benchmark(definition, settings)
-        outputs = read_jsonl(settings.run_dir / "model" / "predictions.jsonl")
-        pages = read_pages(settings.run_dir / "run-model-markdown")
-        assert pages == {row["id"]: row["output"] for row in outputs}
-        assert len(outputs) == 40
-
-
-def test_the_pages_of_predictions_have_no_thinking_and_no_tags(rows, tmp_path, capsys):
-    definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
-    forms = ["# {}\n", "<think>b</think># {}", "<think>b</think><answer># {}</answer>", ""]
-    ids = enumerate(row["id"] for row in read_jsonl(rows))
-    lines = [{"id": name, "output": forms[n % 4].format(n)} for n, name in ids]
-    path = write_jsonl(tmp_path / "outputs.jsonl", *lines)
-    score_benchmark(definition, settings, path)
-    folder = settings.run_dir / "run-predictions-markdown"
-    assert f"outputs for the official script in {folder}" in capsys.readouterr().out
-    texts = ["# 0\n", "# 1", "# 2", ""]
-    assert [read_pages(folder)[f"images/{n}.png"] for n in range(4)] == texts
-
-
-def test_pages_of_one_name_are_refused_before_the_model_is_loaded(rows, tmp_path):
-    definition = make_pages(rows, tmp_path)
-    rows.write_text(rows.read_text().replace("images/7.png", "scans/8.jpg"))
-    settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
-    with pytest.raises(UserError, match=r"images/8.png' would both be '8.md'"):
-        evaluate_benchmark(definition, settings)
-
-
 def test_a_checkpoint_is_compared_with_its_model(rows, benchmark, tmp_path, capsys):
     copy = tmp_path / "checkpoint"
     shutil.copytree(get_model_source("embedded"), copy)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from vlm_grpo.benchmarks.metrics import CORPUS_RULES, RULES, apply_rule, mean_over_groups
-from vlm_grpo.benchmarks.official import FILE_NAMES, READERS
+from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task, metric
@@ -152,9 +152,6 @@ class Benchmark(Frozen):
     """Groupings to report: keys of meta, "answer", "size" or "size_128"."""
     splits: dict[str, int | None] = Field(default_factory=dict)
     """Splits with published results, and their number of examples; None: unknown."""
-    script_outputs: str | None = None
-    """Form of the files that an evaluation also writes for the official script, a key of
-    ``official.FILE_NAMES``; None: it writes none."""
     published: tuple[Published, ...] = ()
     """Published results to print for comparison."""
     note: str = ""
@@ -168,13 +165,10 @@ class Benchmark(Frozen):
         for kind, name, known in (
             *(("metric", name, metrics) for name in (self.metric, *self.variants)),
             ("reader", self.reader, READERS),
-            ("form", self.script_outputs, FILE_NAMES),
             ("frame", self.frame, FRAMES),
         ):
             if name is not None and name not in known:
                 raise ValueError(f"there is no {kind} {name}{nearest(name, known)}")
-        if self.script_outputs is not None and self.reader not in ("text", "full_text"):
-            raise ValueError("script_outputs needs reader: text or full_text, which it writes")
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}")
         if self.average == "groups" and not self.groups:

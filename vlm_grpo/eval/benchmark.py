@@ -13,7 +13,7 @@ import numpy as np
 
 from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
 from vlm_grpo.benchmarks.metrics import get_group
-from vlm_grpo.benchmarks.official import READERS, name_files, unwrap, write_files
+from vlm_grpo.benchmarks.official import READERS, unwrap
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
@@ -230,8 +230,8 @@ def evaluate_benchmark(
     """Evaluate a model on a benchmark, and print its report.
 
     Outputs are written as they are generated, and a stopped evaluation resumes from them. The ranks
-    share the examples; rank 0 scores, prints, and writes ``results.json`` and what the benchmark's
-    official script reads to the run's folder, and the other ranks return an empty list.
+    share the examples; rank 0 scores, prints, and writes ``results.json`` to the run's folder, and
+    the other ranks return an empty list.
 
     Args:
         name: name of a benchmark, or a ``.yaml`` file that defines one.
@@ -250,7 +250,7 @@ def evaluate_benchmark(
     state = initialize_distributed()
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
-    examples = _load_examples(benchmark, settings, benchmark.load_task(**settings.task_options))
+    examples = _load_examples(settings, benchmark.load_task(**settings.task_options))
     reports: dict[str, Report] = {}
     models = {"model": None} if checkpoint is None else {"model": None, "checkpoint": checkpoint}
     for title, weights in models.items():
@@ -264,7 +264,6 @@ def evaluate_benchmark(
             settings.save(folder / "config.yaml")
             reports[title] = _score(benchmark, task, resized, texts, settings)
             print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
-            _write_script_outputs(benchmark, task, resized, texts, folder)
     if state.is_main_process:
         _finish(settings.run_dir / "results.json", name, reports, split)
     return [*reports.values()]
@@ -280,17 +279,16 @@ def score_benchmark(
 ) -> Report:
     """Score the outputs of any model as ``evaluate_benchmark``, and print the report.
 
-    ``results-predictions.json`` and what the benchmark's official script reads are written to the
-    run's folder. ``path`` and ``layout`` are those of ``read_outputs``; ``frame`` is that of the
-    outputs' boxes, by default pixels of the original image.
+    ``results-predictions.json`` is written to the run's folder. ``path`` and ``layout`` are those
+    of ``read_outputs``; ``frame`` is that of the outputs' boxes, by default pixels of the original
+    image.
     """
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
     task = benchmark.load_task(frame, **settings.task_options)
-    examples = _load_examples(benchmark, settings, task)
+    examples = _load_examples(settings, task)
     resized, texts = read_outputs(path, layout, examples, task.frame == RESIZED)
     report = _score(benchmark, task, resized, texts, settings)
-    _write_script_outputs(benchmark, task, resized, texts, settings.run_dir / "predictions")
     if len(resized) < len(examples):
         print(f"{len(examples) - len(resized)} more examples have no output in the file")
     results = settings.run_dir / "results-predictions.json"
@@ -298,11 +296,8 @@ def score_benchmark(
     return report
 
 
-def _load_examples(benchmark: Benchmark, settings: Settings, task: Task) -> Sequence[Example]:
-    examples = load_split(settings, task, "train" if settings.data.eval is None else "eval")
-    if benchmark.script_outputs is not None:
-        name_files(benchmark.script_outputs, examples)  # refuse bad names before hours of work
-    return examples
+def _load_examples(settings: Settings, task: Task) -> Sequence[Example]:
+    return load_split(settings, task, "train" if settings.data.eval is None else "eval")
 
 
 def _score(
@@ -325,19 +320,6 @@ def _score(
         strict = build_report(benchmark, task, examples, texts, scores, settings.seed)
     pair, own = ((r.value, r.scored.metrics["answered"]) for r in (strict, report))
     return report if pair == own else replace(report, strict=pair)
-
-
-def _write_script_outputs(
-    benchmark: Benchmark, task: Task, examples: Sequence[Example], texts: Sequence[str], name: Path
-) -> None:
-    """Write the answers in ``texts`` for the official script, if the benchmark names its form."""
-    form = benchmark.script_outputs
-    if form is not None:
-        # The script names its results after the folder: it has the name of the run.
-        folder = name.parent / f"{name.parent.name}-{name.name}-{form}"
-        answers = [task.read(text, e) or "" for text, e in zip(texts, examples, strict=True)]
-        write_files(form, folder, examples, answers)
-        print(f"outputs for the official script in {folder}")
 
 
 def _finish(path: Path, name: str, reports: Mapping[str, Report], split: str | None) -> None:
