@@ -195,19 +195,13 @@ def count_rows(folder: Path) -> int:
 
 
 @pytest.mark.filterwarnings(TENSORBOARD_WARNING)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(
-    settings, tmp_path, asynchronous
-):
+def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(settings, tmp_path):
     uninterrupted = settings(name="uninterrupted")
     checkpoint = train(uninterrupted).checkpoint
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     # Room for two and a half checkpoints, and half a checkpoint for all other files.
     with small_disk(tmp_path / "disk", 3 * size) as disk:
-        run = settings(
-            output_dir=str(disk.folder),
-            checkpoint={"every": 1, "keep_last": 0, "asynchronous": asynchronous},
-        )
+        run = settings(output_dir=str(disk.folder), checkpoint={"every": 1, "keep_last": 0})
         with pytest.raises(UserError, match=r"is full \(.*make room and continue with resume=true"):
             train(run)
         found = list_checkpoints(run.run_dir / "checkpoints")

@@ -109,7 +109,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("data.eval=null data.eval_limit=5", "eval_limit has no effect without data.eval"),
         ("data.image_root=x", "image_root has no effect on embedded data"),
         ("checkpoint.keep_best=true checkpoint.keep_last=0", "keep_best has no effect with keep_l"),
-        ("checkpoint.sharded=true checkpoint.asynchronous=true", "exclude each other"),
         ("checkpoint.sharded=true policy.lora={}", "checkpoint.sharded has no effect on adapters"),
         ("model_revision=main", "model_revision has no effect on the embedded model"),
         ("objective.epsilon=0.3", "objective.epsilon has .*objective.num_iterations or optim.mini"),

@@ -116,10 +116,7 @@ def count_steps(run: Settings) -> int:
 
 
 def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float, kills: Kills) -> None:
-    asynchronous = rng.choice(["true", "false"])
-    run = make_settings(
-        folder, "broken", steps, "resume=true", f"checkpoint.asynchronous={asynchronous}"
-    )
+    run = make_settings(folder, "broken", steps, "resume=true")
     stale = list_incomplete(run)
     process = start(run, folder / "broken.log")
     if kills.writing <= kills.anywhere:

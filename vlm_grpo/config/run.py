@@ -65,10 +65,6 @@ class CheckpointSettings(Frozen):
     max_hours: float | None = Field(default=None, gt=0)
     """Hours after which the run saves and exits with status 75, for clusters with a time limit;
     ``resume=true`` continues it. None: no limit."""
-    asynchronous: bool = False
-    """Copy the state to host memory, kept with a GPU for the next copy, and write it in the
-    background; a crash while writing loses this checkpoint but not the one before. False: training
-    waits for the write."""
     sharded: bool = False
     """Every process writes a part of the weights (FSDP2 and DeepSpeed), as a model in several
     files. False: the first process writes all of them. A run resumes from either form."""

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -18,20 +18,17 @@ from jinja2 import Environment, StrictUndefined
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_run_task, load_split
+from vlm_grpo.data import load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel, load_config, load_model
-from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import get_short_name
-from vlm_grpo.training.methods.warm_start import TargetWriter, write_groups
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_whole_folder, share_weights
 from vlm_grpo.utils.chat import IMAGE
@@ -98,20 +95,18 @@ def export(
     if weights == "dequantized" and trained.settings.policy.load_in == "none":
         raise UserError(f"{run} did not train on quantized weights: leave out --dequantized")
     with create_whole_folder(out) as folder:
-        merge = None
         if adapter:
             _write_adapter(trained, folder)
         else:
-            merge = _write_model(trained, folder, dtype, weights == "dequantized")
-        card = build_model_card(trained, adapter, merge)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+            _write_model(trained, folder, dtype, weights == "dequantized")
+        (folder / "README.md").write_text(build_model_card(trained, weights), encoding="utf-8")
         share_weights(folder)
     return out
 
 
 def _write_model(
     trained: ResolvedModel, folder: Path, dtype: str | None, dequantized: bool
-) -> Merge | None:
+) -> None:
     settings = trained.settings
     # Merge in float32: an adapter's change is far below the spacing of bfloat16 weights, and
     # rounding the sum once loses less than rounding the weights first.
@@ -127,10 +122,6 @@ def _write_model(
     model.to(getattr(torch, dtype or original))
     model.save_pretrained(folder)
     _write_processor(loaded, folder)
-    if settings.policy.load_in == "none":
-        return None
-    merged = replace(loaded, model=model, adapters=None)
-    return measure_merge(settings, trained.checkpoint, merged, dequantized)
 
 
 def _write_adapter(trained: ResolvedModel, folder: Path) -> None:
@@ -159,12 +150,12 @@ def _write_processor(loaded: LoadedModel, folder: Path) -> None:
     (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
-def build_model_card(trained: ResolvedModel, adapter: bool, merge: Merge | None = None) -> str:
+def build_model_card(trained: ResolvedModel, weights: ExportedWeights = "merged") -> str:
     """Return the README.md of an exported model: its training and its held-out results.
 
     The front matter has the format of the hub (https://huggingface.co/docs/hub/model-cards).
     """
-    settings = trained.settings
+    settings, adapter = trained.settings, weights == "adapter"
     primary_metric, change, rows = _read_results(trained)
     step = trained.checkpoint.name.removeprefix("step-") if trained.checkpoint else ""
     front: dict[str, Any] = {
@@ -196,7 +187,7 @@ def build_model_card(trained: ResolvedModel, adapter: bool, merge: Merge | None 
         settings=settings,
         settings_text=yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False),
         adapter=adapter,
-        merge=merge,
+        dequantized=weights == "dequantized",
         step=step,
         primary_metric=primary_metric,
         change=change,
@@ -246,17 +237,6 @@ def _read_results(
     )
 
 
-@dataclass(frozen=True)
-class Merge:
-    """An adapter merged into other weights than those it was trained on."""
-
-    dequantized: bool  # whether these are the quantized weights, dequantized; or the original ones
-    tokens: int = 0  # number of tokens of gold answers that were scored; 0: no example has any
-    # mean, largest: absolute difference from the trained policy's log-probs, in nats.
-    mean: float = 0.0
-    largest: float = 0.0
-
-
 @torch.no_grad()
 def replace_with_dequantized(model: Any, quantized: Any) -> None:
     """Replace a model's weights, under its adapters, with those of its quantized form."""
@@ -265,32 +245,3 @@ def replace_with_dequantized(model: Any, quantized: Any) -> None:
             whole = model.get_submodule(name)
             weight = getattr(whole, "base_layer", whole).weight
             weight.copy_(restore(layer.weight, quantized.dtype))
-
-
-@torch.no_grad()
-def measure_merge(
-    settings: Settings, checkpoint: Path | None, merged: LoadedModel, dequantized: bool
-) -> Merge:
-    """Compare the log-probs of gold answers under the trained policy and the merged model."""
-    policy = load_policy(settings, checkpoint, training=False)
-    try:
-        task = policy.prompts.adapt(load_run_task(settings))
-        examples = load_split(settings, task, "train")[:MEASURED]
-        prompts = [
-            policy.prompts.build(policy.prompts.with_resized_sizes(e), task) for e in examples
-        ]
-        groups = write_groups(prompts, TargetWriter(policy, settings), task)
-    except UserError:
-        return Merge(dequantized)
-    answers = [tuple(completion.token_ids for completion in group.completions) for group in groups]
-    slices = (
-        GroupSlice(group.prompt, tokens, tuple(range(len(tokens))))
-        for group, tokens in zip(groups, answers, strict=True)
-    )
-    batch = MicroBatch(tuple(slices))
-    before, after = (
-        scorer.score(batch, supervised=True).logprobs.float().cpu()
-        for scorer in (policy, Policy(merged, policy.distribution))
-    )
-    difference = (after - before).abs()
-    return Merge(dequantized, len(difference), float(difference.mean()), float(difference.max()))

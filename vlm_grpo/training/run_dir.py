@@ -1,15 +1,12 @@
-"""The files of a run besides its checkpoints: metrics, alarms, samples, evaluations, report, and
-the inputs of updates that are skipped."""
+"""The files of a run besides its checkpoints: metrics, alarms, samples, evaluations, report."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -31,7 +28,7 @@ from vlm_grpo.report.trackers import Trackers
 from vlm_grpo.task import Task
 from vlm_grpo.training.metrics import StepLog, rollout_distributions
 from vlm_grpo.types import Example, Group
-from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full, write_atomic
+from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
 from vlm_grpo.utils.folder_lock import check_lock, lock_folder
 
 logger = logging.getLogger(__name__)
@@ -190,48 +187,20 @@ class RunDir:
 
 class NonfiniteGuard:
     """A counter of consecutive steps with a non-finite gradient, which ends the run after
-    ``MAX_NONFINITE_STEPS`` and then writes the last one's completions to ``overflow`` in its
-    folder.
+    ``MAX_NONFINITE_STEPS``.
     """
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        self.run_dir, self.rank, self.count = run_dir, rank, 0
+    def __init__(self, run_dir: Path) -> None:
+        self.samples, self.count = run_dir / "samples", 0
 
-    def check(self, step: int, skipped: bool, groups: Sequence[Group], advantages: Tensor) -> None:
-        """Count step number ``step``; ``advantages`` (n,) are those of all completions of the
-        groups.
-        """
-        self.count = self.count + 1 if skipped else 0
+    def check(self, step: int, is_skipped: bool) -> None:
+        """Count step number ``step``."""
+        self.count = self.count + 1 if is_skipped else 0
         if self.count == 1:
             logger.warning("step %d: the gradient is not finite; the update is skipped", step)
-        if self.count < MAX_NONFINITE_STEPS:
-            return
-        path = self.run_dir / "overflow" / f"step-{step:06d}-rank-{self.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row) + "\n" for row in _rows(groups, advantages.tolist())]
-        write_atomic(path, "".join(lines).encode())
-        raise UserError(
-            f"the gradient was not finite in {self.count} consecutive steps; the completions of "
-            f"the last one, step {step}, are in {path}: continue from the last checkpoint with a "
-            "lower optim.lr or policy.dtype=float32"
-        )
-
-
-def _rows(groups: Sequence[Group], advantages: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield one row per completion with all inputs of the update, token by token."""
-    row = 0
-    for group in groups:
-        for completion, score in zip(group.completions, group.scores, strict=True):
-            yield {
-                "id": group.id,
-                "images": [image.name for image in group.prompt.example.images],
-                "prompt_token_ids": group.prompt.token_ids,
-                "token_ids": completion.token_ids,
-                "logprobs": completion.logprobs,
-                "text": completion.text,
-                "stop": completion.stop,
-                "rewards": dict(score.rewards),
-                "reward": score.total,
-                "advantage": advantages[row],
-            }
-            row += 1
+        if self.count >= MAX_NONFINITE_STEPS:
+            raise UserError(
+                f"the gradient was not finite in {self.count} consecutive steps; completions of "
+                f"the last one, step {step}, are in {self.samples}: continue from the last "
+                "checkpoint with a lower optim.lr or policy.dtype=float32"
+            )

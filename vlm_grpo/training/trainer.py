@@ -121,7 +121,7 @@ class Trainer:
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
         self.meter = StepMeter(policy, settings, self.accelerator)
-        self.nonfinite = NonfiniteGuard(settings.run_dir, self.accelerator.process_index)
+        self.nonfinite = NonfiniteGuard(settings.run_dir)
         self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
         self.global_step, self.is_resumed = 0, False
         # the last step's metrics while its evaluation is due and not made
@@ -143,7 +143,7 @@ class Trainer:
                 groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
                 is_skipped = bool(metrics["skipped_updates"])
                 self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
-                self.nonfinite.check(self.global_step, is_skipped, groups, own)
+                self.nonfinite.check(self.global_step, is_skipped)
         metrics |= self.meter.measure(rollout, batch)
         self.global_step += 1
         return metrics
@@ -186,7 +186,7 @@ class Trainer:
         after = self.run_dir.read_evaluation(last) if self.global_step == last else None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, done, is_main)
-        with closing(self.sampler), self.stop_request, self.checkpoints.writer, progress:
+        with closing(self.sampler), self.stop_request, progress:
             while not self._is_done and not self._stop_requested():
                 try:
                     metrics = self.unevaluated = self.unevaluated or self.step()
@@ -199,7 +199,6 @@ class Trainer:
                 self.unevaluated = None
                 self.run_dir.write_metrics(self.global_step - 1, metrics)
                 progress.advance(metrics)
-                self.checkpoints.writer.check()
                 if self._checkpoint_due():
                     self._save()
                 self.run_dir.refresh_report()
@@ -277,5 +276,4 @@ class Trainer:
         except UserError:
             if self.global_step > 0 and not self.checkpoints.is_saved(self.state):
                 self._save()
-                self.checkpoints.writer.wait()
             raise

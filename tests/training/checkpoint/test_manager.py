@@ -7,19 +7,12 @@ import json
 import logging
 import random
 import shutil
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from gpu_standins import record_copies
 from safetensors.torch import load_file, save_file
 from small_runs import (
     LORA,
@@ -37,10 +30,7 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.checkpoint import manager
 from vlm_grpo.training.checkpoint.manager import (
-    AsyncWriter,
-    CheckpointManager,
     check_resumable,
     check_same_data,
     check_same_settings,
@@ -163,103 +153,6 @@ def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refu
         check_resumable(checkpoint, other, (), load_task("counting"))
 
 
-@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-def test_an_asynchronous_checkpoint_equals_a_synchronous_one(settings, policy, capsys):
-    changes: Any = {"policy": policy, "checkpoint": {"every": 1, "keep_last": 0}}
-    changes["objective"] = {"beta": 0.1, "reference_refresh_every": 2}
-    synchronous = settings(name="synchronous", **changes)
-    changes["checkpoint"] |= {"asynchronous": True}
-    asynchronous = settings(name="asynchronous", **changes)
-    train(synchronous)
-    note = (
-        "\nnote       checkpoint.asynchronous: after a crash while a checkpoint is written, the "
-        "run resumes from the previous one\n"
-    )
-    assert note not in (text := capsys.readouterr().out)
-    assert "asynchronous:" not in text
-    train(asynchronous)
-    assert note in capsys.readouterr().out
-    for step in range(1, 5):
-        a, b = (run.run_dir / "checkpoints" / f"step-{step}" for run in (synchronous, asynchronous))
-        for path in a.glob("*.safetensors"):
-            assert path.read_bytes() == (b / path.name).read_bytes(), path.name
-    shutil.rmtree(asynchronous.run_dir / "checkpoints" / "step-4")
-    train(asynchronous.model_copy(update={"resume": True}))
-    assert_same_run(synchronous.run_dir, asynchronous.run_dir)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_thread_writes_only_asynchronous_checkpoints(settings, monkeypatch, asynchronous):
-    """Training continues meanwhile, so that it gets copies of the weights, which cost memory."""
-    trainer = make_trainer(settings(checkpoint={"asynchronous": asynchronous}))
-    written: list[tuple[bool, bool]] = []
-    pointers = {weight.data_ptr() for _, weight in trainer.policy.trainable_parameters()}
-
-    def record(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        is_copy = pointers.isdisjoint(weight.data_ptr() for weight in weights.values())
-        written.append((threading.current_thread() is not threading.main_thread(), is_copy))
-
-    monkeypatch.setattr(trainer.policy, "save", record)
-    trainer.checkpoints.save(trainer.state)
-    trainer.checkpoints.writer.wait()
-    assert written == [(asynchronous, asynchronous)]
-
-
-def test_a_failed_step_waits_for_its_asynchronous_checkpoint(settings, monkeypatch):
-    trainer = make_trainer(settings(checkpoint={"asynchronous": True}))
-    trainer.step()
-    save = trainer.policy.save
-
-    def save_slowly(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        time.sleep(0.5)
-        save(folder, weights)
-
-    error = UserError("an image cannot be read")
-    monkeypatch.setattr(trainer.policy, "save", save_slowly)
-    monkeypatch.setattr(trainer.sampler, "sample", Mock(side_effect=error))
-    with pytest.raises(UserError, match="cannot be read"):
-        trainer.step()
-    assert (trainer.settings.run_dir / "checkpoints" / "step-1" / "manifest.json").is_file()
-
-
-def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(settings, monkeypatch):
-    checkpoint = {"every": 1, "asynchronous": True}
-    trainer = make_trainer(settings(checkpoint=checkpoint))
-    error = OSError("No space left on device")
-    monkeypatch.setattr(trainer.policy, "save", Mock(side_effect=error))
-    with pytest.raises(OSError, match="No space left"):
-        trainer.run()
-    assert trainer.global_step < 4
-
-
-def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(monkeypatch):
-    live = {"sharded": torch.ones(2), "plain": torch.ones(2)}
-    gathered = torch.ones(2)
-    monkeypatch.setattr(
-        manager, "gather_full", lambda tensors, keep: {**tensors, "sharded": gathered}
-    )
-    holder: Any = SimpleNamespace(
-        settings=SimpleNamespace(checkpoint=SimpleNamespace(sharded=False, asynchronous=True)),
-        accelerator=SimpleNamespace(is_main_process=True),
-    )
-    found = CheckpointManager._gather(holder, live)  # noqa: SLF001
-    assert found["sharded"] is gathered
-    live["plain"].zero_()
-    assert found["plain"].tolist() == [1, 1]
-
-
-def test_live_weights_on_a_gpu_are_copied_to_pinned_memory(monkeypatch):
-    weight = torch.arange(4.0)
-    tensors = {"head": weight, "embeddings": weight, "half": weight[:2], "none": torch.zeros(0)}
-    calls = record_copies(monkeypatch)
-    copies = manager._copy_to_host(tensors)  # noqa: SLF001
-    assert calls == ["pin", *["copy_ without waiting"] * 3, "wait"]
-    assert copies["head"] is copies["embeddings"]
-    weight.zero_()
-    assert copies["head"].tolist() == [0, 1, 2, 3]
-    assert copies["half"].tolist() == [0, 1]
-
-
 # Random numbers.
 
 
@@ -275,86 +168,6 @@ def test_restored_generators_repeat_their_numbers():
     assert draw() != first
     set_rng_states(states)
     assert draw() == first
-
-
-# The background thread.
-
-
-fill_disk = Mock(side_effect=OSError("No space left on device"))
-
-
-def check_until_error(writer: AsyncWriter) -> None:
-    while True:
-        writer.check()
-
-
-def raise_within(writer: AsyncWriter, job: Callable[[], object], error: BaseException) -> None:
-    with writer:
-        writer.start(job)
-        raise error
-
-
-def test_jobs_run_one_at_a_time_and_in_order():
-    finished, lock = [], threading.Lock()
-
-    def job(number: int) -> None:
-        assert lock.acquire(blocking=False)  # no other job is running
-        finished.append(number)
-        lock.release()
-
-    with AsyncWriter() as writer:
-        for number in range(20):
-            writer.start(lambda number=number: job(number))
-    assert finished == list(range(20))
-
-
-def test_exit_waits_for_the_job():
-    free, done = threading.Event(), []
-    with AsyncWriter() as writer:
-        writer.start(lambda: (free.wait(10), done.append(True)))
-        threading.Timer(0.05, free.set).start()
-    assert done
-
-
-def test_an_error_is_raised_once_by_the_next_call():
-    writer = AsyncWriter()
-    writer.start(fill_disk)
-    with pytest.raises(OSError, match="No space left"):
-        writer.start(lambda: None)
-    writer.wait()
-    writer.start(fill_disk)
-    with pytest.raises(OSError, match="No space left"):
-        check_until_error(writer)
-
-
-def test_exit_raises_the_error_of_the_last_job():
-    with pytest.raises(OSError, match="No space left"), AsyncWriter() as writer:
-        writer.start(fill_disk)
-
-
-def test_an_error_of_the_caller_is_raised_and_that_of_the_job_logged(caplog):
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="first"):
-        raise_within(AsyncWriter(), fill_disk, ValueError("first"))
-    assert "a background job failed too" in caplog.text
-
-
-def test_a_job_whose_wait_was_interrupted_is_waited_for_again(monkeypatch):
-    free, done, writer = threading.Event(), [], AsyncWriter()
-    writer.start(lambda: (free.wait(10), done.append(True)))
-    with monkeypatch.context() as patch:
-        patch.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            writer.wait()
-    free.set()
-    writer.wait()
-    assert done
-
-
-def test_an_interrupt_does_not_wait():
-    forever = threading.Event()
-    with pytest.raises(KeyboardInterrupt):
-        raise_within(AsyncWriter(), forever.wait, KeyboardInterrupt())
-    forever.set()
 
 
 EXAMPLES = make_shapes.draw_examples("counting", 6)

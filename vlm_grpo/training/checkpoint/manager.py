@@ -7,9 +7,7 @@ import json
 import logging
 import platform
 import random
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,11 +29,9 @@ from vlm_grpo.dist.collectives import (
     gather_full,
     gather_object,
     get_local_names,
-    local_shard,
 )
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.model.transfer import snapshot_on_host
 from vlm_grpo.task import Task
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
@@ -90,8 +86,7 @@ class CheckpointManager:
         self.settings, self.updater, self.sampler = settings, updater, sampler
         self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
         self.folder = settings.run_dir / "checkpoints"
-        self.last_saved: int | None = None  # step of the last checkpoint written or started
-        self.writer = AsyncWriter()
+        self.last_saved: int | None = None  # step of the last checkpoint
 
     def path(self, state: RunState) -> Path:
         return self.folder / get_name(state.step)
@@ -115,37 +110,20 @@ class CheckpointManager:
             self.policy.save(folder, weights)
             self.settings.save(folder / "config.yaml")
 
-        def delete_old() -> None:
-            prune_checkpoints(self.folder, settings.keep_last, keep)
-
-        def write() -> None:
-            write_checkpoint(self.folder, step, contents, write_weights)
-            delete_old()
-
         if settings.sharded:
             write_sharded_checkpoint(accelerator, self.folder, step, contents, write_weights)
-            with fail_together(accelerator):
-                if accelerator.is_main_process:
-                    delete_old()
-        elif accelerator.is_main_process:
-            if settings.asynchronous:
-                self.writer.start(write)
-            else:
-                write()
+        with fail_together(accelerator):
+            if accelerator.is_main_process:
+                if not settings.sharded:
+                    write_checkpoint(self.folder, step, contents, write_weights)
+                prune_checkpoints(self.folder, settings.keep_last, keep)
         self.last_saved = step
 
     def _gather(self, tensors: Mapping[str, Tensor | Deferred]) -> dict[str, Tensor]:
-        """Gather the full tensors that this rank writes. All ranks must call it.
-
-        An asynchronous checkpoint gets copies of those that training changes.
-        """
+        """Gather the full tensors that this rank writes. All ranks must call it."""
         if self.settings.checkpoint.sharded:
             return gather_full(tensors, get_local_names(self.accelerator, tensors))
-        full = gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
-        if not self.settings.checkpoint.asynchronous:
-            return full
-        live = {name: tensor for name, tensor in full.items() if _is_live(tensor, tensors[name])}
-        return full | _copy_to_host(live)
+        return gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
 
     def _collect(self, state: RunState) -> CheckpointState:
         """Collect the contents of a checkpoint except the weights. All ranks must call it."""
@@ -257,26 +235,6 @@ def _get_pixel_budget(policy: Policy) -> dict[str, int] | None:
 def get_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that can affect a run's results."""
     return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-
-
-def _is_live(tensor: Tensor, source: Tensor | Deferred) -> bool:
-    """Return whether the result of ``gather_full`` is its source, and not a copy already."""
-    if isinstance(source, Deferred):
-        return False
-    local = local_shard(source)
-    return tensor is source or tensor.untyped_storage().data_ptr() == local.data_ptr()
-
-
-def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to host memory; tensors that share memory also share their copy."""
-    distinct: dict[tuple[Any, ...], Tensor] = {}
-    keys = {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        keys[name] = key if tensor.numel() else (name,)
-        distinct[keys[name]] = tensor
-    copies = dict(zip(distinct, snapshot_on_host([*distinct.values()]), strict=True))
-    return {name: copies[key] for name, key in keys.items()}
 
 
 # What a run must share with the checkpoint that it resumes from.
@@ -400,7 +358,7 @@ def warn_about_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> Non
         )
 
 
-# The state of random numbers, and writing in the background.
+# The state of random numbers.
 
 
 def get_rng_states() -> dict[str, Any]:
@@ -429,55 +387,3 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 def _from_hex(state: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-
-
-class AsyncWriter:
-    """A thread that runs jobs one after the other and raises their errors in the caller.
-
-    As a context manager it waits for the last job on exit, except after an interrupt. The thread
-    does not keep the process alive, as those of ``concurrent.futures`` do.
-    """
-
-    def __init__(self) -> None:
-        self._job: Future[None] | None = None
-
-    def __enter__(self) -> AsyncWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            return
-        try:
-            self.wait()
-        except Exception:
-            if kind is None:
-                raise
-            logger.exception("a background job failed too")  # the caller's error must be raised
-
-    def start(self, job: Callable[[], object]) -> None:
-        """Wait for the previous job, raise its error, or start this one."""
-        self.wait()
-        self._job = future = Future[None]()
-
-        def run() -> None:
-            try:
-                job()
-                future.set_result(None)
-            except BaseException as error:  # raised again in the main thread
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def check(self) -> None:
-        """Raise the error of a finished job, without waiting."""
-        if self._job is not None and self._job.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the job, and raise its error."""
-        if (job := self._job) is not None:
-            try:
-                job.result()
-            finally:
-                if job.done():  # an interrupted wait ends before the job
-                    self._job = None
