@@ -104,13 +104,6 @@ def test_two_processes_make_the_steps_of_one(folder):
     assert all(decodes[launch] > decodes["ddp-1"] for launch in TWO)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_gradients_sent_in_the_backward_pass_equal_those_sent_after_it(folder, kind):
-    is_equal, sent = run_launches(folder, ["ddp-2"])["ddp-2"][f"overlap, {kind}"]
-    assert is_equal
-    assert sent >= 1  # adapters fit into few buckets
-
-
 def test_two_processes_share_an_evaluation_and_its_errors(folder):
     results = run_launches(folder, ["ddp-1", "ddp-2"])
     (alone, all_twelve), failed = results["ddp-1"]["evaluation"]

@@ -13,7 +13,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_data
 from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.strategy import DataParallel
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
@@ -66,7 +66,7 @@ def small_settings(*overrides: str) -> Settings:
 def make_evaluator(settings: Settings) -> HeldOutEvaluator:
     task = load_task("counting")
     _, examples = load_data(settings, task)
-    strategy = DataParallel(load_policy(settings), build_accelerator(settings))
+    strategy = Strategy(load_policy(settings), build_accelerator(settings))
     return HeldOutEvaluator(strategy, task, examples, settings, RewardScorer())
 
 

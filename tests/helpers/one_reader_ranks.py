@@ -17,7 +17,7 @@ from small_runs import small_run
 from torch.distributed.tensor import DTensor
 
 from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.strategy import FSDP, DataParallel
+from vlm_grpo.dist.strategy import FSDP, Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
 
@@ -40,8 +40,8 @@ def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:
     accelerator = build_accelerator(settings)
     results: dict[str, Any] = {}
     for name, changes, build in (
-        ("ddp", {}, DataParallel),
-        ("ddp lora", {"lora": {"r": 2, "alpha": 4}}, DataParallel),
+        ("ddp", {}, Strategy),
+        ("ddp lora", {"lora": {"r": 2, "alpha": 4}}, Strategy),
         ("fsdp", {}, shard),
         ("fsdp autocast", {"dtype": "bfloat16"}, shard),
     ):

@@ -36,10 +36,9 @@ from transfer_server import GPU, run_transfer_server
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.dist import strategy as strategies
 from vlm_grpo.dist.collectives import full_shape, gather_full
 from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.strategy import DataParallel, Strategy
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import evaluate_policy
@@ -435,7 +434,7 @@ def full_gradient(weight: nn.Parameter) -> Tensor:
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     """Run a step that the first rank alone repeats in smaller micro-batches.
 
-    It fails near the end of a backward pass, when other gradients may have been sent.
+    It fails near the end of a backward pass, when there are other gradients.
     """
     trainer = build_trainer(settings)
     failures = [trainer.accelerator.is_main_process]
@@ -451,27 +450,6 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     trainer.sampler.close()
     assert not any(failures)
     return steps
-
-
-def compare_with_one_exchange(settings: Settings) -> list[Any]:
-    """Compare a step that sends gradients during the backward pass with one that sends them later.
-
-    Return whether the gradients are equal bit for bit, and the number of buckets sent in the pass.
-    """
-    sent, reduce_gradients = [], DataParallel.reduce_gradients
-
-    def count_and_reduce(self: DataParallel) -> None:
-        sent.append(len(self._sums))
-        reduce_gradients(self)
-
-    DataParallel.reduce_gradients = count_and_reduce
-    (overlapped,) = build_and_run(settings, 1)
-    DataParallel.reduce_gradients = Strategy.reduce_gradients
-    DataParallel.passes, passes = Strategy.passes, DataParallel.passes
-    (after,) = build_and_run(settings, 1)
-    DataParallel.passes, DataParallel.reduce_gradients = passes, reduce_gradients
-    pairs = ((overlapped["grads"][name], grad) for name, grad in after["grads"].items())
-    return [all(torch.equal(a, b) for a, b in pairs), sent[0]]
 
 
 def skip_infinite_gradient(trainer: Trainer) -> list[Any]:
@@ -636,8 +614,6 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
         if kind == "full" and launch in WITH_INFINITE_GRADIENT:
             yield "infinite gradient", partial(skip_infinite_gradient, trainer)
         trainer.sampler.close()
-        if launch == "ddp-2" and kind != "frozen_vision":
-            yield f"overlap, {kind}", partial(compare_with_one_exchange, settings)
         if kind not in BFLOAT16.get(launch, ()):
             continue
         bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
@@ -648,7 +624,6 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
 
 def run_rank(folder: Path, launch: str) -> None:
     os.environ |= STRATEGIES[launch.split("-")[0]]
-    strategies.OVERLAP_BYTES = 1 << 14  # several buckets of the tiny model
     rank, results = os.environ.get("RANK", "0"), {}
     if launch.endswith("-late"):  # its ranks end without results
         if rank == "0":

@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.collectives import Deferred
-from vlm_grpo.dist.strategy import DataParallel
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.policy import load_policy
@@ -132,9 +132,9 @@ def make_transfer(
 
 
 @functools.cache
-def make_strategy(dtype: str = "float32") -> DataParallel:
+def make_strategy(dtype: str = "float32") -> Strategy:
     settings = load_settings("quickstart", [f"policy.dtype={dtype}"])
-    return DataParallel(load_policy(settings), Accelerator(cpu=True))
+    return Strategy(load_policy(settings), Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 21, 1000])
@@ -313,7 +313,7 @@ class Run:
         overrides = ["rollout.sampler=vllm", f"rollout.vllm.urls=[{server.url}]"]
         settings = load_settings("quickstart", [*overrides, f"output_dir={folder}"])
         self.policy = load_policy(settings)
-        strategy = DataParallel(self.policy, Accelerator(cpu=True))
+        strategy = Strategy(self.policy, Accelerator(cpu=True))
         self.sampler = VllmSampler(strategy, settings)
         self.sampler.transfer = DirectTransfer(strategy, IpcChannel(torch.device("cpu")), may_load)
         self.sampler.servers[0].sleep_level = level

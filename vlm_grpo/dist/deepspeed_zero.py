@@ -20,9 +20,8 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from vlm_grpo.dist.collectives import BUCKET_BYTES
+from vlm_grpo.dist.collectives import BUCKET_BYTES, Deferred, full_shape, shard_like
 from vlm_grpo.dist.optimizer import describe_state, state_by_weight
-from vlm_grpo.dist.collectives import Deferred, full_shape, shard_like
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
@@ -38,8 +37,6 @@ class DeepSpeedZero2(Strategy):
     reduces and shards them, each rank updates its shard, and the weights are gathered again. Ranks
     with more, fewer or no micro-batches therefore never wait for each other in the middle of a
     step."""
-
-    may_retry = True
 
     def __init__(self, policy: Policy, accelerator: Accelerator, config: dict[str, Any]) -> None:
         super().__init__(policy, accelerator)
