@@ -14,11 +14,11 @@ from dataset_files import encode_image, make_row, write_files
 from PIL import Image
 from published_formats import write_format
 
-from vlm_grpo.cli.common import load_prompts
 from vlm_grpo.cli.preview import build_preview
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.config.prompt import PromptSettings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.task import soundness
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.soundness import build_exploits
@@ -208,7 +208,7 @@ def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path):
 def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path):
     source = write_format(tmp_path, "coco")
     data = DataSettings(train=source)
-    prompts = load_prompts("embedded", None, data, PromptSettings())
+    prompts = load_prompt_builder(Settings(task="any", model="embedded", data=data))
     task = prompts.adapt(load_task("grounding", several=True))
     _, example, _ = load_examples(source, task, data, "train")
     text, (picture,) = build_preview(example, task, prompts)

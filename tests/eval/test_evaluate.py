@@ -74,7 +74,7 @@ def test_without_held_out_data_nothing_is_evaluated():
     settings = load_settings("counting", ["data.eval=null", "evaluation.every=0"])
     evaluator = make_evaluator(settings)
     assert not evaluator.is_due(settings.optim.max_steps)
-    assert (evaluator.evaluate(0), evaluator.best_step) == (None, None)
+    assert (evaluator.evaluate(0), evaluator.best) == (None, None)
 
 
 def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best():

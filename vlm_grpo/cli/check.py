@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vlm_grpo.cli.common import ImageRoot, load_prompts, parse_data_options
+from vlm_grpo.cli.common import ImageRoot, parse_task_options
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.prompt import PromptSettings
+    from vlm_grpo.config.run import Settings
     from vlm_grpo.model.prompts import PromptBuilder
     from vlm_grpo.task import Task
     from vlm_grpo.types import Example
@@ -91,6 +92,7 @@ def check(
 
     Exits with status 2 if something is wrong, or if --data and --against share an image or an id.
     """
+    from vlm_grpo.config.run import EMBEDDED, Settings
     from vlm_grpo.data.checks import DataReport, check_source, describe_overlap
     from vlm_grpo.task.registry import load_task
     from vlm_grpo.task.soundness import check_task
@@ -98,27 +100,34 @@ def check(
     if preview is not None and preview.suffix != ".html":
         raise UserError(f"--preview {preview}: give a file with the suffix .html")
     source = data or f"embedded:{task}"
-    limits = {f"{split}_limit": limit}
-    values, prompt, settings = parse_data_options(options, source, image_root=image_root, **limits)
+    values = parse_task_options(options)
+    blocks = {name: values.pop(name, {}) for name in ("prompt", "data")}
+    blocks["policy"] = {"max_pixels": max_pixels}
+    given = {f"{split}_limit": limit, **blocks.pop("data")}
+
+    def build_settings(source: str, root: Path | None) -> Settings:
+        own = {} if root is None or source.startswith("embedded:") else {"image_root": root}
+        data = {"train": source, "eval": source, **own, **given}
+        return Settings(task="any", model=model or EMBEDDED, data=data, **blocks)
+
+    settings = build_settings(source, image_root)
     loaded = load_task(task, **values)
     if data is None and task not in ("counting", "grounding", "ocr"):
         raise UserError(f"task {task} has no embedded data: give its data by --data")
-    builder = None if model is None else load_prompts(model, max_pixels, settings, prompt)
+    builder = None if model is None else _load_prompts(settings)
     if builder is not None:
         loaded = builder.adapt(loaded)
-    measure = partial(_measure, prompt, builder)
+    measure = partial(_measure, settings.prompt, builder)
 
     def report_on(name: str, settings: DataSettings) -> DataReport:
         report = check_source(name, loaded, settings, measure, split)
         typer.echo("\n".join(report.describe()))
         return report
 
-    report = report_on(source, settings)
+    report = report_on(source, settings.data)
     passed = report.passed
     if against is not None:
-        root = against_root or image_root
-        _, _, others = parse_data_options(options, against, image_root=root, **limits)
-        other = report_on(against, others)
+        other = report_on(against, build_settings(against, against_root or image_root).data)
         overlap = describe_overlap(report, other)
         apart = f"{source} and {against} have no image and no id in common"
         typer.echo("\n".join(overlap) or apart)
@@ -126,7 +135,7 @@ def check(
     if preview is not None:
         from vlm_grpo.cli.preview import preview_rows
 
-        shown = builder or load_prompts("embedded", max_pixels, settings, prompt)
+        shown = builder or _load_prompts(settings)
         for line in preview_rows(preview, report.examples[:rows], shown.adapt(loaded), shown):
             typer.echo(line)
     if not passed:
@@ -137,6 +146,12 @@ def check(
             examples = [builder.with_resized_sizes(example) for example in examples]
         for line in check_task(loaded, examples):
             typer.echo(line)
+
+
+def _load_prompts(settings: Settings) -> PromptBuilder:
+    from vlm_grpo.model.loading import load_prompt_builder
+
+    return load_prompt_builder(settings)
 
 
 def _measure(

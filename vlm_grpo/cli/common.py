@@ -13,9 +13,6 @@ from typer.core import TyperCommand
 from vlm_grpo.errors import Stopped, UserError, nearest
 
 if TYPE_CHECKING:
-    from vlm_grpo.config.data import DataSettings
-    from vlm_grpo.config.prompt import PromptSettings
-    from vlm_grpo.model.prompts import PromptBuilder
     from vlm_grpo.serve.chat import Endpoint
     from vlm_grpo.task.coordinates import CoordinateFrame
 
@@ -71,39 +68,6 @@ FrameName = Annotated[
         "permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4.",
     ),
 ]
-
-
-def load_prompts(
-    model: str, max_pixels: int | None, data: DataSettings, prompt: PromptSettings
-) -> PromptBuilder:
-    """Load the builder of a model's prompts, without its weights."""
-    from vlm_grpo.config.policy import PolicySettings
-    from vlm_grpo.config.run import Settings
-    from vlm_grpo.model.loading import load_prompt_builder
-
-    policy = PolicySettings(max_pixels=max_pixels)
-    settings = Settings(task="any", model=model, data=data, policy=policy, prompt=prompt)
-    return load_prompt_builder(settings)
-
-
-def parse_data_options(
-    options: Sequence[str] | None, source: str, **data: Any
-) -> tuple[dict[str, Any], PromptSettings, DataSettings]:
-    """Split words such as ``tags=true``, ``prompt.system=Hi`` or ``data.columns.answer=label``.
-
-    Return the task's options, the settings of the prompt, and those of the data: of ``source``, and
-    ``data``, of which values that are None were not given.
-    """
-    from vlm_grpo.config.run import EMBEDDED, Settings
-
-    values = parse_task_options(options)
-    prompt = values.pop("prompt", {})
-    given = {name: value for name, value in data.items() if value is not None}
-    if source.startswith("embedded:"):
-        given.pop("image_root", None)
-    blocks = {"data": {"train": source, "eval": source, **given, **values.pop("data", {})}}
-    settings = Settings(task="any", model=EMBEDDED, prompt=prompt, **blocks)
-    return values, settings.prompt, settings.data
 
 
 class SettingsCommand(TyperCommand):

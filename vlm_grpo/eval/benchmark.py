@@ -81,13 +81,12 @@ def build_report(
         return Report(benchmark, scored, scored.value * scale, None, None, metrics, {}, baseline)
     groups = {name: [get_group(name, e) for e in examples] for name in benchmark.groups}
     tables = {name: build_group_table(values, groups[name], seed) for name in groups}
-    is_mean = benchmark.average == "examples"
-    strata = _group(values, [""] * len(values) if is_mean else groups[benchmark.groups[0]])
-    low, high = bootstrap_interval(*strata.values(), seed=seed)
-    value, interval = scored.value, (low * scale, high * scale)
-    if is_mean:
-        value = float(np.mean(strata[""]))
-    return Report(benchmark, scored, value * scale, values, interval, metrics, tables, baseline)
+    low, high = scored.interval
+    if benchmark.average == "groups":
+        strata = _group(values, groups[benchmark.groups[0]])
+        low, high = bootstrap_interval(*strata.values(), seed=seed)
+    value, interval = scored.value * scale, (low * scale, high * scale)
+    return Report(benchmark, scored, value, values, interval, metrics, tables, baseline)
 
 
 def _group(values: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:

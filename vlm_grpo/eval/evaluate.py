@@ -166,10 +166,6 @@ class HeldOutEvaluator:
         # The best value of the primary metric, and the number of steps before it.
         self.best: tuple[float, int] | None = None
 
-    @property
-    def best_step(self) -> int | None:
-        return None if self.best is None else self.best[1]
-
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after ``step`` steps."""
         every, is_last = self.settings.evaluation.every, step in self.settings.phase_ends
@@ -186,6 +182,3 @@ class HeldOutEvaluator:
         if evaluation.is_better_than(None if self.best is None else self.best[0]):
             self.best = (evaluation.value, step)
         return evaluation
-
-    def first_examples(self, count: int) -> list[Example]:
-        return [*map(self.policy.prompts.with_resized_sizes, self.examples[:count])]

@@ -234,8 +234,9 @@ class Trainer:
     def _evaluate(self) -> Scored | None:
         evaluation = self.evaluator.evaluate(self.global_step)
         if evaluation is not None:
-            shown, task = self.evaluator.first_examples(HELD_OUT_SHOWN), self.evaluator.task
-            self.run_dir.write_evaluation(self.global_step, task, evaluation, shown)
+            first, resize = self.evaluator.examples[:HELD_OUT_SHOWN], self.policy.prompts
+            shown = [resize.with_resized_sizes(example) for example in first]
+            self.run_dir.write_evaluation(self.global_step, self.evaluator.task, evaluation, shown)
         return evaluation
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
@@ -259,7 +260,8 @@ class Trainer:
 
     def _checkpoint_due(self) -> bool:
         checkpoint, step = self.settings.checkpoint, self.global_step
-        is_best = checkpoint.keep_best and self.evaluator.best_step == step
+        _, best_step = self.evaluator.best or (None, None)
+        is_best = checkpoint.keep_best and best_step == step
         is_due = bool(checkpoint.every) and step % checkpoint.every == 0
         is_last = step in self.settings.phase_ends
         return is_best or is_due or is_last
