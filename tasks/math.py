@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import re
 from decimal import Decimal
 from functools import cache
@@ -14,7 +13,7 @@ from typing import Any
 from vlm_grpo.task import Task, reward
 from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
-from vlm_grpo.utils.worker_pool import WorkerPool
+from vlm_grpo.utils.worker_pool import WorkerPool, is_worker
 
 _LONGEST = 300  # Maximum number of characters of an answer
 _SECONDS = 3.0
@@ -148,7 +147,8 @@ def _compare_limited(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal; false if that takes too long or ends the process."""
     if gold == answer:
         return True
-    if multiprocessing.current_process().daemon:  # a reward worker, which has no children
+    if is_worker():  # of rewards, in a process of its own already
+        _load_library()
         with time_limit(_SECONDS if can_interrupt() else None) as call:
             try:
                 return call(compare, gold, answer)
@@ -160,8 +160,7 @@ def _compare_limited(gold: str, answer: str) -> bool:
 
 @cache
 def _start_pool() -> WorkerPool:
-    names = ("comparison of formulas", "rollout.reward_workers")
-    return WorkerPool(1, multiprocessing.get_context("spawn"), names, _prepare)
+    return WorkerPool(1, ("comparison", "rollout.reward_workers"), _prepare)
 
 
 def _prepare() -> None:

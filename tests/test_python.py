@@ -245,6 +245,61 @@ def test_errors_are_raised_not_printed(capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
+PROGRAM = """
+with open("ran", "a") as file:
+    file.write("x")
+from own import Filed
+import vlm_grpo
+from vlm_grpo.tasks.counting import Counting
+
+if __name__ == "__main__":  # a class that no file defines
+
+    class Own(Counting):
+        pass
+
+
+run = vlm_grpo.load_settings("counting", {
+    "name": "run", "optim.max_steps": 1, "optim.prompts_per_step": 2, "optim.warmup_steps": 0,
+    "rollout.num_generations": 2, "rollout.reward_workers": 1, "data.dataloader_num_workers": 1,
+    "data.train_limit": 4, "data.eval_limit": 2, "logging.trackers": [],
+})
+vlm_grpo.train(run, task=Filed)
+vlm_grpo.evaluate(run, "runs/run", task=Filed)
+vlm_grpo.plan(run, "24GB", task=Own)
+vlm_grpo.predict("runs/run", "image.png", "How many?")
+vlm_grpo.export("runs/run", "out")
+try:
+    vlm_grpo.train(run.model_copy(update={"name": "refused"}), task=Own)
+except vlm_grpo.UserError as error:
+    print(error)
+settings = vlm_grpo.load_settings("runs/run/config.yaml", {
+    "name": "own", "rollout.reward_workers": 0, "data.dataloader_num_workers": 0,
+})
+vlm_grpo.train(settings, task=Own)
+vlm_grpo.predict("runs/own", "image.png", "How many?")
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_script_runs_once_whatever_it_calls(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from vlm_grpo.tasks.counting import Counting\nclass Filed(Counting): pass\n"
+    )
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ROWS[0]["images"][0].save(tmp_path / "image.png")
+
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (
+        "task Own cannot be sent to the reward workers (Own is defined in the program, which "
+        "workers do not run): define it in a file of its own, or set rollout.reward_workers=0\n"
+    ) in done.stdout
+    assert (tmp_path / "ran").read_text() == "x"
+
+
 def test_settings_and_arguments_of_another_type_are_refused(tmp_path):
     values: Any = {"task": "counting"}
     unknown: Any = None

@@ -4,7 +4,6 @@ one that fails on every completion ends the run."""
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, reward
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.task.scorer import FailureGuard, RewardScorer
+from vlm_grpo.task.scorer import FailureGuard, RewardScorer, SentTask
 from vlm_grpo.types import Example, Score
 
 # The answer selects what the reward does. As with users' files, workers cannot import the module.
@@ -129,7 +128,7 @@ def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monk
     good, unread = (failing.apply_rules(t, EXAMPLE, 1) for t in ("good", "the parser raises"))
     results = {"parse": good, "right": good, "trouble": unread, "letters": good}
     monkeypatch.setattr(scorer, "_run", lambda _, jobs, limit: [results[job[2]] for job in jobs])
-    found = scorer._apply_each_rule(failing, (b"", None), item)  # noqa: SLF001
+    found = scorer._apply_each_rule(failing, SentTask(b"", None), item)  # noqa: SLF001
     assert (found["right"], found["trouble"][0]) == (good["right"], None)
     assert "unreadable" in (found["trouble"][1] or "")
 
@@ -191,18 +190,18 @@ def test_the_limit_holds_outside_the_main_thread(failing):
     assert [each.total for each in found] == [1.5, None]
 
 
-def test_workers_that_do_not_start_are_an_error_and_none_is_left(failing, monkeypatch):
-    monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.001)
-    before = set(multiprocessing.active_children())
+def test_a_task_that_workers_cannot_load_is_one_error(tmp_path):
+    path = tmp_path / "fleeting.py"
+    path.write_text(FAILING)
+    task = load_task(str(path))
+    path.write_text("import no_such_module")
     with (
-        pytest.raises(UserError, match="the reward workers did not start"),
         RewardScorer(LIMIT, workers=1) as scorer,
+        pytest.raises(
+            UserError, match=r"the reward workers cannot load a call: task file .*line 1"
+        ),
     ):
-        score(scorer, failing, ["good"])
-    started = set(multiprocessing.active_children()) - before
-    for process in started:
-        process.join(10)  # it has been killed, and may not be gone yet
-    assert not any(process.is_alive() for process in started)
+        score(scorer, task, ["good"])
 
 
 class Both(Task):

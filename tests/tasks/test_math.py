@@ -61,8 +61,7 @@ def test_reward_workers_compare_in_their_own_process():
 
 
 def test_slow_code_in_a_reward_worker_is_interrupted(module, monkeypatch):
-    process = type("Process", (), {"daemon": True})
-    monkeypatch.setattr(module.multiprocessing, "current_process", process)
+    monkeypatch.setattr(module, "is_worker", lambda: True)
     monkeypatch.setattr(module, "compare", lambda gold, answer: time.sleep(60) or True)
     assert load_task("math").score(r"\boxed{3+1}", example()).total == 0.0
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
+import types
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from subprocess import PIPE, Popen
 
 import pytest
-from pebble import ProcessExpired
 
-from vlm_grpo.utils.worker_pool import WorkerPool
-
-CONTEXT = multiprocessing.get_context("spawn")
+from vlm_grpo.errors import UserError
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, is_worker
 
 
 def initialize(value: str) -> None:
@@ -25,12 +23,31 @@ def initialize(value: str) -> None:
 
 
 def get_given() -> tuple[int, str]:
+    assert is_worker()
     return os.getpid(), os.environ["GIVEN"]
+
+
+def iter_nothing() -> Iterator[int]:
+    yield from ()
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("no text")
+
+
+def raise_unpicklable() -> None:
+    raise Unpicklable(1, 2)
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return int, ("no number",)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1, CONTEXT, ("test", "setting"), initialize, ["value"])
+    pool = WorkerPool(1, ("test", "setting"), initialize, ["value"])
     yield pool
     pool.close()
 
@@ -38,45 +55,95 @@ def pool() -> Iterator[WorkerPool]:
 def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
     first, given = pool.schedule(get_given, ()).result(60)
     assert given == "value"
-    with pytest.raises(ProcessExpired) as expired:
+    with pytest.raises(WorkerEnded) as expired:
         pool.schedule(os._exit, [7]).result(60)
     assert expired.value.exitcode == 7
     second, given = pool.schedule(get_given, ()).result(60)
     assert given == "value"
     assert second not in (first, os.getpid())
+    os.kill(second, signal.SIGKILL)  # between two calls
+    third, _ = pool.schedule(get_given, ()).result(60)
+    assert third != second
+    with pytest.raises(TimeoutError):
+        pool.schedule(time.sleep, [60], 0.05).result(60)
+    assert not is_worker()
 
 
-def test_a_worker_that_ends_between_two_calls_is_replaced(pool):
-    first, _ = pool.schedule(get_given, ()).result(60)
-    os.kill(first, signal.SIGKILL)
-    time.sleep(0.5)  # the pool looks for ended workers every 0.1 s
-    try:
-        second, _ = pool.schedule(get_given, ()).result(60)
-    except BrokenProcessPool:  # it had not looked yet
-        second, _ = pool.schedule(get_given, ()).result(60)
-    assert second != first
+def test_what_a_call_raises_has_the_workers_traceback(pool):
+    with pytest.raises(ValueError, match="no number") as caught:
+        pool.schedule(int, ["no number"]).result(60)
+    assert "worker_process.py" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="Unpicklable: no text"):
+        pool.schedule(raise_unpicklable, ()).result(60)
+    with pytest.raises(TypeError, match="cannot pickle 'generator'"):
+        pool.schedule(iter_nothing, ()).result(60)
 
 
-def test_workers_ignore_the_signals_of_the_terminal_and_end_with_their_parent():
+def test_workers_never_run_the_users_program(pool, tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    main = types.ModuleType("__main__")
+    main.__file__ = str(program)
+    exec("class Answer: pass\ndef score(): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(UserError, match=r"Answer is defined in the program, .* a file of its own"):
+        pool.schedule(print, [main.Answer()])
+    with pytest.raises(UserError, match="score is defined in the program"):
+        pool.schedule(main.score, ())
+    pool.close()
+    assert pool.schedule(get_given, ()).result(60)[1] == "value"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("initialize", "arguments", "reason"),
+    [
+        (os._exit, [3], "the test workers did not start: exit code 3; lower setting (0: none)"),
+        (time.sleep, [60], "the test workers did not start: no answer after 0.5 s"),
+        (int, [Unloadable()], "the test workers cannot load a call: ValueError: invalid literal"),
+        (int, ["none"], "the test workers cannot load a call: ValueError: invalid literal"),
+    ],
+)
+def test_workers_that_do_not_start_are_one_error(initialize, arguments, reason, monkeypatch):
+    if initialize is time.sleep:
+        monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.5)
+    started = []
+    monkeypatch.setattr(
+        "subprocess.Popen.__init__",
+        lambda *args, init=Popen.__init__, **given: (started.append(args), init(*args, **given))[0],
+    )
+    pool = WorkerPool(1, ("test", "setting"), initialize, arguments)
+    for _ in range(3):
+        with pytest.raises(WorkerError, match=re.escape(reason)):
+            pool.schedule(get_given, ()).result(60)
+    assert len(started) == 1
+    pool.close()
+
+
+def test_workers_ignore_signals_and_end_with_their_parent_and_with_its_forks_alive():
     program = (
-        "import multiprocessing, os, signal, time\n"
+        "import os, signal, time\n"
         "from vlm_grpo.utils.worker_pool import WorkerPool\n"
-        "if __name__ == '__main__':\n"
-        "    context = multiprocessing.get_context('spawn')\n"
-        "    pool = WorkerPool(1, context, ('test', 'setting'))\n"
-        "    pid = pool.schedule(os.getpid, ()).result()\n"
-        "    for number in (signal.SIGINT, signal.SIGHUP):\n"
-        "        os.kill(pid, number)\n"
-        "    assert pool.schedule(os.getpid, ()).result() == pid\n"
-        "    print(pid, flush=True)\n"
-        "    time.sleep(60)\n"
+        "pool = WorkerPool(1, ('test', 'setting'))\n"
+        "pid = pool.schedule(os.getpid, ()).result()\n"
+        "for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):\n"
+        "    os.kill(pid, number)\n"
+        "assert pool.schedule(os.getpid, ()).result() == pid\n"
+        "pool.schedule(pow, (9, 9 ** 9))\n"  # compiled code, which never ends
+        "fork = os.fork() or time.sleep(60) or os._exit(0)\n"
+        "print(pid, fork, flush=True)\n"
+        "time.sleep(60)\n"
     )
     with Popen([sys.executable, "-c", program], stdout=PIPE, text=True) as process:
         assert process.stdout is not None
-        worker = Path("/proc") / process.stdout.readline().strip()
-        assert (worker / "stat").exists()
+        pid, fork = process.stdout.readline().split()
+        assert Path(f"/proc/{pid}/stat").exists()
         process.kill()
-    deadline = time.monotonic() + 30
-    while worker.exists() and " Z " not in (worker / "stat").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        os.kill(int(fork), signal.SIGKILL) if sys.platform != "linux" else None
+        deadline = time.monotonic() + 30
+        worker = Path("/proc") / pid
+        while worker.exists() and " Z " not in (worker / "stat").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if sys.platform == "linux":
+            os.kill(int(fork), signal.SIGKILL)

@@ -27,7 +27,7 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.section import FREE, Frozen
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.task.registry import get_short_name
+from vlm_grpo.task.registry import get_short_name, refuse_while_loading
 from vlm_grpo.utils.atomic_io import write_atomic
 
 MIXED = "mixed"  # the task of a run whose sources all have tasks of their own
@@ -236,6 +236,8 @@ class Settings(Frozen):
 
 
 def check_settings(value: object) -> Settings:
+    """Return the settings with which a function of the Python interface was called."""
+    refuse_while_loading()
     if not isinstance(value, Settings):
         raise UserError(
             "settings must be Settings: use load_settings(…) or Settings(…), "

@@ -35,7 +35,7 @@ IN_SESSION = "<class "
 SET_BY_LIBRARY = ("frame", "thinking_tags", "progress", "token_limit")
 """Attributes of a task that are not options of a run."""
 _FILE_MODULE = "_vlm_grpo_task_"  # Prefix of the module name of a task's file
-_LOADING: set[str] = set()  # Names of the modules of task files that are being loaded
+_LOADING: dict[str, str] = {}  # Names of the modules that are being loaded, and their files
 
 
 def task_names() -> list[str]:
@@ -196,7 +196,7 @@ def _find_task(module: Any, source: str, class_name: str = "") -> type[Task]:
         if class_name not in found:
             raise UserError(
                 f"{source}: there is no task class {class_name}{nearest(class_name, found)}; "
-                f"it defines {', '.join(found) or 'none'}"
+                f'it defines {", ".join(found) or "none"}, apart from if __name__ == "__main__"'
             )
         return _check_class(found[class_name], source)
     if len(found) != 1:
@@ -239,10 +239,15 @@ def _check_class(task: type[Task], source: str) -> type[Task]:
 
 
 def load_file(path: Path, kind: str = "task") -> ModuleType:
-    """Load a user's Python file of a ``kind``, for messages; raise a ``UserError`` if it fails."""
+    """Load a user's Python file of a ``kind``, for messages; raise a ``UserError`` if it fails.
+
+    The file of the program that runs is not run again."""
     path = Path(os.path.expanduser(path))  # Path's own raises for an unknown user
     if not path.is_file():
         raise UserError(f"there is no {kind} file {path}")
+    program = sys.modules["__main__"]
+    if path.resolve() == Path(getattr(program, "__file__", None) or os.devnull).resolve():
+        return program
     # The path is part of the name, so that two files called task.py do not collide.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"{_FILE_MODULE}{path.stem}_{digest}"
@@ -250,13 +255,10 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{kind} file {path} cannot be loaded")
     if name in _LOADING:
-        raise UserError(
-            f"{kind} file {path} uses its own {kind} while it is loaded: put the part that is a "
-            'program under if __name__ == "__main__"'
-        )
+        refuse_while_loading()
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module there
-    _LOADING.add(name)
+    _LOADING[name] = f"{kind} file {path}"
     try:
         spec.loader.exec_module(module)
     except FAILURES as error:  # the user's file may raise anything
@@ -266,8 +268,17 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
         message = f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
         raise UserError(f"{kind} file {path} cannot be loaded: {message}") from error
     finally:
-        _LOADING.remove(name)
+        del _LOADING[name]
     return module
+
+
+def refuse_while_loading() -> None:
+    """Raise a ``UserError`` if a user's file that is being loaded calls this."""
+    if _LOADING:
+        raise UserError(
+            f"{[*_LOADING.values()][-1]} is a program too, which would run whenever it is loaded: "
+            'put that part under if __name__ == "__main__"'
+        )
 
 
 def _list_claims() -> dict[str, dict[str, EntryPoint]]:

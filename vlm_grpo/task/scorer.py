@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
-
-from pebble import ProcessExpired
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES, Task
@@ -25,7 +22,7 @@ from vlm_grpo.task.task import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
-from vlm_grpo.utils.worker_pool import WorkerPool
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, dump
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +35,19 @@ _GRACE = 1.0  # Seconds after the time limit at which an unresponsive worker is 
 
 Item = tuple[str, Example, int | None]
 """A completion's text, its example, and its number of tokens (None: unknown)."""
-SentTask = tuple[bytes, str | None]
-"""A pickled task, and what a worker must load before unpickling it, by ``load_task_class``."""
+
+
+@dataclass(frozen=True)
+class SentTask:
+    """A pickled task, and what a worker must load before unpickling it, by ``load_task_class``.
+
+    Unpickling this gives the task, before the time limit of a call begins."""
+
+    pickled: bytes
+    source: str | None
+
+    def __reduce__(self) -> tuple[Callable[..., Task], tuple[bytes, str | None]]:
+        return _unpickle_task, (self.pickled, self.source)
 
 
 class RewardScorer:
@@ -66,8 +74,7 @@ class RewardScorer:
     ) -> None:
         self.seconds, self.workers, self.logs_failures = seconds, workers, logs_failures
         self.cache = None if cache is None else ValueCache(cache)
-        names = "reward", "rollout.reward_workers"
-        self._pool = WorkerPool(max(1, workers), multiprocessing.get_context("spawn"), names)
+        self._pool = WorkerPool(max(1, workers), ("reward", "rollout.reward_workers"))
         self._logged: set[str] = set()
 
     def __call__(
@@ -182,12 +189,9 @@ class RewardScorer:
         limit = None if seconds is None else seconds + _GRACE
         futures = [self._pool.schedule(function, (seconds, *job), limit) for job in jobs]
         results = [future.exception() or future.result() for future in futures]
-        # A worker that ends before it has named its job ends the whole pool: each job of it runs
-        # again, alone, so that one that ends its worker takes no other with it.
-        if len(jobs) > 1:
-            for place, result in enumerate(results):
-                if isinstance(result, BrokenProcessPool):
-                    (results[place],) = self._run(function, [jobs[place]], seconds)
+        for result in results:
+            if isinstance(result, WorkerError):
+                raise result
         return results
 
 
@@ -237,7 +241,7 @@ def measure_pass(task: Task, example: Example, score: Score) -> float:
 
 def _pickle_task(task: Task) -> SentTask:
     try:
-        return pickle.dumps(task), get_task_source(type(task))
+        return SentTask(dump(task), get_task_source(type(task)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"task {type(task).__name__} cannot be sent to the reward workers ({error}): define it "
@@ -256,24 +260,20 @@ def _unpickle_task(pickled: bytes, source: str | None) -> Task:
 
 
 def _apply_rules(
-    seconds: float | None, sent: SentTask, item: Item, only: str | None = None
+    seconds: float | None, task: Task, item: Item, only: str | None = None
 ) -> dict[str, Outcome]:
     with time_limit(seconds) as call:
-        return _unpickle_task(*sent).apply_rules(*item, call, only)
+        return task.apply_rules(*item, call, only)
 
 
-def _apply_batch_rule(
-    seconds: float | None, sent: SentTask, name: str, batch: Batch
-) -> list[Outcome]:
+def _apply_batch_rule(seconds: float | None, task: Task, name: str, batch: Batch) -> list[Outcome]:
     with time_limit(seconds) as call:
-        return call_batch_rule(getattr(_unpickle_task(*sent), name), batch, call)
+        return call_batch_rule(getattr(task, name), batch, call)
 
 
 def _describe_end(error: BaseException, seconds: float | None) -> str:
-    if isinstance(error, ProcessExpired):
-        return f"the process that scored it ended with exit code {error.exitcode}"
-    if isinstance(error, BrokenProcessPool):
-        return "the process that scored it ended"
+    if isinstance(error, WorkerEnded):
+        return f"the process that scored it ended with {error}"
     if isinstance(error, TimeoutError) and seconds is not None:
         return f"it took longer than its limit of {seconds:g} s and was killed"
     return repr(error)

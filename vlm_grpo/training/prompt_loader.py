@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import torch
-from pebble import ProcessExpired
 from torch import Tensor
 
 from vlm_grpo.data.stream import ExampleStream
@@ -23,7 +20,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.training.methods import Variant
 from vlm_grpo.types import Example, Prompt
 from vlm_grpo.utils.chat import Turn
-from vlm_grpo.utils.worker_pool import WorkerPool
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +52,8 @@ class PromptLoader:
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="prompts")
         self._pool: WorkerPool | None = None
         if workers:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])  # one process imports it, the others fork
             names = "prompt", "data.dataloader_num_workers"
-            self._pool = WorkerPool(workers, context, names, _Worker.start, [policy.prompts])
+            self._pool = WorkerPool(workers, names, _Worker.start, [policy.prompts])
 
     def load(self, indices: Sequence[int], variant: Variant | None = None) -> list[Prompt]:
         """Return the prompts at these indices of the stream, with their other forms."""
@@ -102,7 +97,7 @@ class PromptLoader:
                     prompt = replace(prompt, variant=changed)
             except UserError as error:
                 is_last = position == index + MAX_REPLACEMENTS
-                if not self.skip_unreadable or is_last or isinstance(error, _WorkersEnded):
+                if not self.skip_unreadable or is_last or isinstance(error, WorkerError):
                     raise
                 logger.warning("%s; using the next example instead", error)
                 position += 1
@@ -124,12 +119,12 @@ class PromptLoader:
         """Build a prompt in a worker, or in a second one if the first ends."""
         turns = self.policy.prompts.write(example, self.task)
         sent = replace(example, answer=None, meta={})  # the worker does not need them
-        reason = ""
+        reason = None
         for _ in range(2):
             try:
                 prompt = pool.schedule(_Worker.encode, (sent, turns)).result()
-            except (ProcessExpired, BrokenProcessPool) as error:
-                reason = f"exit code {getattr(error, 'exitcode', 'unknown')}"
+            except WorkerEnded as error:
+                reason = error
                 logger.warning("%s: the worker of its prompt ended (%s)", example.name, reason)
             else:
                 pairs = prompt.vision.items()
@@ -137,15 +132,11 @@ class PromptLoader:
                     n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in pairs
                 }
                 return replace(prompt, example=example, vision=vision)
-        raise _WorkersEnded(
+        raise WorkerError(
             f"{example.name}: two workers ended while they prepared its prompt ({reason}), perhaps "
             "for lack of memory: lower data.dataloader_num_workers; 0 prepares prompts in the "
             "training process"
         )
-
-
-class _WorkersEnded(UserError):
-    """Workers ended, which another example would not change."""
 
 
 class _Worker:
@@ -160,7 +151,7 @@ class _Worker:
 
     @classmethod
     def encode(cls, example: Example, turns: Sequence[Turn]) -> Prompt:
-        """Build a prompt, with arrays: tensors would be sent through files in shared memory."""
+        """Build a prompt, with arrays, which are pickled faster than tensors."""
         prompt = cls.builder.encode(example, turns)
         pairs = prompt.vision.items()
         arrays = {n: v.numpy() if isinstance(v, Tensor) else v for n, v in pairs}

@@ -2,85 +2,246 @@
 
 from __future__ import annotations
 
-import signal
+import contextlib
+import io
+import os
+import pickle
+import queue
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.context import BaseContext
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from types import FunctionType
 from typing import Any
 
-from pebble import ProcessPool
-
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils import worker_process
 
-START_SECONDS = 120.0  # time limit in seconds for the start of the workers, including their imports
+START_SECONDS = 300.0
+"""Time limit for the start of a worker, and for the imports before a call: on a busy machine
+they may take minutes."""
+
+
+class WorkerError(UserError):
+    """Workers do not start, or cannot load what they should call."""
+
+
+class WorkerEnded(Exception):
+    """A worker ended during a call, with an exit code (negative: by that signal)."""
+
+    def __init__(self, exitcode: int) -> None:
+        super().__init__(f"exit code {exitcode}")
+        self.exitcode = exitcode
 
 
 class WorkerPool:
     """A pool of worker processes, which may be used from several threads.
 
-    The workers end with this process, however it ends, and ignore the signals of its terminal. A
-    worker that ends is replaced; the call that it was running fails. The ``context`` must not fork
-    this process, which has threads and a GPU. Messages name the workers' work and the setting of
-    their number (``names``). Each worker begins with a call of ``initialize``.
+    The workers never import the user's program. They end with this process, however it ends, and
+    no other signal than SIGKILL ends them. A worker that ends is replaced; the call that it was
+    running fails. One that does not start fails every call until the pool is closed. Messages
+    name the workers' work and the setting of their number (``names``). Each worker begins with a
+    call of ``initialize``.
     """
 
     def __init__(
         self,
         workers: int,
-        context: BaseContext,
         names: tuple[str, str],
-        initialize: Callable[..., None] | None = None,
+        initialize: Callable[..., Any] = int,
         arguments: Sequence[Any] = (),
     ) -> None:
-        self.workers, self.context, self.names = workers, context, names
-        self.initialize = initialize, tuple(arguments)
-        self._pool: ProcessPool | None = None
-        self._lock = threading.RLock()
+        self.workers, self.names = workers, names
+        self.first = initialize, tuple(arguments)
+        self._crew: _Crew | None = None
+        self._lock = threading.Lock()
 
     def schedule(
         self, function: Callable[..., Any], arguments: Sequence[Any], seconds: float | None = None
     ) -> Future[Any]:
-        """Schedule a call in a worker, which is killed after this number of seconds.
+        """Schedule a call in a worker, which is killed this number of seconds after it has loaded
+        the function and the arguments.
 
-        The future raises what the call raises; ``TimeoutError`` if it was killed; and
-        ``ProcessExpired`` or ``BrokenProcessPool`` if its worker ended. ``UserError``: the
-        workers do not start."""
+        The future raises what the call raises; ``TimeoutError`` if it was killed; ``WorkerEnded``
+        if its worker ended; and ``WorkerError``. ``UserError``: a part of the call cannot be sent.
+        """
+        call = _Call(self._dump((function, tuple(arguments))), seconds)
         with self._lock:
-            if self._pool is None or not self._pool.active:
-                self.close()
-                self._pool = self._start()
-            return self._pool.schedule(function, arguments, timeout=seconds)
+            if self._crew is None:
+                self._crew = _Crew(self.workers, self.names, self._dump(self.first))
+                self._close = weakref.finalize(self, self._crew.close)  # at exit at the latest
+            self._crew.calls.put(call)
+        return call.future
 
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.stop()
-                self._pool.join()
-                self._pool = None
+            if self._crew is not None:
+                self._close()
+                self._crew = None
 
-    def _start(self) -> ProcessPool:
-        context: Any = self.context
-        pool = ProcessPool(
-            self.workers, initializer=_start_worker, initargs=self.initialize, context=context
-        )
+    def _dump(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
         try:
-            pool.schedule(int).result(START_SECONDS)  # shows that the workers have started
-        except Exception as error:
-            pool.stop()
-            pool.join()
+            return dump(call)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
             name, setting = self.names
             raise UserError(
-                f"the {name} workers did not start ({error!r}): set {setting}=0, or put "
-                'the program that starts the run under if __name__ == "__main__"'
+                f"a call cannot be sent to the {name} workers ({error}): define what it needs in "
+                f"a file of its own, or set {setting}=0"
             ) from error
-        return pool
 
 
-def _start_worker(initialize: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    # The pool stops workers by SIGTERM. A handler in Python would not run during compiled code.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed terminal; pebble ignores SIGINT
-    if initialize is not None:
-        initialize(*arguments)
+def dump(value: Any) -> bytes:
+    """Pickle a value for a worker; raises what pickle raises, also for a part of ``__main__``."""
+    _Pickler(buffer := io.BytesIO()).dump(value)
+    return buffer.getvalue()
+
+
+def is_worker() -> bool:
+    """Return whether this process is a worker of a pool."""
+    return getattr(sys.modules["__main__"], "__file__", None) == worker_process.__file__
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise pickle.PicklingError(
+                f"{value.__qualname__} is defined in the program, which workers do not run"
+            )
+        return NotImplemented
+
+
+class _LoadError(Exception):
+    """A worker could not load a call, because of this exception's cause."""
+
+
+@dataclass
+class _Call:
+    content: bytes
+    seconds: float | None
+    future: Future[Any] = field(default_factory=Future)
+
+
+class _Worker:
+    """A worker process, which ends at the latest when the thread that has started it does."""
+
+    def __init__(self) -> None:
+        self.connection, other = Pipe()
+        with other:
+            number = str(other.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", worker_process.__file__, number, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,  # without the signals of the terminal
+            )
+
+    def send(self, content: bytes) -> None:
+        try:
+            self.connection.send_bytes(content)
+        except OSError:
+            raise WorkerEnded(self.stop()) from None
+
+    def receive(self, seconds: float | None) -> bytes:
+        """Return an answer; stop the process if there is none after this number of seconds."""
+        try:
+            if self.connection.poll(seconds):
+                return self.connection.recv_bytes()
+        except (EOFError, OSError):
+            raise WorkerEnded(self.stop()) from None
+        self.stop()
+        raise TimeoutError(f"no answer after {seconds:g} s")
+
+    def load(self, content: bytes) -> None:
+        """Send a call, and wait until its function and arguments are loaded."""
+        self.send(content)
+        answer = self.receive(START_SECONDS)
+        if answer != worker_process.LOADED:
+            raise _LoadError from pickle.loads(answer)[1]
+
+    def stop(self) -> int:
+        """Kill the process and return its exit code."""
+        self.process.kill()
+        return self.process.wait()
+
+
+class _Crew:
+    """The threads of a pool; each starts a worker for its first call, and awaits its answers."""
+
+    def __init__(self, size: int, names: tuple[str, str], first: bytes) -> None:
+        self.names, self.first = names, first
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.failure: WorkerError | None = None
+        self.workers: set[_Worker] = set()
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(size)]
+        for thread in self.threads:
+            thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while (call := self.calls.get_nowait()) is not None:
+                call.future.cancel()
+        for _ in self.threads:
+            self.calls.put(None)
+        with self._lock:
+            self._is_closed = True
+            for worker in self.workers:
+                worker.stop()
+        for thread in self.threads:
+            thread.join()
+
+    def _work(self) -> None:
+        worker: _Worker | None = None
+        while (call := self.calls.get()) is not None:
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            try:
+                worker = self._load(worker, call.content)
+                result, error = pickle.loads(worker.receive(call.seconds))
+                if error is not None:
+                    raise error
+                call.future.set_result(result)
+            except BaseException as error:  # somebody waits for the call, whatever it has raised
+                call.future.set_exception(error)
+
+    def _load(self, worker: _Worker | None, content: bytes) -> _Worker:
+        """Load a call in a worker, or in a new one if it has ended since its last call."""
+        if self.failure is not None:
+            raise self.failure
+        name, setting = self.names
+        try:
+            if worker is not None:
+                with contextlib.suppress(WorkerEnded):
+                    worker.load(content)
+                    return worker
+            worker = self._start()
+            worker.load(content)
+        except _LoadError as failure:
+            error = failure.__cause__
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            self.failure = WorkerError(f"the {name} workers cannot load a call: {kind}{error}")
+            raise self.failure from error
+        except (OSError, WorkerEnded) as error:
+            self.failure = WorkerError(
+                f"the {name} workers did not start: {error}; lower {setting} (0: none)"
+            )
+            raise self.failure from error
+        return worker
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            if self._is_closed:
+                raise WorkerEnded(0)
+            self.workers = {worker for worker in self.workers if worker.process.poll() is None}
+            self.workers.add(worker := _Worker())
+        worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
+        worker.load(self.first)
+        if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
+            raise _LoadError from error
+        return worker
