@@ -199,47 +199,27 @@ def test_every_text_has_a_score_between_0_and_1(rule, text):
     assert 0.0 <= rule(text) <= 1.0
 
 
-def define_relaxed(text: str, answer: str) -> bool:
-    """Return ChartQA's relaxed accuracy, by its definition in exact terms."""
-    values = []
-    for side in (text, answer):
-        digits = side
-        while digits.endswith("%"):
-            digits = digits[:-1]
-        try:
-            values.append(float(digits) * (0.01 if side.endswith("%") else 1.0))
-        except ValueError:
-            values.append(None)
-    found, right = values
-    if found is None or right is None or right == 0:
-        return text.lower() == answer.lower()
-    return abs(found / right - 1.0) <= 0.05 + 1e-12
-
-
-NUMBERS = ["0", "1", "2", "20", "21", "19", "0.2", "0.21", "20%", "21%", "95", "100", "1e2", "-2"]
-TEXTS = [
-    "Yes",
-    "yes",
-    "NO",
-    "",
-    "%",
-    "nan",
-    "inf",
-    "-inf",
-    "20 %",
-    "2%%",
-    "20.",
-    "1_0",
-    " 20",
-    "$2",
-]
-
-
-def test_relaxed_accuracy_is_its_definition():
-    rng = random.Random(0)
-    pairs = [(rng.choice(NUMBERS + TEXTS), rng.choice(NUMBERS + TEXTS)) for _ in range(1000)]
-    assert {relaxed_accuracy(t, [a]) == define_relaxed(t, a) for t, a in pairs} == {True}
-    assert 0.03 < sum(relaxed_accuracy(t, [a]) for t, a in pairs) / len(pairs) < 0.5
+@pytest.mark.parametrize(
+    ("text", "answer", "is_near"),
+    [
+        ("21", "20", True),  # exactly 5 %
+        ("18.9", "20", False),
+        ("21%", "0.2", True),  # a hundredth
+        ("20", "20%", False),
+        ("20 %", "20%", True),
+        ("2%%", "0.02", True),
+        ("-2", "2", False),
+        ("1e2", "95", False),  # 5 of 95
+        ("0.2", "0", False),  # of a gold answer of 0 the texts are compared
+        ("0", "0", True),
+        ("NO", "no", True),
+        ("$2", "2", False),
+        ("nan", "nan", False),
+        ("", "%", False),
+    ],
+)
+def test_relaxed_accuracy(text, answer, is_near):
+    assert relaxed_accuracy(text, [answer]) == is_near
 
 
 def test_relaxed_accuracy_takes_the_best_of_several_answers():

@@ -19,7 +19,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
-from vlm_grpo.eval.generate import PredictionLog, load_evaluated_model
+from vlm_grpo.eval.generate import load_evaluated_model
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
@@ -86,30 +86,6 @@ def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_pa
     assert results["model"]["value"] == report.value
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        Reply(status=429, headers={"Retry-After": "0"}),
-        Reply(status=500),
-        Reply(body=b'{"choices": '),
-        Reply(is_cut=True),
-        Reply(seconds=1.0),
-    ],
-    ids=["429", "500", "broken JSON", "cut", "hanging"],
-)
-def test_failures_that_pass_do_not_change_the_outputs(failure, tmp_path):
-    with serve(ChatModel()) as server:
-        expected = evaluate(make_settings(tmp_path, name="good"), None, server.address)
-    model = ChatModel(
-        fail=lambda text, earlier: failure if earlier == 0 and "circles" in text else None
-    )
-    with serve(model) as server:
-        endpoint = Endpoint(server.address, timeout=0.5)
-        found = evaluate(make_settings(tmp_path, name="bad"), None, endpoint)
-    assert found.rows == expected.rows
-    assert len(model.bodies) > COUNT
-
-
 def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
     settings = make_settings(tmp_path)
     prompts = [load_task("counting").prompt(example) for example in load_counting(settings)]
@@ -133,29 +109,6 @@ def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
         assert evaluate(settings, None, server.address).rows == whole.rows
     assert resumed.rows == whole.rows
     assert len(model.bodies) == len(failing) + COUNT  # a finished evaluation asks for nothing
-
-
-def test_an_interrupted_evaluation_resumes(tmp_path, monkeypatch):
-    settings = make_settings(tmp_path)
-    append, appended = PredictionLog.append, []
-
-    def append_and_stop(log: PredictionLog, *arguments: Any) -> None:
-        append(log, *arguments)
-        appended.append(arguments)
-        if len(appended) == 7:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(PredictionLog, "append", append_and_stop)
-    model = ChatModel(seconds=0.02)
-    with serve(model) as server, pytest.raises(KeyboardInterrupt):
-        evaluate(settings, None, Endpoint(server.address, concurrency=2))
-    assert len(model.bodies) <= 7 + 2 + 2  # those that were open, and at most as many that started
-    assert len(read_folder(settings)) == 7
-    monkeypatch.setattr(PredictionLog, "append", append)
-    model = ChatModel()
-    with serve(model) as server:
-        assert evaluate(settings, None, server.address).n == COUNT
-    assert len(model.bodies) == COUNT - 7
 
 
 def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):

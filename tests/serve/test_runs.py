@@ -157,16 +157,6 @@ def test_what_the_user_is_told(settings, fake, capsys, tmp_path, plan, message):
     assert_nothing_is_left(build, fake)
 
 
-def test_a_python_without_vllm(settings, capsys, tmp_path):
-    python = tmp_path / "bare"
-    python.write_text("#!/bin/sh\necho \"$0: No module named 'vllm'\" >&2\nexit 1\n")
-    python.chmod(0o755)
-    build = settings(vllm={"python": str(python)})
-    error = fails(capsys, "train", write(build, tmp_path))
-    assert "the vLLM server ended while it started" in error
-    assert "No module named 'vllm'" in error
-
-
 def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "SHORT_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
