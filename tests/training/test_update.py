@@ -22,7 +22,8 @@ from work_counts import count_work
 from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.training import update
 from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout
@@ -268,14 +269,27 @@ def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors)
             assert metrics.means
 
 
-@pytest.mark.parametrize(
-    ("name", "lora"), [("gspo", False), *((name, True) for name in OBJECTIVES)]
-)
+@pytest.mark.parametrize(("name", "lora"), [("gspo", False), ("perception", True)])
 def test_gradients_are_accumulated_without_waiting_for_the_device(name, lora, monkeypatch):
     use_gpu_kernels(monkeypatch)
     objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
     policy = get_policy(lora)
     accumulate(make_updater(policy, objective), make_step(policy, objective, 2))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_loss_waits_for_the_device(name, monkeypatch):
+    """With log-probs that do not come from a model."""
+    policy, objective = get_policy(True), ObjectiveSettings.model_validate(OBJECTIVES[name])
+
+    def score(batch: MicroBatch, with_entropy: bool, *_: Any) -> TokenScores:
+        count = sum(map(len, batch.completions))
+        values = torch.zeros(count, device=policy.device, requires_grad=True)
+        return TokenScores(values, values * 2 if with_entropy else None)
+
+    step = make_step(policy, objective, 2)
+    monkeypatch.setattr(policy, "score", score)
+    accumulate(make_updater(policy, objective), step)
 
 
 @contextlib.contextmanager
