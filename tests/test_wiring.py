@@ -37,14 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
         "objective": {"beta": 0.5, "mask_truncated_completions": True},
         "optim": {"max_tokens_per_batch": 1},
     },
-    "dapo, LoRA, KL in the reward": {
-        **LORA,
-        "objective": {
-            "loss_type": "dapo", "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
-            "epsilon_high": 0.3,
-        },
-        "rollout": {"temperature": 0.6},
-    },
     "bnpo, LoRA, KL in the loss, masked, in micro-batches": {
         **LORA,
         "objective": {
@@ -77,8 +69,9 @@ CASES: dict[str, dict[str, Any]] = {
         **LORA,
         "objective": {
             "loss_type": "dapo", "num_iterations": 1, "mask_truncated_completions": True,
-            "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
+            "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1", "epsilon_high": 0.3,
         },
+        "rollout": {"temperature": 0.6},
         "optim": {"mini_batches": 2},
     },
     "REINFORCE++ with advantages of tokens, two mini-batches, masked, KL in the reward": {

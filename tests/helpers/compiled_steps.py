@@ -116,7 +116,7 @@ class RecordedCuda:
         self.events.append("end")
 
 
-FAMILIES = ("qwen3_vl", "gemma3", "qwen3_5")
+FAMILIES = ("gemma3", "qwen3_5")
 GPU = "qwen2_5_vl on a GPU, with LoRA"
 NAMES = (*FAMILIES, GPU)
 

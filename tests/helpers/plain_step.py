@@ -51,6 +51,8 @@ class PlainModel:
             self.teacher = PlainModel(Path(distillation.teacher), alone_settings)
         self.banned = self.processor.tokenizer.convert_tokens_to_ids(list(BANNED))
         self.ends = model.generation_config.eos_token_id
+        self.inputs: dict[Any, Any] = {}  # of the processor, by the text and images of a prompt
+        self.rows: tuple[PlainStep | None, list[_Row]] = (None, [])  # of the last step
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -58,19 +60,29 @@ class PlainModel:
         for name, value in weights.items():
             self.trained[name].copy_(value)
 
+    def _process(self, prompt: Prompt, change: Callable[[Any, int], Any] | None) -> Any:
+        key = prompt.text, prompt.example.images
+        if change is None and key in self.inputs:
+            return self.inputs[key]
+        images = [image.load() for image in prompt.example.images]
+        if change is not None:
+            images = [change(image, number) for number, image in enumerate(images)]
+        inputs = self.processor(text=[prompt.text], images=images or None, return_tensors="pt")
+        if change is None:
+            self.inputs[key] = inputs
+        return inputs
+
     def score(
         self,
         prompt: Prompt,
         completion: Completion,
-        change: Callable[[Any, int], Any] = lambda image, _: image,
+        change: Callable[[Any, int], Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probs of a completion's tokens and the distribution's entropies.
 
         ``change`` is applied to each image and its number.
         """
-        loaded = [image.load() for image in prompt.example.images]
-        images = [change(image, number) for number, image in enumerate(loaded)]
-        inputs = self.processor(text=[prompt.text], images=images or None, return_tensors="pt")
+        inputs = dict(self._process(prompt, change))
         assert inputs["input_ids"][0].tolist() == list(prompt.token_ids)
         count = len(completion.token_ids)
         tokens = torch.tensor([completion.token_ids])
@@ -121,7 +133,10 @@ def compute_gradient(
 ) -> tuple[float, dict[str, Tensor]]:
     """Compute the loss of a step's mini-batch at ``weights``, and its gradient before any clipping
     of the norm."""
-    objective, rows = settings.objective, _collect_rows(model, step, settings.objective)
+    objective = settings.objective
+    if model.rows[0] is not step:
+        model.rows = step, _collect_rows(model, step, objective)
+    rows = model.rows[1]
     limit = settings.rollout.max_completion_length
     parts, masked = settings.optim.mini_batches, objective.mask_truncated_completions
     active = [
@@ -157,8 +172,10 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
     pairs = [(group.prompt, c) for group in step.groups for c in group.completions]
     model.load(step.before)
     old = [model.score(*pair)[0] for pair in pairs]
-    model.load(step.reference)
-    reference = [model.score(*pair)[0] for pair in pairs]
+    reference = old
+    if objective.beta:
+        model.load(step.reference)
+        reference = [model.score(*pair)[0] for pair in pairs]
     penalties = [torch.zeros_like(logprobs) for logprobs in old]
     if objective.kl_in == "reward":
         kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))

@@ -100,9 +100,9 @@ STRATEGIES = {
     "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
 STRATEGIES["fsdp_offload"] = {**STRATEGIES["fsdp"], "FSDP_OFFLOAD_PARAMS": "true"}
-for _stage, _parts in (("zero2", ("OPTIMIZER",)), ("zero3", ("OPTIMIZER", "PARAM"))):
-    _devices = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE": "cpu" for part in _parts}
-    STRATEGIES[f"{_stage}_offload"] = {**STRATEGIES[_stage], **_devices}
+STRATEGIES["zero3_offload"] = STRATEGIES["zero3"] | {
+    f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE": "cpu" for part in ("OPTIMIZER", "PARAM")
+}
 """The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
 keeps the layers gathered in the update; ``…_offload`` keeps weights and optimizer state in main
 memory."""
@@ -118,14 +118,15 @@ WEIGHTS = {
 KINDS = {
     "ddp-4": ("full",),
     "fsdp-4": ("full",),
-    **dict.fromkeys(("hsdp-4", "zero2-2"), ("full", "lora")),
+    "hsdp-4": ("full",),
+    **dict.fromkeys(("fsdp_held-2", "zero2-2", "zero3-2"), ("full", "lora")),
 }
 """The kinds of weights of the launches that do not have all."""
 COMMUNICATION = {"ddp-4": (), "fsdp-4": (), "hsdp-4": ("full",)}
 """The kinds of weights with which a launch counts its communication, if not both."""
 BFLOAT16 = {
-    **dict.fromkeys(("ddp-2", "fsdp-2", "zero3-2"), ("full", "lora")),
-    **dict.fromkeys(("fsdp_held-2", "zero2-2"), ("full",)),
+    **dict.fromkeys(("ddp-2", "fsdp-2"), ("full", "lora")),
+    "zero3-2": ("full",),
 }
 """The kinds of weights of each launch that also run in bfloat16. Weights are cast alike by both
 forms of FSDP2 and by both stages of DeepSpeed."""
@@ -161,27 +162,23 @@ UNEVEN: dict[str, dict[str, Any]] = {
 _IN_THE_UPDATE = (
     *("a reference and two updates", "a warm start", "one example", "nothing to learn"),
 )
-_OF_EXAMPLES = ("a mixture", "a curriculum and replay")
 _WITHOUT_GROUPS = ("one example", "nothing to learn")
 UNEVEN_CASES = {
     **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
     "fsdp-2": ("resampled groups", *_IN_THE_UPDATE),
-    **dict.fromkeys(("fsdp_held-2", "zero2-2", "zero3-2"), _IN_THE_UPDATE),
-    "ddp-4": ("resampled groups", "a warm start", *_WITHOUT_GROUPS, *_OF_EXAMPLES),
+    "zero3-2": _IN_THE_UPDATE,
+    "ddp-4": ("resampled groups", *_WITHOUT_GROUPS),
     "fsdp-4": _WITHOUT_GROUPS,
 }
-"""The cases of ``UNEVEN`` by launch. Each strategy has those that differ in the update; on four
-ranks it has those in which some ranks have none, and DDP those that are dealt out differently."""
+"""The cases of ``UNEVEN`` by launch. A strategy of each library has those that differ in the
+update; on four ranks it has those in which some ranks have none."""
 BEGUN_BY = {
     "fsdp-2-resumed": "fsdp-2",
     "fsdp_held-2-resumed": "ddp-1",
     "ddp-1-resumed": "fsdp_held-2",
-    "fsdp_offload-2-resumed": "fsdp-2",
-    "fsdp-4-resumed": "fsdp_held-2",
     "zero2-2-resumed": "fsdp-2",
     "zero3-2-resumed": "zero2-2",
     "fsdp-2-resumed_zero3": "zero3-2",
-    "ddp-1-resumed_zero2": "zero2-2",
 }
 """The launch whose run each launch resumes. ``ddp-1`` has made two steps of its run; the others
 were terminated in the middle of the third."""

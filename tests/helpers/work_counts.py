@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -180,9 +180,9 @@ def measure_step() -> Counts:
     return {name: int(value) for name, value in metrics.items() if name.startswith("work/")}
 
 
-def measure_all() -> dict[str, Counts]:
+def measure_all(precisions: Sequence[str] = ("float32", "bfloat16")) -> dict[str, Counts]:
     found = {"step": measure_step(), "decode step on a GPU, bfloat16": measure_kernels()}
-    for precision in ("float32", "bfloat16"):
+    for precision in precisions:
         work = measure_work(precision)
         found |= {f"{name}, {precision}": counts for name, counts in work.items()}
     return found

@@ -142,8 +142,7 @@ def test_bfloat16_rollouts_of_variants_have_the_scored_logprobs(kind, variant, q
     assert compare_samples(policy, "qwen2_5_vl").mean() < HALF_BOUND
 
 
-@pytest.mark.parametrize("has_room", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("has_room", "dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     qwen, monkeypatch, has_room, dtype
 ):
@@ -280,10 +279,13 @@ def test_weights_that_would_be_sharded_are_refused(kind, title, qwen, monkeypatc
         load(qwen, load_in="4bit")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "settings",
-    [{"load_in": "4bit"}, {"load_in": "4bit", "double_quant": False}, {"load_in": "8bit"}],
+    ("settings", "dtype"),
+    [
+        ({"load_in": "4bit"}, "float32"),
+        ({"load_in": "4bit", "double_quant": False}, "bfloat16"),
+        ({"load_in": "8bit"}, "bfloat16"),
+    ],
 )
 def test_the_plan_counts_the_bytes_of_the_weights(settings, dtype):
     lora = {"lora": {"r": 8}, "dtype": dtype, **settings}

@@ -76,7 +76,8 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
 )
 def test_frozen_parts_stay_bit_identical_and_others_change(settings, model_folder, parts, frozen):
     before = load_file(model_folder / "model.safetensors")
-    after = load_weights(train(settings(policy={"freeze": parts})).checkpoint)
+    run = settings(policy={"freeze": parts}, optim={"max_steps": 1})
+    after = load_weights(train(run).checkpoint)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not {name for name in changed if frozen in name}
     for other in ("visual.blocks", "visual.merger", "layers."):
@@ -139,10 +140,9 @@ def test_a_second_run_does_not_overwrite_the_first(settings):
 
 
 def test_each_image_of_a_step_is_decoded_and_encoded_once_per_phase(settings):
-    trained = settings(name="trained", rollout={"num_generations": 8})
-    frozen = settings(
-        name="frozen", rollout={"num_generations": 8}, policy={"freeze": ["vision", "projector"]}
-    )
+    changes = {"rollout": {"num_generations": 8}, "optim": {"max_steps": 2}}
+    trained = settings(name="trained", **changes)
+    frozen = settings(name="frozen", policy={"freeze": ["vision", "projector"]}, **changes)
     for run, passes in ((trained, 2), (frozen, 1)):
         train(run)
         for row in read_metrics(run.run_dir):
@@ -324,8 +324,6 @@ def train_with_stops(run: Settings, stops: list[tuple[int, ...]]) -> list[str]:
 
 
 REFERENCES = {
-    "none": {"beta": 0.0},
-    "k1": {"beta": 0.1, "reference_refresh_every": 1},
     "k2": {"beta": 0.1, "reference_refresh_every": 2},
     "never": {"beta": 0.1, "reference_refresh_every": "never"},
     "by token": {
@@ -341,10 +339,8 @@ POLICIES = {"full": {}, "lora": LORA}
 @pytest.mark.parametrize(
     ("reference", "updates", "policy"),
     [
-        ("none", 2, "full"),
         ("k2", 2, "full"),
         ("never", 2, "lora"),
-        ("k1", 1, "lora"),
         ("by token", 3, "full"),
     ],
 )
@@ -367,11 +363,10 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")
 
 
-@pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=["trained", "frozen"])
-def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings, freeze):
+def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
     """With resampled groups, an evaluation between the steps, and cached features of images."""
     changes: dict[str, Any] = {
-        "policy": {"freeze": freeze},
+        "policy": {"freeze": ["vision", "projector"]},
         "data": {"eval": "embedded:ocr", "eval_limit": 3},
         "evaluation": {"every": 1},
         "optim": {"max_steps": 2},

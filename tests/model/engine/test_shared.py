@@ -102,10 +102,13 @@ def score_with_gradients(
 
 
 @pytest.mark.parametrize(
-    ("part", "lora"),
-    [("none", False), ("none", True), ("full", False), ("mlp", False), ("full", True)],
+    ("family", "part", "lora"),
+    [
+        *((family, "none", False) for family in FAMILIES),
+        *(("qwen2_vl", "full", True), ("qwen2_5_vl", "mlp", False), ("qwen3_vl", "full", False)),
+        ("qwen3_vl", "none", True),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_repeated_in_float32(family, part, lora):
     results = []
     for is_shared in (True, False):
@@ -174,7 +177,7 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family, lora)
         if lora:
             add_lora(policy, ["q_proj", "down_proj"])
         before = {n: w.clone() for n, w in policy.model.state_dict().items()}
-        prompts = [*build_prompts(policy, CLIPS), *mixed_prompts(policy, 12)]
+        prompts = [*build_prompts(policy, CLIPS), *mixed_prompts(policy, 6)]
         # Without sharing, by transformers' generate.
         groups = sample_groups(policy, prompts, with_entropies=True)
         tokens.append(get_tokens(groups))
@@ -239,7 +242,7 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
 def test_greedy_tokens_equal_those_of_generate(family):
     # Nothing is banned, as in plain ``generate``; in float64, rounding breaks no tie.
     policy = tiny_policy(family, dtype=torch.float64, temperature=0.0, banned=())
-    prompts = mixed_prompts(policy, 40)
+    prompts = mixed_prompts(policy, 16)
     groups = sample_groups(policy, prompts, group_size=1)
     plain = tiny_policy(family, shared=False, dtype=torch.float64)
     for prompt, (completion,) in zip(prompts, groups, strict=True):

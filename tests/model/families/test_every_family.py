@@ -147,8 +147,11 @@ def compute_gradient(
 @pytest.mark.no_shapes
 @pytest.mark.parametrize("name", SHARED)
 def test_both_forms_have_the_same_gradient(name, monkeypatch):
+    """Every family trains in full, and in one of the other modes."""
     plain: dict[str, dict[str, Tensor]] = {}
-    for mode, settings in MODES.items():
+    modes = [*MODES][1:]
+    for mode in ("full", modes[SHARED.index(name) % len(modes)]):
+        settings = MODES[mode]
         kind = mode.replace("checkpointed", "full")  # which computes the same
         if kind not in plain:
             settings_of_plain = settings | {"gradient_checkpointing": "none"}
