@@ -106,7 +106,7 @@ def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monk
     ("words", "message"),
     [
         ("nope.py", "there is no task file nope.py"),
-        ("counting --max-pixels 0", "--max-pixels"),
+        ("counting policy.max_pixels=0", "policy.max_pixels"),
         ("counting --limit 0", "--limit"),
         ("ocr --split test", "'test' is not one of 'train', 'eval'"),
         ("counting --preview a.pdf", "--preview a.pdf: give a file with the suffix .html"),

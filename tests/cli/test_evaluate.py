@@ -91,20 +91,16 @@ SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
         (["tallyqa", *ROWS, "--task", "ocr"], "a benchmark has its own task"),
         (["tallyqa", *ROWS, "--format", "r1_v"], "--format needs --predictions"),
         (["tallyqa", *SCORED, "--format", "r1v"], "did you mean r1_v"),
-        (["tallyqa", *SCORED, "--split", "tset"], "no split 'tset' (did you mean test?)"),
-        (["tallyqa", *ROWS, "model=embedded", "--split", "val"], "its splits are test"),
         (["tallyqa", *SCORED, "--checkpoint", "runs"], "leave out --checkpoint"),
         (["tallyqa", *SCORED, "--frame", "permil"], "did you mean permille"),
         (["tallyqa", *ROWS, "model=embedded", "--checkpoint", "no"], "no is not a folder"),
         (["tallyqa", *ROWS, "model=embedded", "task_options.tagz=true"], "unknown option tagz"),
         (["counting", "--checkpoint", "nowhere"], "checkpoint nowhere is not a folder"),
-        (["counting", "--split", "val"], "give --data"),
         (["counting", "--predictions", "p.jsonl"], "give --data"),
         (["counting", *SCORED, "--frame", "permil"], "did you mean permille?"),
         (["counting", *SCORED], "none.jsonl cannot be read"),
         (["counting", *SCORED, "tags=true"], "tags is not a task option with --predictions"),
         (["counting", *SCORED, "frame=permille"], "frame is not a task option with --predictions"),
-        (["counting", *SCORED, "--split", "test"], "--split needs a benchmark"),
         (["counting", "--json"], "--tags, --json and --image-root need a task and --predictions"),
     ],
 )
@@ -163,7 +159,7 @@ def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
         run(capsys, "evaluate", "tallyqa", *ROWS, *SERVER, *options, *model)
     assert [settings.model for _, settings, *_ in benchmark_calls] == ["none", "embedded"]
     endpoint = Endpoint("http://127.0.0.1:1", "gpt", concurrency=4, timeout=9.0)
-    assert [given[2:] for given in benchmark_calls] == [(None, None, endpoint)] * 2
+    assert [given[2:] for given in benchmark_calls] == [(None, endpoint)] * 2
 
 
 def test_a_recipe_behind_an_address_is_evaluated_and_its_failures_are_one_message(

@@ -66,7 +66,7 @@ def test_ocrbench_is_in_points_of_a_thousand():
     examples = make_examples([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
     report = make_report("ocrbench", examples, ["it is A", "x"])
     assert report.value == 500.0
-    lines = list(format_report(report, "test"))
+    lines = list(format_report(report))
     assert lines[0].startswith("OCRBench: ocrbench 500.0 [")
     assert "n = 2, 100.0% answered" in lines[0]
     assert lines[1].startswith("  read: the full output")
@@ -88,18 +88,16 @@ def test_errors_are_printed_with_three_places():
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "split", "warning"),
+    ("name", "count", "warning"),
     [
-        ("super_clevr_200", 2, None, "its test has 200 examples; this is a part"),
-        ("super_clevr_200", 200, None, None),
-        ("fsc147", 2, "val", "its val has 1286 examples; this is a part"),
-        ("fsc147", 2, None, "its test has 1190, val has 1286 examples; this is a part"),
-        ("clevr", 2, None, None),  # its number of examples is not published
+        ("super_clevr_200", 200, None),
+        ("fsc147", 2, "its test has 1190, val has 1286 examples; this is a part"),
+        ("clevr", 2, None),  # its number of examples is not published
     ],
 )
-def test_a_report_warns_of_missing_rows_with_and_without_a_split(name, count, split, warning):
+def test_a_report_warns_of_missing_rows(name, count, warning):
     report = make_report(name, make_examples([1] * count), ["1"] * count)
-    text = "\n".join(format_report(report, split))
+    text = "\n".join(format_report(report))
     assert warning in text if warning else "this is a part" not in text
 
 

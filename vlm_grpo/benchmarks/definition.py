@@ -194,13 +194,6 @@ class Benchmark(Frozen):
         plain = {"instruction": None}  # the benchmark's prompt says how to answer
         return build_task(task, self.task, {**plain, **frames, **self.options, **options})
 
-    def check_split(self, split: str | None) -> None:
-        if split is not None and split not in self.splits:
-            raise UserError(
-                f"{self.title} has no split {split!r}{nearest(split, self.splits)}: its splits are "
-                f"{', '.join(self.splits) or 'not named'}"
-            )
-
     @property
     def lower_is_better(self) -> bool:
         return is_error_metric(load_task_class(self.task), self.metric)

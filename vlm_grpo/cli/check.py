@@ -59,10 +59,6 @@ def check(
             "its weights."
         ),
     ] = None,
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(min=1, help="Pixel budget of an image; default: that of the model."),
-    ] = None,
     preview: Annotated[
         Path | None,
         typer.Option(
@@ -81,7 +77,7 @@ def check(
     written, duplicates, and images and ids that --against shares. With --model, every prompt is
     built as in training, and must fit into the context. If the data are sound, then the task: every
     gold answer must earn the full reward, an empty text 0, and known exploits of a reward no more
-    than their bound. Settings of the prompt and of the data are written among the options.
+    than their bound. Settings of the prompt, the data and the policy are written among the options.
 
     \b
     vlm-grpo check counting
@@ -101,8 +97,7 @@ def check(
         raise UserError(f"--preview {preview}: give a file with the suffix .html")
     source = data or f"embedded:{task}"
     values = parse_task_options(options)
-    blocks = {name: values.pop(name, {}) for name in ("prompt", "data")}
-    blocks["policy"] = {"max_pixels": max_pixels}
+    blocks = {name: values.pop(name, {}) for name in ("prompt", "data", "policy")}
     given = {f"{split}_limit": limit, **blocks.pop("data")}
 
     def build_settings(source: str, root: Path | None) -> Settings:

@@ -76,9 +76,6 @@ def evaluate(
             "or the output of an evaluation by vlm_r1, r1_v or lmms_eval.",
         ),
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Split whose published results to print for comparison.")
-    ] = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
     api_key_env: ApiKeyEnv = None,
@@ -108,7 +105,7 @@ def evaluate(
     vlm-grpo evaluate runs/counting                                   a run's newest checkpoint
     vlm-grpo evaluate counting@best data.eval=test.jsonl              its best one
     vlm-grpo evaluate counting --checkpoint DIR                       a checkpoint
-    vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
+    vlm-grpo evaluate refcoco --data val.jsonl model=Qwen/Qwen2.5-VL-3B-Instruct
     vlm-grpo evaluate refcoco --data val.jsonl --checkpoint DIR       and its base model
     vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl --frame permille
     vlm-grpo evaluate super_clevr_200 --data rows.jsonl --predictions log.json --format r1_v
@@ -149,8 +146,8 @@ def evaluate(
         ),
         (layout is not None and not scores, "--format needs --predictions, whose format it is"),
         (
-            (scores or split is not None) and not has_rows,
-            "--predictions and --split need rows: give --data",
+            scores and not has_rows,
+            "--predictions needs rows: give --data",
         ),
         (
             (tags is not None or as_json or image_root is not None) and not is_task,
@@ -164,7 +161,6 @@ def evaluate(
             scores and checkpoint is not None,
             "--predictions are scored without a model: leave out --checkpoint",
         ),
-        (is_task and split is not None, "--split needs a benchmark"),
     ):
         if is_wrong:
             raise UserError(message)
@@ -178,7 +174,7 @@ def evaluate(
             settings = _benchmark_settings(recipe, data, folder, given)
             from vlm_grpo.eval.benchmark import evaluate_benchmark
 
-            evaluate_benchmark(recipe, settings, folder, split, endpoint)
+            evaluate_benchmark(recipe, settings, folder, endpoint)
         elif is_task:
             from vlm_grpo.config.data import DataSettings
 
@@ -190,7 +186,7 @@ def evaluate(
 
             settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
             written_frame = None if frame is None else get_frame(frame)
-            score_benchmark(recipe, settings, predictions, layout, written_frame, split)
+            score_benchmark(recipe, settings, predictions, layout, written_frame)
 
 
 def _refuse_benchmark(name: str) -> None:

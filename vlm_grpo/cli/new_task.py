@@ -68,19 +68,17 @@ def write_task(name: str, folder: Path) -> list[Path]:
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        raise UserError(
-            f"{name!r} is not a name for a task: use lowercase letters, digits and single "
-            "underscores, starting with a letter, for example read_clock"
-        )
-    if len(name) > LONGEST_NAME:
-        raise UserError(f"{name!r} is too long for a task's name: {LONGEST_NAME} letters at most")
-    if keyword.iskeyword(name):
-        raise UserError(f"{name!r} is a keyword of Python: give another name")
-    if name in sys.stdlib_module_names:
-        raise UserError(
-            f"{name!r} is a module of Python's standard library, which {name}.py would shadow: "
-            "give another name"
-        )
-    if name.startswith("test_"):
-        raise UserError(f"{name!r} would be collected as a test: leave out test_")
+    problems = {
+        "is not a name for a task: use lowercase letters, digits and single underscores, starting "
+        "with a letter, for example read_clock": not re.fullmatch(
+            r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name
+        ),
+        f"is too long for a task's name: {LONGEST_NAME} letters at most": len(name) > LONGEST_NAME,
+        "is a keyword of Python: give another name": keyword.iskeyword(name),
+        f"is a module of Python's standard library, which {name}.py would shadow: give another "
+        "name": name in sys.stdlib_module_names,
+        "would be collected as a test: leave out test_": name.startswith("test_"),
+    }
+    for problem, is_found in problems.items():
+        if is_found:
+            raise UserError(f"{name!r} {problem}")

@@ -159,8 +159,8 @@ def format_comparison(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
     )
 
 
-def format_report(report: Report, split: str | None = None) -> Iterator[str]:
-    """Yield the lines of a printed report, with the published results of a split or of all."""
+def format_report(report: Report) -> Iterator[str]:
+    """Yield the lines of a printed report, with the published results."""
     benchmark, scored = report.benchmark, report.scored
     places, answered = benchmark.places, scored.metrics["answered"]
     interval = ""
@@ -179,11 +179,7 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         yield f"  {unread}; models were asked for: {benchmark.asked or '?'}"
     if benchmark.differences:
         yield f"  differs from the official script: {benchmark.differences}"
-    official = {
-        name: count
-        for name, count in benchmark.splits.items()
-        if count is not None and split in (None, name)
-    }
+    official = {name: count for name, count in benchmark.splits.items() if count is not None}
     if official and scored.n not in official.values():
         counts = ", ".join(f"{name} has {count}" for name, count in official.items())
         yield f"  its {counts} examples; this is a part or another version of it"
@@ -200,10 +196,9 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
             yield f"  {row['group']:<32} {value} {interval}  n = {row['n']}"
         if len(rows) > _MAX_GROUPS:
             yield f"  … and {len(rows) - _MAX_GROUPS} more groups"
-    published = [p for p in benchmark.published if split is None or p.split == split]
-    if published:
+    if benchmark.published:
         yield "published"
-    for p in published:
+    for p in benchmark.published:
         checked = "verified" if p.verified else "not verified"
         yield f"  {p.model:<32} {p.value:7.{places}f}  {p.split}, {checked}: {p.source}"
     if benchmark.note:
@@ -223,7 +218,6 @@ def evaluate_benchmark(
     name: str,
     settings: Settings,
     checkpoint: Path | None = None,
-    split: str | None = None,
     server: Endpoint | str | None = None,
 ) -> list[Report]:
     """Evaluate a model on a benchmark, and print its report.
@@ -237,7 +231,6 @@ def evaluate_benchmark(
         settings: model, policy, task options, and the rows of the benchmark as ``data.eval``.
         checkpoint: a checkpoint of the model, to compare with it example by example; its report is
             the second of the two.
-        split: split whose published results to print; None: all.
         server: address of the model; None: its weights are loaded here.
     """
     if settings.evaluation.samples > 1:
@@ -248,7 +241,6 @@ def evaluate_benchmark(
     check_weights(checkpoint, server)
     state = initialize_distributed()
     benchmark = load_benchmark(name)
-    benchmark.check_split(split)
     examples = _load_examples(settings, benchmark.load_task(**settings.task_options))
     reports: dict[str, Report] = {}
     models = {"model": None} if checkpoint is None else {"model": None, "checkpoint": checkpoint}
@@ -264,7 +256,7 @@ def evaluate_benchmark(
             reports[title] = _score(benchmark, task, resized, texts, settings)
             print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
     if state.is_main_process:
-        _finish(settings.run_dir / "results.json", name, reports, split)
+        _finish(settings.run_dir / "results.json", name, reports)
     return [*reports.values()]
 
 
@@ -274,7 +266,6 @@ def score_benchmark(
     path: Path,
     layout: str | None = None,
     frame: CoordinateFrame | None = None,
-    split: str | None = None,
 ) -> Report:
     """Score the outputs of any model as ``evaluate_benchmark``, and print the report.
 
@@ -283,7 +274,6 @@ def score_benchmark(
     image.
     """
     benchmark = load_benchmark(name)
-    benchmark.check_split(split)
     task = benchmark.load_task(frame, **settings.task_options)
     examples = _load_examples(settings, task)
     resized, texts = read_outputs(path, layout, examples, task.frame == RESIZED)
@@ -291,7 +281,7 @@ def score_benchmark(
     if len(resized) < len(examples):
         print(f"{len(examples) - len(resized)} more examples have no output in the file")
     results = settings.run_dir / "results-predictions.json"
-    _finish(results, name, {"predictions": report}, split)
+    _finish(results, name, {"predictions": report})
     return report
 
 
@@ -321,13 +311,13 @@ def _score(
     return report if pair == own else replace(report, strict=pair)
 
 
-def _finish(path: Path, name: str, reports: Mapping[str, Report], split: str | None) -> None:
+def _finish(path: Path, name: str, reports: Mapping[str, Report]) -> None:
     """Print the reports and the comparison of the second with the first; write them as JSON."""
     results: dict[str, Any] = {"benchmark": name}
     for title, report in reports.items():
         if len(reports) > 1:
             print(f"\nthe {title}")
-        print(*format_report(report, split), sep="\n")
+        print(*format_report(report), sep="\n")
         results[title] = {
             "n": report.scored.n,
             "value": report.value,
