@@ -17,7 +17,7 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.batch import Estimator, Rollout, compute_advantages
+from vlm_grpo.training.batch import Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.manager import check_same_settings, flatten_settings
 from vlm_grpo.training.trainer import train
 
@@ -43,7 +43,7 @@ def test_advantages_of_a_source_do_not_depend_on_the_others(estimator, each):
         ]
         settings = load_settings("counting", overrides)
         rollout = Rollout(groups, task.reward_weights())
-        given = Estimator.load(settings.objective), accelerator
+        given = settings.objective, None, accelerator
         return compute_advantages(rollout, {}, *given).own
 
     alone = [compute(MEMBERS["count"], counts), compute(MEMBERS["read"], words)]
@@ -66,7 +66,7 @@ def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has():
     settings = load_settings("counting", ["objective.scale_rewards=batch"])
     members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
     task, accelerator = Mixed(members=members), SimpleNamespace(process_index=0)
-    given: Any = Estimator.load(settings.objective), accelerator
+    given: Any = settings.objective, None, accelerator
     found = compute_advantages(Rollout(tuple(groups), task.reward_weights()), {}, *given).own
     weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
     totals = torch.tensor([weights[0], 0.0, 0.0, weights[1], 0.0, 0.0])

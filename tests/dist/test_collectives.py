@@ -151,6 +151,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch):
     "error",
     [
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+        RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms"),
         torch.distributed.DistBackendError("NCCL communicator was aborted"),
     ],
 )

@@ -1,8 +1,7 @@
-"""The processes of a launch, the launcher's settings, and the watch that names late ranks."""
+"""The processes of a launch, and the launcher's settings."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -10,7 +9,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -20,18 +19,14 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from forked import TIMEOUT, run_program, run_ranks, start
-from processes import wait_for
 from small_runs import read_metrics
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.launcher.api import LaunchConfig
 
 from vlm_grpo.cli import main
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist import launch as launch_module
-from vlm_grpo.dist.collectives import COLLECTIVES
 from vlm_grpo.dist.launch import (
-    RankWatch,
     build_accelerator,
     get_deepspeed_config,
     get_dp_replicate_size,
@@ -185,78 +180,6 @@ def test_processes_on_cpus_form_one_group(tmp_path, is_told):
     """With an accelerator, if the launcher tells them to use the CPU; or without one."""
     run_ranks(tmp_path / "log", 2, write_device, tmp_path / "found", is_told)
     assert [(tmp_path / f"found.{rank}").read_text() for rank in (0, 1)] == ["cpu 2"] * 2
-
-
-# Late ranks.
-
-
-def make_watch(monkeypatch: pytest.MonkeyPatch, timeout: float = 0.1) -> RankWatch:
-    """Build the watch of rank 0 of 3, which has reached exchange 5."""
-
-    def end(status: int) -> NoReturn:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(COLLECTIVES, "count", 5)
-    watch = RankWatch(HashStore(), 0, 3, timeout)
-    watch.place = lambda: "in phase step"
-    return watch
-
-
-def publish(watch: RankWatch, rank: int, reached: int, beats: int = 1) -> None:
-    sign = {"beats": beats, "reached": reached, "place": "in phase reward", "host": "node"}
-    watch.store.set(str(rank), json.dumps(sign))
-
-
-def test_late_ranks_are_named(monkeypatch, capsys):
-    watch = make_watch(monkeypatch)
-    publish(watch, 1, reached=4)  # rank 2 has not started
-    started = time.monotonic()
-    with pytest.raises(SystemExit, match="2"):
-        watch._run()  # noqa: SLF001
-    assert time.monotonic() - started > 0.1
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:3] == [
-        "error: 2 of 3 processes did not arrive within ddp_timeout=0.1 s:",
-        "  rank 1 on node: in phase reward; its process does not respond",
-        "  rank 2 on ?: starting; its process does not respond",
-    ]
-    assert lines[3].startswith("The others wait for them (in phase step).")
-    # The other ranks end without a message.
-    with pytest.raises(SystemExit, match="2"):
-        watch._run()  # noqa: SLF001
-    assert capsys.readouterr().err == ""
-
-
-def test_a_rank_that_arrives_at_the_last_moment_ends_nothing(monkeypatch, capsys):
-    watch = make_watch(monkeypatch)
-    for rank in (1, 2):
-        publish(watch, rank, reached=4 + rank // 2)
-
-    def arrive(_: float) -> None:
-        publish(watch, 1, reached=5)
-        watch._stopped.set()  # noqa: SLF001
-
-    monkeypatch.setattr(time, "sleep", arrive)
-    watch._run()  # noqa: SLF001
-    assert capsys.readouterr().err == ""
-    assert watch.store.add("claims", 0) == 0
-
-
-def test_ranks_that_work_as_long_as_this_one_are_not_late(monkeypatch):
-    watch = make_watch(monkeypatch, timeout=0.05)
-    for rank, reached in ((1, 5), (2, 7)):
-        publish(watch, rank, reached)
-
-    def read_sign() -> Any:
-        return json.loads(watch.store.get("0"))
-
-    with watch:
-        time.sleep(0.2)  # longer than the timeout
-        wait_for(lambda: read_sign()["beats"] > 10)
-    sign = read_sign()
-    assert (sign["reached"], sign["place"]) == (5, "in phase step")
-    assert not watch.store.check(["end"])
 
 
 # Runs of several processes.

@@ -1,8 +1,8 @@
 """The cases that the processes of a launch run in ``tests/dist/test_ranks.py``.
 
 A launch is named ``STRATEGY-RANKS``, such as ``fsdp-2``. A third part names a launch that makes a
-single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``), ``-oom`` or
-``-late``. Its first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
+single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``) or ``-oom``. Its
+first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -332,20 +331,6 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
     raise AssertionError("the run did not fail")
 
 
-def run_with_a_late_rank(folder: Path, launch: str) -> None:
-    """Train until the last rank hangs in its second step, which ends the processes."""
-    settings = make_run_settings(folder, launch, checkpoint={"every": 1}, ddp_timeout=2)
-    is_last, backward = _is_last_rank(), Updater._backward  # noqa: SLF001
-
-    def hang_in_second_step(self: Updater, *rest: Any) -> Any:
-        if is_last and self.scheduler.last_epoch == 1:
-            time.sleep(200)
-        return backward(self, *rest)
-
-    Updater._backward = hang_in_second_step  # type: ignore[method-assign] # noqa: SLF001
-    train(settings)
-
-
 def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:
     """Evaluate examples that several ranks share; return all scores, and how many are this rank's,
     or the error.
@@ -564,9 +549,6 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
     if launch.endswith("-oom"):
         yield "error", lambda: run_out_of_memory(folder, launch)
         return
-    if launch.endswith("-late"):
-        yield "end", lambda: run_with_a_late_rank(folder, launch)
-        return
     if launch in BEGUN_BY:
         yield "run", lambda: resume_run(folder, launch)
         return
@@ -622,10 +604,6 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
 def run_rank(folder: Path, launch: str) -> None:
     os.environ |= STRATEGIES[launch.split("-")[0]]
     rank, results = os.environ.get("RANK", "0"), {}
-    if launch.endswith("-late"):  # its ranks end without results
-        if rank == "0":
-            torch.save(results, folder / f"{launch}.pt")
-        os.dup2(os.open(folder / f"{launch}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
     for name, run_case in list_cases(folder, launch):
         torch.backends.mkldnn.set_flags(name in WITH_ONEDNN)
         results[name] = run_case()
@@ -636,6 +614,5 @@ def run_rank(folder: Path, launch: str) -> None:
 def run_launch(folder: Path, launch: str) -> None:
     if not (folder / "rows.jsonl").exists():
         prepare(folder)
-    status = 2 if launch.endswith("-late") else 0
     count = int(launch.split("-")[1])
-    run_ranks(folder / f"{launch}.log", count, run_rank, folder, launch, status=status)
+    run_ranks(folder / f"{launch}.log", count, run_rank, folder, launch)

@@ -19,7 +19,6 @@ from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.training import batch as batch_module
 from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import (
-    Estimator,
     Rollout,
     StepAdvantages,
     StepBatch,
@@ -30,6 +29,7 @@ from vlm_grpo.training.batch import (
     has_spread,
     is_out_of_memory,
 )
+from vlm_grpo.training.objective import load_estimator
 from vlm_grpo.training.speed import GIB, memory_metrics
 from vlm_grpo.training.update import pack_step
 from vlm_grpo.types import Group
@@ -170,7 +170,9 @@ def compute(
     settings = load_settings("quickstart", [override])
     rollout = Rollout(tuple(groups), {"exact": 2.0, "closeness": 1.0})
     scores = {} if penalties is None else {"penalties": torch.cat(penalties)}
-    return compute_advantages(rollout, scores, Estimator.load(settings.objective), accelerator)
+    objective = settings.objective
+    estimator = load_estimator(objective.advantage_estimator)
+    return compute_advantages(rollout, scores, objective, estimator, accelerator)
 
 
 def make_counting_group(*rewards: tuple[float | None, float]) -> Group:

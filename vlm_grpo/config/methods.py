@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.media.images import MAX_NOISE_STEPS
 from vlm_grpo.task.registry import load_file
 
+T = TypeVar("T")
 BUILT_IN = "vlm_grpo.training.methods"
 """The package of the built-in methods."""
 
@@ -198,7 +199,8 @@ class OwnMethod(Frozen):
 def load_method_file(entry: OwnMethod) -> ModuleType:
     """Load a method's file; raise a ``UserError`` if it fails."""
     if (name := str(entry.file)).isidentifier():
-        named = _find_named()
+        found = load_built_in().items()
+        named = {known: module for known, module in found if find_classes(module, MethodSettings)}
         if name not in named:
             raise UserError(
                 f"methods: there is no method {name}{nearest(name, named)}: give "
@@ -215,25 +217,21 @@ def _load_version(file: Path, changed: int) -> ModuleType:
 
 
 @cache
-def _find_named() -> dict[str, ModuleType]:
+def load_built_in() -> dict[str, ModuleType]:
+    """Load the files of the built-in methods, by name."""
     found = pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__)
-    modules = {m.name: importlib.import_module(f"{BUILT_IN}.{m.name}") for m in found}
-    return {name: module for name, module in modules.items() if _find_settings(module)}
+    return {m.name: importlib.import_module(f"{BUILT_IN}.{m.name}") for m in found}
 
 
-def _find_settings(module: ModuleType) -> list[type[MethodSettings]]:
-    return [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, MethodSettings)
-        and value.__module__ == module.__name__
-    ]
+def find_classes(module: ModuleType, base: type[T]) -> list[type[T]]:
+    """Return the subclasses that a module defines."""
+    classes = (value for value in vars(module).values() if isinstance(value, type))
+    return [c for c in classes if issubclass(c, base) and c.__module__ == module.__name__]
 
 
 def read_own_settings(entry: OwnMethod) -> MethodSettings:
     """Return the settings of a file's method; raise a ``UserError`` if they are wrong."""
-    found = _find_settings(load_method_file(entry))
+    found = find_classes(load_method_file(entry), MethodSettings)
     return (found[0] if found else MethodSettings)(**entry.options)
 
 

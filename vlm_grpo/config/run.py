@@ -116,8 +116,7 @@ class Settings(Frozen):
     resume: Annotated[bool, FREE] = False
     """Continue from the run's newest complete checkpoint."""
     ddp_timeout: Annotated[float, FREE] = Field(default=DDP_TIMEOUT, gt=0)
-    """Seconds that processes wait for a slow one before the run ends with status 2 and a message
-    that names it."""
+    """Seconds that processes wait for a slow one before torch ends the run."""
     data: DataSettings
     policy: PolicySettings = PolicySettings()
     prompt: PromptSettings = PromptSettings()

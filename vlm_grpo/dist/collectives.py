@@ -24,26 +24,15 @@ TOLERANCE = 0.02
 """Excess of the most loaded rank over the mean up to which no item is moved."""
 
 
-@dataclass
-class CollectiveCounter:
-    """The number of collectives that this process has reached."""
-
-    count: int = 0
-
-
-COLLECTIVES = CollectiveCounter()
-"""The count of this process. All ranks make the same collectives in the same order."""
-
-
 def gather_object(items: list[Any]) -> list[Any]:
     """Return the items of all ranks, in rank order. All ranks must call it."""
-    COLLECTIVES.count += 1
     return utils.gather_object(items)
 
 
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
-    """Raise a ``UserError`` for the failure of a collective because another process has died."""
+    """Raise a ``UserError`` for a collective that failed because another process has died or is
+    late."""
     try:
         yield
     except RuntimeError as error:
@@ -51,8 +40,9 @@ def explain_lost_rank() -> Iterator[None]:
         if not lost:
             raise
         raise UserError(
-            "another process of this run has died: the launcher's report says which one and why. "
-            "Finished checkpoints are intact: resume=true continues from the newest one"
+            "another process of this run has died, which the launcher reports with the reason, or "
+            "the others waited for it longer than ddp_timeout. Finished checkpoints are intact: "
+            "resume=true continues from the newest one"
         ) from error
 
 
@@ -84,7 +74,6 @@ def broadcast_weights(
 
     The model's own may be sharded; ``whole`` are the first rank's unsharded ones, by name.
     """
-    COLLECTIVES.count += 1
     for name, tensor in get_tensors(model).items():
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=accelerator.device)
         if accelerator.is_main_process:
@@ -97,7 +86,6 @@ def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
     """Return whether the flag is set on any rank."""
     if ranks.num_processes == 1:
         return flag
-    COLLECTIVES.count += 1
     flags = torch.tensor(float(flag), device=ranks.device)
     return bool(utils.reduce(flags, "sum") > 0)  # type: ignore[operator]
 
@@ -171,7 +159,6 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
     """
     if accelerator.num_processes == 1:
         return
-    COLLECTIVES.count += 1
     for bucket in split_into_buckets(tensors, BUCKET_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         torch.distributed.all_reduce(flat)

@@ -1,15 +1,9 @@
-"""The launch of a run: its processes, the launcher's settings, and a watch over the ranks."""
+"""The launch of a run: its processes, and the launcher's settings."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,21 +17,15 @@ from accelerate import (
 )
 from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
 from torch import distributed
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import StateDictType
 
 from vlm_grpo.config.run import DDP_TIMEOUT, Settings
-from vlm_grpo.dist.collectives import COLLECTIVES, explain_lost_rank
 from vlm_grpo.errors import UserError
 
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 OFFLOADS = ("offload_optimizer", "offload_param")
 """The blocks of a DeepSpeed config that keep the optimizer's state and the weights on the host."""
-MARGIN = 60
-"""Seconds by which an exchange between ranks may exceed the timeout: the watch, which ends the run
-before, names the late rank."""
-LONGEST_BEAT = 5.0
-"""Seconds between two heartbeats of a rank, or a tenth of the timeout if that is less."""
 
 
 def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
@@ -53,7 +41,7 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _initialize_after_restart(timeout)
-    return PartialState(cpu=_on_cpu(), timeout=timedelta(seconds=timeout + MARGIN))
+    return PartialState(cpu=_on_cpu(), timeout=timedelta(seconds=timeout))
 
 
 def _requests(feature: str) -> bool:
@@ -69,32 +57,25 @@ def _initialize_after_restart(timeout: float) -> None:
 
     Without it the ranks would read the addresses of dead processes and wait for them.
     """
-    if _get_attempt() == "0" or distributed.is_initialized():
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or distributed.is_initialized():
         return
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank = int(os.environ["RANK"])
+    rank, seconds = int(os.environ["RANK"]), timedelta(seconds=timeout)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=not hosted and rank == 0,
+        timeout=seconds,
+        wait_for_workers=False,
+    )
     distributed.init_process_group(
         "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
-        store=connect_store("group", timeout, is_master=not hosted and rank == 0),
+        store=PrefixStore(f"attempt-{attempt}", store),
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout + MARGIN),
+        timeout=seconds,
     )
-
-
-def connect_store(name: str, timeout: float, is_master: bool = False) -> Store:
-    """Connect to the ranks' key-value store, which launchers keep for all attempts of a run.
-
-    ``name`` is a prefix of the keys, in addition to the attempt's; the master hosts the store.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    seconds = timedelta(seconds=timeout)
-    store = TCPStore(address, port, is_master=is_master, timeout=seconds, wait_for_workers=False)
-    return PrefixStore(f"attempt-{_get_attempt()}/{name}", store)
-
-
-def _get_attempt() -> str:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
@@ -216,99 +197,3 @@ def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
     }
     _refuse("DeepSpeed", wrong)
     return config
-
-
-class RankWatch:
-    """A thread that publishes this rank's progress, and ends a run in which a rank is late.
-
-    All ranks make the same collectives in the same order, so the number that a rank has reached
-    says how far it is, with every backend. A rank is late if it has not reached a collective
-    ``timeout`` seconds after another one. The waiting ranks may be inside a kernel, where no
-    exception reaches them, so the thread ends their processes, with status 2. ``store`` is the
-    ranks' key-value store, on a connection of its own; ``place`` describes this rank's work."""
-
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
-        self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
-        self.place: Callable[[], str] = lambda: "loading"
-        self.beat = min(LONGEST_BEAT, timeout / 10)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
-
-    def __enter__(self) -> RankWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        beats, reached, since = 0, -1, 0.0
-        try:
-            while not self._stopped.wait(self.beat):
-                beats += 1
-                if COLLECTIVES.count != reached:
-                    reached, since = COLLECTIVES.count, time.monotonic()
-                sign = {"beats": beats, "reached": reached, "place": self.place()}
-                self.store.set(str(self.rank), json.dumps({**sign, "host": platform.node()}))
-                if self.store.check(["end"]):
-                    os._exit(2)
-                is_long = time.monotonic() - since > self.timeout
-                if is_long and self._find_late(reached) and self.store.add("claims", 1) == 1:
-                    self._end(reached)
-        except RuntimeError:  # the store is gone: its process has died, which the launcher reports
-            return
-
-    def _find_late(self, reached: int) -> dict[int, dict[str, Any]]:
-        """Return the last heartbeats of the ranks that have not reached a collective."""
-        signs = {}
-        for rank in range(self.world_size):
-            key, sign = str(rank), {"beats": 0, "reached": -1, "place": "starting", "host": "?"}
-            signs[rank] = json.loads(self.store.get(key)) if self.store.check([key]) else sign
-        return {rank: sign for rank, sign in signs.items() if sign["reached"] < reached}
-
-    def _end(self, reached: int) -> None:
-        """End all ranks, unless the late ones have arrived in the meantime."""
-        before = self._find_late(reached)
-        time.sleep(3 * self.beat)
-        late = self._find_late(reached)
-        if not late:
-            self.store.add("claims", -1)
-            return
-        lines = [
-            f"  rank {rank} on {sign['host']}: {sign['place']}"
-            + ("" if sign["beats"] > before[rank]["beats"] else "; its process does not respond")
-            for rank, sign in late.items()
-        ]
-        print(
-            f"error: {len(late)} of {self.world_size} processes did not arrive within "
-            f"ddp_timeout={self.timeout:g} s:",
-            *lines,
-            f"The others wait for them ({self.place()}). Find out why they are slow, or raise "
-            "ddp_timeout if that work takes so long. Finished checkpoints are intact: resume=true "
-            "continues from the newest one",
-            sep="\n",
-            file=sys.stderr,
-            flush=True,
-        )
-        self.store.set("end", "")
-        time.sleep(3 * self.beat)  # otherwise the others would report that this process has died
-        os._exit(2)
-
-
-@contextmanager
-def watch_ranks(timeout: float) -> Iterator[RankWatch]:
-    """Watch the ranks of a launch inside, and explain the errors of lost ones.
-
-    A rank that the others wait for ends the run after ``timeout`` seconds.
-    """
-    state = PartialState()
-    rank, world_size = state.process_index, state.num_processes
-    store: Any = connect_store("watch", timeout) if world_size > 1 else None
-    watch = RankWatch(store, rank, world_size, timeout)
-    with explain_lost_rank():
-        if world_size == 1:
-            yield watch
-            return
-        with watch:
-            yield watch

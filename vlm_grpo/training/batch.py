@@ -25,12 +25,10 @@ from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.objective import (
-    ADVANTAGE_ESTIMATORS,
     Advantages,
     StepEstimator,
     TokenBatch,
     group_advantages,
-    load_estimator,
     per_reward_advantages,
     step_advantages,
 )
@@ -140,20 +138,6 @@ class StepAdvantages:
     tokens: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """The estimator of a run's advantages."""
-
-    objective: ObjectiveSettings
-    # computes them from all groups of a step; None: each group's are its own
-    over_step: StepEstimator | None = None
-
-    @classmethod
-    def load(cls, objective: ObjectiveSettings) -> Self:
-        name = objective.advantage_estimator
-        return cls(objective, None if name in ADVANTAGE_ESTIMATORS else load_estimator(name))
-
-
 class _Rewarded(NamedTuple):
     """What the advantages of one rank's n completions depend on."""
 
@@ -163,12 +147,17 @@ class _Rewarded(NamedTuple):
 
 
 def compute_advantages(
-    rollout: Rollout, scores: Values, estimator: Estimator, accelerator: Accelerator
+    rollout: Rollout,
+    scores: Values,
+    objective: ObjectiveSettings,
+    estimator: StepEstimator | None,
+    accelerator: Accelerator,
 ) -> StepAdvantages:
     """Compute the advantages of a step's completions from the rewards of all ranks.
 
     Those of recalled groups are computed separately. ``penalties`` among the scores are subtracted
-    from the total rewards.
+    from the total rewards. ``estimator`` computes them from all groups; None: each group's are its
+    own.
     """
     if rollout.author is not None:
         ones = torch.ones(rollout.num_sampled)
@@ -185,7 +174,7 @@ def compute_advantages(
         start = sum(len(part.rewards) for part in parts[:rank])
         rows = slice(start, start + len(parts[rank].rewards))
         if not pairs or any(len(part.rewards) for part in parts):
-            pairs.append((_estimate(parts, weights, estimator), rows))
+            pairs.append((_estimate(parts, weights, objective, estimator), rows))
     step = pairs[0][0]
     values = torch.cat([found.values[rows] for found, rows in pairs])
     if step.tokens is None:
@@ -194,18 +183,23 @@ def compute_advantages(
     return StepAdvantages(values, step, torch.cat([*tokens, torch.zeros(0)]))
 
 
-def _estimate(parts: Sequence[_Rewarded], weights: Tensor, estimator: Estimator) -> Advantages:
+def _estimate(
+    parts: Sequence[_Rewarded],
+    weights: Tensor,
+    objective: ObjectiveSettings,
+    estimator: StepEstimator | None,
+) -> Advantages:
     """Compute the advantages of the completions of all ranks; ``weights`` (k,) of the rewards."""
-    objective, name = estimator.objective, estimator.objective.advantage_estimator
+    name = objective.advantage_estimator
     rewards = torch.cat([part.rewards for part in parts])
     sizes = [lengths for part in parts for lengths in part.lengths]
     ids = [number for number, lengths in enumerate(sizes) for _ in lengths]
     lengths = list(itertools.chain(*sizes))
     known = [part.penalties for part in parts if part.penalties is not None]
     penalties = torch.cat(known).split(lengths) if known else None
-    if estimator.over_step is not None:
+    if estimator is not None:
         counts = torch.tensor(lengths, dtype=torch.int64)
-        found = step_advantages(rewards @ weights, ids, counts, estimator.over_step, penalties)
+        found = step_advantages(rewards @ weights, ids, counts, estimator, penalties)
     else:
         if penalties is not None:
             sums = [penalty.sum().to(rewards.dtype) for penalty in penalties]

@@ -15,8 +15,8 @@ from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.data.stream import build_stream
-from vlm_grpo.dist.collectives import any_rank, fail_together
-from vlm_grpo.dist.launch import build_accelerator, watch_ranks
+from vlm_grpo.dist.collectives import any_rank, explain_lost_rank, fail_together
+from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval.evaluate import HeldOutEvaluator
 from vlm_grpo.eval.scored import Scored
@@ -25,7 +25,7 @@ from vlm_grpo.report.progress import Progress
 from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
-from vlm_grpo.training.batch import Estimator, Rollout, compute_advantages
+from vlm_grpo.training.batch import Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.manager import (
     CheckpointManager,
     RunState,
@@ -35,6 +35,7 @@ from vlm_grpo.training.checkpoint.manager import (
 )
 from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.metrics import rollout_metrics
+from vlm_grpo.training.objective import load_estimator
 from vlm_grpo.training.rollout import build_rollout_sampler, select_usable
 from vlm_grpo.training.run_dir import NonfiniteGuard, RunDir, lock_run
 from vlm_grpo.training.speed import StepMeter
@@ -72,7 +73,7 @@ def train(
     check_installed(settings.logging.trackers)
     run_task, train_examples, held_out_examples = load_run(settings, objects)
     accelerator = build_accelerator(settings)
-    with watch_ranks(settings.ddp_timeout) as watch, lock_run(settings, accelerator):
+    with explain_lost_rank(), lock_run(settings, accelerator):
         checkpoint = find_checkpoint(settings, accelerator, train_examples, run_task)
         set_seed(settings.seed)
         policy = load_policy(settings, checkpoint)
@@ -80,8 +81,6 @@ def train(
         trainer = Trainer(settings, policy, run_task, *examples, accelerator)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        stopwatch = policy.stopwatch
-        watch.place = lambda: f"in phase {stopwatch.phase or 'start'}, {trainer.progress}"
         result = trainer.run(stop_request)
     accelerator.print(result)
     return result
@@ -111,7 +110,7 @@ class Trainer:
         self.train_examples = select_usable(policy, train_examples, self.task, settings, methods)
         ranks = self.accelerator = accelerator or build_accelerator(settings)
         self.updater = build_updater(policy, settings, self.accelerator, methods)
-        self.estimator = Estimator.load(settings.objective)
+        self.estimator = load_estimator(settings.objective.advantage_estimator)
         strategy = self.strategy = self.updater.strategy
         stream = build_stream(self.train_examples, settings)
         for method in methods.values():
@@ -135,7 +134,9 @@ class Trainer:
             rollout = self._rollout()
             with self.stop_request.finishing("update"):
                 scores = self.updater.score(rollout)
-                advantages = compute_advantages(rollout, scores, self.estimator, ranks)
+                advantages = compute_advantages(
+                    rollout, scores, settings.objective, self.estimator, ranks
+                )
                 batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
                 metrics = rollout_metrics(rollout, advantages)
                 metrics = {**self.updater.update(batch), **metrics, **self.updater.learning_rates}
@@ -209,9 +210,10 @@ class Trainer:
         checkpoint = self.checkpoints.path(self.state)
         if not self._is_done:
             reason, status = self.stop_request.reason or "another process", self.stop_request.status
+            place = f"after step {self.global_step} of {last}"
+            place += "" if self.unevaluated is None else " and before its evaluation"
             raise Stopped(
-                f"stopped by {reason} {self.progress}; saved in {checkpoint}; "
-                "continue with resume=true",
+                f"stopped by {reason} {place}; saved in {checkpoint}; continue with resume=true",
                 status,
             )
         best, is_error = self.evaluator.best, self.evaluator.task.lower_is_better
@@ -220,12 +222,6 @@ class Trainer:
     @property
     def _is_done(self) -> bool:
         return self.global_step >= self.settings.optim.max_steps and self.unevaluated is None
-
-    @property
-    def progress(self) -> str:
-        """The progress of the run, as in ``after step 3 of 100``."""
-        position = f"after step {self.global_step} of {self.settings.optim.max_steps}"
-        return position if self.unevaluated is None else f"{position} and before its evaluation"
 
     def _stop_requested(self) -> bool:
         """Return whether a stop was requested on any rank. All ranks must call it."""

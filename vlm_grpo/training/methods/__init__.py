@@ -11,19 +11,21 @@ terms to the loss. The rest of the training code names no method.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from vlm_grpo.config.methods import OwnMethod, load_method_file, read_own_settings
+from vlm_grpo.config.methods import (
+    OwnMethod,
+    find_classes,
+    load_built_in,
+    load_method_file,
+    read_own_settings,
+)
 from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
 
@@ -261,21 +263,8 @@ def overrides(method: Method, hook: str) -> bool:
 @functools.cache
 def find_methods() -> tuple[type[Method], ...]:
     """Return the methods in this folder, in the order of their names."""
-    modules = [
-        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
-    ]
-    found = [method for module in modules for method in _find_in(module)]
+    found = [m for module in load_built_in().values() for m in find_classes(module, Method)]
     return tuple(sorted(found, key=lambda method: method.name))
-
-
-def _find_in(module: ModuleType) -> list[type[Method]]:
-    return [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, Method)
-        and value.__module__ == module.__name__
-    ]
 
 
 def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
@@ -303,7 +292,7 @@ def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
 
 def load_own(entry: OwnMethod) -> Method:
     """Load a method from its file; raises ``UserError`` if there is none, or a wrong one."""
-    found = _find_in(load_method_file(entry))
+    found = find_classes(load_method_file(entry), Method)
     if len(found) != 1:
         names = ", ".join(method.__name__ for method in found) or "none"
         raise UserError(f"methods: {entry.file} must define one subclass of Method, not {names}")

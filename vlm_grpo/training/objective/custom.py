@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.objective import GROUP_ESTIMATORS, ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.registry import load_file
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.training.objective.losses import Surrogate, completion_weights, compute_loss
+from vlm_grpo.training.objective.losses import Surrogate, policy_loss
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the completions that a loss is checked on."""
@@ -43,16 +43,17 @@ def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
     return _load("loss", settings.loss, lambda loss: _find_problem(loss, settings))
 
 
-def load_estimator(name: str) -> StepEstimator:
-    """Return the step estimator of this name, or load the one that ``FILE.py:NAME`` names.
+def load_estimator(name: str) -> StepEstimator | None:
+    """Return the step estimator of this name, or load the one that ``FILE.py:NAME`` names; None:
+    the advantages of each group are its own.
 
     The function gets ``AdvantageInputs`` and returns one advantage per completion, (n,), or a
     sequence of (T,) advantages. The order of the groups, which depends on the ranks, must not
     change them. ``UserError``: there is no such function, it fails, its result has another shape or
     is not finite, or it depends on that order.
     """
-    if name in STEP_ESTIMATORS:
-        return STEP_ESTIMATORS[name]
+    if name in STEP_ESTIMATORS or name in GROUP_ESTIMATORS:
+        return STEP_ESTIMATORS.get(name)
     return _load("advantage_estimator", name, _find_estimator_problem)
 
 
@@ -182,10 +183,5 @@ def _compute_gradient(
     totals = StepTotals(len(LENGTHS), sum(LENGTHS[:3]), 2 * max(LENGTHS))
     # Only the policy loss is the user's: the terms of methods need none of this check.
     plain = settings.model_copy(update=dict.fromkeys(settings.method_terms))
-    parts = []
-    for rows in cuts:
-        part = _select(batch, rows)
-        weights = completion_weights(part.lengths, part.active, totals, plain)
-        spread = {name: values[part.completion] for name, values in weights.items()}
-        parts.append(compute_loss(replace(part, weights=spread), settings, loss).loss)
+    parts = [policy_loss(_select(batch, rows), totals, plain, loss).loss for rows in cuts]
     return torch.autograd.grad(torch.stack(parts).sum(), batch.logprobs)[0]

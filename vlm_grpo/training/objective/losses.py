@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -78,32 +78,17 @@ class Shares(NamedTuple):
     tokens: int  # number of active tokens in the step; ``kept / tokens`` gives a mean over them
 
 
-@runtime_checkable
-class LossMethod(Protocol):
-    """A method's part of the loss; ``vlm_grpo.training.methods.Method`` documents the hooks."""
-
-    @property
-    def is_alone(self) -> bool: ...
-
-    def add_weights(
-        self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
-    ) -> None: ...
-
-    def term(self, inputs: LossInputs) -> Tensor: ...
-
-    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]: ...
-
-
 def compute_loss(
     batch: TokenBatch,
     settings: ObjectiveSettings,
     surrogate: Surrogate | None = None,
-    methods: Mapping[str, LossMethod] = MappingProxyType({}),
+    methods: Mapping[str, Any] = MappingProxyType({}),
 ) -> LossOutput:
     """Compute the sum over terms and tokens of the term's value times the token's weight in it.
 
     ``surrogate`` computes the policy loss of each token; None: that of ``loss_type``. ``methods``
-    are the optional methods by name, with the terms of the loss that are not in ``TERMS``.
+    are the optional methods (``vlm_grpo.training.methods.Method``) by name, with the terms of the
+    loss that are not in ``TERMS``.
     """
     surrogate = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
     inputs = LossInputs(batch, settings, surrogate)
@@ -117,7 +102,7 @@ def compute_loss(
 
 
 @torch.no_grad()
-def _method_metrics(inputs: LossInputs, methods: Mapping[str, LossMethod]) -> MetricAccumulator:
+def _method_metrics(inputs: LossInputs, methods: Mapping[str, Any]) -> MetricAccumulator:
     means = {}
     for method in methods.values() if len(inputs.batch.logprobs) else ():
         means |= method.metrics(inputs.batch, inputs.old)
@@ -132,7 +117,7 @@ def policy_loss(
     totals: StepTotals,
     settings: ObjectiveSettings,
     surrogate: Surrogate | None = None,
-    methods: Mapping[str, LossMethod] = MappingProxyType({}),
+    methods: Mapping[str, Any] = MappingProxyType({}),
 ) -> LossOutput:
     """Compute the loss of a micro-batch, without weights yet, with those that the settings give its
     tokens; ``surrogate`` and ``methods`` as in ``compute_loss``.
@@ -256,7 +241,7 @@ def completion_weights(
     active: Bool[Tensor, " n"] | None,
     totals: StepTotals,
     settings: ObjectiveSettings,
-    methods: Mapping[str, LossMethod] = MappingProxyType({}),
+    methods: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Float[Tensor, " n"]]:
     """Compute the weight of each token of n completions in each term of the loss.
 
