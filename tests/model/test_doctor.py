@@ -22,7 +22,7 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path):
     names = [line.split()[0] for line in lines]
     assert names == [
         *("model", "family", "pixel", "image"),
-        *("log-probs", "gradient", "rollout", "update", "attention", "form"),
+        *("log-probs", "gradient", "attention", "form"),
     ]
     # Patches of 14 pixels, merged 2 by 2: sides are rounded to multiples of 28.
     assert "90 × 60 pixels, resized to 84 × 56; " in lines[3]

@@ -20,7 +20,7 @@ def doctor(
     """Check a model: compare the shared prompt pass with the repeated one on this model.
 
     Prints the model's family, its coordinate frame, the number of prompt tokens, the differences
-    in log-probabilities and gradients, the speed of both forms, and which one training will use.
+    in log-probabilities and gradients, the attention kernels, and which form training will use.
 
     \b
     vlm-grpo doctor embedded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -42,13 +41,7 @@ class LoraSettings(Frozen):
         str, BeforeValidator(lambda value: "default" if value is True else value)
     ] = "default"
     """Initial values: ``default`` (or true, as in PEFT), ``gaussian`` and ``orthogonal`` do not
-    change the model's output; ``pissa``, ``pissa_niter_16`` (a fast approximation of it) and
-    ``olora`` are the main directions of the base weights, and leave these as they are."""
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Ranks of layers that differ from r, by the end of the layers' names, or a regular expression
-    for it; empty: none."""
-    alpha_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """The same for alpha; empty: none."""
+    change the model's output."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained in full beside the adapters, by the end of their names, such as the
     projector; empty: none."""
@@ -57,16 +50,8 @@ class LoraSettings(Frozen):
     new adapter."""
 
     @property
-    def starts_from_base(self) -> bool:
-        return self.init_lora_weights.startswith(("pissa", "olora"))
-
-    @property
     def has_odd_rank(self) -> bool:
-        return any(rank % 2 for rank in (self.r, *self.rank_pattern.values()))
-
-    @property
-    def patterns(self) -> dict[str, dict[str, int]]:
-        return {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        return self.r % 2 == 1
 
     @field_validator("init_lora_weights")
     @classmethod
@@ -77,21 +62,8 @@ class LoraSettings(Frozen):
                 "run: initialize the adapter with PEFT, save it, and start from its folder "
                 "(policy.lora.adapter)"
             )
-        if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_\d+)?", value):
-            raise ValueError(
-                "must be default, gaussian, orthogonal, pissa, pissa_niter_N (N: a number of "
-                "iterations, such as 16) or olora"
-            )
-        return value
-
-    @field_validator("rank_pattern", "alpha_pattern")
-    @classmethod
-    def _check_patterns(cls, value: dict[str, int]) -> dict[str, int]:
-        for pattern in value:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        if value not in ("default", "gaussian", "orthogonal"):
+            raise ValueError("must be default, gaussian or orthogonal")
         return value
 
 

@@ -1,19 +1,11 @@
-"""Low-rank adapters of PEFT: adding them to a model, or freezing parts; saving and loading them.
-
-An adapter that is initialized from the base weights (PiSSA, OLoRA) starts with a product
-``s B₀ A₀`` that is not zero. PEFT subtracts it from the base weights, and rounds them. Here the
-layer subtracts it (``engine/linear.py``), and files have the rank 2r, ``[B, −B₀] [A; A₀]``, a plain
-adapter (PEFT's own conversion: Meng et al., 2024, arXiv:2404.02948, appendix C).
-"""
+"""Low-rank adapters of PEFT: adding them to a model, or freezing parts, and loading them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +22,11 @@ from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.linear import INITIAL_FACTORS, is_quantized, restore
+from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.families import find_part
 from vlm_grpo.utils.jsonl import read_object
 
@@ -57,12 +49,11 @@ class TrainedModule(ModulesToSaveWrapper):
 
 
 def apply_lora_or_freeze(
-    model: Any, policy: PolicySettings, start: Path | None = None, has_values: bool = True
+    model: Any, policy: PolicySettings, start: Path | None = None
 ) -> PeftModel | None:
     """Add the adapters of the settings and return the PEFT model, or freeze their parts.
 
-    The adapter takes the values of the one in the folder ``start``. Without ``has_values``, those
-    of the model's weights are only known to another process.
+    The adapter takes the values of the one in the folder ``start``.
     """
     if (settings := policy.lora) is None:
         freeze_parts(model, policy.freeze)
@@ -73,106 +64,39 @@ def apply_lora_or_freeze(
         if isinstance(module, ModulesToSaveWrapper):
             module.__class__ = TrainedModule
             module.modules_to_save.float()
-    is_new = start is None and has_values
-    for name, layer in find_adapted(adapters):
-        if settings.use_dora:  # PEFT rounds them like the weights
+    if settings.use_dora:  # PEFT rounds the norms like the weights
+        for layer in find_adapted(adapters):
             weight = restore(layer.get_base_layer().weight, torch.float32).detach().float()
             layer.lora_magnitude_vector[_NAME].weight.data = weight.norm(dim=1)
-        if settings.starts_from_base:
-            if is_new:
-                _initialize_from_base(name, layer, settings)
-            for key, factors in zip(INITIAL_FACTORS, (layer.lora_A, layer.lora_B), strict=True):
-                layer.register_buffer(key, factors[_NAME].weight.detach().clone())
     if start is not None:
-        _load_values(adapters, start)
+        try:
+            saved = load_file(start / WEIGHTS)
+            check_weight_names(start, set(saved), set(get_peft_model_state_dict(adapters)))
+            set_peft_model_state_dict(adapters, saved)
+        except LOAD_ERRORS as error:
+            raise UserError(f"adapter {start} cannot be loaded: {error}") from error
     return adapters
 
 
-def find_adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((n, m) for n, m in model.named_modules() if isinstance(m, lora.LoraLayer))
-
-
-def get_largest_rank(adapters: PeftModel) -> int:
-    """Return the largest rank in the files that ``save_weights`` writes."""
-    is_doubled = any(name.endswith(INITIAL_FACTORS) for name, _ in adapters.named_buffers())
-    return max(layer.r[_NAME] for _, layer in find_adapted(adapters)) * (2 if is_doubled else 1)
-
-
-def _initialize_from_base(name: str, layer: Any, settings: LoraSettings) -> None:
-    base, kind = layer.get_base_layer(), settings.init_lora_weights
-    weight = base.weight.data
-    if not weight.is_floating_point() or layer.r[_NAME] > min(weight.shape):
-        raise UserError(
-            f"policy.lora.init_lora_weights={kind} needs base weights in float32 or bfloat16 of at "
-            f"least the adapter's rank; those of {name} are {tuple(weight.shape)} in "
-            f"{str(weight.dtype).removeprefix('torch.')}: remove it"
-        )
-    base.weight.data = weight.clone()  # from which PEFT subtracts the product
-    if kind == "olora":
-        layer.olora_init(_NAME)
-    else:
-        layer.pissa_init(_NAME, kind)
-    base.weight.data = weight
+def find_adapted(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, lora.LoraLayer)]
 
 
 def is_adapter_weight(name: str) -> bool:
-    is_trained = "lora_" in name or f".modules_to_save.{_NAME}." in name
-    return is_trained or name.endswith(INITIAL_FACTORS)
+    return "lora_" in name or f".modules_to_save.{_NAME}." in name
 
 
-def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write ``Policy.weights`` of a model, or of a PEFT model, for transformers and PEFT."""
-    initial_a, initial_b = INITIAL_FACTORS
-    files = {name: w for name, w in weights.items() if not name.endswith(INITIAL_FACTORS)}
-    layers = [name.removesuffix(initial_a) for name in weights if name.endswith(initial_a)]
-    for layer in layers:
-        a, b = f"{layer}lora_A.{_NAME}.weight", f"{layer}lora_B.{_NAME}.weight"
-        files[a] = torch.cat([weights[a], weights[layer + initial_a]])
-        files[b] = torch.cat([weights[b], -weights[layer + initial_b]], 1)
-    model.save_pretrained(str(folder), state_dict=files)
-    if layers:
-        _double_rank(folder / CONFIG)
-
-
-def _double_rank(path: Path) -> None:
-    config = read_object(path)
-    factor = math.sqrt(2) if config["use_rslora"] else 2  # for the same scale of the output
-    config["r"] *= 2
-    config["lora_alpha"] *= factor
-    config["rank_pattern"] = {name: 2 * rank for name, rank in config["rank_pattern"].items()}
-    scales = config["alpha_pattern"].items()
-    config["alpha_pattern"] = {name: factor * alpha for name, alpha in scales}
-    path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def load_adapters(model: Any, folder: Path, training: bool) -> PeftModel:
+def load_adapters(model: Any, folder: Path) -> PeftModel:
     """Add a trained adapter, as its own files describe it, to the base model."""
     try:
         with _ignore_peft_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
-            adapters = PeftModel.from_pretrained(model, str(folder), is_trainable=training)
+            adapters = PeftModel.from_pretrained(model, str(folder))
         saved = set(load_file(folder / WEIGHTS))
     except LOAD_ERRORS as error:
         raise UserError(f"adapter {folder} cannot be loaded: {error}") from error
     check_weight_names(folder, saved, set(get_peft_model_state_dict(adapters)))
     return adapters
-
-
-def _load_values(adapters: PeftModel, folder: Path) -> None:
-    try:
-        saved = load_file(folder / WEIGHTS)
-        names = get_peft_model_state_dict(adapters)
-        expected = {name for name in names if not name.endswith(INITIAL_FACTORS)}
-        check_weight_names(folder, set(saved), expected)
-        for name, layer in find_adapted(adapters):
-            if hasattr(layer, INITIAL_FACTORS[0]):
-                for key, dim, sign in (("A", 0, 1), ("B", 1, -1)):
-                    both = f"{name}.lora_{key}.weight"
-                    saved[both], initial = saved[both].chunk(2, dim)
-                    getattr(layer, f"initial_{key}").copy_(sign * initial)
-        set_peft_model_state_dict(adapters, saved)
-    except LOAD_ERRORS as error:
-        raise UserError(f"adapter {folder} cannot be loaded: {error}") from error
 
 
 def check_start(settings: LoraSettings) -> Path | None:
@@ -186,13 +110,14 @@ def check_start(settings: LoraSettings) -> Path | None:
             "the checkpoint of a run (runs/NAME/checkpoints/step-100)"
         )
     config = read_object(folder / CONFIG)
+    for name in ("rank_pattern", "alpha_pattern"):
+        if config.get(name):
+            raise UserError(f"{folder} has an adapter with {name}, which no setting describes")
     expected = {
         "r": settings.r,
         "lora_alpha": settings.alpha,
         "use_rslora": settings.use_rslora,
         "use_dora": settings.use_dora,
-        "rank_pattern": dict(settings.rank_pattern),
-        "alpha_pattern": dict(settings.alpha_pattern),
     }
     found = {name: config.get(name) or type(value)() for name, value in expected.items()}
     wrong = [
@@ -238,15 +163,8 @@ def _ignore_peft_warnings() -> Iterator[None]:
 
 
 def _build_config(settings: LoraSettings, model: Any) -> LoraConfig:
-    is_plain = settings.starts_from_base or settings.init_lora_weights == "default"
+    initial = settings.init_lora_weights
     targets = _find_targets(settings.target, model)
-    for name, patterns in settings.patterns.items():
-        for pattern in patterns:
-            if not any(re.fullmatch(rf"(.*\.)?({pattern})", target) for target in targets):
-                raise UserError(
-                    f"policy.lora.{name}: no adapted layer is called {pattern}: it must be the end "
-                    "of a layer's name, such as q_proj or layers.0.mlp.up_proj"
-                )
     config, converted = (
         LoraConfig(
             r=settings.r,
@@ -256,10 +174,8 @@ def _build_config(settings: LoraSettings, model: Any) -> LoraConfig:
             task_type="CAUSAL_LM",
             use_rslora=settings.use_rslora,
             use_dora=settings.use_dora,
-            init_lora_weights=True if is_plain else settings.init_lora_weights,  # type: ignore[arg-type]
+            init_lora_weights=True if initial == "default" else initial,
             modules_to_save=_find_modules(settings.modules_to_save, model) or None,
-            rank_pattern=dict(settings.rank_pattern),
-            alpha_pattern=dict(settings.alpha_pattern),
         )
         for _ in range(2)
     )

@@ -1,15 +1,11 @@
-"""Check a model: compare the shared prompt pass with the repeated one, and time both."""
+"""Check a model: compare the shared prompt pass with the repeated one."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.data import PILLOW_WARNS_AT
@@ -78,58 +74,30 @@ def diagnose(
     if reason is not None:
         yield f"form         one prompt pass per completion: {reason}"
         return
-    yield from _compare_forms(policy, policy.view(repeated=True), prompt)
-
-
-def _compare_forms(shared: Policy, repeated: Policy, prompt: Prompt) -> Iterator[str]:
-    """Yield how far the results of two policies over one model differ, and their speed."""
-    rollout, group = _time_second(lambda: _sample(shared, prompt))
-    plain_rollout, _ = _time_second(lambda: _sample(repeated, prompt))
-    # Both forms score the same completions, of different lengths as in a real group.
-    tokens = tuple(c.token_ids[: len(c.token_ids) - i] for i, c in enumerate(group))
-    batch = MicroBatch((GroupSlice(prompt, tokens, tuple(range(len(group)))),))
-    update, logprobs, gradient = _time_update(shared, batch)
-    plain_update, plain_logprobs, plain = _time_update(repeated, batch)
-    largest = float((logprobs - plain_logprobs).abs().max())
-    yield f"log-probs    largest difference of the two forms: {largest:.1e} nats"
-    norms = [
-        sum(float(g.double().square().sum()) for g in gradients.values())
-        for gradients in ({n: gradient[n] - g for n, g in plain.items()}, plain)
-    ]
-    yield f"gradient     relative difference {(norms[0] / norms[1]) ** 0.5:.1e}"
-    for name, a, b in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
-        yield f"{name:<12} {a:.2f} s shared, {b:.2f} s repeated ({b / a:.1f} times)"
-    yield f"attention    {shared.describe_engine()}"
+    yield from _compare_forms(policy, prompt)
+    yield f"attention    {policy.describe_engine()}"
     yield f"form         one prompt pass per group of {GROUP_SIZE} (policy.engine=auto)"
 
 
-def _time_second(run: Callable[[], Any]) -> tuple[float, Any]:
-    run()
-    start = time.perf_counter()
-    result = run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
-
-
-def _sample(policy: Policy, prompt: Prompt) -> Any:
-    policy.engine.clear_image_features()
+def _compare_forms(policy: Policy, prompt: Prompt) -> Iterator[str]:
+    """Yield how far the two forms' scores and gradients of the same completions differ."""
     sampling = SamplingSettings(policy.distribution, COMPLETION_LENGTH)
-    (group,) = policy.sample([prompt], sampling, GROUP_SIZE, [(0,)], 1 << 30)
-    return group
-
-
-def _time_update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str, Tensor]]:
-    """Return the seconds of a backward pass, the log-probs and the gradient of their sum."""
-
-    def update() -> Tensor:
+    (group,) = policy.sample([prompt], sampling, GROUP_SIZE, [(0,)])
+    # Of different lengths, as in a real group.
+    tokens = tuple(c.token_ids[: len(c.token_ids) - i] for i, c in enumerate(group))
+    batch = MicroBatch((GroupSlice(prompt, tokens, tuple(range(len(group)))),))
+    scores, gradients = [], []
+    for form in (policy, policy.view(repeated=True)):
         policy.model.zero_grad()
-        policy.engine.clear_image_features()
-        logprobs = policy.score(batch).logprobs
+        form.engine.clear_image_features()
+        logprobs = form.score(batch).logprobs
         logprobs.sum().backward()
-        return logprobs.detach()
-
-    seconds, logprobs = _time_second(update)
-    gradient = {n: w.grad.cpu() for n, w in policy.trainable_parameters() if w.grad is not None}
-    policy.model.zero_grad()
-    return seconds, logprobs, gradient
+        scores.append(logprobs.detach())
+        grads = ((n, w.grad) for n, w in policy.trainable_parameters())
+        gradients.append({n: grad.cpu().double() for n, grad in grads if grad is not None})
+    largest = float((scores[0] - scores[1]).abs().max())
+    yield f"log-probs    largest difference of the two forms: {largest:.1e} nats"
+    shared, plain = gradients
+    different = sum(float((shared[name] - plain[name]).square().sum()) for name in plain)
+    norm = sum(float(gradient.square().sum()) for gradient in plain.values())
+    yield f"gradient     relative difference {(different / norm) ** 0.5:.1e}"

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: a fast answer to whether it can be used at all."""
+"""A fast answer to whether the Hugging Face hub can be used at all."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ def check_reachable(source: str, revision: str = "main") -> None:
             return
     except ValueError:
         return  # not a hub name: the loader names the problem
-    try:
-        check_connection()
-    except ConnectionError as error:
-        raise ConnectionError(
-            f"it is neither a folder nor in the hub's cache, and {error}"
-        ) from error
-
-
-def check_connection() -> None:
-    """Raise ``ConnectionError`` at once if the hub cannot be reached, unless through a proxy."""
     if urllib.request.getproxies():
         return  # only the client itself can tell
     address = urlsplit(constants.ENDPOINT)
@@ -38,4 +28,7 @@ def check_connection() -> None:
     try:
         socket.create_connection((address.hostname or "", port), timeout=SECONDS).close()
     except OSError as error:
-        raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error})") from error
+        raise ConnectionError(
+            f"it is neither a folder nor in the hub's cache, and {constants.ENDPOINT} cannot be "
+            f"reached ({error})"
+        ) from error

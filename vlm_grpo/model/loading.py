@@ -104,10 +104,9 @@ def load_model(
     adapters, lora = None, settings.policy.lora
     if training and (adapter is None or lora is not None):
         start = check_start(lora) if adapter is None and lora is not None else adapter
-        has_values = not one_reader or distributed.get_rank() == 0
-        adapters = apply_lora_or_freeze(model, settings.policy, start, has_values)
+        adapters = apply_lora_or_freeze(model, settings.policy, start)
     elif adapter is not None:
-        adapters = load_adapters(model, adapter, training)
+        adapters = load_adapters(model, adapter)
     if training:
         _check_dropout(model, settings)
     autocast = dtype == torch.float32 and settings.policy.dtype == "bfloat16"

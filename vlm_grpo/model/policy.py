@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import is_adapter_weight, save_weights
+from vlm_grpo.model.adapters import is_adapter_weight
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
@@ -297,7 +297,7 @@ class Policy:
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write ``weights`` and the processor, with its pixel budget, for transformers and PEFT."""
-        save_weights(self.adapters or self.model, folder, weights)
+        (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
         self.prompts.save_processor(folder)
 
     def save_shard(self, folder: Path, weights: Mapping[str, Tensor], name: str = "model") -> None:

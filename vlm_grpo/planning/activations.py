@@ -138,14 +138,13 @@ def _build_layers(shape: ModelShape, policy: PolicySettings) -> Any:
     )
     if (lora := policy.lora) is not None:
         is_known = lora.target in ("language", "all") or _ADAPTED.issuperset(lora.target)
-        rank = shape.lora_rank // (2 if shape.num_initial else 1)
-        changes = {"r": rank, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": ()}
-        changes["target"] = lora.target if is_known else "language"
+        target = lora.target if is_known else "language"
+        changes = {"r": shape.lora_rank, "target": target, "modules_to_save": ()}
         policy = policy.model_copy(update={"lora": lora.model_copy(update=changes)})
     dtype = torch.bfloat16 if shape.precision == "bfloat16" else torch.float32
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-        apply_lora_or_freeze(model, policy, has_values=False)
+        apply_lora_or_freeze(model, policy)
     model.get_decoder().config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
     use_fast_linears(model)
     if text.fuses_norms:

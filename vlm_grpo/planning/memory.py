@@ -88,7 +88,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         activations, offloaded = min(layer, activations), activations
     weights = (model.num_weights - model.quantized_weights) * model.weight_bytes
     # PEFT holds adapters in float32.
-    adapters = 4 * (model.num_trained + model.num_initial) if model.lora_rank else 0
+    adapters = 4 * model.num_trained if model.lora_rank else 0
     restored = model.largest_quantized * model.value_bytes  # a matrix, for its product
     passes = (_count_encoding_bytes, _count_prefill_bytes, _count_decoding_bytes)
     return Memory(

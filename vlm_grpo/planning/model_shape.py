@@ -16,7 +16,6 @@ from vlm_grpo.dist.optimizer import describe_state, get_kind
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
-from vlm_grpo.model.engine.linear import INITIAL_FACTORS
 from vlm_grpo.model.families import find_part, load_family
 from vlm_grpo.model.loading import find_quantized
 from vlm_grpo.planning.sizes import ModelShape, Precision, TextShape, VisionShape
@@ -45,10 +44,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
     use_fused_norms(model)
     fused = [name for name, module in model.named_modules() if is_fused(module)]
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
-    adapted = [layer for _, layer in find_adapted(model)]
-    initial = [w for n, w in model.named_buffers() if n.endswith(INITIAL_FACTORS)]
-    ranks = [layer.r[name] for layer in adapted for name in layer.r]
-    doubled = 2 if initial else 1
+    adapted = find_adapted(model)
     precision: Precision = "float32"
     if policy.dtype == "bfloat16":
         has_masters = policy.lora is None and policy.master_weights == "float32"
@@ -62,11 +58,10 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         num_linear=linear,
         num_adapted=sum(layer.get_base_layer().weight.numel() for layer in adapted),
         shares_prompts=shares_prompts,
-        lora_rank=doubled * round(sum(ranks) / len(ranks)) if ranks else 0,
+        lora_rank=policy.lora.r if policy.lora is not None else 0,
         trains_vision=any(find_part(name) in ("vision", "projector") for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
         precision=precision,
-        num_initial=sum(factor.numel() for factor in initial),
         has_norms=policy.lora is not None and policy.lora.use_dora,
     )
     dtype = torch.bfloat16 if shape.trained_bytes == 2 else torch.float32

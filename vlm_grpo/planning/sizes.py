@@ -130,14 +130,13 @@ class ModelShape:
     num_linear: int  # weights in all linear modules
     num_adapted: int  # weights in those that have adapters
     shares_prompts: bool  # whether a group's completions share their prompt
-    lora_rank: int  # mean rank of the adapters, with the initial factors; 0 for full weights
+    lora_rank: int  # rank of the adapters; 0 for full weights
     trains_vision: bool
     head_frozen: bool
     precision: Precision
     checkpointing: Checkpointing = "none"
     offloads: bool = False  # whether activations are kept in main memory
     quantized_weights: int = 0  # number of weights held in 4 or 8 bits
-    num_initial: int = 0  # number of an adapter's initial values, which are kept (PiSSA)
     has_norms: bool = False  # whether the norms of adapted rows are trained (DoRA)
     quantized_bytes: int = 0  # of the quantized weights with their scales
     largest_quantized: int = 0  # number of weights of their largest matrix

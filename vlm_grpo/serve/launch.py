@@ -15,7 +15,7 @@ from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze, get_largest_rank
+from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.loading import build_empty, get_model_source, load_config, load_prompt_builder
 from vlm_grpo.model.policy import Policy
@@ -52,9 +52,9 @@ def describe_adapter(
         return frozenset(), 0
     with torch.device("meta"):
         empty = build_empty(load_config(settings), settings.policy.trust_remote_code)
-        adapters: Any = apply_lora_or_freeze(empty, settings.policy, has_values=False)
+        adapters: Any = apply_lora_or_freeze(empty, settings.policy)
     trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
-    return frozenset(map(find_part, trained)), get_largest_rank(adapters)
+    return frozenset(map(find_part, trained)), settings.policy.lora.r
 
 
 def build_command(

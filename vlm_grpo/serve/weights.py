@@ -34,7 +34,6 @@ from vlm_grpo.dist.collectives import (
 )
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import save_weights
 from vlm_grpo.serve.launch import choose_transfer
 from vlm_grpo.serve.server import ADAPTER_NAME, Server
 from vlm_grpo.utils.atomic_io import share_weights
@@ -68,7 +67,7 @@ class FileTransfer:
             if adapters is None and share:
                 self.policy.save_shard(target, share, f"model-{ranks.process_index:05d}")
             elif adapters is not None and share:
-                save_weights(adapters, target, share)
+                adapters.save_pretrained(str(target), state_dict=share)
         if ranks.is_main_process:
             share_weights(target)
 

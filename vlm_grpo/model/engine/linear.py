@@ -27,9 +27,6 @@ from torch.nn import functional
 
 from vlm_grpo.model.engine.forwards import has_forward, replace_forward
 
-INITIAL_FACTORS = ("initial_A", "initial_B")
-"""Buffers of an adapted layer with the values that its factors were initialized to, if their
-product is subtracted (``model/adapters.py``)."""
 _ADAPTED = ("Linear", "Linear4bit", "Linear8bitLt")
 """Names of PEFT's adapted linear layers; to look up the last two would import bitsandbytes."""
 
@@ -169,8 +166,7 @@ def _multiply_adapted(layer: Any, _: Any, x: Tensor, *args: Any, **kwargs: Any) 
     """Compute PEFT's adapted layer, with the adapter's product added in place.
 
     ``y = x Wᵀ + b + s (x Aᵀ) Bᵀ`` (LoRA: Hu et al., 2021, arXiv:2106.09685, equation 3), computed
-    in the dtype of x, which is W's. An adapter that was initialized from W has ``[A; A₀]`` and
-    ``[B, −B₀]`` in place of A and B. DoRA multiplies each output by ``m / ‖W + s B A‖``, with the
+    in the dtype of x, which is W's. DoRA multiplies each output by ``m / ‖W + s B A‖``, with the
     norm of its row, which has no gradient (Liu et al., 2024, arXiv:2402.09353, section 4.3).
     """
     base = layer.base_layer
@@ -188,10 +184,7 @@ def _multiply_adapted(layer: Any, _: Any, x: Tensor, *args: Any, **kwargs: Any) 
 
 def _get_factors(layer: Any) -> tuple[Any, Any, float]:
     (name,) = layer.active_adapters
-    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    if hasattr(layer, INITIAL_FACTORS[0]):
-        a, b = torch.cat([a, layer.initial_A]), torch.cat([b, -layer.initial_B], 1)
-    return a, b, layer.scaling[name]
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
 
 
 @torch.no_grad()
