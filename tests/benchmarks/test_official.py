@@ -88,15 +88,6 @@ def compute_metric(
         # Texts.
         ("docvqa", ["ax"], "ab", 0.5),  # a similarity of exactly 0.5 counts
         ("stvqa", ["ax"], "ab", 0.0),  # but not in the paper
-        ("docvqa", ["xy"], "ab" + 2 * " ", 0.5),  # 2 edits, 4 characters with the blanks
-        ("docvqa", ["ß"], "a", 0.5),  # 1 edit, 2 characters: ß is SS in upper case
-        ("docvqa", ["ab"], "<answer>ab</answer>", 1),
-        ("stvqa", ["café"], "cafe\u0301", 0.6),  # 2 edits of 5 code points, not composed
-        ("icdar2015", ["&"], "", 1),  # neither has a letter or digit
-        ("textvqa", ["y'all'd've"] * 10, "yall'd've", 1),
-        ("textvqa", ["y'all'd've"] * 10, "y'alld've", 1),
-        ("textvqa", ["y'all'd've"] * 10, "y'all'dve", 1),
-        ("textvqa", ["'ows'at"] * 10, "'ows'at", 1),
         ("textvqa", ["b"] * 10, "b" + 33 * ".", 0),  # the script removes 32 periods
         ("textvqa", ["b"] * 10, "b" + 32 * ".", 1),
     ],

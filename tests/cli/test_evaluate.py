@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_model import ChatModel, serve
 from commands import fails, run, write_jsonl
-from judge_server import Reply
 
 from vlm_grpo import cli
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.eval.outputs import LAYOUTS
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
-from vlm_grpo.utils import http_json
 
 ROWS = ["--data", "embedded:counting"]
 
@@ -160,26 +157,6 @@ def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
     assert [settings.model for _, settings, *_ in benchmark_calls] == ["none", "embedded"]
     endpoint = Endpoint("http://127.0.0.1:1", "gpt", concurrency=4, timeout=9.0)
     assert [given[2:] for given in benchmark_calls] == [(None, endpoint)] * 2
-
-
-def test_a_recipe_behind_an_address_is_evaluated_and_its_failures_are_one_message(
-    capsys, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(http_json, "FIRST_WAIT", 0.0)
-    monkeypatch.chdir(tmp_path)
-    command = ["evaluate", "counting", "model=none", "data.eval_limit=9", "--server"]
-    model = ChatModel(lambda text, image: "3")
-    with serve(model) as server:
-        model.fail = lambda text, earlier: Reply(status=500) if "circles" in text else None
-        message = fails(capsys, *command, server.address)
-        assert "error: the server gave no output for" in message
-        assert message.endswith("all other outputs are saved: the same command asks for these\n")
-        model.fail = lambda text, earlier: None
-        status, out, err = run(capsys, *command, server.address)
-    assert status == 0
-    assert "(n = 9)" in out
-    assert "predictions in runs/counting/evaluation/served-policy.jsonl" in out
-    assert "resuming after" in err
 
 
 def test_help_names_every_format_and_frame(capsys):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import write_jsonl
 from evaluations import make_settings, read_jsonl
 
 from vlm_grpo.benchmarks.definition import load_benchmark
@@ -215,18 +214,6 @@ def test_an_evaluation_of_other_questions_is_not_resumed(rows, benchmark, tmp_pa
     rows.write_text(rows.read_text().replace("How many", "Say how many"))
     with pytest.raises(UserError, match=r"questions was .* and is now"):
         evaluate_benchmark(benchmark, settings)
-
-
-def test_predictions_are_scored_without_a_model(rows, benchmark, tmp_path, capsys):
-    # Every second answer is too high by one.
-    golds = enumerate(read_jsonl(rows))
-    lines = [{"id": gold["id"], "output": str(gold["answer"] + i % 2)} for i, gold in golds]
-    path = write_jsonl(tmp_path / "outputs.jsonl", *lines)
-    settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
-    assert score_benchmark(benchmark, settings, path).value == 50.0
-    out = capsys.readouterr().out
-    assert "Shapes: exact 50.0" in out
-    assert "somebody's" in out
 
 
 def test_the_written_predictions_score_the_same_again(tmp_path):
