@@ -43,15 +43,10 @@ def build_benchmark_task(
 ) -> type[Task]:
     """Return a subclass of a task with the prompt, the metrics and the reader of a benchmark.
 
-    Args:
-        base: the task of the rows; it scores answers.
-        prompt: the question's template.
-        metrics: rewards or metrics of ``base``, or rules of ``metrics``; the first is the official
-            one and becomes the primary metric. Empty: those of ``base``.
-        group: the official metric, a rule of single answers, is the mean of the means of these
-            groups; None: the mean over examples.
-        reader: a key of ``READERS``; None: the parser of ``base``, which also reads an answer in
-            ``<answer>`` tags that were not asked for.
+    ``metrics`` are rewards or metrics of ``base``, or rules of ``metrics``; the first is the
+    official one and becomes the primary metric. With ``group``, it is the mean of the means of
+    these groups instead of the mean over examples. Without ``reader``, a key of ``READERS``, the
+    parser of ``base`` also reads an answer in ``<answer>`` tags that were not asked for.
     """
 
     def read(self: Task, text: str, example: Example) -> Any | None:
@@ -125,37 +120,28 @@ class Benchmark(Frozen):
     """Prompt and scoring of a public benchmark."""
 
     title: str
+    # module of ``vlm_grpo.data_scripts`` that converts its published files
     converter: str | None = None
-    """Module of ``vlm_grpo.data_scripts`` that converts its published files; None: no module."""
     task: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the task."""
-    prompt: str = "{question}"
-    """Template of the question, with ``{question}`` in it; the task adds how to answer."""
-    asked: str = ""
-    """What the models of published results were asked to write, and by whose prompt."""
+    options: dict[str, Any] = Field(default_factory=dict)  # of the task
+    prompt: str = "{question}"  # template of the question; the task adds how to answer
+    asked: str = ""  # what models of published results were asked to write, and by whose prompt
+    # parser of the official script, a key of ``official.READERS``; None: that of the task
     reader: str | None = None
-    """Parser of the official script, a key of ``official.READERS``; None: that of the task."""
-    differences: str = ""
-    """How results can differ from the official script's, and why; empty: they do not."""
-    frame: str | None = None
-    """Coordinate frame of the outputs' boxes; None: that of the model family."""
-    metric: str
-    """The official metric: a reward or metric of the task, or a rule of ``benchmarks.metrics``."""
-    variants: tuple[str, ...] = ()
-    """Other metrics to report."""
+    differences: str = ""  # how and why results can differ from the official script's
+    frame: str | None = None  # of the outputs' boxes; None: that of the model family
+    metric: str  # the official one: a reward or metric of the task, or a rule of ``metrics``
+    variants: tuple[str, ...] = ()  # other metrics to report
+    # average over examples, or over the means of the groups by ``groups[0]``
     average: Literal["examples", "groups"] = "examples"
-    """Average over examples, or over the means of the groups by ``groups[0]``."""
+    # from a mean to the published unit: 100 for percent, 1000 for points of OCRBench
     scale: float = 100.0
-    """Factor from a mean to the published unit: 100 for percent, 1000 for points of OCRBench."""
+    # groupings to report: keys of meta, "answer", "size" or "size_128"
     groups: tuple[str, ...] = ()
-    """Groupings to report: keys of meta, "answer", "size" or "size_128"."""
+    # splits with published results, and their number of examples; None: unknown
     splits: dict[str, int | None] = Field(default_factory=dict)
-    """Splits with published results, and their number of examples; None: unknown."""
-    published: tuple[Published, ...] = ()
-    """Published results to print for comparison."""
-    note: str = ""
-    """A note on comparing results."""
+    published: tuple[Published, ...] = ()  # results to print for comparison
+    note: str = ""  # on comparing results
 
     @model_validator(mode="after")
     def _check(self) -> Benchmark:

@@ -304,8 +304,7 @@ ExampleRule = Callable[[Any, Example], float]
 CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
 """Maps ``(answers, examples)`` of a dataset to one value."""
 
-_ROUNDING = 1e-9
-"""Margin at a threshold of IoU, so that floating-point rounding does not decide."""
+_ROUNDING = 1e-9  # margin at a threshold of IoU, so that floating-point rounding does not decide
 _THRESHOLDS = np.arange(0.5, 1.0, 0.05)
 
 

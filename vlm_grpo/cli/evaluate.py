@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from vlm_grpo.serve.chat import Endpoint
     from vlm_grpo.task import Task
 
-_NO_MODEL = "model=none"
-"""Override of an evaluation for which no model must be named."""
+_NO_MODEL = "model=none"  # for evaluations for which no model must be named
+# What the evaluation of a checkpoint on a benchmark takes from its training.
 CHECKPOINT_SETTINGS = {"model", "model_revision", "task_options", "policy", "rollout", "evaluation"}
-"""Settings that the evaluation of a checkpoint on a benchmark takes from its training."""
 
 Checkpoint = Annotated[
     str | None,

@@ -8,21 +8,21 @@ import typer
 
 from vlm_grpo.errors import UserError
 
-RunNames = Annotated[
-    list[str], typer.Argument(metavar="RUN…", help="Folders of runs, or their names in runs/.")
-]
-Sweep = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sweep",
-        metavar="SETTING",
-        help="Plot the primary metric against this setting; twice: a line per value of the second. "
-        "Without it, three or more runs are plotted against the few settings in which they differ.",
-    ),
-]
 
-
-def report(runs: RunNames, sweep: Sweep = None) -> None:
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN…", help="Folders of runs, or their names in runs/.")
+    ],
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SETTING",
+            help="Plot the primary metric against this setting; twice: a line per value of the "
+            "second. Without it, three or more runs are plotted against the few settings in which "
+            "they differ.",
+        ),
+    ] = None,
+) -> None:
     """Write the report of a run, or one that compares runs; it opens in any browser.
 
     \b

@@ -48,35 +48,28 @@ from vlm_grpo.utils.remote_calls import call_each
 
 logger = logging.getLogger(__name__)
 
+# Pixels of resized images in memory at once: 0.4 GB in the Qwen families, which store each pixel of
+# a still image as two frames of three 32-bit numbers.
 CHUNK_PIXELS = 2**24
-"""Pixels of resized images in memory at once: 0.4 GB in the Qwen families, which store each pixel
-of a still image as two frames of three 32-bit numbers."""
-CHUNK_EXAMPLES = 64
-"""Maximum number of examples in a chunk, so that a few hundred small examples still make a chunk
-for every rank."""
-_LINE_SECONDS = 15.0
-"""Seconds between two progress lines when the output is not a terminal."""
+CHUNK_EXAMPLES = 64  # at most, so that a few hundred small examples make a chunk for every rank
+_LINE_SECONDS = 15.0  # between two progress lines when the output is not a terminal
+# Settings that change the outputs, in addition to those of ``evaluation`` and ``data``.
 _REQUEST_SETTINGS = {
     *("model", "model_revision", "seed", "task_options"),
     *("policy", "prompt", "rollout"),
 }
-"""Settings that change the outputs, in addition to those of ``evaluation`` and ``data``."""
+# Failed examples, without an answer between them, after which no more are asked; at least as many
+# as are asked at once.
 FAILURES_IN_A_ROW = 8
-"""Number of failed examples, without an answer between them, after which no more are asked; at
-least as many as are asked at once."""
-_CHECKED_PROMPTS = 16
-"""Number of prompts whose length is compared with the server's count."""
-_REFUSED = (400, 413, 422)
-"""Status codes with which servers refuse one prompt, such as one that is too long."""
+_CHECKED_PROMPTS = 16  # whose length is compared with the server's count
+_REFUSED = (400, 413, 422)  # status codes with which servers refuse one prompt, such as a long one
+# Fields of vLLM and SGLang that leave a stop string in the text, as a policy does.
 _KEEP_STOP = {"include_stop_str_in_output": True, "no_stop_trim": True}
-"""Fields of vLLM and SGLang that leave a stop string in the text, as a policy does."""
+# Fields that undo the model's own generation defaults, which servers of weights apply.
 _NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
-"""Fields that undo the model's own generation defaults, which servers of weights apply."""
 
-OutputKey = tuple[str, int]
-"""The id of an example, and the number of its output, from 0."""
-Seed = tuple[int | str, ...]
-"""The parts of the seed of an example's random numbers."""
+OutputKey = tuple[str, int]  # the id of an example, and the number of its output, from 0
+Seed = tuple[int | str, ...]  # the parts of the seed of an example's random numbers
 
 
 class LocalModel:

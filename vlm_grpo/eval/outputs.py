@@ -20,8 +20,7 @@ from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.types import Example
 
-_BOX_TOLERANCE = 1.0
-"""Tolerance between the edges of equal gold boxes, which datasets round differently."""
+_BOX_TOLERANCE = 1.0  # between the edges of equal gold boxes, which datasets round differently
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ import numpy as np
 from scipy import stats
 
 RESAMPLES = 2000
-_BATCH = 100
-"""Resamples in memory at once."""
+_BATCH = 100  # resamples in memory at once
 _TAILS = ((1 - 0.95) / 2, 1 - (1 - 0.95) / 2)
 SIGN_FLIPS = 10_000
-_CHUNK = 500
-"""Assignments of signs in memory at once."""
+_CHUNK = 500  # assignments of signs in memory at once
 
 
 def bootstrap_interval(*samples: Sequence[float] | np.ndarray, seed: int) -> tuple[float, float]:
