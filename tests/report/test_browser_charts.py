@@ -96,14 +96,6 @@ def test_axes_have_complete_labels(browser, runs):
     assert browser.read_log() == []
 
 
-def test_distributions_are_heat_maps(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    chart = get_chart(browser, "Distribution of the reward")
-    shares = browser.run(f"return charts[{chart}].data.heat.shares.flat().filter(Boolean).length")
-    assert browser.run(f"return charts[{chart}].plot.querySelectorAll('g rect').length") == shares
-    assert get_ticks(browser, chart, "y")[0] == "0"
-
-
 def test_group_has_its_completions_side_by_side(browser, runs):
     browser.open(runs / "grounding-0" / "report.html")
     set_filter(browser, "view", "training")
@@ -187,7 +179,7 @@ def test_runs_are_switched_in_all_charts(browser, runs):
     browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     names = "return [...document.querySelectorAll('#runs span')].map((s) => s.textContent)"
     assert browser.run(names) == ["grounding-0", "grounding-1"]
-    shown = "return charts.filter((c) => !c.data.heat).map((c) => c.shown.map((l) => l.series))"
+    shown = "return charts.map((c) => c.shown.map((l) => l.series))"
     assert all(series == [0, 1] for series in browser.run(shown))
     browser.run("document.querySelector('#runs button').click()")
     assert all(series == [1] for series in browser.run(shown))

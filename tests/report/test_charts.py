@@ -13,14 +13,11 @@ import pytest
 from report_runs import make_run
 
 from vlm_grpo.report.charts import (
-    COLUMNS,
     MAX_POINTS,
     Chart,
     Line,
     build_charts,
     build_comparison_charts,
-    build_distribution_charts,
-    build_heat_map,
     pack_charts,
 )
 from vlm_grpo.report.run import read_run
@@ -36,14 +33,13 @@ def test_run_has_charts_of_its_metrics(counting_run):
     compared = [chart.title for chart in build_comparison_charts([("a", run), ("b", run)])]
     assert "Reward: exact" in compared
     assert "Distribution of the reward" in titles
-    assert "Distribution of the reward: b" in compared
 
 
 def test_a_run_has_the_same_color_in_all_charts(counting_run, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
     runs = [("bare", read_run(tmp_path)), ("full", read_run(counting_run))]
     for chart in build_comparison_charts(runs):
-        series = {line.name: line.series for line in chart.lines if chart.heat is None}
+        series = {line.name: line.series for line in chart.lines}
         assert series.get("full", 1) == 1
         assert series.get("bare", 0) == 0
 
@@ -93,42 +89,27 @@ def test_corpus_metric_has_a_chart(tmp_path):
     assert "Held out: exact, by subset" not in compared
 
 
-def test_few_values_have_a_row_each_and_many_share_rows_and_columns():
-    heat = build_heat_map({0: [0.0, 0.0, 0.0, 1.0], 1: [0.0, 1.0, 1.0, 1.0]})
-    assert heat.edges == heat.bins == [-0.5, 0.5, 1.5]
-    assert heat.shares == [[0.75, 0.25], [0.25, 0.75]]
-    assert heat.ticks == [0.0, 1.0]
-    assert build_heat_map({3: [2.0]}).bins == [1.5, 2.5]
-    heat = build_heat_map({step: [float(i) for i in range(48)] for step in range(2 * COLUMNS)})
-    assert len(heat.shares) == COLUMNS
-    assert heat.edges[:2] == [-0.5, 1.5]  # two steps per column
-    assert heat.shares[0] == pytest.approx([1 / 24] * 24)  # 48 values in 24 rows
-    assert (heat.bins[0], heat.bins[-1]) == (0.0, 47.0)
-    assert heat.ticks is None
-
-
-def test_charts_show_what_the_run_has_recorded(counting_run):
+def test_distributions_have_a_line_per_quantile(counting_run):
     run = read_run(counting_run)
-    charts = {chart.title: chart for chart in build_distribution_charts(run)}
-    assert set(charts) == {"Distribution of the reward", "Distribution of the completion length"}
-    rewards = charts["Distribution of the reward"]
-    assert rewards.heat is not None
-    assert rewards.heat.ticks is not None
-    for row, shares in zip(run.metrics, rewards.heat.shares, strict=True):
-        expected = sum(s * value for s, value in zip(shares, rewards.heat.ticks, strict=True))
-        assert expected == pytest.approx(row["reward"])  # 32 completions: all of them are kept
-    lengths = charts["Distribution of the completion length"]
-    medians = next(line for line in lengths.lines if line.name == "median")
-    for row, median in zip(run.metrics, medians.y, strict=True):
-        assert row["completions/min_length"] <= median <= row["completions/max_length"]
+    charts = {chart.title: chart for chart in build_charts(run)}
+    for title, low, high in (
+        ("Distribution of the reward", None, None),
+        ("Distribution of the completion length", "min_length", "max_length"),
+    ):
+        lines = {line.name: line.y for line in charts[title].lines}
+        assert list(lines) == ["90 %", "median", "10 %"]
+        rows = zip(run.metrics, *lines.values(), strict=True)
+        for row, upper, median, lower in rows:
+            assert lower <= median <= upper
+            if low is not None:
+                assert row[f"completions/{low}"] <= lower <= upper <= row[f"completions/{high}"]
 
 
-def test_runs_without_usable_distributions_have_no_heat_map(tmp_path):
-    (tmp_path / "config.yaml").write_text("task: counting\n")
+def test_runs_without_usable_distributions_have_no_chart_of_them(tmp_path):
     rows = [{"step": 0, "reward": "high"}, {"step": 1, "reward": [None, "x"]}, {"reward": [1.0]}]
-    text = "\n".join(json.dumps(row) for row in rows)
-    (tmp_path / "distributions.jsonl").write_text(text)
-    assert list(build_distribution_charts(read_run(tmp_path))) == []
+    (tmp_path / "config.yaml").write_text("task: counting\n")
+    (tmp_path / "distributions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert build_charts(read_run(tmp_path)) == []
 
 
 def test_lines_share_their_steps_and_keep_the_series_of_their_run():

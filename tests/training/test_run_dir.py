@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import wait_for
 from small_runs import make_trainer
 
 from vlm_grpo.benchmarks.definition import load_benchmark
@@ -23,8 +22,6 @@ from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, NonfiniteGuard, RunDir, lock_run
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils import folder_lock
-from vlm_grpo.utils.folder_lock import check_lock
 
 STEPS = 70
 
@@ -112,22 +109,6 @@ def test_a_run_in_use_is_refused_and_unchanged(build_run, resume):
             train(run)
         assert sorted(run.run_dir.rglob("*")) == before
         holder.communicate("")
-
-
-def test_a_run_that_lost_its_folder_ends_at_the_next_step(build_run, monkeypatch):
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
-    task, run = load_task("counting"), build_run("run")
-    with lock_run(run, Accelerator(cpu=True)):
-        run_dir = RunDir(run, task, task, is_main=True)
-        run_dir.open(0)
-        run_dir.write_metrics(0, make_row(0))
-        (run.run_dir / ".lock-1").unlink()
-        with pytest.raises(UserError, match="another process has taken over"):
-            wait_for(lambda: check_lock(run.run_dir))
-        with pytest.raises(UserError, match="another process has taken over"):
-            run_dir.write_metrics(1, make_row(1))
-        run_dir.trackers.finish()
-    assert [row["step"] for row in run_dir.metrics.read()] == [0]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(build_run, tmp_path):

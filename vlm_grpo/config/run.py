@@ -77,7 +77,7 @@ class LoggingSettings(Frozen):
     """The records of a run besides ``metrics.jsonl``."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
-    """Services that also receive the metrics and sample images; empty: none."""
+    """Services that also receive the metrics, and sample images if they take them; empty: none."""
     samples_every: int = Field(default=10, ge=0)
     """Steps between records of sampled completions; 0: none."""
     samples_per_step: int = Field(default=4, ge=1)

@@ -32,9 +32,8 @@ class Chart {
   get range() { return zooms.get(this.data.axis) ?? this.domain; }
 
   findDomain() {
-    const { heat, logarithmic_x, ticks } = this.data;
-    const [first, last] = heat ? [heat.edges[0], heat.edges.at(-1)] : [this.xs[0] ?? 0, this.xs.at(-1) ?? 1];
-    if (heat) return [first, last];
+    const { logarithmic_x, ticks } = this.data;
+    const [first, last] = [this.xs[0] ?? 0, this.xs.at(-1) ?? 1];
     if (logarithmic_x) return [first / 1.25, last * 1.25];
     const margin = ticks ? 0.5 : this.data.axis === "step" ? Math.max(0.5, 0.02 * (last - first))
       : 0.06 * (last - first) || 1;
@@ -56,7 +55,7 @@ class Chart {
     const only = this.lines[0]?.name.replaceAll("_", " ").toLowerCase();
     const named = this.lines.length === 1 && title.toLowerCase().includes(only);
     const global = comparing && this.data.axis === "step";
-    if (!named && !global && !this.data.heat && only !== "run") {
+    if (!named && !global && only !== "run") {
       this.figure.querySelector(".legend").append(...this.lines.map((line) =>
         legendButton(line.key, line.series, line.name, this.lines.map((l) => l.key))));
     }
@@ -167,8 +166,7 @@ class Chart {
 
   /** Return the range of the vertical axis for the values in sight. */
   findRange(values) {
-    const { heat, share } = this.data;
-    if (heat) return [heat.bins[0], heat.bins.at(-1)];
+    const { share } = this.data;
     const known = values.filter((v) => v !== null && (!this.isLog || v > 0));
     let [low, high] = known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [0, 1];
     if (this.isLog) return low === high ? [low / 2, high * 2] : [low / 1.2, high * 1.2];
@@ -193,8 +191,7 @@ class Chart {
     const clip = `clip-${this.number}`;
     const box = { x: SIZE.left, y: 0, width: SIZE.right - SIZE.left, height: SIZE.bottom + 3 };
     const content = svg("g", { "clip-path": `url(#${clip})` });
-    if (this.data.heat) content.append(...this.drawHeat());
-    else for (const { line, points } of drawn) content.append(...this.drawLine(line, points, drawn.length));
+    for (const { line, points } of drawn) content.append(...this.drawLine(line, points, drawn.length));
     const image = svg("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": this.data.title },
       svg("clipPath", { id: clip }, svg("rect", box)), ...this.drawAxes(range), content);
     this.plot.replaceChildren(image, this.selection, this.line, this.readout);
@@ -205,7 +202,7 @@ class Chart {
     const parts = [];
     const add = (kind, x, y, label) => parts.push(svg("text", { x, y, class: kind }, label));
     const span = range[1] - range[0];
-    const ticks = this.data.heat?.ticks ?? makeTicks(range, 5, { logarithmic: this.isLog });
+    const ticks = makeTicks(range, 5, { logarithmic: this.isLog });
     for (const value of ticks) {
       const y = this.scaleY.to(value);
       parts.push(svg("line", { x1: SIZE.left, x2: SIZE.right, y1: y, y2: y, class: "grid" }));
@@ -275,21 +272,6 @@ class Chart {
     const dot = svg("circle", { cx: x, cy: y, r: 3.2 });
     dot.style.fill = color(series);
     return dot;
-  }
-
-  drawHeat() {
-    const { edges, bins, shares } = this.data.heat;
-    const series = this.lines[0]?.series ?? 0;
-    return shares.flatMap((column, c) => column.flatMap((share, r) => {
-      if (!share) return [];
-      const [left, right] = [this.scaleX.to(edges[c]), this.scaleX.to(edges[c + 1])];
-      if (right < SIZE.left || left > SIZE.right) return [];
-      const [top, bottom] = [this.scaleY.to(bins[r + 1]), this.scaleY.to(bins[r])];
-      const cell = svg("rect", { x: left, y: top, width: right - left + 0.3, height: bottom - top,
-        "fill-opacity": (0.06 + 0.94 * share ** 0.7).toFixed(3) });
-      cell.style.fill = color(series);
-      return [cell];
-    }));
   }
 
   /** Return the lines with their lower and upper bounds in the stack. */

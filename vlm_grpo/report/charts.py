@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,14 @@ MAX_POINTS = 2000  # most points of a line; longer lines are downsampled by aver
 OUTER_PHASES = ("step", "rollout", "evaluation")
 """Phases that contain other phases, or that are not part of a step."""
 MAX_SUBSETS = 8  # most lines in a chart of a metric's subsets
-MAX_HEAT_MAPS = 4  # most runs in a comparison whose distributions are shown
 DISTRIBUTIONS = {
-    "reward": ("Distribution of the reward", "Share of the step's completions by total reward."),
+    "reward": ("Distribution of the reward", "Total reward of the step's completions."),
     "completions/length": (
         "Distribution of the completion length",
-        "Share of the step's completions by length, in tokens.",
+        "Length of the step's completions, in tokens.",
     ),
 }
-"""Titles and explanations of the heat maps."""
-COLUMNS = 150  # most columns of a heat map; consecutive steps share a column
-BINS = 24  # rows of a heat map of a value with more distinct values than this
-LABELED = 6  # most distinct values that are all on the vertical axis
+"""Titles and explanations of the charts of ``distributions.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +51,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class HeatMap:
-    """Distributions of a value, one per column."""
-
-    edges: Sequence[float]  # bounds of the columns, in steps; one more than columns
-    bins: Sequence[float]  # bounds of the rows; one more than rows
-    shares: Sequence[Sequence[float]]  # share of the values by column and row; a column sums to 1
-    ticks: Sequence[float] | None = None  # values on the vertical axis; None: round numbers
-
-
-@dataclass(frozen=True)
 class Chart:
     """The contents of a chart."""
 
     title: str
     help: str
-    # lines in drawing order; of a heat map, they are shown at the pointer only
-    lines: Sequence[Line]
+    lines: Sequence[Line]  # in drawing order
     share: bool = False  # values are fractions of 1 and are shown as percentages
     # values are single measurements, drawn as dots; otherwise they are noisy values of every step,
     # over which a moving mean is drawn
@@ -84,7 +68,6 @@ class Chart:
     logarithmic_x: bool = False
     # names of the values 0, 1, … on the horizontal axis; None: it has numbers
     ticks: Sequence[str] | None = None
-    heat: HeatMap | None = None
 
     @property
     def has_values(self) -> bool:
@@ -140,12 +123,12 @@ def build_charts(run: Run) -> list[Chart]:
         if len(parts) == 1 and total and list(parts[0].y) == list(total[0].y):
             total = []  # the only reward is the total
         charts.append(panel.draw([*total, *parts]))
-    charts += [*build_distribution_charts(run), _build_phase_chart(run)]
+    charts += [*_build_distribution_charts(run), _build_phase_chart(run)]
     return [chart for chart in charts if chart.has_values]
 
 
 def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
-    """Return one chart per metric, with a line per labeled run, and few runs' distributions."""
+    """Return one chart per metric, with a line per labeled run."""
     charts = list(_build_held_out_charts(runs))
     names = sorted({name for _, run in runs for name in _get_metric_names(run)})
     for panel in PANELS:
@@ -161,8 +144,6 @@ def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
         replace(chart, lines=[replace(line, series=i) for i, line in enumerate(chart.lines)])
         for chart in charts
     ]
-    for number, (label, run) in enumerate(runs[:MAX_HEAT_MAPS]):
-        charts += build_distribution_charts(run, number, display_text(label, 60))
     return [chart for chart in charts if chart.has_values]
 
 
@@ -259,47 +240,16 @@ def _get_metric_names(run: Run) -> list[str]:
     return [name for name in names if name != "step"]
 
 
-def build_distribution_charts(run: Run, series: int = 0, label: str = "") -> Iterator[Chart]:
-    """Yield the heat map of each distribution that the run has recorded, in the run's color."""
+def _build_distribution_charts(run: Run) -> Iterator[Chart]:
     for name, (title, help_) in DISTRIBUTIONS.items():
-        by_step = {}
+        known = {}
         for row in run.distributions:
             values = row.get(name)
-            numbers = filter(is_number, values if isinstance(values, list) else ())
-            if ordered := sorted(map(float, numbers)):
-                by_step[row["step"]] = ordered
-        if by_step:
-            lines = []
-            for text, q in (("90 %", 0.9), ("median", 0.5), ("10 %", 0.1)):
-                y = [v[min(len(v) - 1, int(q * len(v)))] for v in by_step.values()]
-                lines.append(Line(text, list(by_step), y, series=series))
-            heat = build_heat_map(by_step)
-            yield Chart(f"{title}: {label}" if label else title, help_, lines, heat=heat)
-
-
-def build_heat_map(by_step: Mapping[int, Sequence[float]]) -> HeatMap:
-    """Return the heat map of values by step, in the order of the steps.
-
-    Few distinct values, such as 0 and 1, get a row each, and others bins of equal width.
-    """
-    steps = list(by_step)
-    distinct = sorted({value for values in by_step.values() for value in values})
-    if len(distinct) > BINS:
-        bins = np.linspace(distinct[0], distinct[-1], BINS + 1).tolist()
-    elif len(distinct) == 1:
-        bins = [distinct[0] - 0.5, distinct[0] + 0.5]
-    else:
-        middles = [(a + b) / 2 for a, b in pairwise(distinct)]
-        bins = [2 * distinct[0] - middles[0], *middles, 2 * distinct[-1] - middles[-1]]
-    size = math.ceil(len(steps) / COLUMNS)
-    parts = [steps[i : i + size] for i in range(0, len(steps), size)]
-    shares = []
-    for part in parts:
-        values = [value for step in part for value in by_step[step]]
-        counts, _ = np.histogram(values, bins)
-        shares.append((counts / len(values)).tolist())
-    edges = [part[0] - 0.5 for part in parts] + [steps[-1] + 0.5]
-    return HeatMap(edges, bins, shares, distinct if len(distinct) <= LABELED else None)
+            if numbers := [*filter(is_number, values if isinstance(values, list) else ())]:
+                known[row["step"]] = np.quantile(numbers, [0.9, 0.5, 0.1]).tolist()
+        if known:
+            lines = zip(("90 %", "median", "10 %"), zip(*known.values(), strict=True), strict=True)
+            yield Chart(title, help_, [Line(label, list(known), y) for label, y in lines])
 
 
 def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
@@ -316,11 +266,7 @@ def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
             series = number if line.series is None else line.series
             values = {name: _round(getattr(line, name)) for name in ("y", "low", "high")}
             lines.append({**vars(line), "x": x, "series": series, **values})
-        heat = None
-        if chart.heat is not None:
-            shares = [[round(share, 3) for share in column] for column in chart.heat.shares]
-            heat = vars(chart.heat) | {"shares": shares}
-        packed.append(vars(chart) | {"lines": lines, "heat": heat})
+        packed.append(vars(chart) | {"lines": lines})
     return {"charts": packed, "xs": list(positions)}
 
 

@@ -70,8 +70,8 @@ class Trackers:
         self._call_all(lambda tracker: tracker.log(values, step=step))
 
     def log_images(self, step: int, images: Mapping[str, Image.Image]) -> None:
-        """Log images by name after ``step`` steps."""
-        shown = {name: image.convert("RGB") for name, image in images.items()}
+        """Log images by name after ``step`` steps, where Accelerate's tracker takes images."""
+        shown = {name: [image.convert("RGB")] for name, image in images.items()}
         self._call_all(lambda tracker: _log_images(tracker, shown, step))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -100,14 +100,12 @@ class Trackers:
 def _get_arguments(name: str, run_dir: Path, resume_at: int) -> dict[str, Any]:
     if name == "tensorboard":
         purge = {"purge_step": resume_at + 1} if resume_at else {}
-        is_old = (run_dir / "tensorboard").is_dir()  # a run started with 0.1.0 goes on there
-        return {"run_name": "tensorboard" if is_old else "", "logging_dir": run_dir, **purge}
-    if name == "wandb":
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        return {"run_name": project, "name": run_dir.name, "dir": str(run_dir)}
-    if name == "trackio":
-        return {"run_name": os.environ.get("TRACKIO_PROJECT", PROJECT), "name": run_dir.name}
-    return {"experiment_name": PROJECT, "run_name": run_dir.name}
+        return {"run_name": "", "logging_dir": run_dir, **purge}
+    if name == "mlflow":
+        return {"experiment_name": PROJECT, "run_name": run_dir.name}
+    project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+    place = {"dir": str(run_dir)} if name == "wandb" else {}
+    return {"run_name": project, "name": run_dir.name, **place}
 
 
 def _store_config(tracker: Any, config: dict[str, Any]) -> None:
@@ -117,17 +115,12 @@ def _store_config(tracker: Any, config: dict[str, Any]) -> None:
         tracker.store_init_configuration(config)
 
 
-def _log_images(tracker: Any, images: Mapping[str, Image.Image], step: int) -> None:
-    for name, image in images.items():
-        if tracker.name == "tensorboard":
-            pixels = np.asarray(image)[None]
-            tracker.log_images({name: pixels}, step=step, dataformats="NHWC")
-        elif tracker.name == "wandb":
-            tracker.log_images({name: [image]}, step=step)
-        elif tracker.name == "trackio":
-            tracker.log({name: importlib.import_module("trackio").Image(image)}, step=step)
-        else:
-            importlib.import_module("mlflow").log_image(image, key=name, step=step)
+def _log_images(tracker: Any, images: Mapping[str, Sequence[Image.Image]], step: int) -> None:
+    if tracker.name == "tensorboard":
+        pixels = {name: np.stack(own) for name, own in images.items()}
+        tracker.log_images(pixels, step=step, dataformats="NHWC")
+    elif hasattr(tracker, "log_images"):
+        tracker.log_images(images, step=step)
 
 
 def _log_table(tracker: Any, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:

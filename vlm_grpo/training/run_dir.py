@@ -29,7 +29,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.training.metrics import StepLog, rollout_distributions
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
-from vlm_grpo.utils.folder_lock import check_lock, lock_folder
+from vlm_grpo.utils.folder_lock import lock_folder
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,6 @@ class RunDir:
         """Write a step's metrics to the log and the trackers, and the alarms that they raise."""
         if not self.is_main:
             return
-        check_lock(self.path)
         self.metrics.write(step, metrics)
         for alarm in self.monitor.update(step, metrics):
             row = {"name": alarm.name, "message": alarm.message, "remedy": alarm.remedy}
