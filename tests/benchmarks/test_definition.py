@@ -83,17 +83,13 @@ def test_a_verified_number_has_a_source_with_an_address():
     assert [p.source for p in verified if not p.source.startswith("https://")] == []
 
 
-def test_the_prompt_of_a_benchmark_contains_the_question():
-    task = load_benchmark("docvqa").load_task(tags=True)
-    prompt = task.prompt(Example("a", (), "What {is} it?", ["x"]))
+def test_the_prompt_of_a_benchmark_is_in_place_of_the_tasks_own_instruction():
+    example = Example("a", (), "What {is} it?", ["x"])
+    prompt = load_benchmark("docvqa").load_task(tags=True).prompt(example)
     assert "What {is} it? Answer the question using a single word or phrase." in prompt
     assert prompt.endswith("inside <answer> </answer>.")
-
-
-def test_a_benchmark_leaves_out_the_tasks_own_instruction():
-    example = Example("a", (), "What is it?", ["x"])
     assert "Answer with the text alone." in load_task("ocr").prompt(example)
-    assert load_benchmark("ocrbench").load_task().prompt(example) == "What is it?"
+    assert load_benchmark("ocrbench").load_task().prompt(example) == example.question
 
 
 class Fixed(Counting):

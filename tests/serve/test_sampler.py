@@ -157,6 +157,7 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
         (LOAD, "500"),
         ("/reset_encoder_cache", "500"),
         ("/reset_prefix_cache", '{"success": false}'),
+        ("/reset_prefix_cache", "[]"),
         ("/update_weight_version", "500"),
         ("/resume", "500"),
     ],

@@ -57,16 +57,6 @@ def test_when_a_server_is_ready(tmp_path, model_folder):
         assert [server.is_ready() for _ in range(4)] == [False, False, True, True]
 
 
-def test_a_prefix_cache_that_is_not_emptied_is_a_failure(tmp_path, model_folder):
-    answers = ('{"success": false}', "{}", "[]")
-    faults = {"/reset_prefix_cache": {str(n): answer for n, answer in enumerate(answers, 1)}}
-    with run_fake(tmp_path / "fake", model_folder, faults=faults) as url:
-        for _ in answers:
-            with pytest.raises(ServiceError, match="prefix"):
-                Server(url, 5).resume(1, "weights/run/1")
-    assert read_calls(tmp_path / "fake", "/resume") == []
-
-
 def test_a_weight_label_tells_the_versions_of_its_own_run():
     label = WeightLabel("weights", "ab12")
     assert label.read(label.write(7)) == 7

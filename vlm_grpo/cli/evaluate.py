@@ -144,18 +144,12 @@ def evaluate(
             "settings of a run are those of its config.yaml, given as the recipe",
         ),
         (layout is not None and not scores, "--format needs --predictions, whose format it is"),
-        (
-            scores and not has_rows,
-            "--predictions needs rows: give --data",
-        ),
+        (scores and not has_rows, "--predictions needs rows: give --data"),
         (
             (tags is not None or as_json or image_root is not None) and not is_task,
             "--tags, --json and --image-root need a task and --predictions",
         ),
-        (
-            task is not None and has_rows,
-            "--task needs a recipe: a benchmark has its own task",
-        ),
+        (task is not None and has_rows, "--task needs a recipe: a benchmark has its own task"),
         (
             scores and checkpoint is not None,
             "--predictions are scored without a model: leave out --checkpoint",
