@@ -85,7 +85,7 @@ SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
     [
         (["tallyqa", *ROWS], "model has no value: add model="),
         (["tallyqa", *ROWS, "--frame", "permille"], "--frame needs --predictions"),
-        (["tallyqa", *ROWS, "--task", "ocr"], "a benchmark has its own task"),
+        (["counting", "--task", "ocr"], "there is no option --task: settings have no dashes"),
         (["tallyqa", *ROWS, "--format", "r1_v"], "--format needs --predictions"),
         (["tallyqa", *SCORED, "--format", "r1v"], "did you mean r1_v"),
         (["tallyqa", *SCORED, "--checkpoint", "runs"], "leave out --checkpoint"),

@@ -22,7 +22,7 @@ def test_another_task_is_trained_and_its_bad_rows_are_named(capsys, write_letter
     overrides = [f"data.train={data}", "data.eval=null", "evaluation.every=0"]
     overrides.append(f"output_dir={tmp_path}")
 
-    message = fails(capsys, "train", "counting", *overrides, "--task", write_letters())
+    message = fails(capsys, "train", "counting", *overrides, f"task={write_letters()}")
 
     assert f"{data}:1: image none.png is missing" in message
 

@@ -26,10 +26,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's."),
 ]
-RecipeTask = Annotated[
-    str | None,
-    typer.Option("--task", help="Task to use instead of the recipe's: a name or a .py file."),
-]
 ImageRoot = Annotated[
     Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
 ]
@@ -95,10 +91,6 @@ def _explain_option(option: str) -> None:
     same = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
     if same:
         raise UserError(f"there is no option {option}: settings have no dashes, {same[0]}=VALUE")
-
-
-def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list[str]:
-    return [*(overrides or []), *([f"task={task}"] if task else [])]
 
 
 def get_frame(name: str) -> CoordinateFrame:

@@ -16,11 +16,9 @@ from vlm_grpo.cli.common import (
     FrameName,
     ImageRoot,
     Overrides,
-    RecipeTask,
     ServedModelName,
     ServerUrl,
     Timeout,
-    add_task_override,
     build_endpoint,
     exit_when_stopped,
     get_frame,
@@ -57,7 +55,6 @@ def evaluate(
         ),
     ],
     overrides: Overrides = None,
-    task: RecipeTask = None,
     checkpoint: Checkpoint = None,
     data: Annotated[
         str | None,
@@ -129,7 +126,7 @@ def evaluate(
             raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
     if data is None:
         _refuse_benchmark(recipe)
-    scores, has_rows, asks = predictions is not None, data is not None, server is not None
+    scores, asks = predictions is not None, server is not None
     endpoint = build_endpoint(context.params, frame if asks else None)
     is_benchmark = recipe in benchmark_names() or Path(recipe).suffix in (".yaml", ".yml")
     is_task = scores and not is_benchmark
@@ -144,12 +141,11 @@ def evaluate(
             "settings of a run are those of its config.yaml, given as the recipe",
         ),
         (layout is not None and not scores, "--format needs --predictions, whose format it is"),
-        (scores and not has_rows, "--predictions needs rows: give --data"),
+        (scores and data is None, "--predictions needs rows: give --data"),
         (
             (tags is not None or as_json or image_root is not None) and not is_task,
             "--tags, --json and --image-root need a task and --predictions",
         ),
-        (task is not None and has_rows, "--task needs a recipe: a benchmark has its own task"),
         (
             scores and checkpoint is not None,
             "--predictions are scored without a model: leave out --checkpoint",
@@ -157,10 +153,10 @@ def evaluate(
     ):
         if is_wrong:
             raise UserError(message)
-    remains = "the same command continues it" if asks or has_rows else "nothing was written"
+    remains = "the same command continues it" if asks or data else "nothing was written"
     with exit_when_stopped("nothing was written" if scores else remains):
         if data is None:
-            _evaluate_recipe(recipe, add_task_override(values, task), checkpoint, endpoint)
+            _evaluate_recipe(recipe, values, checkpoint, endpoint)
         elif predictions is None:
             folder = _find_checkpoint(checkpoint)
             given = values if endpoint is None else [_NO_MODEL, *values]

@@ -14,11 +14,9 @@ from vlm_grpo.cli.common import (
     Concurrency,
     Overrides,
     Recipe,
-    RecipeTask,
     ServedModelName,
     ServerUrl,
     Timeout,
-    add_task_override,
     build_endpoint,
     exit_when_stopped,
 )
@@ -33,7 +31,6 @@ def sample(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
-    task: RecipeTask = None,
     checkpoint: Checkpoint = None,
     samples: Annotated[
         int, typer.Option(min=1, max=4096, help="Completions per training example.")
@@ -89,7 +86,7 @@ def sample(
     endpoint = build_endpoint(context.params)
     with exit_when_stopped("the same command continues it"):
         files = {"--out": out, "--difficulty": difficulty}
-        settings = _load_settings(recipe, add_task_override(overrides, task), files)
+        settings = _load_settings(recipe, overrides or [], files)
         from vlm_grpo.dist.launch import initialize_distributed
         from vlm_grpo.eval import sampling
         from vlm_grpo.model.resolve import find_checkpoint

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vlm_grpo.cli.common import Overrides, Recipe, RecipeTask, add_task_override, exit_when_stopped
+from vlm_grpo.cli.common import Overrides, Recipe, exit_when_stopped
 from vlm_grpo.errors import UserError
 
 
-def train(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) -> None:
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Train a model, and evaluate it before and after.
 
     \b
@@ -16,14 +16,14 @@ def train(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) 
     vlm-grpo train counting name=mine resume=true     resume a run that stopped
     vlm-grpo train counting_qwen2_vl_2b data.train=train.jsonl data.eval=test.jsonl
     vlm-grpo train my_task.py model=Qwen/Qwen2.5-VL-3B-Instruct data.train=train.jsonl
-    vlm-grpo train recipe.yaml --task my_task.py
+    vlm-grpo train recipe.yaml task=my_task.py
     accelerate launch -m vlm_grpo.cli train recipe.yaml
 
     The run's folder, runs/NAME, holds config.yaml, metrics.jsonl, samples/ and checkpoints/.
     """
     from vlm_grpo.config.recipes import load_settings
 
-    settings = load_settings(recipe, add_task_override(overrides, task))
+    settings = load_settings(recipe, overrides or [])
     with exit_when_stopped("finished checkpoints are kept (resume=true)"):
         from vlm_grpo.training import trainer
 
@@ -39,7 +39,7 @@ UNUSED = (
 """Settings, or blocks of them, that supervised steps do not read."""
 
 
-def sft(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) -> None:
+def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     """Fine-tune a model on gold answers, and evaluate it before and after.
 
     \b
@@ -59,4 +59,4 @@ def sft(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) ->
                 f"{key} has no effect on supervised steps: remove it; their learning rate is "
                 "warm_start.lr, and their number optim.max_steps"
             )
-    train(recipe, [*(overrides or []), "warm_start.steps=all"], task)
+    train(recipe, [*(overrides or []), "warm_start.steps=all"])
