@@ -132,10 +132,8 @@ SERVER = ["--server", "http://127.0.0.1:1"]
         ([*SERVER, "--frame", "permil"], "did you mean permille"),
         ([*SERVER, "--frame", "permille", "model=embedded"], "the frame of embedded is known"),
         ([*SERVER, "--format", "r1_v"], "--format needs --predictions"),
-        ([*SERVER, "--api-key-env", "NO_KEY"], "NO_KEY holds no API key"),
         ([*SERVER, "model=nothing/such/here"], "there is no such folder"),
         (["--served-model", "a"], "--served-model needs --server"),
-        (["--api-key-env", "A"], "--api-key-env needs --server"),
         (["--concurrency", "3", "--predictions", "p.jsonl"], "--concurrency needs --server"),
     ],
 )

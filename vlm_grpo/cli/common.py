@@ -35,19 +35,13 @@ ServerUrl = Annotated[
         "--server",
         metavar="URL",
         help="Ask a model behind an OpenAI-compatible address (vLLM, SGLang, a hosted one) instead "
-        "of loading weights; model=… or none names the one whose prompts it gets.",
+        "of loading weights; model=… or none names the one whose prompts it gets. A key is read "
+        "from the environment variable OPENAI_API_KEY.",
     ),
 ]
 ServedModelName = Annotated[
     str | None,
     typer.Option("--served-model", metavar="NAME", help="Its name there; default: the only one."),
-]
-ApiKeyEnv = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Environment variable with the API key; default: OPENAI_API_KEY if it is set.",
-    ),
 ]
 Concurrency = Annotated[
     int | None, typer.Option(min=1, help="Requests at once; default: 16.", show_default=False)
@@ -105,7 +99,7 @@ def get_frame(name: str) -> CoordinateFrame:
 
 def build_endpoint(options: Mapping[str, Any], frame: str | None = None) -> Endpoint | None:
     """Build the endpoint of ``--server`` from a command's options; None without it."""
-    names = ("served_model", "api_key_env", "concurrency", "timeout")
+    names = ("served_model", "concurrency", "timeout")
     found = {name: options.get(name) for name in names} | {"frame": frame}
     given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if options["server"] is None:

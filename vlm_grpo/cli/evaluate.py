@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlm_grpo.cli.common import (
-    ApiKeyEnv,
     Concurrency,
     FrameName,
     ImageRoot,
@@ -74,7 +73,6 @@ def evaluate(
     ] = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
-    api_key_env: ApiKeyEnv = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
     tags: Annotated[

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from vlm_grpo.cli.common import (
-    ApiKeyEnv,
     FrameName,
     Overrides,
     ServedModelName,
@@ -46,7 +45,6 @@ def predict(
     ] = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
-    api_key_env: ApiKeyEnv = None,
     frame: FrameName = None,
 ) -> None:
     """Answer one question; print the answer and draw it on the image, if there is one.

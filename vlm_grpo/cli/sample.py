@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlm_grpo.cli.common import (
-    ApiKeyEnv,
     Concurrency,
     Overrides,
     Recipe,
@@ -59,7 +58,6 @@ def sample(
     ] = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
-    api_key_env: ApiKeyEnv = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
 ) -> None:

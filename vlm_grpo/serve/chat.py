@@ -19,8 +19,7 @@ from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError, build_authorization, get_json, post_json
 
-# Environment variable whose API key is sent if it is set and no other one is named.
-DEFAULT_KEY = "OPENAI_API_KEY"
+API_KEY = "OPENAI_API_KEY"  # environment variable whose key is sent if it is set
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Endpoint:
 
     url: str  # up to ``/v1``, which is added to an address without a path
     model: str | None = None  # its name there; None: the only one that it serves
-    api_key_env: str | None = None  # variable with the key; None: ``OPENAI_API_KEY`` if it is set
     concurrency: int = 16  # maximum number of requests at once
     # Of boxes if ``Settings.model`` is ``none``; None: pixels of the original image.
     frame: CoordinateFrame | None = None
@@ -43,7 +41,7 @@ class Endpoint:
         if parts.username or parts.query:  # which may be secrets, and errors name the address
             raise UserError(
                 f"server {parts.scheme}://{parts.hostname}/…: an address has no user, password or "
-                "query: put an API key into an environment variable (--api-key-env)"
+                f"query: put an API key into the environment variable {API_KEY}"
             )
         if self.concurrency < 1:
             raise UserError(f"concurrency is {self.concurrency}; it must be at least 1")
@@ -73,11 +71,11 @@ class ChatClient:
         self.endpoint = endpoint
         self._limit = "max_tokens"
         self._headers: Mapping[str, str] = {}
-        if endpoint.api_key_env is not None or os.environ.get(DEFAULT_KEY):
+        if os.environ.get(API_KEY):
             try:
-                self._headers = build_authorization(endpoint.api_key_env or DEFAULT_KEY)
+                self._headers = build_authorization(API_KEY)
             except ValueError as error:
-                raise UserError(f"{error}: set it, or name another one (--api-key-env)") from error
+                raise UserError(f"{error}: set it") from error
         self._served = served = self._list_models()
         if not endpoint.model and len(served) != 1:
             found = f"serves\n{bullets(served)}\n" if served else "lists no models: "
@@ -132,11 +130,10 @@ class ChatClient:
         """Return the error of a request; a ``UserError`` if others would fail, too."""
         if error.status in (401, 403):
             if self._headers:
-                name = self.endpoint.api_key_env or DEFAULT_KEY
-                return UserError(f"the server refuses the API key in {name}: {error}")
+                return UserError(f"the server refuses the API key in {API_KEY}: {error}")
             return UserError(
                 f"the server asks for an API key: put it into the environment variable "
-                f"{DEFAULT_KEY}, or name another one with --api-key-env ({error})"
+                f"{API_KEY} ({error})"
             )
         if error.status == 404:
             served = f"; it serves\n{bullets(self._served)}" if self._served else ""
