@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import re
@@ -31,7 +30,6 @@ from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, estimate_workload
-from vlm_grpo.utils.openmp import WAITING
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"
@@ -165,40 +163,6 @@ def test_an_engine_that_fails_leaves_the_figures_of_the_others(perf, monkeypatch
     assert gpu.is_complete(tmp_path / "profile.json", gpu.PARTS["profile"])
 
 
-def test_tables_compare_with_trl_and_name_what_ran_out_of_memory(
-    perf, monkeypatch, capsys, tmp_path
-):
-    gpu, step_time = perf("gpu"), perf("step_time")
-    install(monkeypatch)
-    monkeypatch.setattr(step_time, "run_engine", lambda engine, arguments: ENGINES[engine])
-    names = {"3b-448-g8-64": "trl", "3b-448-g8-64-vllm": "trl-vllm", "fits-3b-full-g64": "trl"}
-    for name, other in names.items():
-        if name.startswith("fits"):
-            monkeypatch.setitem(ENGINES, "trl", RUN | {"seconds": [], "failed": "out of memory"})
-        out = tmp_path / f"{name}.figures"
-        step_time.main(["--engines", "shared", other, "--rounds", "1", "--out", str(out)])
-        printed = capsys.readouterr().out.splitlines()
-        figures = json.loads(out.read_text())
-        result = {"figures": figures, "gpu": "H100", "versions": {"torch": "2"}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-        if other == "trl" and not name.startswith("fits"):
-            # 500 FLOPs in 2 s, and TRL's 10 s, at 1,000 per second.
-            assert printed[2] == "| shared | 2.00 | 5.0 | 256 | 0 | 0.25 | 25.0% |"
-            assert printed[3] == "| trl | 10.00 | 1.0 | 51 | 0 | 1.00 | 5.0% |"
-    assert printed[3] == "| trl | out of memory | – | – | – | – | – |"
-    rows = gpu.fill_table(gpu.START + gpu.END, tmp_path).splitlines()
-    assert rows[2].startswith("`python perf/gpu.py --parts PART`, H100, torch 2.")
-    # 512 tokens in 0.5 s of images and decoding, and in 1 s; 450 FLOPs in 1 s of the update.
-    assert rows[6:9] == [
-        "| 3b-448-g8-64 | shared / trl | 2.00 / 10.00 | 5.0 | 25.0% / 5.0% | 45.0% / — "
-        "| 1,024 / 512 | 0.0 / 0.0 | 0.25 |",
-        "| 3b-448-g8-64-vllm | shared / trl-vllm | 2.00 / 4.00 | 2.0 | 25.0% / 12.5% | 45.0% / — "
-        "| 1,024 / 512 | 0.0 / 0.0 | 0.25 |",
-        "| fits-3b-full-g64 | shared / trl | 2.00 / out of memory | – | 25.0% / – | 45.0% / – "
-        "| 1,024 / – | 0.0 / – | – |",
-    ]
-
-
 def test_a_step_that_runs_out_of_memory_is_a_result(perf):
     options = perf("step_time").parse_arguments(["--smoke"])
 
@@ -222,30 +186,6 @@ def test_a_part_that_takes_too_long_ends_with_all_its_processes(perf, monkeypatc
         assert select.select([read], [], [], 10)[0]
         assert os.read(read, 100) == expected
     os.close(read)
-
-
-def test_the_waits_of_a_gpu_are_found_by_phase_and_kernel(perf, capsys, tmp_path):
-    def span(category: str, name: str, start: float, end: float) -> dict[str, Any]:
-        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-
-    events = [span("user_annotation", "step", 0, 9e6), span("user_annotation", "decode", 1e6, 4e6)]
-    events += [span("kernel", "a|b", s, s + 0.5e6) for s in (1e6, 2e6, 3e6)]
-    events += [span("gpu_memcpy", "copy", 1.5e6, 1.7e6), span("cpu_op", "mm", 0, 9e6)]
-    events += [span("kernel", "c", 5e6, 6e6), {"ph": "i", "name": "mark", "ts": 0}]
-    with gzip.open(tmp_path / "t.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
-    perf("trace_gaps").print_gaps(tmp_path / "t.json.gz")
-    assert capsys.readouterr().out.splitlines()[3:] == [
-        "| all | | 2.300 | 3 | |",  # 1.7 to 2, 2.5 to 3 and 3.5 to 5 s
-        "| decode | `c` | 1.500 | 1 | 1.5000 |",
-        "| decode | `a b` | 0.800 | 2 | 0.5000 |",
-    ]
-
-
-def test_only_files_with_tests_of_a_gpu_are_collected(perf):
-    files = {Path(file).relative_to(ROOT).as_posix() for file in perf("gpu").find_gpu_tests()}
-    assert {"tests/model/engine/test_graphs.py", "tests/training/test_batch.py"} <= files
-    assert len(files) < 20  # all tests are in more than 200 files
 
 
 def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
@@ -309,54 +249,6 @@ def test_without_a_gpu_there_is_one_message(perf, monkeypatch, capsys):
     )
 
 
-def test_results_fill_the_table_in_the_order_of_the_parts(perf, tmp_path):
-    gpu = perf("gpu")
-    for name in ("vision", "step-64"):
-        result = {"what": name, "command": "python x", "gpu": "H100", "versions": {"torch": "2"}}
-        result |= {"figures": None}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result | {"output": ["| a |"]}))
-    filled = gpu.fill_table((ROOT / "perf/README.md").read_text(), tmp_path)
-    first = filled.index("**step-64**: step-64. `python x`, H100, torch 2.")
-    assert first < filled.index("**vision**")
-    assert gpu.fill_table(filled, tmp_path) == filled
-    assert set(gpu.PARTS["step-64"].arguments.split()) >= {"qwen2.5-vl-7b", "1008", "8"}
-
-
-def test_our_steps_are_timed_as_the_commands_run_them(perf, monkeypatch):
-    step_time, environments = perf("step_time"), []
-
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
-        environments.append(options["env"])
-        return subprocess.CompletedProcess(command, 0, stdout="{}")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    for name in WAITING:
-        monkeypatch.delenv(name, raising=False)
-    step_time.run_engine("trl", [])
-    step_time.run_engine("shared", [])
-    assert environments == [dict(os.environ), WAITING | os.environ]
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    step_time.run_engine("shared", [])
-    assert environments[-1]["OMP_WAIT_POLICY"] == "passive"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_prompts_of_timed_steps_are_prepared_by_the_workers_asked_for(perf, workers, monkeypatch):
-    step_time = perf("step_time")
-    options = step_time.parse_arguments(["--smoke", "--workers", str(workers)])
-    options.child = "shared"
-    program, found = perf("step_time_vlm_grpo"), []
-
-    def build(settings: Any, *_: Any) -> None:
-        found.append(settings.data.dataloader_num_workers)
-        raise LookupError
-
-    monkeypatch.setattr(program, "build_policy", build)
-    with pytest.raises(LookupError):
-        program.build_trainer(options, None, None, [])
-    assert found == [workers]
-
-
 def test_a_step_of_another_family_is_timed_by_phase_and_form(perf):
     program, name = perf("family_steps"), "internvl"
     options = argparse.Namespace(sizes=[2], tokens=2, turns=1, warmups=0, edge=224)
@@ -378,17 +270,6 @@ def test_the_guide_has_the_recorded_steps_of_other_families(perf):
     for name in ("family_steps", "family_steps-64"):
         recorded = json.loads((ROOT / f"perf/results/{name}.json").read_text())["families"]
         assert program.format_table(recorded) in readme
-
-
-def test_runs_are_read_as_they_were_saved(perf, tmp_path):
-    saved = perf("saved_runs")
-    file = tmp_path / "runs.json"
-    assert saved.load_runs(file) == []
-    runs = [{"method": "grpo", "held_out": [[0, 0.5]]}, {"method": "é"}]
-    for count in (1, 2):
-        saved.save_runs(file, runs[:count])
-        assert saved.load_runs(file) == runs[:count]
-    assert file.read_text().count("\n") == 4  # a line for each run
 
 
 def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(perf):

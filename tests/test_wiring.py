@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo, KL in the loss, masked, one completion in each micro-batch": {
         "objective": {"beta": 0.5, "mask_truncated_completions": True},
         "optim": {"max_tokens_per_batch": 1},
+        "rollout": {"temperature": 0.6},
     },
     "bnpo, LoRA, KL in the loss, masked, in micro-batches": {
         **LORA,
@@ -71,7 +72,6 @@ CASES: dict[str, dict[str, Any]] = {
             "loss_type": "dapo", "num_iterations": 1, "mask_truncated_completions": True,
             "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1", "epsilon_high": 0.3,
         },
-        "rollout": {"temperature": 0.6},
         "optim": {"mini_batches": 2},
     },
     "REINFORCE++ with advantages of tokens, two mini-batches, masked, KL in the reward": {

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import random
 from dataclasses import replace
 from importlib.resources import files as package_files
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -28,19 +25,11 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     WarmUpSettings,
     build_prompts,
     build_tiny_vlm,
-    compute_place_loss,
     draw_examples,
-    draw_place_questions,
-    encode_scenes,
     label_scene,
     load_embedded_task,
     measure_accuracy,
-    step_back,
-    supervised_loss,
-    train,
-    warm_up,
 )
-from vlm_grpo.data_scripts.tiny_vlm import build_model
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
 
@@ -188,82 +177,6 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_questions_for_places_have_the_loss_of_their_answers(processor, model):
-    scenes = draw_shapes("scattered", 3, 0, "places")
-    numbers, questions = draw_place_questions(scenes, 6, random.Random(0))
-    reader = load_embedded_task("ocr")  # its answers are texts
-    features = encode_scenes(model, processor, scenes)[numbers]
-    with torch.no_grad():
-        found = compute_place_loss(model, processor, features, questions)
-        expected = supervised_loss(model, processor, [(reader, row) for row in questions])
-        wrong = compute_place_loss(model, processor, features.flip(0), questions)
-    assert found.item() == pytest.approx(expected.item(), rel=0.01)  # bfloat16
-    assert wrong.item() != pytest.approx(expected.item(), rel=0.01)
-
-
-@pytest.mark.usefixtures("short_answers")
-@pytest.mark.parametrize("part", ["see", "place", "tasks"])
-def test_the_vision_tower_learns_in_its_lesson_only(processor, monkeypatch, part):
-    monkeypatch.setattr(make_tiny_vlm, "SHARES", {"ocr": 4})
-    model = build_model(processor, 0)
-    weights = next(model.model.visual.parameters()), next(model.model.language_model.parameters())
-    starts = [weight.detach().clone() for weight in weights]
-    settings = replace(BRIEF, **{part: Schedule(steps=1, peak=1e-2, warmup=0)})
-    warm_up(model, processor, {"ocr": load_embedded_task("ocr")}, settings)
-    moved = [not torch.equal(*pair) for pair in zip(weights, starts, strict=True)]
-    assert moved == [part == "see", part != "see"]
-
-
-@pytest.mark.usefixtures("short_answers")
-def test_places_have_the_features_of_their_scenes_and_grounding_comes_alone(processor, monkeypatch):
-    model, seen, taught = build_model(processor, 0), [], []
-    weight = model.lm_head.weight
-
-    def compare_features(model, processor, features, questions):
-        expected = encode_scenes(model, processor, questions)
-        seen.append((features - expected).abs().max().item() < 0.05 * expected.std().item())
-        return weight.sum()
-
-    def record_tasks(model, processor, batch):
-        taught.append([task.primary_metric for task, _ in batch])
-        return weight.sum()
-
-    monkeypatch.setattr(make_tiny_vlm, "compute_place_loss", compare_features)
-    monkeypatch.setattr(make_tiny_vlm, "supervised_loss", record_tasks)
-    one = Schedule(steps=1, peak=1e-3, warmup=0)
-    tasks = {name: load_embedded_task(name) for name in MAKERS}
-    warm_up(model, processor, tasks, replace(BRIEF, places=20, place=one, locate=one, tasks=one))
-    assert seen == [True, True]
-    assert taught == [["accuracy_50"] * 96, ["exact"] * 64, ["exact"] * 64, ["accuracy_50"] * 64]
-
-
-def test_the_step_back_ends_where_all_accuracies_are_nearest_to_the_middle(
-    model, processor, monkeypatch
-):
-    """A model whose accuracy is the share of the way, or its square."""
-    model = copy.deepcopy(model)
-    weight = model.lm_head.weight.detach()
-    before = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    after = weight[0, 0].item()
-
-    def measure(model, processor, task, examples):
-        share = model.lm_head.weight[0, 0].item() / after
-        return share ** (2 if task.primary_metric == "accuracy_50" else 1)
-
-    monkeypatch.setattr(make_tiny_vlm, "measure_accuracy", measure)
-    tasks = {name: load_embedded_task(name) for name in ("ocr", "grounding")}
-    result = step_back(model, processor, before, tasks, replace(BRIEF, band=(0.25, 0.65)))
-    assert result["remaining"] == 0.575  # 0.575 and 0.331: 0.125 and 0.119 from 0.45
-    assert weight[0, 0].item() == pytest.approx(0.575 * after)
-    assert result["accuracies"][1.0] == pytest.approx({"ocr": 1.0, "grounding": 1.0})
-
-
-def test_a_folder_in_use_is_an_error_before_any_training(tmp_path, capsys):
-    (tmp_path / "mine.txt").write_text("keep")
-    assert make_tiny_vlm.main(["--out", str(tmp_path)]) == 1
-    assert "not an empty folder" in capsys.readouterr().err
-
-
 def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
     scenes = draw_shapes("crowded", 2, 0, "lessons")
     labels = [label_scene(scene.meta["shapes"]) for scene in scenes]
@@ -284,45 +197,3 @@ def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
         getattr(heads, name).bias.data[-1] += 100  # a wrong name, box or count
         assert heads.compute_scene_loss(tokens, scenes).item() > 0.1
         getattr(heads, name).bias.data[-1] -= 100
-
-
-def test_questions_ask_for_the_cells_of_one_shape_or_of_all():
-    scenes = draw_shapes("scattered", 40, 0, "places")
-    numbers, questions = draw_place_questions(scenes, 60, random.Random(0))
-    assert [example.id for example in questions] == [scenes[number].id for number in numbers]
-    assert len(set(numbers)) > 20
-    orders = set()
-    for number, example in enumerate(questions):
-        boxes = {f"{s['color']} {s['kind']}": s["box"] for s in example.meta["shapes"]}
-        cells = {
-            name: str((y1 + y2) // 2 // 28 * 3 + (x1 + x2) // 2 // 28 + 1)
-            for name, (x1, y1, x2, y2) in boxes.items()
-        }
-        if number % 2 == 0:
-            name = example.question.removeprefix("Where is the ").removesuffix("?")
-            assert example.answer == cells[name]
-        else:
-            names = example.question.removeprefix("Where are ").removesuffix("?").split(", ")
-            assert sorted(names) == sorted(cells)
-            assert example.answer == "; ".join(f"{name} {cells[name]}" for name in names)
-        orders.add(number % 2 == 0 and name == next(iter(cells)))
-    assert orders == {True, False}  # not always the first shape
-
-
-def test_training_draws_new_examples_and_its_rate_rises_to_the_peak_and_falls_to_zero():
-    weight, splits, values = nn.Parameter(torch.tensor(100.0)), [], []
-
-    def compute_loss(split):
-        assert weight.grad is None  # no gradient is carried from one step into the next
-        splits.append(split)
-        values.append(weight.item())
-        return weight.sum()
-
-    train([weight], Schedule(steps=20, peak=0.1, warmup=5, stable=3), compute_loss, "sum")
-    assert splits == [f"warmup-sum-{step}" for step in range(20)]
-    values.append(weight.item())
-    # Under a constant gradient AdamW moves by the rate, and decays the weight by 0.01 of it.
-    rates = [(b - a) / (1 + 0.01 * b) for a, b in zip(values[1:], values, strict=False)]
-    assert rates[:9] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.1, 0.1, 0.1], abs=1e-4)
-    assert rates[8:] == sorted(rates[8:], reverse=True)
-    assert 0 < rates[-1] < 0.005

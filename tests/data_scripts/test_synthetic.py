@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,13 +38,6 @@ RECORDED = {
     "ocr": "22e1c26bab8420fe",
 }
 """Digests of 100 examples of each kind, of seed 1, drawn before there were dials."""
-DIGEST = """
-import hashlib
-from vlm_grpo.data_scripts.make_shapes import draw_examples
-rows = draw_examples("counting", 5, 3) + draw_examples("grounding", 5, 3)
-parts = [row.images[0].read_bytes() + repr(row.answer).encode() for row in rows]
-print(hashlib.sha256(b"".join(parts)).hexdigest())
-"""
 BOTH_SPLITS = pytest.mark.parametrize("split", ["train", "eval"])
 
 
@@ -91,15 +81,6 @@ def test_an_example_depends_on_seed_split_and_index_only(kind):
     assert len({*list_images(ten)}) == 10
     assert draw(kind, 3, seed=5) != ten[:3]
     assert list_images(draw(kind, 3, seed=4, split="eval")) != list_images(ten[:3])
-
-
-def test_another_process_draws_the_same_pixels():
-    rows = draw("counting", 5, 3) + draw("grounding", 5, 3)
-    here = b"".join(row.images[0].read_bytes() + repr(row.answer).encode() for row in rows)
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-c", DIGEST]
-    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert there.stdout.strip() == hashlib.sha256(here).hexdigest()
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -414,24 +395,6 @@ def test_one_button_fits_and_holds_its_icon(dials):
         assert len({tuple(pixels[y, x]) for x, y in ((x1, y1), (x2 - 1, y2 - 1))}) == 1  # its edge
 
 
-def test_buttons_lie_in_the_window_and_do_not_overlap():
-    for row in draw("screens:columns=4,rows=3,distractors=11", 100, 1):
-        taken = np.zeros((SIDE, SIDE), int)
-        for element in row.meta["elements"]:
-            x1, y1, x2, y2 = element["box"]
-            assert 1 <= x1 < x2 < SIDE
-            assert 10 < y1 < y2 < SIDE  # below the title bar
-            taken[y1:y2, x1:x2] += 1
-        assert taken.max() == 1
-
-
-def test_every_distractor_shares_the_color_or_the_kind():
-    for row in draw("screens:hard", 100, 2):
-        ((color, kind),) = describe_named(row)
-        others = row.meta["elements"][1:]
-        assert all((e["color"] == color) != (e["kind"] == kind) for e in others)
-
-
 # Tables.
 
 
@@ -457,18 +420,6 @@ def test_a_table_fits_its_image_and_the_task(level):
         assert task.score(task.gold(example), example).total == 1.0
         rows = [row.split("|") for row in example.answer.split("\n")]
         assert example.images[0].size == (len(rows[0]) * CELL[0], len(rows) * CELL[1])
-
-
-def test_every_cell_has_its_text_inside():
-    for example in draw("tables:medium,longest=3", 30, 2):
-        light = get_pixels(example, "L") > 180
-        for row in range(2):
-            for column in range(2):
-                x, y = column * CELL[0], row * CELL[1]
-                cell = light[y : y + CELL[1], x : x + CELL[0]]
-                assert cell[2:-2, 2:-1].any()
-                assert not cell[:2].any()
-                assert not cell[:, -1].any()
 
 
 # Words.
@@ -524,66 +475,23 @@ def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
         make_words.draw_examples("handwriting", 1)
 
 
-def test_more_fonts_draw_other_letters():
-    one, six = (
-        {get_pixels(row, "L").tobytes() for row in draw(f"words:easy,fonts={n}", 9)} for n in (1, 6)
-    )
-    assert len(one & six) < 5  # the first font is one of six
-
-
 # Dials.
 
 
-def measure_scene(row: Example) -> dict[str, float]:
-    """Return numbers of a scene that its dials change, each rising with its dial."""
-    pixels = get_pixels(row).astype(float)
-    gray = pixels.mean(axis=-1)
-    colored = np.ptp(pixels, axis=-1) > 6  # noise, strokes and patches are gray
-    sides = [max(s["box"][2] - s["box"][0], s["box"][3] - s["box"][1]) for s in row.meta["shapes"]]
-    return {
-        "noise": gray[~colored].std(),
-        "clutter": (abs(gray - np.median(gray))[~colored] > 20).sum(),
-        "occlusion": (abs(gray - np.median(gray))[~colored] > 20).sum(),
-        "contrast": np.ptp(pixels, axis=-1).max(),
-        "distractors": len(sides),
-        "size": min(sides),
-        "spread": max(sides) - min(sides),
-    }
-
-
-def measure_text(row: Example) -> dict[str, float]:
-    """Return numbers of a line of text that its dials change, each rising with its dial."""
-    pixels = get_pixels(row).astype(float)
-    gray = pixels.mean(axis=-1) - np.median(pixels)
-    ys, xs = np.nonzero(gray > 30)
-    return {
-        "noise": gray[-3:].std(),
-        "clutter": (abs(gray[:, -10:]) > 20).sum(),
-        "contrast": gray.max(),
-        "longest": len(row.answer),
-        "tilt": abs(np.polyfit(xs, ys, 1)[0]),
-    }
-
-
 SCENE = "size=12,spread=4,distractors=1,noise=0,clutter=0,occlusion=0"
-SCENE_DIALS = {"noise": (0, 40), "clutter": (0, 10), "occlusion": (0, 0.5), "contrast": (0.3, 1)}
-SCENE_DIALS |= {"distractors": (0, 4), "size": (8, 14), "spread": (0, 10)}
-TEXT_DIALS = {"noise": (0, 40), "clutter": (0, 10), "contrast": (0.5, 1), "longest": (3, 5)}
-TEXT_DIALS |= {"tilt": (0, 15)}
+SCENE_DIALS = {"noise": 40, "clutter": 10, "occlusion": 0.5, "contrast": 0.3, "distractors": 4}
+SCENE_DIALS |= {"size": 14, "spread": 10}
+TEXT_DIALS = {"noise": 40, "clutter": 10, "contrast": 0.5, "longest": 5, "tilt": 15, "fonts": 6}
 
 
 @pytest.mark.parametrize(
-    ("world", "dial"),
+    ("world", "dials"),
     [
-        *((f"{w}:{SCENE}", dial) for w in make_shapes.draw_examples.worlds for dial in SCENE_DIALS),
-        *(("words:easy", dial) for dial in TEXT_DIALS),
+        *((f"{world}:{SCENE}", SCENE_DIALS) for world in make_shapes.draw_examples.worlds),
+        ("words:easy", TEXT_DIALS),
     ],
 )
-def test_a_dial_changes_what_it_names(world, dial):
-    is_text = world == "words:easy"
-    measure, bounds = (measure_text, TEXT_DIALS) if is_text else (measure_scene, SCENE_DIALS)
-    low, high = (
-        np.mean([measure(row)[dial] for row in draw(f"{world},{dial}={v}", 60 if is_text else 40)])
-        for v in bounds[dial]
-    )
-    assert high > 1.2 * low
+def test_every_dial_changes_the_images(world, dials):
+    seen = [list_images(draw(world, 10))]
+    seen += [list_images(draw(f"{world},{name}={value}", 10)) for name, value in dials.items()]
+    assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
