@@ -110,8 +110,11 @@ pytest_runtest_setup = pytest.hookimpl(wrapper=True)(run_phase)
 pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(run_phase)
 
 
-LONG = ("test_ranks.py", "test_every_family.py")
-"""Files that take minutes, and start first."""
+LONG = (
+    *("test_ranks.py", "test_guides.py", "test_trainer.py", "test_planner.py", "test_wiring.py"),
+    *("test_steps_ahead.py", "test_every_family.py", "test_shared.py", "test_memory.py"),
+)
+"""Files that take longest, and start first."""
 
 MEASURED = re.compile(
     r"(training/objective/(?!test_brute)|config/test_objective|task/graders/|test_types"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,25 +65,21 @@ def load_case(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task,
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
-@pytest.mark.parametrize("tags", [False, True])
-@pytest.mark.parametrize("thinking", [False, True])
-def test_a_gold_completion_earns_the_full_reward(case, frame, tags, thinking):
-    task, example = load_case(case, frame=frame, tags=tags, thinking=thinking)
-    task.check(example)
-
-    score = task.score(task.gold(example), example)
-
-    assert not score.failures
-    for name, value in score.rewards.items():
-        assert value is not None
-        if name in PENALTIES:
-            assert value == 0.0
-        else:
-            assert task.gold_reward(example) - 1e-9 <= value <= 1.0 + 1e-9
-    # Boxes of at least 190 pixels lose less than 1.1 % to rounding; nothing else is rounded.
-    assert task.gold_reward(example) > 0.97
-    assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0
+def test_a_gold_completion_earns_the_full_reward(case):
+    for frame, tags, thinking in product(FRAMES.values(), (False, True), (False, True)):
+        task, example = load_case(case, frame=frame, tags=tags, thinking=thinking)
+        task.check(example)
+        score = task.score(task.gold(example), example)
+        assert not score.failures, frame
+        for name, value in score.rewards.items():
+            assert value is not None
+            if name in PENALTIES:
+                assert value == 0.0
+            else:
+                assert task.gold_reward(example) - 1e-9 <= value <= 1.0 + 1e-9, frame
+        # Boxes of at least 190 pixels lose less than 1.1 % to rounding; nothing else is rounded.
+        assert task.gold_reward(example) > 0.97, frame
+        assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0, frame
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
