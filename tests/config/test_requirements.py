@@ -93,7 +93,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("policy.lora.r=3 policy.lora.init_lora_weights=orthogonal", "needs an even r"),
         ("policy.quant_type=fp4", "policy.quant_type has no effect with policy.load_in=none"),
         ("policy.load_in=8bit policy.double_quant=false", "double_quant has no effect"),
-        ("policy.load_in=4bit policy.quantized_parts=[]", "names no part"),
         ("policy.freeze=[vision,projector,language]", "policy.freeze .* nothing is left to train"),
         ("policy.min_pixels=9 policy.max_pixels=4", "min_pixels=9 exceeds max_pixels=4"),
         ("optim.schedule=constant optim.warmup_steps=5", "warmup_steps has no effect with optim.s"),

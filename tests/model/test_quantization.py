@@ -30,7 +30,6 @@ from vlm_grpo.model import loading
 from vlm_grpo.model.engine import linear, rollout_weights
 from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.engine.sampling import SamplingDistribution
-from vlm_grpo.model.families import find_part
 from vlm_grpo.model.form_check import HALF_BOUND
 from vlm_grpo.model.loading import build_quantization, find_quantized
 from vlm_grpo.model.policy import Policy, load_policy
@@ -99,12 +98,6 @@ def test_the_language_model_alone_is_quantized(name):
     found = find_quantized(whole, PolicySettings(load_in="4bit"))
     assert found
     assert found == [n for n in linear if "language_model." in n or ".text_model." in n]
-
-
-def test_other_parts_are_quantized_if_asked(qwen):
-    policy = load(qwen, load_in="8bit", quantized_parts=("vision", "projector"))
-    parts = {find_part(name) for name in names_of_quantized(policy)}
-    assert parts == {"vision", "projector"}
 
 
 @pytest.mark.no_shapes
@@ -251,8 +244,8 @@ def test_weights_that_are_quantized_in_their_files_load(kind, qwen, tmp_path):
         assert torch.equal(again.score(batch).logprobs, policy.score(batch).logprobs)
     with pytest.raises(UserError, match=f"quantized \\({kind}\\): set policy.load_in={kind}"):
         load(tmp_path / "model")
-    with pytest.raises(UserError, match="quantized_parts has no effect on model"):
-        load(tmp_path / "model", load_in=kind, quantized_parts=("language",))
+    with pytest.raises(UserError, match="quant_type has no effect"):
+        load(tmp_path / "model", load_in=kind, quant_type="nf4")
 
 
 def test_what_cannot_be_quantized_is_refused(folders, monkeypatch):
@@ -262,11 +255,12 @@ def test_what_cannot_be_quantized_is_refused(folders, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be trained themselves: add policy\.lora\.r=16"):
         load(folders["qwen2_5_vl"], load_in="4bit", lora=None)
     module = {"r": 4, "modules_to_save": ["gate_proj"]}
-    with pytest.raises(UserError, match=r"gate_proj is quantized .* leave its part out of"):
+    with pytest.raises(UserError, match=r"gate_proj is quantized .* in full: leave it out"):
         load(folders["qwen2_5_vl"], load_in="4bit", lora={**module, "target": ["q_proj"]})
-    missing = {"load_in": "4bit", "quantized_parts": ("projector",)}
-    with pytest.raises(UserError, match=r"no linear layer of model .* is in projector"):
-        load(folders["gemma3"], **missing)  # whose projector is a parameter
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "find_part", lambda name: None)
+        with pytest.raises(UserError, match=r"the language model of .* is not known"):
+            load(folders["gemma3"], load_in="4bit")
     monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[quantization\]'"):
         load(folders["qwen2_5_vl"], load_in="4bit")

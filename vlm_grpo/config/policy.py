@@ -95,9 +95,6 @@ class PolicySettings(Frozen):
     numbers (``fp4``)."""
     double_quant: bool = True
     """Hold the scales of 4-bit weights in 8 bits too, which saves 0.37 bits per weight."""
-    quantized_parts: tuple[ModelPart, ...] = ("language",)
-    """Parts whose linear layers ``load_in`` applies to; embeddings and the output head are never
-    quantized."""
     gradient_checkpointing: Annotated[Checkpointing, FREE] = "none"
     """Recompute activations instead of storing them: ``mlp``: those of the feed-forward layers,
     which are about two thirds; ``full`` (or true): all but each layer's input, about a third

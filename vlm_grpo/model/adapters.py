@@ -213,7 +213,7 @@ def _find_modules(names: Sequence[str], model: Any) -> list[str]:
         if any(is_quantized(part) for module in matching.values() for part in module.modules()):
             raise UserError(
                 f"policy.lora.modules_to_save: {name} is quantized (policy.load_in), and cannot be "
-                "trained in full: leave its part out of policy.quantized_parts"
+                "trained in full: leave it out"
             )
         found += matching
     return found

@@ -329,7 +329,7 @@ def find_quantized(model: Any, policy: PolicySettings) -> list[str]:
         return []
     head = model.get_output_embeddings()
     modules = ((n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not head)
-    return [name for name, _ in modules if find_part(name) in policy.quantized_parts]
+    return [name for name, _ in modules if find_part(name) == "language"]
 
 
 def build_quantization(source: str, config: Any, policy: PolicySettings) -> dict[str, Any]:
@@ -348,8 +348,7 @@ def build_quantization(source: str, config: Any, policy: PolicySettings) -> dict
             f"{name} needs the package bitsandbytes: pip install 'vlm-grpo[quantization]'"
         )
     if held != "whole":
-        options = {"quant_type", "double_quant", "quantized_parts"}
-        if ignored := sorted(policy.model_fields_set & options):
+        if ignored := sorted(policy.model_fields_set & {"quant_type", "double_quant"}):
             raise UserError(
                 f"policy.{ignored[0]} has no effect on model {source}, whose files have quantized "
                 "weights: remove it"
@@ -357,11 +356,8 @@ def build_quantization(source: str, config: Any, policy: PolicySettings) -> dict
         return {}
     model = build_empty(config, policy.trust_remote_code)
     quantized = set(find_quantized(model, policy))
-    if missing := set(policy.quantized_parts) - {find_part(name) for name in quantized}:
-        raise UserError(
-            f"policy.quantized_parts: no linear layer of model {source} is in "
-            f"{', '.join(missing)}: name other parts"
-        )
+    if not quantized:
+        raise UserError(f"{name}: the language model of {source} is not known: remove it")
     whole = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in quantized]
     return {
         "quantization_config": BitsAndBytesConfig(
