@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from family_policies import build_family_policy
-from jaxtyping import TypeCheckError
 from tiny_models import (
     make_prompt,
     noise_example,
@@ -18,7 +17,6 @@ from tiny_models import (
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
-from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import SharedEngine
@@ -37,10 +35,8 @@ def make_prompts(policy: Policy) -> list[Prompt]:
     return [make_prompt(policy, example) for example in examples]
 
 
-def sample(
-    policy: Policy, prompts: list[Prompt], stop: tuple[str, ...] = ()
-) -> list[tuple[Completion, ...]]:
-    settings = SamplingSettings(policy.distribution, LENGTH, stop, with_entropies=True)
+def sample(policy: Policy, prompts: list[Prompt]) -> list[tuple[Completion, ...]]:
+    settings = SamplingSettings(policy.distribution, LENGTH)
     seeds = [(0, prompt.example.id) for prompt in prompts]
     return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
 
@@ -49,39 +45,6 @@ def test_examples_that_share_an_image_decode_it_once():
     policy = tiny_policy(FAMILY)
     prompts = [make_prompt(policy, noise_example("a", [(60, 90)])) for _ in range(3)]
     assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
-
-
-@BOTH_ENGINES
-def test_sampled_log_probabilities_equal_scored_ones(shared):
-    policy = tiny_policy(FAMILY, shared=shared, dtype=torch.float64)
-    prompts = make_prompts(policy)
-    groups = sample(policy, prompts)
-    assert [len(group) for group in groups] == [GENERATIONS] * len(prompts)
-    completions = [completion for group in groups for completion in group]
-    scores = policy.score(pack_groups(prompts, groups), with_entropy=True)
-    sampled = torch.tensor([value for c in completions for value in c.logprobs])
-    entropies = torch.tensor([value for c in completions for value in c.entropies])
-    # The sampler records float32, whose rounding of values below 10 is under 1e-6.
-    assert (scores.logprobs - sampled).abs().max() < 1e-5
-    assert scores.entropies is not None
-    assert (scores.entropies - entropies).abs().max() < 1e-5
-    assert scores.logprobs.requires_grad
-
-
-def test_a_completion_ends_at_the_end_token_a_stop_string_or_the_length_limit():
-    policy = tiny_policy(FAMILY)
-    prompts = make_prompts(policy)
-    # One token per byte: a random model soon generates a character that is a stop string.
-    characters = tuple(chr(code) for code in range(32, 80))
-    stopped = [c for group in sample(policy, prompts, stop=characters) for c in group]
-    assert any(c.stop == "stop" for c in stopped)
-    for completion in stopped + [c for group in sample(policy, prompts) for c in group]:
-        if completion.stop == "length":
-            assert len(completion.token_ids) == LENGTH
-        elif completion.stop == "eos":
-            assert completion.token_ids[-1] in policy.distribution.eos
-        else:
-            assert any(character in completion.text for character in characters)
 
 
 @BOTH_ENGINES
@@ -120,11 +83,6 @@ def test_the_dummy_batch_scores_one_token(shared):
     scores = policy.score(policy.dummy_batch())
     assert scores.logprobs.shape == (1,)
     assert torch.isfinite(scores.logprobs).all()
-
-
-def test_token_scores_of_different_lengths_are_refused():
-    with pytest.raises(TypeCheckError):
-        TokenScores(torch.zeros(2), torch.zeros(3))
 
 
 def test_a_prompt_is_laid_out_once_per_step(monkeypatch):

@@ -8,11 +8,10 @@ something that the shared form does not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.repeated import Engine
@@ -21,7 +20,7 @@ from vlm_grpo.types import Group, Prompt
 ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples
 # Largest mean difference of log-probabilities, in nats, that is taken for rounding: recurrent
 # layers compute in float32, and lose more digits than attention does.
-BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3}
+BOUND = 1e-3
 HALF_BOUND = 0.05  # the same in half precision
 GROWTH = 2  # a shape is checked if it exceeds all checked ones by this factor
 
@@ -99,21 +98,3 @@ def _find_failure(check: Callable[[], str | None]) -> str | None:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         message = str(error).splitlines() or ["no message"]
         return f"the model fails ({type(error).__name__}: {message[0]})"
-
-
-def describe_difference(
-    found: Mapping[str, Tensor], plain: Tensor, dtype: torch.dtype
-) -> str | None:
-    """Return how log-probabilities of the shared form differ from the repeated one's, ``plain``.
-
-    None: by rounding of ``dtype``. ``found`` has them by what was done with the tokens.
-    """
-    bound = BOUNDS.get(dtype, HALF_BOUND)
-    for verb, logprobs in found.items():
-        difference = float((logprobs - plain).abs().mean())
-        if not difference <= bound:  # also if it is NaN
-            return (
-                f"the log-probs of {verb} tokens differ by {difference:.1e} nats on average from "
-                f"those of transformers (rounding: at most {bound:g})"
-            )
-    return None

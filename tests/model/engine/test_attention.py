@@ -132,11 +132,6 @@ def test_masks_of_other_layers_are_ignored():
     assert not torch.equal(PackedAttention([span], [masks])(LAYER, *tensors), plain)
 
 
-def test_a_window_mask_shows_the_last_tokens():
-    mask = kernels.build_window_mask(2, 5, 3, torch.device("cpu"))
-    assert mask.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
-
-
 def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch):
     use_plain_varlen(monkeypatch)
     built: list[VarlenPlan] = []
@@ -179,19 +174,6 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return kernels.causal(query, key, value, SCALING)
-
-
-# 11 queries are one block, or three, the last one shorter.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
-@pytest.mark.parametrize("block", [4, 128])
-def test_causal_attention_equals_its_definition(dtype, bound, block, monkeypatch):
-    monkeypatch.setattr(kernels, "CAUSAL_BLOCK", block)
-    tensors, mask = build_tensors(dtype, 3, 11), torch.ones(11, 11, dtype=torch.bool).tril()
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = output_and_gradients(lambda q, k, v: attend(q, k, v, mask), exact)
-    for value, other in zip(output_and_gradients(causal, tensors), expected, strict=True):
-        assert value.dtype == dtype
-        assert relative_error(value, other) < bound
 
 
 def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch):

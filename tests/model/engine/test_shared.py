@@ -238,25 +238,6 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
     assert tokens == sorted(len(prompt.token_ids) for prompt in prompts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_generate(family):
-    # Nothing is banned, as in plain ``generate``; in float64, rounding breaks no tie.
-    policy = tiny_policy(family, dtype=torch.float64, temperature=0.0, banned=())
-    prompts = mixed_prompts(policy, 16)
-    groups = sample_groups(policy, prompts, group_size=1)
-    plain = tiny_policy(family, shared=False, dtype=torch.float64)
-    for prompt, (completion,) in zip(prompts, groups, strict=True):
-        tokens = torch.tensor([prompt.token_ids])
-        output = plain.model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            **prompt.vision,
-            max_new_tokens=12,
-            do_sample=False,
-        )
-        assert completion.token_ids == tuple(output[0, tokens.shape[1] :].tolist())
-
-
 def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions():
     """Each completion is the one with its number, whatever is sampled beside it."""
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(0, 256, 7)))

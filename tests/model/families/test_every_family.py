@@ -17,12 +17,19 @@ from family_policies import (
 )
 from gradients import relative_distance, use_float64_recurrence
 from small_runs import make_trainer, read_metrics, small_run
-from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, sampled_logprobs
+from tiny_models import (
+    FAMILIES,
+    make_prompt,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    sampled_logprobs,
+)
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.form_check import BOUNDS
+from vlm_grpo.model.form_check import BOUND
 from vlm_grpo.types import Prompt
 
 SHARED = [name for name in BUILDERS if name != "mllama"]  # which has cross-attention
@@ -78,7 +85,7 @@ def test_scores_equal_plain_forward_passes(name, form, monkeypatch):
 
 
 @pytest.mark.no_shapes
-@pytest.mark.parametrize(("name", "form"), FORMS)
+@pytest.mark.parametrize(("name", "form"), [*FORMS, *((name, "shared") for name in FAMILIES)])
 def test_greedy_samples_equal_generate(name, form, monkeypatch):
     policy = build_family_policy(name, torch.float64, shared=form == "shared", temperature=0.0)
     use_float64_recurrence(monkeypatch, policy.model)
@@ -171,7 +178,7 @@ def test_recurrent_layers_in_float32_differ_by_rounding(name):
             scores.append(policy.score(make_batch(build_prompts(policy, name, 4))).logprobs)
     difference = (scores[0] - scores[1]).abs()
     assert 0 < difference.max() < 1e-3
-    assert difference.mean() < BOUNDS[torch.float32] / 5
+    assert difference.mean() < BOUND / 5
 
 
 @pytest.mark.parametrize("shared", [False, True])
