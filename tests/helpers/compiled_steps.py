@@ -128,7 +128,7 @@ def compile_whole(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
 
 def keep_layers(policy: Policy) -> None:
     """Keep one layer of each type: another one of the same type compiles like it."""
-    language_model: Any = policy.family.language_model(policy.model)
+    language_model: Any = policy.model.get_decoder()
     config, layers = language_model.config, language_model.layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     kept = sorted({kinds.index(kind) for kind in kinds})

@@ -426,7 +426,7 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
             failures.clear()
             raise torch.OutOfMemoryError("out of memory")
 
-    layer = trainer.policy.family.language_model(trainer.policy.model).layers[0]
+    layer = trainer.policy.model.get_decoder().layers[0]
     next(layer.parameters()).register_post_accumulate_grad_hook(fail_once)
     steps = run_steps(trainer, 1)
     trainer.sampler.close()
@@ -505,7 +505,7 @@ def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
         unsharded = [weight for _, weight in strategy.trainable]
         unsharded += model.model.visual.parameters()
     ignored = {id(weight) for weight in unsharded}
-    layers = trainer.policy.family.language_model(model).layers
+    layers = model.get_decoder().layers
 
     def count(weights: Iterable[Tensor]) -> int:
         return sum(full_shape(weight).numel() for weight in weights if id(weight) not in ignored)

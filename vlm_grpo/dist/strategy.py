@@ -198,7 +198,7 @@ class FSDP(Strategy):
         is_pinned = device.type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=is_pinned) if self.offload else OffloadPolicy()
         options = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload}
-        layers = list(policy.family.language_model(model).layers)
+        layers = list(model.get_decoder().layers)
         held: list[Any] = [policy.root]
         if not ignored.issuperset(vision.parameters()):
             held.append(vision)

@@ -209,7 +209,7 @@ def test_the_kernels_are_named(device, dtype, has_varlen, name, monkeypatch):
 def build_recurrent_layer(name: str, monkeypatch: pytest.MonkeyPatch, shared: bool = True) -> Any:
     policy = build_family_policy(name, torch.float64, shared=shared)
     use_float64_recurrence(monkeypatch, policy.model)
-    return find_recurrent_layers(policy.family.language_model(policy.model))[0]
+    return find_recurrent_layers(policy.model.get_decoder())[0]
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
@@ -260,4 +260,4 @@ def test_a_fork_does_not_change_its_origin():
 
 def test_layers_of_attention_are_not_recurrent():
     policy = build_family_policy("gemma3")
-    assert find_recurrent_layers(policy.family.language_model(policy.model)) == []
+    assert find_recurrent_layers(policy.model.get_decoder()) == []

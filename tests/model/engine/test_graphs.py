@@ -141,7 +141,7 @@ def build_dynamic_policy() -> Policy:
     policy = build_family_policy("internvl", torch.float64, shared=True)
     config = policy.model.config.get_text_config()
     config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
-    language_model: Any = policy.family.language_model(policy.model)
+    language_model: Any = policy.model.get_decoder()
     language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
     return policy
 

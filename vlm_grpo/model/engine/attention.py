@@ -55,9 +55,9 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 @contextlib.contextmanager
-def plain_attention(family: Family, model: Any) -> Iterator[None]:
+def plain_attention(model: Any) -> Iterator[None]:
     """Use transformers' own attention inside."""
-    language_model = family.language_model(model)
+    language_model = model.get_decoder()
     config = language_model.config
     if config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001
         yield
@@ -122,7 +122,7 @@ def use_shared_attention(family: Family, model: Any) -> None:
 
     The vision tower's images, or windows of images, are computed together.
     """
-    language_model = family.language_model(model)
+    language_model = model.get_decoder()
     language_model.config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
     for layer in find_recurrent_layers(language_model):
         replace_forward(layer, _dispatch_recurrent)

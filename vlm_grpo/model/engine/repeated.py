@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine.attention import plain_attention
@@ -76,7 +70,7 @@ class Engine:
         # not part of the scored distribution.
         own, self.model.generation_config = self.model.generation_config, GenerationConfig()
         try:
-            with plain_attention(self.family, self.model):
+            with plain_attention(self.model):
                 for order in _group_alike(repeated):
                     order.sort(key=lambda row: -len(repeated[row].token_ids))
                     while order:
@@ -94,13 +88,23 @@ class Engine:
             pad_token_id=self.pad_token,
             eos_token_id=list(state.settings.distribution.eos) or None,
         )
-        inputs = self._build_inputs(prompts, [()] * len(prompts))
         index = torch.tensor(rows, device=state.tokens.device)
+
+        def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
+            """Sample each row's token, and make ``generate`` choose it."""
+            is_active = state.active[index]
+            chosen = state.sample(scores, index).where(is_active, self.pad_token)
+            return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+
+        def is_finished(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+            state.update_active()
+            return ~state.active[index]
+
         self.model.generate(
-            **inputs,
+            **self._build_inputs(prompts, [()] * len(prompts)),
             generation_config=config,
-            logits_processor=LogitsProcessorList([_SampleToken(state, index, self.pad_token)]),
-            stopping_criteria=StoppingCriteriaList([_IsFinished(state, index)]),
+            logits_processor=LogitsProcessorList([choose]),
+            stopping_criteria=StoppingCriteriaList([is_finished]),
         )
 
     def score(
@@ -113,7 +117,7 @@ class Engine:
         counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
         # Prompts together would need padded images, for which not every model has a mask, and
         # padding on the left, which shifts the positions of many.
-        with plain_attention(self.family, self.model):
+        with plain_attention(self.model):
             return TokenScores.join([self._score(piece, settings) for piece in batch.slices])
 
     def _score(self, piece: GroupSlice, settings: ScoringSettings) -> TokenScores:
@@ -195,26 +199,3 @@ def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
         }
         groups.setdefault(tuple(shapes.items()), []).append(index)
     return list(groups.values())
-
-
-class _SampleToken(LogitsProcessor):
-    """Samples each row's token and makes ``generate`` choose it."""
-
-    def __init__(self, state: SamplerState, rows: Tensor, pad: int) -> None:
-        self.state, self.rows, self.pad = state, rows, pad
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        is_active = self.state.active[self.rows]
-        chosen = self.state.sample(scores, self.rows).where(is_active, self.pad)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
-
-
-class _IsFinished(StoppingCriteria):
-    """Stops the rows whose completions are finished."""
-
-    def __init__(self, state: SamplerState, rows: Tensor) -> None:
-        self.state, self.rows = state, rows
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self.state.update_active()
-        return ~self.state.active[self.rows]

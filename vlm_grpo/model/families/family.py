@@ -304,10 +304,6 @@ class Family:
             return "its recurrent layers need transformers 5.21 or later"
         return None
 
-    def language_model(self, model: Any) -> Any:
-        """Return the language model, without its head."""
-        return model.get_decoder()
-
     def head(self, model: Any) -> Any:
         """Return the module that maps the language model's output to logits."""
         text, head = model.config.get_text_config(), model.get_output_embeddings()
@@ -349,7 +345,7 @@ class Family:
             if name in names and not name.startswith("pixel_values")
         }
         tokens = copy_to(device, np.array([prompt.token_ids]))
-        reached = _run_to(self.language_model(model), base, input_ids=tokens, **arguments)
+        reached = _run_to(model.get_decoder(), base, input_ids=tokens, **arguments)
         positions, mask = reached.get("position_ids"), reached.get("attention_mask")
         if positions is None:
             positions = torch.arange(tokens.shape[1])[None]

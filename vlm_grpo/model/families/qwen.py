@@ -107,7 +107,7 @@ class QwenVL(Family):
         inputs: dict[str, Any] = {"inputs_embeds": embeds}
         if features:
             inputs = self._merge(model, np.asarray(token_ids), features, embeds)
-        return self.language_model(model)(
+        return model.get_decoder()(
             position_ids=positions.expand(3, -1, -1),
             attention_mask=without_mask(positions.device),
             attend=attend,
