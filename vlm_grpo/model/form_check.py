@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.repeated import Engine
 from vlm_grpo.types import Group, Prompt
 
 ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples
@@ -23,13 +21,6 @@ ROLLOUT_LENGTH = 8  # tokens of the completions that the first check samples
 BOUND = 1e-3
 HALF_BOUND = 0.05  # the same in half precision
 GROWTH = 2  # a shape is checked if it exceeds all checked ones by this factor
-
-
-class Verdict(NamedTuple):
-    """How the forms differ, or how the model fails; None: they differ by rounding."""
-
-    shared: str | None = None
-    captured: str | None = None  # in captured decode steps, if eager ones are right
 
 
 class FormCheck:
@@ -77,20 +68,7 @@ class FormCheck:
         self.has_seen_images |= bool(prompt.example.images)
 
 
-def judge(engine: Engine, check: Callable[[], str | None]) -> Verdict:
-    """Make a check, and make it again with eager steps to find out whether captured ones fail."""
-    problem, capture = _find_failure(check), engine.capture
-    if problem is None or capture is None:
-        return Verdict(problem)
-    engine.use_capture(None)
-    try:
-        eager = _find_failure(check)
-    finally:
-        engine.use_capture(capture)
-    return Verdict(eager, problem if eager is None else None)
-
-
-def _find_failure(check: Callable[[], str | None]) -> str | None:
+def find_failure(check: Callable[[], str | None]) -> str | None:
     try:
         return check()
     except torch.OutOfMemoryError:

@@ -37,7 +37,7 @@ from vlm_grpo.model.engine.sampling import (
     draw_uniforms,
 )
 from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, Verdict, judge
+from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, find_failure
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion, Example, Group, Prompt, StopReason
@@ -214,7 +214,7 @@ class Policy:
             return
         if (prompt := check.choose(prompts)) is not None:
             try:
-                self.follow(self.try_form(prompt))
+                self._follow(self.try_form(prompt))
             finally:
                 self.engine.clear_image_features()
 
@@ -226,10 +226,13 @@ class Policy:
         """
         batch = self.form_check.choose_batch(groups) if self.form_check is not None else None
         with contextlib.suppress(torch.OutOfMemoryError):
-            self.follow(judge(self.engine, lambda: self.compare(batch or self.dummy_batch())))
+            self._follow(self._check(lambda: self.compare(batch or self.dummy_batch())))
 
-    def try_form(self, prompt: Prompt) -> Verdict:
-        """Sample short completions of a prompt, and compare the two forms on them."""
+    def try_form(self, prompt: Prompt) -> str | None:
+        """Sample short completions of a prompt, and compare the two forms on them.
+
+        Returns how they differ, or how the model fails; None: they differ by rounding.
+        """
         settings = SamplingSettings(self.distribution, ROLLOUT_LENGTH)
 
         def sample_and_compare() -> str | None:
@@ -238,7 +241,21 @@ class Policy:
             sampled = [logprob for completion in group for logprob in completion.logprobs]
             return self.compare(MicroBatch((GroupSlice(prompt, tokens, (0, 1)),)), sampled)
 
-        return judge(self.engine, sample_and_compare)
+        return self._check(sample_and_compare)
+
+    def _check(self, check: Callable[[], str | None]) -> str | None:
+        """Return the problem that a check finds; captured steps that alone fail are given up."""
+        problem = find_failure(check)
+        if problem is None or self.engine.capture is None:
+            return problem
+        self.engine.use_capture(None)
+        eager = find_failure(check)
+        if eager is None:
+            logger.warning(
+                "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
+                problem,
+            )
+        return eager
 
     @torch.no_grad()
     def compare(self, batch: MicroBatch, sampled: Sequence[float] = ()) -> str | None:
@@ -263,25 +280,19 @@ class Policy:
                 )
         return None
 
-    def follow(self, verdict: Verdict) -> None:
-        """Run decode steps eagerly, or repeat prompts, from now on if a check has failed."""
-        if verdict.captured is not None:
-            self.engine.use_capture(None)
-            logger.warning(
-                "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
-                verdict.captured,
-            )
-        if verdict.shared is None:
+    def _follow(self, problem: str | None) -> None:
+        """Repeat prompts from now on if a check of the shared form has found a problem."""
+        if problem is None:
             return
         if self.form_check is not None and self.form_check.must_share:
             raise UserError(
-                f"policy.engine=shared does not work with this model: {verdict.shared}; remove it, "
+                f"policy.engine=shared does not work with this model: {problem}; remove it, "
                 "or set policy.engine=repeated"
             )
         logger.warning(
             "from now on the prompt is repeated for each completion (policy.engine=repeated), "
             "which takes longer: with a shared prompt, %s",
-            verdict.shared,
+            problem,
         )
         self.repeat_prompts()
 
