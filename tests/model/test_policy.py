@@ -41,12 +41,6 @@ def sample(policy: Policy, prompts: list[Prompt]) -> list[tuple[Completion, ...]
     return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
 
 
-def test_examples_that_share_an_image_decode_it_once():
-    policy = tiny_policy(FAMILY)
-    prompts = [make_prompt(policy, noise_example("a", [(60, 90)])) for _ in range(3)]
-    assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
-
-
 @BOTH_ENGINES
 def test_the_counters_show_what_sharing_a_prompt_saves(shared):
     policy = tiny_policy(FAMILY, shared=shared)
