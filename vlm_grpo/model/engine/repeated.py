@@ -96,7 +96,7 @@ class Engine:
             chosen = state.sample(scores, index).where(is_active, self.pad_token)
             return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
-        def is_finished(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        def is_finished(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             state.update_active()
             return ~state.active[index]
 
