@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, NonfiniteGuard, RunDir, lock_run
+from vlm_grpo.training import run_dir as run_dir_module
+from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, RunDir, lock_run
 from vlm_grpo.training.trainer import train
 
 STEPS = 70
@@ -160,17 +160,18 @@ def test_an_evaluation_is_read_as_it_was_written(build_run):
         assert run_dir.read_evaluation(0) is None
 
 
-def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(tmp_path, caplog):
-    guard = NonfiniteGuard(tmp_path)
+def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(settings, monkeypatch):
+    trainer, found = make_trainer(settings(optim={"max_steps": 1})), []
     one_less = [True] * (MAX_NONFINITE_STEPS - 1)
-    with caplog.at_level(logging.WARNING):
-        for step, is_skipped in enumerate([*one_less, False, *one_less]):
-            guard.check(step, is_skipped)
-    assert guard.count == MAX_NONFINITE_STEPS - 1
-    reported = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert reported == ["step 0", "step 5"]
-    with pytest.raises(UserError, match=r"in 5 consecutive steps.*step 99, are in .*samples"):
-        guard.check(99, True)
+    update, flags = trainer.updater.update, iter([*one_less, False, *one_less, True])
+    changed = lambda batch: {**update(batch), "skipped_updates": next(flags)}  # noqa: E731
+    monkeypatch.setattr(trainer.updater, "update", changed)
+    monkeypatch.setattr(run_dir_module.logger, "warning", lambda _, step: found.append(step))
+    for _ in range(2 * MAX_NONFINITE_STEPS - 1):
+        trainer.step()
+    assert found == [0, MAX_NONFINITE_STEPS]
+    with pytest.raises(UserError, match=r"in 5 consecutive steps.*step 9, are in .*samples"):
+        trainer.step()
 
 
 def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_completions_that_ended_it(

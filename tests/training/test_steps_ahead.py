@@ -23,8 +23,8 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
+from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.store import read_metadata
-from vlm_grpo.training.run_dir import NonfiniteGuard
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.timing import StepInterrupted
 
@@ -129,13 +129,13 @@ def test_servers_rest_in_updates_in_which_they_do_not_sample(vllm, ahead, rests)
 def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     """An update lasts until all is generated that was begun, which takes 0.3 s at least."""
     vllm.before = lambda number: time.sleep(0.3)
-    check = NonfiniteGuard.check
+    check = trainer_module.check_gradients
 
     def check_later(*arguments: Any) -> Any:
         vllm.samplers[-1].thread.submit(lambda: None).result()
         return check(*arguments)
 
-    monkeypatch.setattr(NonfiniteGuard, "check", check_later)
+    monkeypatch.setattr(trainer_module, "check_gradients", check_later)
     waited = {}
     for ahead in (0, 1):
         run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})

@@ -50,6 +50,8 @@ def export(
 
     if adapter and dequantized:
         raise UserError("--adapter writes no base weights: leave out --dequantized")
+    if step is not None:  # an earlier version's name for it
+        raise UserError(f"the step belongs to the name of the run: write {run}@{step}")
     weights = "adapter" if adapter else "dequantized" if dequantized else "merged"
-    folder = export.export(run, out, weights, step, dtype)
+    folder = export.export(run, out, weights, dtype)
     typer.echo(f"model in {folder}\nupload it with hf upload OWNER/NAME {folder}")

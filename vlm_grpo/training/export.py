@@ -45,7 +45,6 @@ def export(
     run: str | Path,
     out: str | Path,
     weights: ExportedWeights = "merged",
-    step: object = None,
     dtype: str | None = None,
 ) -> Path:
     """Write a checkpoint as a model folder, completely or not at all.
@@ -57,7 +56,6 @@ def export(
             the result is rounded once. ``dequantized``: they are merged into the 4- or 8-bit
             weights on which they were trained, as these are after dequantization. ``adapter``: the
             adapter alone, for PEFT.
-        step: an earlier version's name for what is now written ``RUN@step``.
         dtype: dtype of the weights; None: that of the original model. Has no effect on adapters.
 
     Returns:
@@ -74,8 +72,6 @@ def export(
         raise UserError(f"weights is {weights!r}; it must be one of {names}")
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype is {dtype!r}; it must be float32 or bfloat16")
-    if step is not None:
-        raise UserError(f"the step belongs to the name of the run: write {run}@{step}")
     disable_progress_bar()
     initialize_distributed()
     out = Path(out)

@@ -86,7 +86,7 @@ class RolloutSampler:
 
     The prompts of a step are distributed over the ranks so that each has about the same number of
     tokens; groups are moved after sampling so that this holds for the update too. An outside
-    sampler, which ``build_outside`` builds before the first step that samples, generates the
+    sampler, which is built at once or after steps whose completions are written, generates the
     completions of up to ``rollout.steps_ahead`` later steps in the background. Everything else,
     with all communication, happens in the main thread.
     """
@@ -98,10 +98,9 @@ class RolloutSampler:
         stream: ExampleStream,
         settings: Settings,
         methods: Mapping[str, Method] = MappingProxyType({}),
-        build_outside: Callable[[], VllmSampler] | None = None,
     ) -> None:
         self.strategy, self.policy = strategy, strategy.policy
-        self._build_outside, self.outside = build_outside, None
+        self.outside: VllmSampler | None = None
         self.task, self.stream, self.settings = task, stream, settings
         self.methods = tuple(methods.values())
         self._choice = self._find("choose")
@@ -117,6 +116,8 @@ class RolloutSampler:
         self.loader = PromptLoader(self.policy, task, stream, skip, workers)
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
+        if self._author_of(0) is None:
+            self.start_outside()
 
     def _find(self, hook: str) -> Method | None:
         return next((method for method in self.methods if overrides(method, hook)), None)
@@ -163,8 +164,8 @@ class RolloutSampler:
 
     def start_outside(self) -> VllmSampler | None:
         """Return the outside sampler, built the first time; None if the policy samples."""
-        if self.outside is None and self._build_outside is not None:
-            self.outside = self._build_outside()
+        if self.outside is None and self.settings.rollout.sampler == "vllm":
+            self.outside = VllmSampler(self.strategy, self.settings)
         return self.outside
 
     def _author_of(self, step: int) -> Method | None:
@@ -266,7 +267,7 @@ class RolloutSampler:
         return prompts
 
     def _encode_images(self, prompts: Sequence[Prompt]) -> None:
-        if self._build_outside is None:
+        if self.settings.rollout.sampler == "policy":
             self.policy.encode_images(prompts)
 
     def _split_by_spread(
@@ -556,24 +557,3 @@ def select_usable(
             check_own(example)
 
     return policy.prompts.select_usable(examples, task, skip, check)
-
-
-def build_rollout_sampler(
-    strategy: Strategy,
-    task: Task,
-    stream: ExampleStream,
-    settings: Settings,
-    methods: Mapping[str, Method] = MappingProxyType({}),
-) -> RolloutSampler:
-    """Build the sampler that ``rollout.sampler`` names.
-
-    Its servers are started at once, or after steps whose completions are written.
-    """
-    if settings.rollout.sampler == "policy":
-        return RolloutSampler(strategy, task, stream, settings, methods)
-    sampler = RolloutSampler(
-        strategy, task, stream, settings, methods, lambda: VllmSampler(strategy, settings)
-    )
-    if not any(method.writes(0) for method in methods.values()):
-        sampler.start_outside()
-    return sampler

@@ -184,22 +184,14 @@ class RunDir:
             self.report_time = time.monotonic()
 
 
-class NonfiniteGuard:
-    """A counter of consecutive steps with a non-finite gradient, which ends the run after
-    ``MAX_NONFINITE_STEPS``.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self.samples, self.count = run_dir / "samples", 0
-
-    def check(self, step: int, is_skipped: bool) -> None:
-        """Count step number ``step``."""
-        self.count = self.count + 1 if is_skipped else 0
-        if self.count == 1:
-            logger.warning("step %d: the gradient is not finite; the update is skipped", step)
-        if self.count >= MAX_NONFINITE_STEPS:
-            raise UserError(
-                f"the gradient was not finite in {self.count} consecutive steps; completions of "
-                f"the last one, step {step}, are in {self.samples}: continue from the last "
-                "checkpoint with a lower optim.lr or policy.dtype=float32"
-            )
+def check_gradients(step: int, count: int, run_dir: Path) -> None:
+    """Warn of the first of ``count`` consecutive steps with a non-finite gradient, which end with
+    ``step``; ``UserError``: there are ``MAX_NONFINITE_STEPS``."""
+    if count == 1:
+        logger.warning("step %d: the gradient is not finite; the update is skipped", step)
+    if count >= MAX_NONFINITE_STEPS:
+        raise UserError(
+            f"the gradient was not finite in {count} consecutive steps; completions of the last "
+            f"one, step {step}, are in {run_dir / 'samples'}: continue from the last checkpoint "
+            "with a lower optim.lr or policy.dtype=float32"
+        )

@@ -36,8 +36,8 @@ from vlm_grpo.training.checkpoint.manager import (
 from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.objective import load_estimator
-from vlm_grpo.training.rollout import build_rollout_sampler, select_usable
-from vlm_grpo.training.run_dir import NonfiniteGuard, RunDir, lock_run
+from vlm_grpo.training.rollout import RolloutSampler, select_usable
+from vlm_grpo.training.run_dir import RunDir, check_gradients, lock_run
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run
 from vlm_grpo.training.update import build_updater, pack_step
@@ -115,14 +115,13 @@ class Trainer:
         stream = build_stream(self.train_examples, settings)
         for method in methods.values():
             method.start(Run(settings, strategy, stream))
-        self.sampler = build_rollout_sampler(strategy, self.task, stream, settings, methods)
+        self.sampler = RolloutSampler(strategy, self.task, stream, settings, methods)
         scorer = self.sampler.scorer
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
         self.meter = StepMeter(policy, settings, self.accelerator)
-        self.nonfinite = NonfiniteGuard(settings.run_dir)
         self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
-        self.global_step, self.is_resumed = 0, False
+        self.global_step, self.nonfinite_steps, self.is_resumed = 0, 0, False
         # the last step's metrics while its evaluation is due and not made
         self.unevaluated: dict[str, float] | None = None
         self.stop_request = StopRequest()
@@ -144,7 +143,8 @@ class Trainer:
                 groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
                 is_skipped = bool(metrics["skipped_updates"])
                 self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
-                self.nonfinite.check(self.global_step, is_skipped)
+                self.nonfinite_steps = self.nonfinite_steps + 1 if is_skipped else 0
+                check_gradients(self.global_step, self.nonfinite_steps, settings.run_dir)
         metrics |= self.meter.measure(rollout, batch)
         self.global_step += 1
         return metrics
@@ -244,14 +244,14 @@ class Trainer:
 
     @property
     def state(self) -> RunState:
-        best, count = self.evaluator.best, self.nonfinite.count
-        return RunState(self.global_step, best, count, self.unevaluated)
+        best, skipped = self.evaluator.best, self.nonfinite_steps
+        return RunState(self.global_step, best, skipped, self.unevaluated)
 
     def restore(self, checkpoint: Path) -> None:
         """Resume from the checkpoint that the policy's weights were loaded from."""
         state = self.checkpoints.restore(checkpoint)
         self.global_step, self.unevaluated = state.step, state.unevaluated
-        self.evaluator.best, self.nonfinite.count = state.best, state.nonfinite_steps
+        self.evaluator.best, self.nonfinite_steps = state.best, state.nonfinite_steps
         self.is_resumed = True
 
     def _checkpoint_due(self) -> bool:

@@ -62,11 +62,6 @@ def test_a_loss_of_a_file_replaces_that_of_the_loss_type(tmp_path, loss_type):
         ("return ratio.detach()", "have no gradient"),
         ("return ratio * batch.logprobs / 0", "is not finite"),
         ("return ratio * unknown", r"my_loss.py, line 5: NameError"),
-        (
-            "return ratio * batch.teacher_logprobs",
-            r"line 5: AttributeError: TokenBatch has no teacher_logprobs: use "
-            r'batch\.scores\["teacher_logprobs"\]',
-        ),
         ("raise SystemExit(3)", r"my_loss.py, line 5: SystemExit: 3"),
     ],
 )

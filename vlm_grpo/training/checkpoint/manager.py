@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from vlm_grpo.config.data import is_mixture
@@ -192,22 +191,19 @@ def find_checkpoint(
 
     ``UserError``, on all ranks: the folder holds a run and ``resume`` is False, all of its
     checkpoints are corrupt, or settings or examples differ from the checkpoint's."""
-    result: list[Any] = [None]
-    if accelerator.is_main_process:
-        folder = settings.run_dir / "checkpoints"
-        try:
-            if settings.resume:
-                result = [find_newest_checkpoint(folder)]
-            elif found := list_checkpoints(folder):
+    found: list[Path | None] = []
+    with fail_together(accelerator):
+        if accelerator.is_main_process:
+            folder = settings.run_dir / "checkpoints"
+            existing = list_checkpoints(folder)
+            if existing and not settings.resume:
                 raise UserError(
-                    f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0]}: "
-                    "continue it with resume=true, or start a new run with another name=…"
+                    f"{settings.run_dir} holds a run with checkpoints up to step "
+                    f"{existing[-1][0]}: continue it with resume=true, or start a new run with "
+                    "another name=…"
                 )
-        except UserError as error:
-            result = [error]
-    checkpoint = broadcast_object_list(result)[0]
-    if isinstance(checkpoint, UserError):
-        raise checkpoint
+            found = [find_newest_checkpoint(folder) if settings.resume else None]
+    checkpoint = gather_object(found)[0]
     if checkpoint is not None:
         check_resumable(checkpoint, settings, examples, task)
     return checkpoint

@@ -71,22 +71,16 @@ class Variant:
         raise NotImplementedError
 
 
+@dataclass
 class Passes:
-    """The completions of a step, and the passes without gradient that score them.
+    """The completions of a step, and the passes without gradient that score them."""
 
-    ``slices`` has this rank's completions by group. ``score`` returns the (T,) log-probs of slices
-    under the current weights; its ``others`` are those of completions that are not in the slices.
-    """
-
-    def __init__(
-        self,
-        rollout: Rollout,
-        slices: Sequence[GroupSlice],
-        strategy: Strategy,
-        score: Callable[..., Tensor],
-    ) -> None:
-        self.rollout, self.slices = rollout, slices
-        self.strategy, self._score = strategy, score
+    rollout: Rollout
+    slices: Sequence[GroupSlice]  # this rank's completions by group
+    strategy: Strategy
+    # returns the (T,) log-probs of slices under the current weights; its ``others`` are those of
+    # completions that are not in the slices
+    _score: Callable[..., Tensor]
 
     def logprobs(
         self,

@@ -8,7 +8,7 @@ import operator
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,13 +50,6 @@ class TokenBatch:
     weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
     # what methods scored of each token, by name, without gradient
     scores: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
-
-    if not TYPE_CHECKING:  # type checkers then report unknown names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Say where log-probs are that methods scored, which were fields once."""
-            where = f': use batch.scores["{name}"]' if name.endswith("_logprobs") else ""
-            raise AttributeError(f"TokenBatch has no {name}{where}", name=name, obj=self)
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:
