@@ -10,21 +10,13 @@ from string import ascii_uppercase
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.scores import accuracy_by_gold
+from vlm_grpo.task.sentences import Candidate, choose, fold, is_sure, unwrap
 from vlm_grpo.types import Example
 
 MAX_CHARACTERS = 2_000  #: Maximum length of an answer and of an option
-# Words that may stand before an answer: "The correct answer is B", "Option B", "Answer: B".
-_LEAD = re.compile(
-    r"(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:(?:correct|right|best|final) )?"
-    r"(?:answer|option|choice)(?: is)?(?:: ?| )",
-    re.IGNORECASE,
-)
-# What models write around an answer.
-_WRAPPERS = re.compile(
-    r"\*\*([^*]*)\*\*|\$?\\boxed\{([^{}]*)\}\$?|```(?:\w+ )?([^`]*)```|`([^`]*)`|\"([A-Za-z])\""
-)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
-_LETTER_AND_TEXT = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])(?:[.:),]| [-–—])) ?(.+)")
+# A letter in a sentence, where "A" and "I" before a word are no letters of options.
+_LETTER_IN_TEXT = re.compile(r"(?<![\w'’.-])(?![AI] (?!and\b|n?or\b|is\b)[a-z])([A-Z])(?![\w'’])")
 # Options that refer to the letters or the places of others, or to letters in the image.
 _REFERS = re.compile(
     r"\W*[A-Z]\W*|all of .*|none of .*|.*\bthe above\b.*"
@@ -42,8 +34,8 @@ class Choice(Task):
     to letters or to other options ("Point B", "none of the above") keep the order of the row.
 
     An answer is a letter ("B", "(b)", "The answer is B."), a letter and its option's text ("B.
-    dog"), or the text. A letter and the text of another option are no answer. What is both a
-    letter of the list and the text of an option is the letter.
+    dog"), the text, or a sentence with one of these. A letter and the text of another option are no
+    answer. What is both a letter of the list and the text of an option is the letter.
 
     Attributes:
         shuffle: show the options in an order of each example's own; false: in that of the row.
@@ -77,21 +69,33 @@ class Choice(Task):
             return None
         options = [_normalize(option) for option in example.answer["options"]]
         order = self.order(example)
-        text = " ".join(text.split())
         if _normalize(text) not in options:
-            text = _WRAPPERS.sub(lambda found: found[found.lastindex or 0].strip(), text)
-            text = _LEAD.sub("", text.strip("* "), count=1).strip("* ")
-        if letter := _LETTER.fullmatch(text):
-            place = ascii_uppercase.index(letter[1].upper())
-            if place < len(order):
-                return order[place]
+            text = unwrap(text)
+        text = " ".join(fold(text).split())
+        if (letter := _LETTER.fullmatch(text)) and (place := _place(letter[1])) < len(order):
+            return order[place]
         if _normalize(text) in options:
             return options.index(_normalize(text))
-        if stated := _LETTER_AND_TEXT.fullmatch(text):
-            place = ascii_uppercase.index((stated[1] or stated[2]).upper())
-            if place < len(order) and options[order[place]] == _normalize(stated[3]):
-                return order[place]
-        return None
+        return choose(text, self._find_candidates(text, options, order))
+
+    def _find_candidates(
+        self, text: str, options: Sequence[str], order: Sequence[int]
+    ) -> list[Candidate]:
+        """Return the letters and the texts of options in a sentence."""
+        found: list[Candidate] = []
+        written = [pair for pair in enumerate(options) if any(map(str.isalnum, pair[1]))]
+        for number, option in sorted(written, key=lambda pair: -len(pair[1])):
+            pattern = rf"(?<!\w){re.escape(option)}(?!\w)"
+            if not is_sure(option):  # "no" is an option only as a sentence of its own
+                pattern = rf"(?:(?<=[:.)\"(] )|(?<=[\"(])|^){re.escape(option)}(?=[.,;:\"!)]|$)"
+            for place in re.finditer(pattern, text, re.IGNORECASE):
+                if all(place.end() <= c.start or c.end <= place.start() for c in found):
+                    found.append(Candidate(*place.span(), number))
+        for letter in _LETTER_IN_TEXT.finditer(text):
+            place = _place(letter[1])
+            if place < len(order) and all(not c.start <= letter.start() < c.end for c in found):
+                found.append(Candidate(*letter.span(), order[place]))
+        return sorted(found)
 
     def write(self, answer: int, example: Example) -> str:
         return ascii_uppercase[self.order(example).index(answer)]
@@ -138,6 +142,10 @@ class Choice(Task):
         golds = [self.gold_answer(example) for example in examples]
         letters = [self.write(gold, e) for gold, e in zip(golds, examples, strict=True)]
         return accuracy_by_gold(letters, [a == g for a, g in zip(answers, golds, strict=True)])
+
+
+def _place(letter: str) -> int:
+    return ascii_uppercase.index(letter.upper())
 
 
 def _normalize(text: str) -> str:

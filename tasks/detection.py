@@ -40,7 +40,9 @@ class Detection(Task):
 
     def parse(self, text: str, example: Example) -> Objects | None:
         image = example.images[0]
-        boxes = parse_boxes(text, self.frame.describe_units(image.size), self.frame.y_first)
+        boxes = parse_boxes(
+            text, self.frame.describe_units(image.size), self.frame.y_first, named=True
+        )
         if boxes is None or len(boxes) > self.max_boxes:
             return None
         objects = [
@@ -126,4 +128,4 @@ class Detection(Task):
 
 
 def _normalize_label(label: str) -> str:
-    return " ".join(label.casefold().split())
+    return " ".join(label.casefold().removesuffix(".").split())

@@ -15,6 +15,7 @@ from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes, draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
 from vlm_grpo.task.scores import gaussian_overlap
+from vlm_grpo.task.sentences import is_sure
 from vlm_grpo.types import Example, ImageRef
 
 _PLACES = ("click", "double_click", "right_click", "long_press")
@@ -27,11 +28,9 @@ ACTIONS = {
 DIRECTIONS = ("up", "down", "left", "right")
 _FORMS = {"text": ', "text": "…"', "direction": f', "direction": "{"|".join(DIRECTIONS)}"', "": ""}
 _TOOLS = ("computer_use", "mobile_use")
-# What may stand around the JSON of an action.
-_FRAME = re.compile(r"(?:\s|```(?:json)?|</?tool_call>)*")
-# What makes a sentence before it another answer.
+# What makes the words around an action or a place another answer.
 _OTHER = re.compile(
-    r"[{}\[\]\d]|\b(?:or|nor|not|never|instead|either|maybe|perhaps)\b|n['’]t\b", re.IGNORECASE
+    r"[{}\[\]\d]|\b(?:then|double.?click|right.?click|long.?press|drag|hover|swipe)", re.IGNORECASE
 )
 
 
@@ -105,16 +104,17 @@ class GUI(Task):
         image = self.target_image(example)
         if len(text) > MAX_CHARACTERS:
             return None
-        values, words = find_json(text)
+        values, parts = find_json(text)
+        words = "|".join(parts)
         if any(isinstance(value, dict) and {"action", "name"} & value.keys() for value in values):
-            is_alone = _FRAME.fullmatch(words) and all(value == values[0] for value in values)
-            after = text[text.rindex("}") + 1 :]
-            is_last = len(values) == 1 and _FRAME.fullmatch(after) and not _OTHER.search(words)
-            return self._read_action(values[0], image) if is_alone or is_last else None
+            is_one = all(value == values[0] for value in values) and is_sure(words)
+            return (
+                self._read_action(values[0], image) if is_one and not _OTHER.search(words) else None
+            )
         units = self.frame.describe_units(image.size)
         points = parse_points(text, units, self.frame.y_first) or ()
         boxes = parse_boxes(text, units, self.frame.y_first) or ()
-        found = {(x, y, x, y) for x, y in points} | {box for box, _ in boxes}
+        found = {box for box, _ in boxes} or {(x, y, x, y) for x, y in points}
         return self._click(found.pop(), image) if len(found) == 1 else None
 
     def _click(self, place: Box, image: ImageRef, name: str = "click") -> Action:
@@ -127,8 +127,9 @@ class GUI(Task):
         if value.keys() == {"name", "arguments"} and value["name"] in _TOOLS:
             value = value["arguments"]
         name = value.get("action") if isinstance(value, dict) else None
+        name = name.lower() if isinstance(name, str) else None
         name = "click" if name == "left_click" else name
-        if not isinstance(name, str) or name not in ("click", *self.actions):
+        if name not in ("click", *self.actions):
             return None
         key = ACTIONS[name]
         if value.keys() - {"action"} != ({key} if key else set()):
@@ -138,8 +139,9 @@ class GUI(Task):
             form = json.dumps({"point" if self.frame.y_first else "point_2d": given})
             points = parse_points(form, y_first=self.frame.y_first) or []
             return self._click((*points[0], *points[0]), image, name) if len(points) == 1 else None
-        is_known = key != "direction" or given in DIRECTIONS
-        return Action(name, text=given) if isinstance(given, str) and is_known else None
+        if key == "direction" and isinstance(given, str):
+            given = given.lower() if given.lower() in DIRECTIONS else None
+        return Action(name, text=given) if isinstance(given, str) else None
 
     def write(self, answer: Action, example: Example) -> str:
         image = self.target_image(example)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from vlm_grpo.task import Task, reward
+from vlm_grpo.task.sentences import is_sure, unwrap
 from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
 from vlm_grpo.utils.worker_pool import WorkerPool, is_worker
@@ -20,16 +21,22 @@ _SECONDS = 3.0
 """Time limit of a comparison; towers of powers never end, and such an answer is wrong."""
 _MEMORY = 8 << 30
 """Maximum number of bytes that a comparison may allocate, where the system can limit them."""
-_WRAPPERS = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*")
-_ONE_FORMULA = re.compile(r"[^$\d]*\$([^$]+)\$[^$\d]*")
+_ONE_FORMULA = re.compile(r"([^$\d]*)\$([^$]+)\$([^$\d]*)")
 _WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{ *)?([A-Za-z][A-Za-z ,'-]*?) *\}?")
 _OPTION_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf) *\{ *(\([A-J]\)) *\}")
 _OPTION = re.compile(r"\(?([A-J])(?:\)|[.:)] [^A-J]*(?:[A-J]\w[^A-J]*)*)?\.?")
+_TEXT = r"\\(?:text|mathrm|mbox) *\{([^{}]*)\}"
 _UNITS = re.compile(
-    r"(?:\\(?:text|mathrm|mbox) *\{[^{}]*\}(?:\^\{?[23]\}?)?|\\ |°|\\degree|\\?%|\^\{?\\circ\}?)+$"
+    rf"(?:{_TEXT}(?:\^\{{?[23]\}}?)?|\\ |°|\\degree|\\?%|\^\{{?\\circ\}}?"
+    r"|(?<=[\d})πi ])(?:[cdkm]m|kg|厘?米|千?克|元|度)(?:\^\{?[23]\}?|[²³])?)+$"
 )
-
-_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_LETTER_UNITS = re.compile(r"(?<=[\d})πi ])[mgsh](?:\^\{?[23]\}?|[²³])?$")
+_OR = re.compile(r"(?:\\text *\{ *or *\}|\bor\b|\\lor\b|或)")
+_HIDDEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout)\b")
+_SPACE = r"(?: |\\[ ,;:!]|\\q?quad)+"
+_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?![\d.])")
+_TWO_NUMBERS = re.compile(rf"(?<![_^\w.])[\d.]+{_SPACE}\d")
+_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 _SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE](?:[-+]\d\d|\d\d?)")
 _INFINITE = re.compile(r"[-+]?(?:[\d.]+e\+?\d{3,}|inf|infinity|nan)", re.IGNORECASE)
 
@@ -92,29 +99,36 @@ class Math(Task):
 
 def read_answer(text: str) -> str | None:
     """Return the only boxed answer in a text, or all of a text without a box; None: not one."""
-    boxed = find_boxed(text)
+    boxed, words = find_boxed(text)
     if boxed is None or len({*boxed}) > 1:
         return None
-    return clean(boxed[0] if boxed else text)
+    if not boxed:
+        return clean(text)
+    # The words of its sentence must not deny the box; those before it derive it.
+    before, after = re.split(r"[.,;:\n]", words[0])[-1], re.split(r"[.;\n]", words[-1])[0]
+    return clean(boxed[0]) if is_sure(f"{before}|{after}") else None
 
 
-def find_boxed(text: str) -> list[str] | None:
-    """Return the contents of all ``\\boxed{}`` in a text; None if one is unclosed or nested.
+def find_boxed(text: str) -> tuple[list[str] | None, list[str]]:
+    """Return the contents of all ``\\boxed{}`` in a text, None if one is unclosed or nested, and
+    the parts of the text around them.
 
-    >>> find_boxed(r"so \\boxed{\\frac{1}{2}}")
-    ['\\\\frac{1}{2}']
+    >>> find_boxed(r"so \\boxed{\\frac{1}{2}}.")
+    (['\\\\frac{1}{2}'], ['so ', '.'])
     """
-    found = []
-    for part in re.split(r"\\f?boxed *(?=\{)", text)[1:]:
+    first, *parts = re.split(r"\\f?boxed *(?=\{)", text)
+    found, words = [], [first]
+    for part in parts:
         depth = 0
         for place, character in enumerate(part):
             depth += (character == "{") - (character == "}")
             if not depth:
                 found.append(" ".join(part[1:place].split()))
+                words.append(part[place + 1 :])
                 break
         else:
-            return None
-    return found
+            return None, []
+    return found, words
 
 
 def clean(text: str) -> str | None:
@@ -125,21 +139,28 @@ def clean(text: str) -> str | None:
     >>> clean("$ x = 4 $."), clean("$4$ or $5$")
     ('x = 4', None)
     """
-    text = " ".join(text.split()).removesuffix(".")
-    if len(text) <= _LONGEST and (wrapped := _WRAPPERS.fullmatch(text)) is not None:
-        text = next(inner for inner in wrapped.groups() if inner is not None).strip()
-    elif (one := _ONE_FORMULA.fullmatch(text)) and not re.search(r"\b(?:or|not)\b", text):
-        text = one[1].strip()
-    is_one = "$" not in text.replace("\\$", "") and not re.search(r"\\[][()]|\\f?boxed", text)
-    return text if is_one and 0 < len(text) <= _LONGEST else None
+    text = " ".join(unwrap(text).split()).removesuffix(".")
+    one = _ONE_FORMULA.fullmatch(text)
+    if one and is_sure(f"{one[1]}|{one[3]}"):
+        text = one[2].strip()
+    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _OR.sub(", ", text))
+    is_several = "$" in text.replace("\\$", "") or re.search(r"\\[][()]|\\f?boxed", text)
+    if is_several or _HIDDEN.search(text) or _TWO_NUMBERS.search(text):
+        return None
+    has_digits = any(map(str.isdecimal, text))
+    words = " ".join(re.findall(_TEXT, text)).replace("~", " ") if has_digits else ""
+    return text if is_sure(words, exact=True) and 0 < len(text) <= _LONGEST else None
 
 
 def _get_value(text: str, gold: str) -> str:
     """Return the side of an answer that is compared with the gold answer, without units."""
     if "=" not in gold and "," not in text:
         text = re.split(r"(?<![\\<>!])=", text)[-1]
-    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)
     text = _UNITS.sub("", text.strip()).strip() or text
+    if not re.search(r"(?<![\\a-z])[a-z]", gold):
+        text = _LETTER_UNITS.sub("", text).strip() or text
+    text = text.replace("π", r"\pi ")
     return f"{Decimal(text):f}" if _SCIENTIFIC.fullmatch(text) else text
 
 

@@ -9,29 +9,25 @@ from typing import Any, NamedTuple
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.parsing import parse_integer
+from vlm_grpo.task.sentences import has_number, is_sure, unwrap
 from vlm_grpo.types import Example
 
 _LONGEST = 200  # Maximum number of characters of an answer
-_WRAPPERS = re.compile(
-    r"\$([^$]*)\$|\\boxed\{(.*)\}|\*\*(.*)\*\*|\"(.*)\"|“(.*)”|'(.*)'"
-    r"|```(?:\w+ )?(.*)```|`(.*)`"
-)
-_BOLD_LEAD = re.compile(r"\*\*([^*]*[:=])\*\* ")  # "**Answer:** 12"
-_LEAD = re.compile(
-    r"(?:the )?(?:final |correct )?(?:answer|value)(?: is:?| ?[:=]) ?", re.IGNORECASE
-)
 _NUMBER = re.compile(
-    r"(?P<sign>[-+]?)(?P<currency>US\$|[$€£¥₹]|(?:USD|EUR|GBP|JPY|INR) )?(?P<inner>-?)"
+    r"(?P<sign>(?:[-+] ?)?)(?P<currency>US\$|[$€£¥₹]|(?:USD|EUR|GBP|JPY|INR) )?(?P<inner>-?)"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
     r"(?:[eE](?P<e>[-+]?\d{1,3})"
     r"|(?: ?(?:[×x*·]|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?(?P<power>[-+]?\d{1,3})\}?))?"
     r"(?P<unit>(?:[^\d ]| [^\d ])*)"
 )
 _SCALES = (
-    (3, re.compile(r"[kK]|(?i:thousand)")),
-    (6, re.compile(r"M|(?i:mn|mln|million)")),
-    (9, re.compile(r"B|(?i:bn|billion)")),
-    (12, re.compile(r"T|(?i:tn|trillion)")),
+    (2, re.compile(r"(?i:hundreds?)")),
+    (3, re.compile(r"[kK]|(?i:thousands?)")),
+    (5, re.compile(r"(?i:la(?:kh|c)s?)")),
+    (6, re.compile(r"M|(?i:mn|mln|millions?)")),
+    (7, re.compile(r"(?i:crores?)")),
+    (9, re.compile(r"B|(?i:bn|billions?)")),
+    (12, re.compile(r"T|(?i:tn|trillions?)")),
 )
 _MONEY = {"m": 6, "b": 9, "t": 12}
 """Scales in lower case, which mean other units without a currency: "$5m" but "5 m"."""
@@ -59,10 +55,18 @@ _ATTACHED = re.compile(r"[%°$€£¥₹]|°[CF]|[kcm]m|kg|[kMGT]Wh?|[KMGT]B|per
 """Units that may follow a number without a space; others would make "4G" and "1st" numbers."""
 _UNIT = re.compile(r"(?:[^\W\d_]|°)[^\W\d_]*[²³]?(?:[/ ][^\W\d_]+[²³]?)?")
 _POWER = re.compile(r"(?<=[a-zA-Z])\^\{?([23])\}?")
-_HEDGES = re.compile(
-    r"\b(?:about|and|approx\w*|at|between|but|either|half|if|least|less|maybe|minus|more|most|n?or"
-    r"|not|of|over|perhaps|plus|probably|than|to|under|up)\b",
-    re.IGNORECASE,
+# LaTeX's forms of what a number and its unit are written with.
+_LATEX = (
+    (re.compile(r"\\(?:text|mathrm|mbox) ?\{([^{}]*)\}"), r"\1"),
+    (re.compile(r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree)"), "°"),
+    (re.compile(r"\\([%$])"), r"\1"),
+    (re.compile(r"\\[ ,;!]"), " "),
+)
+# What may be counted where the gold answer has no unit, besides the units and the question's words.
+_COUNTED = re.compile(
+    "people|person|country|student|year|month|week|day|item|unit|point|time|vote|case|inch|foot|ft"
+    "|mile|mph|litre|liter|l|ml|lb|oz|ton|tonne|w|wh|gw|gwh|mw|mwh|tw|twh|kw|kwh|kb|mb|gb|tb|hz|cm"
+    "|v|k|n|j|pa|per"
 )
 
 
@@ -135,13 +139,13 @@ class Numeric(Task):
 
     def _error(self, answer: str, example: Example) -> float:
         """Return the relative error to the nearest gold answer; infinite for another text."""
-        return min(self._compare(answer, gold) for gold in _list_golds(example.answer))
+        return min(self._compare(answer, gold, example) for gold in _list_golds(example.answer))
 
-    def _compare(self, answer: str, gold: str) -> float:
+    def _compare(self, answer: str, gold: str, example: Example) -> float:
         right, found = parse_quantity(gold), parse_quantity(answer)
         if right is None:
             return 0.0 if fold(answer) == fold(gold) else math.inf
-        if found is None or not self._fits(found.unit, right.unit):
+        if found is None or not self._fits(found.unit, right.unit, example.question):
             return math.inf
         if found.value == right.value:
             return 0.0
@@ -150,8 +154,13 @@ class Numeric(Task):
             return math.inf
         return abs(found.value - right.value) / abs(right.value)
 
-    def _fits(self, unit: str, gold: str) -> bool:
-        return unit == gold or (not (gold and self.units) and not (unit and gold))
+    def _fits(self, unit: str, gold: str, question: str) -> bool:
+        if unit == gold or not unit:
+            return unit == gold or not self.units
+        known = set(map(_normalize_unit, re.findall(r"[^\W\d_]+", question)))
+        known |= {sign for sign, _ in _SIGNS}
+        parts = map(_normalize_unit, re.split(r"[/ ²³]+", unit))
+        return not gold and all(p in known or _COUNTED.fullmatch(p) for p in parts if p)
 
 
 def _list_golds(answer: Any) -> list[str]:
@@ -167,19 +176,16 @@ def _to_text(answer: Any) -> str | None:
 
 def clean(text: str) -> str | None:
     """Return a short text without what models write around an answer; None if nothing is left."""
-    text = " ".join(unicodedata.normalize("NFC", text).replace("−", "-").split())
-    if len(text) > _LONGEST:
-        return None
-    text = _BOLD_LEAD.sub(r"\1 ", text.replace("\\%", "%"), count=1)
-    text = _LEAD.sub("", text, count=1) if _LEAD.match(text) else text
-    if (wrapped := _WRAPPERS.fullmatch(text.removesuffix("."))) is not None:
-        text = next(inner for inner in wrapped.groups() if inner is not None)
-    return text.strip().removesuffix(".").strip() or None
+    text = unwrap(unicodedata.normalize("NFC", text).replace("−", "-"))
+    for pattern, written in _LATEX:
+        text = pattern.sub(written, text)
+    text = " ".join(text.split()).removesuffix(".").strip()
+    return text if 0 < len(text) <= _LONGEST else None
 
 
 def fold(text: str) -> str:
     """Return a text without the differences that do not matter."""
-    return (clean(text) or "").casefold()
+    return re.sub(r"(?<=\d) ?[‐‑–—] ?(?=\d)", "-", (clean(text) or "").casefold())
 
 
 def parse_quantity(text: str) -> Quantity | None:
@@ -203,15 +209,16 @@ def parse_quantity(text: str) -> Quantity | None:
     name = _read_unit(unit, currency)
     if name is None or not math.isfinite(value) or (found["sign"] and found["inner"]):
         return None
-    return Quantity(-value if "-" in (found["sign"], found["inner"]) else value, name)
+    return Quantity(-value if "-" in found["sign"] + found["inner"] else value, name)
 
 
 def _read_unit(text: str, currency: str) -> str | None:
     """Return the unit after a number; None if the text is no unit, or there are two."""
     if not (unit := text.strip()):
         return currency
-    is_word = text.startswith(" ") and _UNIT.fullmatch(unit) and not _HEDGES.search(unit)
-    if not (is_word or _ATTACHED.fullmatch(text.strip())):
+    words = re.sub("[/²³]", " ", unit)
+    is_word = text.startswith(" ") and _UNIT.fullmatch(unit) and is_sure(words, exact=True)
+    if has_number(words) or not (is_word or _ATTACHED.fullmatch(unit)):
         return None
     unit = _normalize_unit(unit)
     return unit if currency in ("", unit) else None

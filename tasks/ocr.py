@@ -9,25 +9,24 @@ from collections.abc import Sequence
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.parsing import MAX_CHARACTERS
 from vlm_grpo.task.scores import anls, character_error_rate, word_error_rate
+from vlm_grpo.task.sentences import is_sure, unwrap
 from vlm_grpo.types import Example
 
 NORMALIZATIONS = ("case", "space", "nfkc", "punctuation")
 # Invisible marks of writing direction and joining, which models do not write.
 _INVISIBLE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
-# A text in quotes, alone or after words such as "The text in the image is".
-_QUOTED = re.compile(
-    r"(?:(?:the|this) (?:text|words?|sign|image)\b[^\"“”\n]{0,80}?\b(?:is|are|says?|reads?):?\s*)?"
-    r"[\"“]([^\"“”]+)[\"”]\.?",
-    re.IGNORECASE,
-)
+# A sentence with one text in quotes.
+_QUOTED = re.compile(r"([^\"“”\n]{0,200})[\"“]([^\"“”]+)[\"”]([^\"“”\n]{0,200})")
+_ESCAPED = re.compile(r"\\([%$&#_])")
 
 
 class OCR(Task):
     """Read text; the gold answer is a string or a list of accepted strings.
 
-    The prompt asks for the text alone. One other form is read: the text in double quotes, alone or
-    at the end of a sentence about it (``The text in the image is "EXIT".``), unless a gold answer
-    has this form. Any other word around the text is part of the answer.
+    The prompt asks for the text alone. Other forms are read unless a gold answer has them: the text
+    in a code fence, in LaTeX's ``\\boxed{}``, in JSON, or as the only one in double quotes, alone
+    or in a sentence about it (``The text in the image is "EXIT".``). Any other word around the text
+    is part of the answer.
 
     Before the comparison both sides are converted to Unicode's composed form (NFC) and stripped of
     invisible direction marks and of white space at both ends.
@@ -53,10 +52,8 @@ class OCR(Task):
     def parse(self, text: str, example: Example) -> str | None:
         if len(text) > MAX_CHARACTERS:
             return None
-        quoted = _QUOTED.fullmatch(text)
-        if quoted is None or any(map(_QUOTED.fullmatch, _accepted_strings(example.answer))):
-            return text
-        return quoted[1]
+        golds = _accepted_strings(example.answer)
+        return text if any(_unwrap(gold) != gold for gold in golds) else _unwrap(text)
 
     def write(self, answer: str, example: Example) -> str:
         return answer
@@ -119,3 +116,9 @@ def _accepted_strings(answer: str | Sequence[str]) -> Sequence[str]:
     if isinstance(answer, str):
         return [answer]
     return answer if isinstance(answer, list | tuple) else []
+
+
+def _unwrap(text: str) -> str:
+    text = _ESCAPED.sub(r"\1", unwrap(text, lead=False))
+    quoted = _QUOTED.fullmatch(text)
+    return quoted[2] if quoted and is_sure(f"{quoted[1]}|{quoted[3]}") else text

@@ -9,7 +9,7 @@ from PIL import Image
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_boxes
-from vlm_grpo.task.parsing import parse_points
+from vlm_grpo.task.sentences import Candidate, choose, fold, has_number
 from vlm_grpo.types import Example, VideoRef
 
 Interval = tuple[float, float]  #: Start and end in seconds
@@ -17,12 +17,16 @@ _TOLERANCE = 1e-9  # For floating-point rounding of an IoU that equals a thresho
 _MAX_CHARACTERS = 1_000
 _SHORTEST = 0.01
 """Least length of a gold interval in seconds: answers are written with two decimals."""
-_SECONDS = r"(\d{1,6}(?:\.\d{1,6})?) ?(?:s|secs?|seconds?)?"
-_JOIN = r"(?: ?(?:to|until|and|through|[-–—,]) ?|, ?\"end(?:_time)?\" ?: ?)"
-_INTERVAL = re.compile(rf"(?<![\w.,:+-]){_SECONDS}{_JOIN}{_SECONDS}(?![\w%:°]|[.,]\d)")
-_CHOICE = re.compile(
-    r"\b(?:or|nor|not|no|either|maybe|perhaps|possibly|probably|minutes?|hours?)\b"
+_SECONDS = r"(\d{1,6}(?:\.\d{1,6})?)(?: ?(?:s|secs?|seconds?)\b)?"
+# What may stand between start and end, among it a word or sign that joins them, and what after.
+_JOIN = (
+    r"(?=[^\d]{0,40}(?:\b(?:to|until|till|through|and|ends?|ended|finish\w*|stops?)|[-–—→,]))"
+    r"(?:[\s,;:=\"'*_(){}→>–—-]|\b(?:to|until|till|through|and|up|it|at|in|the|then|event|time|second"
+    r"|ends?|ended|ending|finish(?:es|ed)?|stops?|end_?time)\b|\.(?= )){1,12}"
 )
+_END = r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|of|as|when|while|during|on|where|is|inclusive)\b)[\w%°])"
+_INTERVAL = re.compile(rf"(?<![\w.,:+-])(?:between )?{_SECONDS}{_JOIN}{_SECONDS}{_END}")
+_OTHER_UNITS = re.compile(r"\b(?:min(?:ute)?s?|h(?:ou)?rs?|ms|milliseconds?|frames?|percent)\b|%")
 
 
 class Temporal(Task):
@@ -37,23 +41,23 @@ class Temporal(Task):
         )
 
     def parse(self, text: str, example: Example) -> Interval | None:
-        """Return the only interval of a text without other numbers; None for a choice of several.
+        """Return the only interval of a text without other numbers, or None.
 
         Accepted forms are "2.5 to 7", with units, other words around it and other words or a dash
         between the numbers, ``[2.5, 7]``, and ``{"start": 2.5, "end": 7}``.
         """
         if len(text) > _MAX_CHARACTERS:
             return None
-        points = parse_points(text)
-        if points is not None:
-            return _check(*points[0]) if len(points) == 1 else None
-        words = " ".join(text.lower().split())
-        found = _INTERVAL.search(words)
-        if found is None or _CHOICE.search(words):
+        text = " ".join(fold(text).lower().split())
+        rest = _INTERVAL.sub("|", text)
+        intervals = (
+            Candidate(found.start(), found.end(), (float(found[1]), float(found[2])))
+            for found in _INTERVAL.finditer(text)
+        )
+        interval = choose(text, list(intervals))
+        if interval is None or has_number(rest) or _OTHER_UNITS.search(rest):
             return None
-        rest = words[: found.start()] + words[found.end() :]
-        is_alone = not any(map(str.isnumeric, rest))
-        return _check(float(found[1]), float(found[2])) if is_alone else None
+        return interval if interval[0] < interval[1] else None
 
     def write(self, answer: Interval, example: Example) -> str:
         start, end = (f"{seconds:.2f}".rstrip("0").rstrip(".") for seconds in answer)
@@ -127,7 +131,3 @@ class Temporal(Task):
     def recall_70(self, answer: Interval, example: Example) -> float:
         """1 if the IoU is at least 0.7 (R1@0.7)."""
         return float(self.iou(answer, example) >= 0.7 - _TOLERANCE)
-
-
-def _check(start: float, end: float) -> Interval | None:
-    return (start, end) if 0 <= start < end else None

@@ -11,8 +11,10 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from vlm_grpo.task.sentences import NUMBER_WORDS, fold, is_relative, is_sure, unwrap
 
 # A box (xyxy, in the units that the model wrote) and its label or None.
 LabeledBox = tuple[tuple[float, float, float, float], str | None]
@@ -24,29 +26,58 @@ MAX_DIGITS = 18  # of a count
 MAX_ITEMS = 500  # boxes or points in an answer
 MAX_COORDINATE = 1e6  # no image is this wide, and areas of larger boxes overflow
 
-_Rows = list[tuple[list[float], str | None]]
-_BOX_KEYS = (("bbox_2d", "bbox", "box"), ("box_2d",))  # of x first and of y first
-_POINT_KEYS = (("point_2d", "point"), ("point",))
+_Row = tuple[list[float], str | None]
+_Rows = list[_Row]
+# Keys with x first and with y first, of boxes and of points; "xyxy" and "xy" are x first in both.
+_KEYS = {
+    4: (("bbox_2d", "bbox", "box", "xyxy"), ("box_2d", "xyxy")),
+    2: (("point_2d", "point", "xy"), ("point", "xy")),
+}
+_ALL_KEYS = {key for both in _KEYS.values() for keys in both for key in keys}
+_LABEL_KEYS = ("label", "class", "category", "name", "object")
+_SIDES = (
+    ("x1", "y1", "x2", "y2"),
+    ("xmin", "ymin", "xmax", "ymax"),
+    ("x_min", "y_min", "x_max", "y_max"),
+    ("left", "top", "right", "bottom"),
+    ("x", "y"),
+)
+# Words before a box that are no part of its label.
+_NO_LABELS = re.compile(
+    r"an?|the|and|at|is|are|of|in|on|here|there|one|located|found|with|position|coordinates|label"
+    r"|object|bbox|bbox_2d|box",
+    re.IGNORECASE,
+)
+
+
+# What begins and ends a text: "<s> A</s>", which other programs leave in outputs.
+_SPECIAL_TOKENS = re.compile(
+    r"\A\s*(?:<s>|<bos>)|(?:</s>|<eos>|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>"
+    r"|<end_of_turn>)\s*\Z"
+)
 
 
 def extract_answer(text: str, tags: bool) -> str | None:
     """Extract the answer from a completion and strip surrounding white space.
 
     With ``tags`` it is the content of the only ``<answer>…</answer>`` after any thinking, otherwise
-    all text after any thinking; None if it is empty, if the thinking is unclosed or repeated, or if
-    the tags are missing, unclosed or repeated. GLM-V's ``<|begin_of_box|>`` and
-    ``<|end_of_box|>``, which mark its final answer of any kind, are removed if both occur once.
+    all text after any thinking; None if it is empty, if the thinking is unclosed, repeated or,
+    without ``tags``, after other words, or if the tags are missing, unclosed or repeated. GLM-V's
+    ``<|begin_of_box|>`` and ``<|end_of_box|>``, which mark its final answer of any kind, are
+    removed if both occur once, as are tokens of the start and the end of any model's output.
 
     >>> extract_answer("<think>4? no</think><answer> 3 </answer>", tags=True)
     '3'
     """
+    text = _SPECIAL_TOKENS.sub("", text)
     opened, closed = text.count("<think>"), text.count("</think>")
     if opened > 1 or closed > 1 or opened > closed:
         return None
     if closed:
         # Some chat templates open the thinking in the prompt, so only its end is required.
         thought, text = text.split("</think>")
-        if "<think>" in text or (opened and thought[: thought.index("<think>")].strip()):
+        words = thought.partition("<think>")[0].strip() if opened else ""
+        if "<think>" in text or (words and (not tags or "<answer>" in words)):
             return None
     if tags:
         if text.count("<answer>") != 1 or text.count("</answer>") != 1:
@@ -59,35 +90,22 @@ def extract_answer(text: str, tags: bool) -> str | None:
     return text.strip() or None
 
 
-_UNITS = (
-    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen"
-    "|sixteen|seventeen|eighteen|nineteen"
-)
-_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-NUMBER_WORDS = {word: number for number, word in enumerate(_UNITS.split("|"))} | {
-    word: 10 * number for number, word in enumerate(_TENS.split("|"), start=2)
-}
-"""Zero to nineteen, and the tens up to ninety."""
+_UNITS = "|".join(word for word, number in NUMBER_WORDS.items() if number < 20)
+_DIGITS = "one|two|three|four|five|six|seven|eight|nine"
+_TENS = "|".join(word for word, number in NUMBER_WORDS.items() if number >= 20)
 _NUMBER = re.compile(
     r"(?<![^\W_])(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?!\d)"
-    rf"|\b(?:({_TENS})(?:[ -](one|two|three|four|five|six|seven|eight|nine))?|({_UNITS}))\b"
+    rf"|\b(?:({_TENS})(?:[ -]({_DIGITS}))?|({_UNITS}))\b"
 )
-# Words that make a number a choice, a bound, a guess or a denial, and words that change its value.
-_HEDGES = re.compile(
-    r"\b(?:or|nor|not|cannot|none|never|neither|between|least|most|more|less|fewer|than"
-    r"|approximately|approx|roughly|circa|nearly|almost|maybe|perhaps|possibly|probably|several"
-    r"|minus|negative|plus|up to|point|dozens?|hundreds?|thousands?|millions?|billions?|percent)\b"
-    r"|n['’]t\b"
-)
-_HEDGE_SIGNS = frozenset("<>~≈±≤≥+?%/^")
-_NO_COUNT_BEFORE = re.compile(
-    r"(?:\b(?:about|around|over|under|above|below|no) ?|[-‐‑‒–—−] ?|[.,])\Z"
-)
+_NO_COUNT_BEFORE = re.compile(r"(?:\bno ?|[-‐‑‒–—−] ?|[.,])\Z")
 _NO_COUNT_AFTER = re.compile(
-    r"[a-z_]|[.,]\d|-[a-z]|[ -]*(?:and (?:a|one) )?(?:half|halves|thirds?|quarters?|pairs?)\b"
+    r"[a-z_]|[.,]\d|-[a-z]| in on\b"
+    r"|[ -]*(?:and (?:a|one) )?(?:half|halves|thirds?|quarters?|pairs?)\b"
 )
-_LONGEST_BEFORE = len("around ") + 1
-_STATED_ZERO = re.compile(r"\b(?:(there (?:are|were)) no(?= [a-z])|(there (?:is|was)) no one\b)")
+_STATED_ZERO = re.compile(
+    r"\b(there (?:are|were)) no(?= [a-z])|\b(there (?:is|was)) no one\b"
+    r"|\b(there (?:is|are))n['’]t (?:any|a single)(?= [a-z])"
+)
 _EXPLANATION = re.compile(r"[:([]")
 
 
@@ -111,15 +129,15 @@ def parse_integer(text: str) -> int | None:
     # Normalization would turn ½, ² and ③ into plain digits.
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         return None
-    text = unicodedata.normalize("NFKC", text).lower()
-    text = " ".join(re.sub(r"\b_+|_+\b", " ", text).split())  # Markdown's emphasis
-    if not _HEDGE_SIGNS.isdisjoint(text) or _HEDGES.search(text):
-        return None
-    text = _STATED_ZERO.sub(r"\1\2 0", text)
+    text = " ".join(re.sub(r"\b_+|_+\b", " ", fold(text).lower()).split())  # Markdown's emphasis
+    text = _STATED_ZERO.sub(r"\1\2\3 0", text)
     numbers = list(_NUMBER.finditer(text))
+    words = _NUMBER.sub("|", text)
     # Digits outside the numbers belong to text such as "x3".
     values = [value for number in numbers if (value := _read_number(number)) is not None]
-    if not values or len(values) < len(numbers) or re.search(r"\d", _NUMBER.sub("", text)):
+    if not values or len(values) < len(numbers) or re.search(r"\d", words):
+        return None
+    if not is_sure(words, exact=True):
         return None
     explanation = _EXPLANATION.search(text, numbers[0].end())
     end = len(text) if explanation is None else explanation.start()
@@ -132,8 +150,12 @@ def parse_integer(text: str) -> int | None:
 def _read_number(match: re.Match[str]) -> int | None:
     """Return the value of a number, or None if the text next to it makes it something else."""
     text, start, end = match.string, match.start(), match.end()
-    before = text[max(0, start - _LONGEST_BEFORE) : start]
-    if _NO_COUNT_BEFORE.search(before) or _NO_COUNT_AFTER.match(text, end):
+    before = text[max(0, start - 20) : start]
+    if (
+        _NO_COUNT_BEFORE.search(before)
+        or is_relative(before, exact=True)
+        or _NO_COUNT_AFTER.match(text, end)
+    ):
         return None
     digits, *words = match.groups()
     if digits is None:
@@ -142,24 +164,29 @@ def _read_number(match: re.Match[str]) -> int | None:
     return int(digits) if len(digits) <= MAX_DIGITS else None
 
 
-def parse_boxes(text: str, units: str = "", y_first: bool = False) -> list[LabeledBox] | None:
+def parse_boxes(
+    text: str, units: str = "", y_first: bool = False, named: bool = False
+) -> list[LabeledBox] | None:
     """Parse all boxes in an answer.
 
-    The accepted forms are JSON (an object with ``bbox_2d``, a list of four numbers, or a list of
-    either), with or without a code fence or words around it, and with round brackets around four
-    numbers; Qwen2-VL's ``<|box_start|>(x1,y1),(x2,y2)<|box_end|>``; InternVL's
-    ``<box>[[x1,y1,x2,y2]]</box>``; GLM-V's ``<|begin_of_box|>…<|end_of_box|>`` around JSON; Gemma
-    4's JSON with ``box_2d``; and PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2.
-    Words may stand before the tokens of the last three. ``[]`` means that there are none.
+    The accepted forms are JSON (an object with ``bbox_2d`` or with named sides, a list of four
+    numbers, lists of either, and objects of such by label), in a code fence or with words around
+    it; four numbers in round brackets, alone, in a row of a table or after the names of the sides;
+    Qwen2-VL's ``<|box_start|>(x1,y1),(x2,y2)<|box_end|>``; InternVL's and Qwen-VL's
+    ``<ref>…</ref><box>…</box>``; GLM-V's ``<|begin_of_box|>…<|end_of_box|>``; Gemma 4's JSON with
+    ``box_2d``; and PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2. ``[]`` means that
+    there are none.
 
-    The rule for everything else in the text: it must contain no number, which would be another
-    answer, except those of ``units``; and JSON that is repeated must be equal each time.
+    The rule for everything else in the text: it must leave the boxes alone (``sentences``), and
+    contain no number, except those of ``units``, numbers of a list's items and the number of boxes.
+    One box after another is a list; a list that is repeated must be equal each time.
 
     Args:
         text: the answer.
         units: the prompt's description of the units, whose numbers the answer may repeat
             ("in pixels of the 640x480 image").
         y_first: whether JSON has y before x, under ``box_2d``.
+        named: whether words before a box without a label are its label ("cat: [1, 2, 3, 4]").
 
     Returns:
         Boxes as xyxy in the units that the model wrote, each with its label or None; None if any
@@ -168,123 +195,191 @@ def parse_boxes(text: str, units: str = "", y_first: bool = False) -> list[Label
     >>> parse_boxes('[{"bbox_2d": [1, 2, 3, 4.5], "label": "cat"}]')
     [((1.0, 2.0, 3.0, 4.5), 'cat')]
     """
-    if len(text) > MAX_CHARACTERS:
-        return None
-    text = " ".join(text.split())  # single spaces keep the patterns linear
-    for marker, pattern, read in _TOKEN_GRAMMARS:
-        if (start := marker.search(text)) is not None:
-            words, tokens = text[: start.start()], text[start.start() :]
-            matches = None if _has_number(words, units) else _scan(pattern, tokens)
-            return _join(read(match) for match in matches) if matches else None
-    return _parse_json_boxes(_ROUND_BOX.sub(r"[\1]", text), units, y_first)
+    rows = _parse_rows(text, 4, units, y_first, named)
+    boxes = [box for row in rows or () if (box := _make_box(*row)) is not None]
+    return boxes if rows is not None and len(boxes) == len(rows) else None
 
 
 def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Point] | None:
     """Parse all points (x, y) in an answer, in the model's units; None if any part is malformed.
 
-    The accepted forms are JSON (an object with ``point_2d``, a list of two numbers, or a list of
-    either) and (x, y), also in Qwen2-VL's box tokens; the rest is as for ``parse_boxes``.
+    The accepted forms are JSON (an object with ``point_2d`` or with x and y, a list of two numbers,
+    or a list of either), (x, y), also in Qwen2-VL's box tokens or ``<point>``, and ``x=1, y=2``; if
+    the units are per cent, also Molmo's ``<point x="1.5" y="2.5">``. The rest is as for
+    ``parse_boxes``.
 
     >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
     [(10.0, 20.5), (3.0, 4.0)]
     """
-    text = _ROUND_POINT.sub(r"[\1]", " ".join(text.split()))  # as in parse_boxes
-    rows = _parse_json_rows(text, _POINT_KEYS[y_first], units, y_first)
+    rows = _parse_rows(text, 2, units, y_first)
     if rows is None or not all(len(row) == 2 and _in_range(row) for row, _ in rows):
         return None
     return [(row[0], row[1]) for row, _ in rows]
 
 
-def _parse_json_boxes(text: str, units: str = "", y_first: bool = False) -> list[LabeledBox] | None:
-    rows = _parse_json_rows(text, _BOX_KEYS[y_first], units, y_first)
-    return None if rows is None else _join(_make_box(row, label) for row, label in rows)
+def _parse_rows(
+    text: str, length: int, units: str, y_first: bool, named: bool = False
+) -> _Rows | None:
+    """Return the lists of numbers, x first, with labels, that an answer states."""
+    if len(text) > MAX_CHARACTERS:
+        return None
+    # Single white space keeps the patterns linear.
+    lines = unwrap(text, lead=False).split("\n")
+    text = "\n".join(" ".join(line.split()) for line in lines if line.strip())
+    for pattern, replacement in _BOX_FORMS if length == 4 else _POINT_FORMS:
+        text = pattern.sub(replacement, text)
+    if units.endswith("0-100"):
+        text = _MOLMO.sub(_rewrite_molmo, text)
+    is_scaled = "scaled" in units
+    if not is_scaled:
+        text = _PIXELS.sub("", text)
+    for pattern in _BARE[length]:
+        if not re.search(r"[\[{]", text):
+            text = pattern.sub(_rewrite, text)
+    values, parts = find_json(text)
+    keys = _KEYS[length][y_first]
+    rows = _join(values, [_parse_json_value(value, keys, y_first) for value in values])
+    words = "|".join(parts)
+    if (
+        rows is None
+        or len(rows) > MAX_ITEMS
+        or _has_number(words, units, len(rows))
+        or (_TOKEN if is_scaled else _TOKEN_OR_UNIT).search(words)
+        or (rows and not is_sure(words))
+        or any(map(is_relative, parts[:-1]))
+    ):
+        return None
+    if named and len(rows) == len(values):
+        return [(row, label or _find_label(parts[: i + 1])) for i, (row, label) in enumerate(rows)]
+    return rows
 
 
-def _join(boxes: Iterable[LabeledBox | list[LabeledBox] | None]) -> list[LabeledBox] | None:
-    """Return boxes and lists of boxes as one list; None if one is None or there are too many."""
-    joined: list[LabeledBox] = []
-    for box in boxes:
-        if box is None:
-            return None
-        joined += box if isinstance(box, list) else [box]
-    return joined if len(joined) <= MAX_ITEMS else None
+def _join(values: Sequence[Any], statements: Sequence[_Rows | None]) -> _Rows | None:
+    """Return the boxes of an answer one after another, or what all of its lists agree on."""
+    found = [rows for rows in statements if rows is not None]
+    if not found or len(found) < len(statements):
+        return None
+    numbers = [row for row, _ in found[0]]
+    if all([row for row, _ in rows] == numbers for rows in found):
+        labels = {tuple(label for _, label in rows) for rows in found}
+        labels = {named for named in labels if any(named)} or labels
+        # Statements may leave out the labels.
+        return list(zip(numbers, labels.pop(), strict=True)) if len(labels) == 1 else None
+    are_lists = (isinstance(v, list) and not isinstance((*v, None)[0], str | float) for v in values)
+    return None if any(are_lists) else [row for rows in found for row in rows]
 
 
-def _has_number(words: str, units: str) -> bool:
-    """Return whether the text around an answer has a number that ``units`` does not have."""
+def _has_number(words: str, units: str, count: int) -> bool:
+    """Return whether the text around an answer has a number that ``units`` does not have, and that
+    is not the number of things ("2 dogs:") or of an item in a list."""
     words = re.sub(r" ?[x×] ?(?=\d)", "x", words)
     for phrase in re.findall(r"\d+[x-]\d+", units):
         words = re.sub(rf"(?<!\d){phrase}(?!\d)", "", words)
-    return any(map(str.isdecimal, words))
+    words = re.sub(
+        rf"\b{count} (?=[a-z])|^\d{{1,3}}[.)] |\b[xy]_?[12]\b|_2d\b", " ", words, flags=re.M
+    )
+    return any(map(str.isnumeric, words))
 
 
-def _parse_json_rows(text: str, keys: Sequence[str], units: str, y_first: bool) -> _Rows | None:
-    """Return the lists of numbers, x first, with labels, that the JSON in an answer states."""
-    if len(text) > MAX_CHARACTERS:
+def _find_label(parts: Sequence[str]) -> str | None:
+    """Return the words before a box, or before those before it, without articles and the like."""
+    for part in reversed(parts):
+        for line in reversed(re.split(r"[\n.;]", part)):
+            found = re.findall(r"[^\W\d_][\w'-]*", line)
+            if words := [word for word in found if not _NO_LABELS.fullmatch(word)]:
+                return " ".join(words)
+    return None
+
+
+def _parse_json_value(
+    value: Any, keys: Sequence[str], y_first: bool, depth: int = 4
+) -> _Rows | None:
+    """Return the rows of a JSON value: a row, a list of rows, or an object of either by label."""
+    if (row := _parse_json_row(value, keys, y_first)) is not None:
+        return [row]
+    if not isinstance(value, list | dict) or len(value) > MAX_ITEMS or not depth:
         return None
-    values, words = find_json(text)
-    if _has_number(words, units) or (len(values) > 1 and re.search(r"\bor\b", words)):
-        return None
-    statements = [rows for v in values if (rows := _parse_json_value(v, keys)) is not None]
-    rows = _merge(statements) if len(statements) == len(values) else None
-    if rows is None or not y_first:
-        return rows
-    return [([*row[1::-1], *row[:1:-1]], label) for row, label in rows]
-
-
-def _merge(statements: Sequence[_Rows]) -> _Rows | None:
-    """Return what all statements agree on, or None; one of them may leave out the labels."""
-    if not statements or any(
-        [numbers for numbers, _ in rows] != [numbers for numbers, _ in statements[0]]
-        for rows in statements
-    ):
-        return None
-    labels = {tuple(label for _, label in rows) for rows in statements}
-    labels = {found for found in labels if any(found)} or labels
-    numbers = [numbers for numbers, _ in statements[0]]
-    return list(zip(numbers, labels.pop(), strict=True)) if len(labels) == 1 else None
-
-
-def _parse_json_value(value: Any, keys: Sequence[str]) -> _Rows | None:
-    if isinstance(value, dict) or (isinstance(value, list) and _are_numbers(*value[:1])):
-        value = [value]
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        return None
-    rows = [row for item in value if (row := _parse_json_row(item, keys)) is not None]
-    return rows if len(rows) == len(value) else None
-
-
-def _parse_json_row(item: Any, keys: Sequence[str]) -> tuple[list[float], str | None] | None:
-    label = None
-    if isinstance(item, dict):
-        present = [key for key in keys if key in item]
-        label = item.get("label")
-        if len(present) != 1 or not (label is None or isinstance(label, str)):
+    label, items = None, [("", item) for item in value]
+    if isinstance(value, dict):
+        label = _get_label(value)
+        items = [(key, item) for key, item in value.items() if not isinstance(item, str | None)]
+        if not items or not _ALL_KEYS.isdisjoint(value):
             return None
-        item = item[present[0]]
-    if not isinstance(item, list) or len(item) > 4 or not _are_numbers(*item):
+    rows: _Rows = []
+    for key, item in items:
+        found = _parse_json_value(item, keys, y_first, depth - 1) if item != [] else None
+        if found is None:
+            return None
+        rows += [
+            (numbers, (label or key or None) if name is None else name) for numbers, name in found
+        ]
+    return rows
+
+
+def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | None:
+    """Return the numbers, x first, and the label of a box or point."""
+    label = None
+    if isinstance(item, list) and len(item) == 2 and isinstance(item[1], list):
+        label, item = item if isinstance(item[0], str) else (None, None)
+    elif isinstance(item, dict):
+        label, present = _get_label(item), _ALL_KEYS & item.keys()
+        if present:
+            key = present.pop()
+            others = [value for name, value in item.items() if name != key]
+            if present or key not in keys or any(map(_is_another, others)):
+                return None
+            y_first, item = y_first and key not in ("xyxy", "xy"), item[key]
+        if isinstance(item, dict):
+            sides = next((names for names in _SIDES if item.keys() >= set(names)), ())
+            others = [value for name, value in item.items() if name not in sides]
+            if any(not isinstance(value, str | None) for value in others):
+                return None
+            y_first, item = False, [item[name] for name in sides]
+    if not isinstance(item, list) or not 0 < len(item) <= 4:
         return None
-    return item, label
+    numbers = [
+        float(x)
+        for x in item  # booleans are no numbers
+        if isinstance(x, float) or (isinstance(x, str) and _DECIMAL.fullmatch(x))
+    ]
+    if len(numbers) < len(item):
+        return None
+    return ([*numbers[1::-1], *numbers[:1:-1]] if y_first else numbers), label
 
 
-def find_json(text: str) -> tuple[list[Any], str]:
-    """Return the JSON lists and objects in a text, and the text outside them.
+def _is_another(value: Any) -> bool:
+    """Return whether a further value in the object of a box denies it or is another answer."""
+    return value is False or isinstance(value, list | dict)
 
-    There are no values if one is malformed or there are more than ``MAX_ITEMS``.
+
+def _get_label(value: dict[str, Any]) -> str | None:
+    return next((x for key in _LABEL_KEYS if isinstance(x := value.get(key), str)), None)
+
+
+def find_json(text: str) -> tuple[list[Any], list[str]]:
+    """Return the JSON lists and objects in a text, and the parts of the text around them.
+
+    Python's quotes, escaped quotes and keys without quotes are read too. There are no values if
+    one is malformed or there are more than ``MAX_ITEMS``.
     """
     if '"' not in text:
-        text = text.replace("'", '"')  # Python's quotes
-    values, words, position = [], [], 0
+        text = text.replace("'", '"')
+    found = _decode(text) or _decode(_BARE_KEY.sub(r'\1"\2":', text.replace('\\"', '"')))
+    return found or ([], [text])
+
+
+def _decode(text: str) -> tuple[list[Any], list[str]] | None:
+    values, parts, position = [], [], 0
     while (start := _JSON_START.search(text, position)) is not None:
-        words.append(text[position : start.start()])
+        parts.append(text[position : start.start()])
         if len(values) == MAX_ITEMS:
-            return [], text
+            return None
         try:
             value, position = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError):
-            return [], text
+            return None
         values.append(value)
-    return values, " ".join([*words, text[position:]])
+    return values, [*parts, text[position:]]
 
 
 def _reject_constant(word: str) -> float:
@@ -305,60 +400,92 @@ _JSON = json.JSONDecoder(
     parse_constant=_reject_constant,
     object_pairs_hook=_unique_keys,
 )
+_BARE_KEY = re.compile(r"([{,]\s?)([A-Za-z_]\w{0,30})\s?:")
 
-
-def _are_numbers(*values: Any) -> bool:
-    """Return whether there are values and all are JSON numbers, which booleans are not."""
-    return bool(values) and all(isinstance(value, float) for value in values)
-
-
-_N = r"(-?\d{1,9}(?:\.\d{0,9})?)"
-_POINT_TOKEN = rf"\( ?{_N} ?, ?{_N} ?\)"
-_ROUND_BOX = re.compile(rf"\(( ?{_N} ?, ?{_N} ?, ?{_N} ?, ?{_N} ?)\)")
-_ROUND_POINT = re.compile(rf"(?:<\|box_start\|> ?)?\(( ?{_N} ?, ?{_N} ?)\)(?: ?<\|box_end\|>)?")
-_TOKEN_BOX = re.compile(
-    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)? ?(<\|box_start\|>)? ?"
-    rf"{_POINT_TOKEN} ?, ?{_POINT_TOKEN} ?(<\|box_end\|>)? ?[,;.]? ?"
+_N = r"-?\d{1,9}(?:\.\d{0,9})?"
+_X1, _Y1, _X2, _Y2 = (rf"(?P<{name}>{_N})" for name in ("x1", "y1", "x2", "y2"))
+_DECIMAL = re.compile(_N)
+_FIRST, _SECOND = rf"\(\s?{_X1}\s?,\s?{_Y1}\s?\)", rf"\(\s?{_X2}\s?,\s?{_Y2}\s?\)"
+_GAP = r"[^()\[\]{}\d]{1,20}"
+_TOKEN = re.compile(r"<(?:\|(?!(?:begin|end)_of_box)|loc|/?box|/?ref|/?point)")
+_TOKEN_OR_UNIT = re.compile(
+    _TOKEN.pattern + r"|[%‰]|\b(?:thousandths?|per ?mille|percent\w*|normali[sz]ed|fractions?"
+    r"|relative|inch(?:es)?|[cm]m)\b",
+    re.IGNORECASE,
 )
-_TOKEN_START = re.compile(rf"<\|(?:object_ref|box)_start\|>|{_POINT_TOKEN} ?, ?\(")
-_TAGGED_BOXES = re.compile(r"(?:<ref>([^<]*)</ref>)? ?<box>([^<]*)</box> ?[,;.]? ?")
-_LOC_BOX = re.compile(r"<loc(\d{4})> ?<loc(\d{4})> ?<loc(\d{4})> ?<loc(\d{4})> ?([^<;]*)(?:; ?|\Z)")
+_PIXELS = re.compile(r"(?<=\d)\s?(?:px|pixels?)\b")
 
 
-def _scan(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
-    """Return consecutive matches that cover the full text, or None."""
-    matches, position = [], 0
-    while position < len(text):
-        match = pattern.match(text, position)
-        if match is None or len(matches) == MAX_ITEMS:
-            return None
-        matches.append(match)
-        position = match.end()
-    return matches
+def _rewrite(match: re.Match[str]) -> str:
+    """Write a box or a point as JSON, x first."""
+    found = match.groupdict()
+    numbers = [float(found[name]) for name in ("x1", "y1", "x2", "y2") if found.get(name)]
+    label = (found.get("label") or "").strip() or None
+    return json.dumps({"xyxy" if len(numbers) == 4 else "xy": numbers, "label": label})
 
 
-def _read_token_box(match: re.Match[str]) -> LabeledBox | None:
-    label, opened, *numbers, closed = match.groups()
-    return _make_box(numbers, label) if bool(opened) == bool(closed) else None
+def _rewrite_tags(match: re.Match[str]) -> str:
+    return f"{{{json.dumps(match[1] or '')}: {match[2]}}}"
 
 
-def _read_tagged_boxes(match: re.Match[str]) -> list[LabeledBox] | None:
-    inner = _parse_json_boxes(match[2])
-    return None if inner is None else [(box, match[1]) for box, _ in inner]
+def _rewrite_molmo(match: re.Match[str]) -> str:
+    numbers = re.findall(r'"([^"]*)"', match[1])
+    return " ".join(f"[{x}, {y}]" for x, y in zip(numbers[::2], numbers[1::2], strict=False))
 
 
-def _read_loc_box(match: re.Match[str]) -> LabeledBox | None:
-    y1, x1, y2, x2, label = match.groups()
-    return _make_box((x1, y1, x2, y2), label.strip() or None)
+def _compile(
+    *forms: tuple[str, str | Callable[[re.Match[str]], str]],
+) -> list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]:
+    return [(re.compile(pattern), replacement) for pattern, replacement in forms]
 
 
-_Reader = Callable[[re.Match[str]], LabeledBox | list[LabeledBox] | None]
-# By the text that begins a box: the pattern of a box, and its reader.
-_TOKEN_GRAMMARS: tuple[tuple[re.Pattern[str], re.Pattern[str], _Reader], ...] = (
-    (re.compile("<loc"), _LOC_BOX, _read_loc_box),
-    (re.compile("<ref>|<box>"), _TAGGED_BOXES, _read_tagged_boxes),
-    (_TOKEN_START, _TOKEN_BOX, _read_token_box),
+# Forms of boxes and of points other than JSON, and how they are written as JSON.
+_BOX_FORMS = _compile(
+    (
+        "".join(rf"<loc(?P<{name}>\d{{4}})>\s?" for name in ("y1", "x1", "y2", "x2"))
+        + "(?P<label>[^<;]*);?",
+        _rewrite,
+    ),
+    (
+        r"(?:<\|object_ref_start\|>(?P<label>[^<]*)<\|object_ref_end\|>\s?)?"
+        rf"(?P<open><\|box_start\|>\s?)?{_FIRST}\s?,\s?{_SECOND}(?(open)\s?<\|box_end\|>)",
+        _rewrite,
+    ),
+    (r"(?:<ref>([^<]*)</ref>\s?)?<box>([^<]*)</box>", _rewrite_tags),
+    (rf"(?i:top[- ]left){_GAP}{_FIRST}{_GAP}(?i:bottom[- ]right){_GAP}{_SECOND}", _rewrite),
+    (rf"[(<](\s?{_N}(?:\s?,\s?{_N}){{3}}\s?)[)>]", r"[\1]"),
+    (rf"(?<=\d)\s?;\s?(?={_N})", ", "),
 )
+_POINT_FORMS = _compile(
+    (rf"<point>\s?{_X1}[, ]{_Y1}\s?</point>", _rewrite),
+    (r"<point>([^<]*)</point>", r'{"": \1}'),
+    (
+        rf"(?P<open><\|box_start\|>\s?)?\((\s?{_N}\s?,\s?{_N}\s?)\)(?(open)\s?<\|box_end\|>)",
+        r"[\2]",
+    ),
+)
+_MOLMO = re.compile(
+    r"<points?((?:\s[xy]\d{0,3}=\"[\d.]{1,9}\"){2,1000})(?:\salt=\"[^\"<>]*\")?>[^<]*</points?>"
+)
+_BEFORE, _AFTER = r"(?<![\w.,-])(?<!,\s)(?<!\d\s\|\s)", r"(?![\w%])(?!\s?[,|.]?\s?-?\d)"
+_COMMA, _NEXT = r"\s?[,|]\s?", r"(?:px)?\W{1,6}"
+# Numbers without brackets, after the names of the sides or alone.
+_BARE = {
+    4: (
+        re.compile(
+            rf"(?i:x_?1|x_?min|left)\W{{1,4}}{_X1}{_NEXT}(?i:y_?1|y_?min|top)\W{{1,4}}{_Y1}{_NEXT}"
+            rf"(?i:x_?2|x_?max|right)\W{{1,4}}{_X2}{_NEXT}(?i:y_?2|y_?max|bottom)\W{{1,4}}{_Y2}"
+        ),
+        re.compile(
+            rf"\b[xX]\W{{1,4}}{_X1}\s?[-–—]\s?{_X2}{_NEXT}[yY]\W{{1,4}}{_Y1}\s?[-–—]\s?{_Y2}"
+        ),
+        re.compile(rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_COMMA}{_X2}{_COMMA}{_Y2}{_AFTER}"),
+    ),
+    2: (
+        re.compile(rf"\b[xX]\W{{1,4}}{_X1}{_NEXT}[yY]\W{{1,4}}{_Y1}"),
+        re.compile(rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_AFTER}"),
+    ),
+}
 
 
 def _make_box(numbers: Sequence[str | float], label: str | None) -> LabeledBox | None:

@@ -1,0 +1,141 @@
+"""Words around an answer: one reader of sentences for all tasks.
+
+A task finds the candidates in a text (letters, numbers, boxes, …) and reads their values; the rules
+here decide what the rest of the text makes of them. Everything takes linear time.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Candidate(NamedTuple):
+    """A part of a text, from ``start`` to ``end``, that may be the answer, and its value."""
+
+    start: int
+    end: int
+    value: Any
+
+
+_ONES = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen"
+    "|sixteen|seventeen|eighteen|nineteen"
+)
+_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+NUMBER_WORDS = {word: number for number, word in enumerate(_ONES.split("|"))} | {
+    word: 10 * number for number, word in enumerate(_TENS.split("|"), start=2)
+}
+"""Zero to nineteen, and the tens up to ninety."""
+
+# Words that deny an answer, offer another, doubt it, or quote it.
+_UNSURE = re.compile(
+    r"(?!\Ano,)\b(?:not|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false"
+    r"|except|exclud\w+|avoid|ignore|reject\w*|instead|rather than|opposite|unlike|contrary"
+    r"|alternatively|vs|versus|maybe|perhaps|possibly|probably|might|could|(?-i:may)|guess\w*"
+    r"|unsure|uncertain|unclear|unless|if|whether|depend\w*|otherwise|correction|wait(?=[,.!:])|suppose|pretend"
+    r"|(?:for|an|the|format) example|e\.g|such as|asks?(?! for)|asked(?! for)|in the form)\b"
+    r"|n['’]t\b|~~|不|没|或",
+    re.IGNORECASE,
+)
+# Words that make a number a bound, a guess or a part, or that change its value.
+_INEXACT = re.compile(
+    r"\b(?:least|most|more|less|fewer|than|between|up to|exceed\w*|approx\w*|roughly|circa|nearly"
+    r"|almost|several|minus|negative|plus|point|dozens?|hundreds?|thousands?|lakhs?|crores?"
+    r"|[mbtr]+illions?|percent)\b|[<>~≈±≤≥+%‰/^]",
+    re.IGNORECASE,
+)
+# Words directly before a place, a time or a number that make it another one.
+_RELATIVE = re.compile(
+    r"\b(?:(?:left|right|top|bottom|outside|inside|out|ahead) of|near|beside|above|below|under|over"
+    r"|beyond|but|than|outside|behind|before|after|until)\W*\Z",
+    re.IGNORECASE,
+)
+_ABOUT = re.compile(r"\b(?:about|around)\W*\Z", re.IGNORECASE)
+# Without "one", which is also a pronoun.
+_ANY_NUMBER = re.compile(rf"\b(?:{_ONES.replace('one|', '')}|{_TENS})\b", re.IGNORECASE)
+
+
+def fold(text: str) -> str:
+    """Return a text in compatibility form (NFKC) without invisible marks, which hide words."""
+    text = unicodedata.normalize("NFKC", text)
+    return "".join(c for c in text if unicodedata.category(c) != "Cf")
+
+
+def is_sure(words: str, exact: bool = False) -> bool:
+    """Return whether the words around an answer leave it alone: none denies it, offers another,
+    doubts it or quotes it, nor, if it is ``exact``, makes it a bound, a guess or a part. In the
+    words, "|" stands for the answer."""
+    words = fold(words)
+    is_question = "?" in words.split("|", 1)[-1]  # before the answer, it is the prompt's
+    return not (is_question or _UNSURE.search(words) or (exact and _INEXACT.search(words)))
+
+
+def is_relative(before: str, exact: bool = False) -> bool:
+    """Return whether the words directly before an answer make it another one ("left of")."""
+    before = before[-20:]
+    return bool(_RELATIVE.search(before) or (exact and _ABOUT.search(before)))
+
+
+def has_number(words: str) -> bool:
+    """Return whether words have a digit, a number such as ½, or a number word."""
+    return any(map(str.isnumeric, words)) or _ANY_NUMBER.search(words) is not None
+
+
+_TEXT_COMMANDS = r"\\(?:text|textbf|textit|mathrm|mathbf|f?boxed)"
+_BRACES = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_WRAPPERS = re.compile(
+    r"```(?:(?:json|text|txt|plaintext|plain|markdown|md|html|latex|tex|python|math)\b|\w+\n)?"
+    r"([^`]*)```"
+    rf"|\$?\$?{_TEXT_COMMANDS} ?{_BRACES}\$?\$?"
+    r"|`([^`]*)`|\*{1,3}([^*]*)\*{1,3}|__([^_]*)__|\$\$?([^$]*)\$\$?"
+    r"|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]"
+    r"|\"([^\"]*)\"|“([^”]*)”|'([^']*)'"
+    r"|\{ ?\"(?:final_)?(?:answer|result|value|count|number|choice|option|text)\" ?: ?"
+    r"\"?([^\"{}\[\],:]*)\"? ?\}",
+    re.DOTALL,
+)
+_LEAD = re.compile(
+    r"(?:#+ ?)?(?:(?:so|thus|therefore|hence),? )?(?:it(?:['’]s| is) |(?:the |my )?"
+    r"(?:(?:final|correct|right|best) )?(?:answer|value|result|option|choice)"
+    r"(?: is ?:?|[*_ ]*[:=][*_]*|(?= |\n)))\s*",
+    re.IGNORECASE,
+)
+_BOLD_LEAD = re.compile(r"(?:#+ ?)?(\*\*|__)([^*_\n]{1,40}?)(?:[:=]\1|\1 ?[:=])\s*")
+_DEEPEST = 6  # wrappers within each other
+
+
+def unwrap(text: str, lead: bool = True) -> str:
+    """Return a text without what models write around an answer: code fences, emphasis, quotes,
+    LaTeX's delimiters and boxes, JSON with one value and, with ``lead``, "The answer is".
+
+    >>> unwrap("**Answer:** $\\\\boxed{\\\\text{B}}$.")
+    'B'
+    """
+    for _ in range(_DEEPEST):
+        before, text = text, text.strip()
+        if lead:
+            text = _BOLD_LEAD.sub(lambda found: f"{found[2]}: ", text, count=1)
+            text = _LEAD.sub("", text, count=1) if _LEAD.match(text) else text
+        wrapped = _WRAPPERS.fullmatch(text) or _WRAPPERS.fullmatch(text.removesuffix("."))
+        if wrapped is not None:
+            text = next(inner for inner in wrapped.groups() if inner is not None)
+        if text == before:
+            break
+    return text
+
+
+def choose(text: str, candidates: Sequence[Candidate], exact: bool = False) -> Any:
+    """Return the only value that a text states: that of all its candidates, if they agree and the
+    words around them leave it alone and, if it is ``exact``, have no other number. None: it states
+    none, or several."""
+    words, position = [], 0
+    for start, end, value in candidates:
+        words.append(text[position:start])
+        position = end
+        if value != candidates[0].value or is_relative(words[-1], exact):
+            return None
+    words.append(text[position:])
+    return candidates[0].value if candidates and is_sure("|".join(words), exact) else None
