@@ -102,7 +102,7 @@ class OCR(Task):
 
     def _normalize(self, text: str) -> str:
         text = unicodedata.normalize("NFKC" if "nfkc" in self.normalize else "NFC", text)
-        text = _INVISIBLE.sub("", text)
+        text = _INVISIBLE.sub("", text).replace("\r\n", "\n")
         if "case" in self.normalize:
             text = text.casefold()
         if "punctuation" in self.normalize:

@@ -10,9 +10,10 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_table
 from vlm_grpo.task.graders.tables import (
     MAX_CHARACTERS,
-    MAX_WORK,
+    MAX_STEPS,
     Tree,
     build_markdown_tree,
+    count_steps,
     drop_texts,
     import_extra,
     read_html_rows,
@@ -76,7 +77,7 @@ class Table(Task):
         tree = self._read(self.gold_answer(example))
         if not any(tag == "td" for tag, *_ in tree.kinds):
             raise ValueError(f"the answer must be a table with cells, not {text!r:.80}")
-        if tree.work**2 > MAX_WORK:
+        if count_steps(tree, tree) > MAX_STEPS:
             raise ValueError("the table has too many cells to be compared: about 1,000 are allowed")
 
     def gold_answer(self, example: Example) -> str:

@@ -17,11 +17,11 @@ _TOLERANCE = 1e-9  # For floating-point rounding of an IoU that equals a thresho
 _MAX_CHARACTERS = 1_000
 _SHORTEST = 0.01
 """Least length of a gold interval in seconds: answers are written with two decimals."""
-_SECONDS = r"(\d{1,6}(?:\.\d{1,6})?)(?: ?(?:s|secs?|seconds?)\b)?"
+_SECONDS = r"(\d{1,6}(?:\.\d{1,6})?)(?:[- ]?(?:s|secs?|seconds?)\b(?: mark)?)?"
 # What may stand between start and end, among it a word or sign that joins them, and what after.
 _JOIN = (
     r"(?=[^\d]{0,40}(?:\b(?:to|until|till|through|and|ends?|ended|finish\w*|stops?)|[-–—→,]))"
-    r"(?:[\s,;:=\"'*_(){}→>–—-]|\b(?:to|until|till|through|and|up|it|at|in|the|then|event|time|second"
+    r"(?:[\s,;:=\"'*_(){}→>–—-]|\b(?:to|until|till|through|and|up|it|at|in|the|then|event|time|second|t"
     r"|ends?|ended|ending|finish(?:es|ed)?|stops?|end_?time)\b|\.(?= )){1,12}"
 )
 _END = r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|of|as|when|while|during|on|where|is|inclusive)\b)[\w%°])"

@@ -55,7 +55,7 @@ FrameName = Annotated[
     typer.Option(
         "--frame",  # the module of frames is slow to import
         help="Coordinate frame of boxes, of which the model is not known: original, resized, "
-        "permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4.",
+        "permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4, molmo.",
     ),
 ]
 

@@ -75,6 +75,8 @@ def gold_boxes(answer: Any) -> tuple[Box, ...]:
     boxes = []
     for row in rows:
         try:
+            if any(isinstance(value, bool) for value in row):  # which float() reads
+                raise TypeError("no numbers")
             x1, y1, x2, y2 = map(float, row)
         except (TypeError, ValueError) as error:
             raise ValueError(f"box {row!r} must be four numbers x1, y1, x2, y2") from error
@@ -254,12 +256,14 @@ GEMMA4 = CoordinateFrame(
 
 FRACTION = CoordinateFrame("fraction", "scaled to 0-1", span=1, decimals=3)
 """Fractions of the image's sides (LLaVA, LFM2-VL, and lmms-eval's prompt for RefCOCO)."""
+MOLMO = CoordinateFrame("molmo", "scaled to 0-100", span=100, decimals=1)
+"""Per cent of the image's sides, which Molmo writes as ``<point x="61.5" y="40.6">``."""
 
 FRAMES = {
     frame.name: frame
     for frame in (
         *(ORIGINAL, RESIZED, PERMILLE, FRACTION),
-        *(QWEN2_VL, INTERNVL, GLM, PALIGEMMA, GEMMA4),
+        *(QWEN2_VL, INTERNVL, GLM, PALIGEMMA, GEMMA4, MOLMO),
     )
 }
 """All frames by name."""

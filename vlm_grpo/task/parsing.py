@@ -285,9 +285,14 @@ def _find_label(parts: Sequence[str]) -> str | None:
     """Return the words before a box, or before those before it, without articles and the like."""
     for part in reversed(parts):
         for line in reversed(re.split(r"[\n.;]", part)):
-            found = re.findall(r"[^\W\d_][\w'-]*", line)
-            if words := [word for word in found if not _NO_LABELS.fullmatch(word)]:
-                return " ".join(words)
+            words = re.findall(r"[^\W_][\w'-]*", line)
+            while words and _NO_LABELS.fullmatch(words[-1]):
+                words.pop()
+            start = max(
+                (i for i, word in enumerate(words) if _NO_LABELS.fullmatch(word)), default=-1
+            )
+            if words[start + 1 :]:
+                return " ".join(words[start + 1 :])
     return None
 
 
@@ -299,10 +304,11 @@ def _parse_json_value(
         return [row]
     if not isinstance(value, list | dict) or len(value) > MAX_ITEMS or not depth:
         return None
-    label, items = None, [("", item) for item in value]
+    label, items, rest = None, [("", item) for item in value], {}
     if isinstance(value, dict):
         label = _get_label(value)
-        items = [(key, item) for key, item in value.items() if not isinstance(item, str | None)]
+        rest = {key: item for key, item in value.items() if isinstance(item, str | float | None)}
+        items = [(key, item) for key, item in value.items() if key not in rest and key != "labels"]
         if not items or not _ALL_KEYS.isdisjoint(value):
             return None
     rows: _Rows = []
@@ -313,6 +319,13 @@ def _parse_json_value(
         rows += [
             (numbers, (label or key or None) if name is None else name) for numbers, name in found
         ]
+    if any(isinstance(number, float) and number != len(rows) for number in rest.values()):
+        return None  # a number that is not that of the boxes
+    if isinstance(value, dict) and "labels" in value:
+        names = value["labels"]
+        if not isinstance(names, list) or [type(name) for name in names] != [str] * len(rows):
+            return None
+        return [(row, name) for (row, _), name in zip(rows, names, strict=True)]
     return rows
 
 
@@ -323,12 +336,18 @@ def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | Non
         label, item = item if isinstance(item[0], str) else (None, None)
     elif isinstance(item, dict):
         label, present = _get_label(item), _ALL_KEYS & item.keys()
+        if len({item[key] for key in _LABEL_KEYS if isinstance(item.get(key), str)}) > 1:
+            return None
         if present:
             key = present.pop()
             others = [value for name, value in item.items() if name != key]
             if present or key not in keys or any(map(_is_another, others)):
                 return None
             y_first, item = y_first and key not in ("xyxy", "xy"), item[key]
+            if isinstance(item, list) and len(item) == 2 and all(map(_is_pair, item)):
+                item = [*item[0], *item[1]]  # two corners
+            if isinstance(item, str) and _LIST.fullmatch(item):
+                item = re.findall(_N, item)
         if isinstance(item, dict):
             sides = next((names for names in _SIDES if item.keys() >= set(names)), ())
             others = [value for name, value in item.items() if name not in sides]
@@ -347,6 +366,10 @@ def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | Non
     return ([*numbers[1::-1], *numbers[:1:-1]] if y_first else numbers), label
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
 def _is_another(value: Any) -> bool:
     """Return whether a further value in the object of a box denies it or is another answer."""
     return value is False or isinstance(value, list | dict)
@@ -359,12 +382,15 @@ def _get_label(value: dict[str, Any]) -> str | None:
 def find_json(text: str) -> tuple[list[Any], list[str]]:
     """Return the JSON lists and objects in a text, and the parts of the text around them.
 
-    Python's quotes, escaped quotes and keys without quotes are read too. There are no values if
-    one is malformed or there are more than ``MAX_ITEMS``.
+    Other quotes, keys without quotes, commas at the end of a list and spaces between numbers are
+    read too. There are no values if one is malformed or there are more than ``MAX_ITEMS``.
     """
     if '"' not in text:
-        text = text.replace("'", '"')
-    found = _decode(text) or _decode(_BARE_KEY.sub(r'\1"\2":', text.replace('\\"', '"')))
+        text = re.sub("['“”]", '"', text)
+    if (found := _decode(text)) is None:
+        for pattern, replacement in _REPAIRS:
+            text = pattern.sub(replacement, text)
+        found = _decode(text)
     return found or ([], [text])
 
 
@@ -400,11 +426,17 @@ _JSON = json.JSONDecoder(
     parse_constant=_reject_constant,
     object_pairs_hook=_unique_keys,
 )
-_BARE_KEY = re.compile(r"([{,]\s?)([A-Za-z_]\w{0,30})\s?:")
+_REPAIRS = (
+    (re.compile(r'\\"'), '"'),
+    (re.compile(r"([{,]\s?)([A-Za-z_]\w{0,30})\s?:"), r'\1"\2":'),
+    (re.compile(r",(?=\s?[\]}])"), ""),
+    (re.compile(r"(?<=\d)\s(?=-?\d)"), ", "),
+)
 
 _N = r"-?\d{1,9}(?:\.\d{0,9})?"
 _X1, _Y1, _X2, _Y2 = (rf"(?P<{name}>{_N})" for name in ("x1", "y1", "x2", "y2"))
 _DECIMAL = re.compile(_N)
+_LIST = re.compile(rf"[\[(]?\s?{_N}(?:\s?,\s?{_N}){{1,3}}\s?[\])]?")
 _FIRST, _SECOND = rf"\(\s?{_X1}\s?,\s?{_Y1}\s?\)", rf"\(\s?{_X2}\s?,\s?{_Y2}\s?\)"
 _GAP = r"[^()\[\]{}\d]{1,20}"
 _TOKEN = re.compile(r"<(?:\|(?!(?:begin|end)_of_box)|loc|/?box|/?ref|/?point)")
@@ -468,6 +500,7 @@ _MOLMO = re.compile(
     r"<points?((?:\s[xy]\d{0,3}=\"[\d.]{1,9}\"){2,1000})(?:\salt=\"[^\"<>]*\")?>[^<]*</points?>"
 )
 _BEFORE, _AFTER = r"(?<![\w.,-])(?<!,\s)(?<!\d\s\|\s)", r"(?![\w%])(?!\s?[,|.]?\s?-?\d)"
+_TO = r"(?:\s?[-–—]\s?|\sto\s(?:[xyXY]\s?=\s?)?)"
 _COMMA, _NEXT = r"\s?[,|]\s?", r"(?:px)?\W{1,6}"
 # Numbers without brackets, after the names of the sides or alone.
 _BARE = {
@@ -477,7 +510,7 @@ _BARE = {
             rf"(?i:x_?2|x_?max|right)\W{{1,4}}{_X2}{_NEXT}(?i:y_?2|y_?max|bottom)\W{{1,4}}{_Y2}"
         ),
         re.compile(
-            rf"\b[xX]\W{{1,4}}{_X1}\s?[-–—]\s?{_X2}{_NEXT}[yY]\W{{1,4}}{_Y1}\s?[-–—]\s?{_Y2}"
+            rf"\b[xX]\W{{1,4}}{_X1}{_TO}{_X2}[^\d{{}}]{{1,30}}\b[yY]\W{{1,4}}{_Y1}{_TO}{_Y2}"
         ),
         re.compile(rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_COMMA}{_X2}{_COMMA}{_Y2}{_AFTER}"),
     ),

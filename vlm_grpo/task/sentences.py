@@ -35,9 +35,16 @@ _UNSURE = re.compile(
     r"(?!\Ano,)\b(?:not|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false"
     r"|except|exclud\w+|avoid|ignore|reject\w*|instead|rather than|opposite|unlike|contrary"
     r"|alternatively|vs|versus|maybe|perhaps|possibly|probably|might|could|(?-i:may)|guess\w*"
-    r"|unsure|uncertain|unclear|unless|if|whether|depend\w*|otherwise|correction|wait(?=[,.!:])|suppose|pretend"
-    r"|(?:for|an|the|format) example|e\.g|such as|asks?(?! for)|asked(?! for)|in the form)\b"
-    r"|n['’]t\b|~~|不|没|或",
+    r"|unsure|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction"
+    r"|wait(?=[,.!:])|suppose|pretend"
+    r"|(?:for|an|the|format) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form)\b"
+    r"|n['’]t\b|~~|<!--|不|没|或",
+    re.IGNORECASE,
+)
+# What says nothing about the answer: offers of help, and that there is no more of it.
+_POLITE = re.compile(
+    r"\b(?:let me know|feel free|if you (?:need|want|have|would)|(?:would|do|can|shall) (?:you|I)"
+    r"|is there anything|no other|nothing else|no one else)\b[^.!?|\n]{0,80}[.!?]?",
     re.IGNORECASE,
 )
 # Words that make a number a bound, a guess or a part, or that change its value.
@@ -68,7 +75,7 @@ def is_sure(words: str, exact: bool = False) -> bool:
     """Return whether the words around an answer leave it alone: none denies it, offers another,
     doubts it or quotes it, nor, if it is ``exact``, makes it a bound, a guess or a part. In the
     words, "|" stands for the answer."""
-    words = fold(words)
+    words = _POLITE.sub(" ", fold(words))
     is_question = "?" in words.split("|", 1)[-1]  # before the answer, it is the prompt's
     return not (is_question or _UNSURE.search(words) or (exact and _INEXACT.search(words)))
 

@@ -4,7 +4,6 @@ tree edit distance."""
 from __future__ import annotations
 
 import random
-import time
 from functools import cache
 
 import pytest
@@ -15,11 +14,12 @@ from vlm_grpo.task.graders import tables
 from vlm_grpo.task.graders.tables import (
     MAX_CHARACTERS,
     MAX_PLACES,
-    MAX_WORK,
+    MAX_STEPS,
     Grid,
     Place,
     Tree,
     build_markdown_tree,
+    count_steps,
     drop_texts,
     import_extra,
     read_grids,
@@ -204,13 +204,36 @@ def test_a_markdown_table_is_the_tree_of_rows_and_cells():
     assert build_markdown_tree([["a", "b"], ["1"]]) == read(html)
 
 
-def test_a_hostile_tree_earns_nothing_at_once():
-    gold = read("<table>" + "<tr><td>1<td>2<td>3</tr>" * 100 + "</table>")
-    # Every level is the right sibling of a cell, which makes the distance's work quadratic.
-    hostile = read("<table>" + "<tr><td>1</td>" * 240)
-    deep = read("<table>" + "<div><i></i>" * 240)
-    assert gold.work * deep.work > MAX_WORK
-    started = time.perf_counter()
-    assert teds(deep, gold) == 0.0
-    assert teds(hostile, gold) < 0.9
-    assert time.perf_counter() - started < 60  # a hang would take minutes
+def write_rows(rows: int, columns: int, text: str = "1") -> str:
+    return "<table>" + ("<tr>" + f"<td>{text}" * columns + "</tr>") * rows + "</table>"
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        (write_rows(80, 10, "2"), True),
+        ("<table>" + "<tr>" * 3000, True),
+        ("<table>" + "<thead><tr><td>a</thead>" * 700, True),
+        ("<table>" + "<b>" * 5000, True),
+        ("<table>" + "<tr><td>1</td>" * 1400, True),
+        # Every level is the right sibling of a leaf, which makes the work quadratic.
+        ("<table>" + "<div><i></i>" * 1600, False),
+    ],
+)
+def test_the_steps_of_teds_are_counted_and_bounded(text, fits, monkeypatch):
+    """A table of 80 rows takes 10 million steps, and no text of 20,000 characters over 24."""
+    gold, answer, done = read(write_rows(80, 10)), read(text[:20_000]), 0
+    compare = tables._compare_forests  # noqa: SLF001
+
+    def count(leftmost, root, others, costs, trees):
+        nonlocal done
+        done += (root - leftmost[root] + 1) * (1_000 + others.nodes.size)
+        compare(leftmost, root, others, costs, trees)
+
+    monkeypatch.setattr(tables, "_compare_forests", count)
+    score = teds(answer, gold)
+    steps = min(count_steps(answer, gold), count_steps(gold, answer))
+    assert (steps <= MAX_STEPS) == fits
+    pairs = 4 * len(answer.kinds) * len(gold.kinds)
+    assert done == (steps - pairs if fits else 0)
+    assert 0 <= score < 0.6

@@ -23,8 +23,10 @@ from vlm_grpo.errors import UserError
 MAX_CHARACTERS = 50_000  #: Maximum length of a table's text: about 1,500 cells of HTML
 MAX_SPAN = 1_000  #: Largest span of a cell in columns, as in HTML's standard
 MAX_PLACES = 20_000  #: Maximum number of places in a grid; cells after them are left out
-MAX_WORK = 8_000_000
-"""Maximum number of steps of the dynamic program of TEDS, which take about two seconds."""
+MAX_STEPS = 24_000_000
+"""Maximum number of elementary steps of TEDS, which take a few tenths of a second."""
+_STEPS_OF_A_ROW, _STEPS_OF_A_PAIR = 1_000, 4
+"""What a call of numpy for a row counts for, and the matrices for a pair of nodes."""
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _SEPARATOR = frozenset("- :")
@@ -59,11 +61,6 @@ class Tree:
     texts: tuple[str, ...]
     leftmost: tuple[int, ...]  # position of each node's leftmost leaf
     inline: int = 0  # number of tags within cells
-
-    @property
-    def work(self) -> int:
-        """The number of forests that begin at a keyroot with children."""
-        return sum(root - self.leftmost[root] + 1 for root in self.inner_keyroots)
 
     @property
     def inner_keyroots(self) -> list[int]:
@@ -146,20 +143,64 @@ def teds(answer: Tree, gold: Tree, most_inline: int | None = None) -> float:
 
     In their script, N also counts tags within cells, so that a thousand empty ones in a wrong table
     earn nearly 1; here at most ``most_inline`` count (None: as many as the gold table has). Trees
-    that would take too long (``MAX_WORK``) earn 0, and no score is below 0.
+    that would take more than ``MAX_STEPS`` earn 0, and no score is below 0.
     """
     if answer == gold:
         return 1.0
-    if answer.work * gold.work > MAX_WORK:
+    pairs = ((answer, gold), (gold, answer))
+    steps = [count_steps(*pair) for pair in pairs]
+    if min(steps) > MAX_STEPS:
         return 0.0
     inline = min(answer.inline, gold.inline if most_inline is None else most_inline)
     most = max(len(answer.kinds) + inline, len(gold.kinds) + gold.inline) - 1
-    return max(0.0, 1.0 - _edit_distance(answer, gold) / most) if most else 1.0
+    return max(0.0, 1.0 - _edit_distance(*pairs[steps[0] > steps[1]]) / most) if most else 1.0
 
 
 def drop_texts(tree: Tree) -> Tree:
     """Return a tree without the texts of its cells, which gives TEDS of the structure alone."""
     return replace(tree, texts=("",) * len(tree.texts))
+
+
+@dataclass(frozen=True)
+class _Forests:
+    """Forests of a tree that do not contain each other, and have about as many nodes.
+
+    Each begins at the first leaf of a keyroot and is a row of arrays, padded at the end.
+    """
+
+    nodes: np.ndarray  # the node in each column
+    before: np.ndarray  # the place, among all rows, of the nodes left of its subtree
+    is_first: np.ndarray  # whether its subtree has the keyroot's first leaf; false if padded
+
+
+def _group_forests(tree: Tree) -> list[_Forests]:
+    """Return the forests of a tree, those within others first."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    levels: list[tuple[int, int]] = []  # outermost keyroots so far, and their levels
+    for root in tree.inner_keyroots:
+        start, level = tree.leftmost[root], 0
+        while levels and levels[-1][0] >= start:
+            level = max(level, levels.pop()[1] + 1)
+        levels.append((root, level))
+        groups.setdefault((level, (root - start).bit_length()), []).append(root)
+    leftmost, forests = np.array(tree.leftmost), []
+    for _, roots in sorted(groups.items()):
+        ends = np.array(roots)[:, None]
+        starts = leftmost[ends]
+        width = int((ends - starts).max()) + 1
+        columns = starts + np.arange(width)
+        nodes = np.minimum(columns, ends)
+        offsets = np.arange(len(roots))[:, None] * (width + 1)
+        is_first = (leftmost[nodes] == starts) & (columns <= ends)
+        forests.append(_Forests(nodes, leftmost[nodes] - starts + offsets, is_first))
+    return forests
+
+
+def count_steps(first: Tree, second: Tree) -> int:
+    """Return the number of elementary steps in which the distance of two trees is computed."""
+    rows = sum(root - first.leftmost[root] + 1 for root in first.inner_keyroots)
+    columns = sum(_STEPS_OF_A_ROW + forests.nodes.size for forests in _group_forests(second))
+    return rows * columns + _STEPS_OF_A_PAIR * len(first.kinds) * len(second.kinds)
 
 
 def _edit_distance(first: Tree, second: Tree) -> float:
@@ -174,44 +215,47 @@ def _edit_distance(first: Tree, second: Tree) -> float:
     texts = cdist(first.texts, second.texts, scorer=scorer, dtype=np.float64)
     # The cost of renaming each node of one tree to each of the other.
     costs = np.where(kinds[0][:, None] == kinds[1][None, :], texts, 1.0)
-    distances = np.zeros_like(costs)
-    for node, start in enumerate(second.leftmost):
-        distances[:, node] = costs[:, start : node + 1].min(1) + (node - start)
-    for node, start in enumerate(first.leftmost):
-        if node > start:
-            distances[node] = costs[start : node + 1].min(0) + (node - start)
-    trees, rows = distances.tolist(), costs.tolist()
+    trees = _compare_leaves(costs.T, second).T
+    inner = np.array(first.leftmost) < np.arange(len(costs))
+    trees[inner] = _compare_leaves(costs, first)[inner]
+    forests = _group_forests(second)
     for root in first.inner_keyroots:
-        for other in second.inner_keyroots:
-            _compare_forests(first.leftmost, second.leftmost, (root, other), rows, trees)
-    return trees[-1][-1]
+        for others in forests:
+            _compare_forests(first.leftmost, root, others, costs, trees)
+    return float(trees[-1, -1])
+
+
+def _compare_leaves(costs: np.ndarray, tree: Tree) -> np.ndarray:
+    """Return the distance of each subtree of a tree (rows) to each node as a leaf (columns)."""
+    least, waiting = costs.copy(), []
+    for node, start in enumerate(tree.leftmost):
+        while waiting and waiting[-1] >= start:
+            np.minimum(least[node], least[waiting.pop()], out=least[node])
+        waiting.append(node)
+    return least + (np.arange(len(costs)) - np.array(tree.leftmost))[:, None]
 
 
 def _compare_forests(
-    left: Sequence[int],
-    right: Sequence[int],
-    roots: tuple[int, int],
-    costs: list[list[float]],
-    trees: list[list[float]],
+    leftmost: Sequence[int], root: int, others: _Forests, costs: np.ndarray, trees: np.ndarray
 ) -> None:
-    """Fill in the distances of the subtrees that begin at the first leaves of two keyroots."""
-    start, begin = left[roots[0]], right[roots[1]]
-    columns = [(y, right[y] == begin, right[y] - begin) for y in range(begin, roots[1] + 1)]
-    forests: list[list[float]] = [[float(i) for i in range(len(columns) + 1)]]
-    for x in range(start, roots[0] + 1):
-        above, before = forests[-1], forests[left[x] - start]
-        is_first, cost, tree = left[x] == start, costs[x], trees[x]
-        last = above[0] + 1.0
-        row = [last]
-        for column, (y, is_whole, others) in enumerate(columns):
-            both = is_first and is_whole
-            best = above[column] + cost[y] if both else before[others] + tree[y]
-            step = min(above[column + 1], last) + 1.0
-            last = step if step < best else best
-            if both:
-                tree[y] = last
-            row.append(last)
-        forests.append(row)
+    """Fill in the distances of the subtrees that begin at the first leaves of keyroots: ``root`` of
+    the first tree, and all of a group of the second."""
+    start, (count, width) = leftmost[root], others.nodes.shape
+    columns = np.arange(width + 1.0)
+    rows = np.empty((root - start + 2, count, width + 1))
+    rows[0] = columns
+    for x in range(start, root + 1):
+        above, row = rows[x - start], rows[x - start + 1]
+        best = rows[leftmost[x] - start].ravel()[others.before] + trees[x][others.nodes]
+        if leftmost[x] == start:
+            best = np.where(others.is_first, above[:, :-1] + costs[x][others.nodes], best)
+        row[:, 0] = x - start + 1
+        np.minimum(best, above[:, 1:] + 1.0, out=row[:, 1:])
+        # Inserted nodes cost 1 each: the least of all places to the left, at that distance.
+        np.minimum.accumulate(row - columns, axis=1, out=row)
+        row += columns
+        if leftmost[x] == start:
+            trees[x, others.nodes[others.is_first]] = row[:, 1:][others.is_first]
 
 
 Place = tuple[int, int]
