@@ -85,7 +85,7 @@ class Choice(Task):
         found: list[Candidate] = []
         written = [pair for pair in enumerate(options) if any(map(str.isalnum, pair[1]))]
         for number, option in sorted(written, key=lambda pair: -len(pair[1])):
-            pattern = rf"(?<!\w){re.escape(option)}(?!\w)"
+            pattern = rf"(?<![\w.-]){re.escape(option)}(?![\w%-]|[.,]\d)"
             if not is_sure(option):  # "no" is an option only as a sentence of its own
                 pattern = rf"(?:(?<=[:.)\"(] )|(?<=[\"(])|^){re.escape(option)}(?=[.,;:\"!)]|$)"
             for place in re.finditer(pattern, text, re.IGNORECASE):

@@ -144,6 +144,7 @@ def test_gold_boxes_become_tuples_of_floats():
         ({"boxes": [1, 2, 3, 4]}, "must be four numbers"),
         ({"boxes": [[1, 2, 3]]}, "must be four numbers"),
         ({"boxes": [["a", 2, 3, 4]]}, "must be four numbers"),
+        ({"boxes": [[True, 1, 10, 10]]}, "must be four numbers"),
         ({"boxes": [[100, 100, 50, 50]]}, "x1 < x2"),  # a width and a height
         ({"boxes": [[1, 2, 1, 4]]}, "x1 < x2"),
         ({"boxes": [[1, 2, float("inf"), 4]]}, "finite"),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
+from vlm_grpo.task.parsing import refuse_repeated_keys
 from vlm_grpo.types import FileSlice
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -84,7 +85,9 @@ def parse_object(line: bytes) -> dict[str, Any]:
 def _parse_json(data: bytes, what: str) -> Any:
     try:
         text = data.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=refuse_repeated_keys
+        )
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not UTF-8: {error.reason}") from error
     except RecursionError as error:
@@ -92,7 +95,7 @@ def _parse_json(data: bytes, what: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, " * (error.lineno > 1) + f"column {error.colno}"
         raise ValueError(f"{what} is not JSON: {error.msg} at {place}") from error
-    except ValueError as error:  # a refused constant, or a number with thousands of digits
+    except ValueError as error:  # a refused constant or key, or a number with thousands of digits
         raise ValueError(f"{what} is not JSON: {error}") from error
     level = [value]
     for _ in range(MAX_DEPTH + 1):  # without recursion

@@ -412,10 +412,13 @@ def _reject_constant(word: str) -> float:
     raise ValueError(f"{word} is not a number")
 
 
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):  # a repeated key gives two answers
-        raise ValueError("a key is repeated")
+def refuse_repeated_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object; ``ValueError``: a key is repeated, with two answers."""
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"the key {key!r} is repeated")
+        value[key] = item
     return value
 
 
@@ -424,7 +427,7 @@ _JSON = json.JSONDecoder(
     # As a float, a number of 10,000 digits is infinite; as an int it is an error.
     parse_int=float,
     parse_constant=_reject_constant,
-    object_pairs_hook=_unique_keys,
+    object_pairs_hook=refuse_repeated_keys,
 )
 _REPAIRS = (
     (re.compile(r'\\"'), '"'),

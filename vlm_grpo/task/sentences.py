@@ -34,7 +34,8 @@ NUMBER_WORDS = {word: number for number, word in enumerate(_ONES.split("|"))} | 
 _UNSURE = re.compile(
     r"(?!\Ano,)\b(?:not|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false"
     r"|except|exclud\w+|avoid|ignore|reject\w*|instead|rather than|opposite|unlike|contrary"
-    r"|alternatively|vs|versus|maybe|perhaps|possibly|probably|might|could|(?-i:may)|guess\w*"
+    r"|alternatively|vs|versus|maybe|perhaps|possibly|probably|might|could(?! (?:see|count|find))"
+    r"|(?-i:may)|guess\w*"
     r"|unsure|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction"
     r"|wait(?=[,.!:])|suppose|pretend"
     r"|(?:for|an|the|format) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form)\b"
