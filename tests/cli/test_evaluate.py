@@ -98,7 +98,7 @@ SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
         (["counting", *SCORED], "none.jsonl cannot be read"),
         (["counting", *SCORED, "tags=true"], "tags is not a task option with --predictions"),
         (["counting", *SCORED, "frame=permille"], "frame is not a task option with --predictions"),
-        (["counting", "--json"], "--tags, --json and --image-root need a task and --predictions"),
+        (["counting", "--json"], "--tags and --json need a task and --predictions"),
     ],
 )
 def test_options_that_exclude_each_other_are_one_message(capsys, arguments, message):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vlm_grpo.cli.common import ImageRoot, parse_task_options
+from vlm_grpo.cli.common import parse_task_options
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ def check(
         str | None,
         typer.Option(help="Another source, which must share no image and no id with --data."),
     ] = None,
-    image_root: ImageRoot = None,
     against_root: Annotated[
         Path | None,
-        typer.Option(help="Folder of the images of --against; default: that of --data."),
+        typer.Option(help="Folder of the images of --against; default: data.image_root."),
     ] = None,
     model: Annotated[
         str | None,
@@ -100,12 +99,11 @@ def check(
     blocks = {name: values.pop(name, {}) for name in ("prompt", "data", "policy")}
     given = {f"{split}_limit": limit, **blocks.pop("data")}
 
-    def build_settings(source: str, root: Path | None) -> Settings:
-        own = {} if root is None or source.startswith("embedded:") else {"image_root": root}
-        data = {"train": source, "eval": source, **own, **given}
+    def build_settings(source: str, **own: Any) -> Settings:
+        data = {"train": source, "eval": source, **given, **own}
         return Settings(task="any", model=model or EMBEDDED, data=data, **blocks)
 
-    settings = build_settings(source, image_root)
+    settings = build_settings(source)
     loaded = load_task(task, **values)
     if data is None and task not in ("counting", "grounding", "ocr"):
         raise UserError(f"task {task} has no embedded data: give its data by --data")
@@ -122,7 +120,10 @@ def check(
     report = report_on(source, settings.data)
     passed = report.passed
     if against is not None:
-        other = report_on(against, build_settings(against, against_root or image_root).data)
+        own = {} if against_root is None else {"image_root": against_root}
+        if against.startswith("embedded:"):
+            own = {"image_root": None}
+        other = report_on(against, build_settings(against, **own).data)
         overlap = describe_overlap(report, other)
         apart = f"{source} and {against} have no image and no id in common"
         typer.echo("\n".join(overlap) or apart)

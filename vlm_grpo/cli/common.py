@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,9 +24,6 @@ Recipe = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's."),
-]
-ImageRoot = Annotated[
-    Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
 ]
 ServerUrl = Annotated[
     str | None,

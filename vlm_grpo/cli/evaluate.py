@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,6 @@ import typer
 from vlm_grpo.cli.common import (
     Concurrency,
     FrameName,
-    ImageRoot,
     Overrides,
     ServedModelName,
     ServerUrl,
@@ -85,7 +83,6 @@ def evaluate(
     as_json: Annotated[
         bool, typer.Option("--json", help="With a task: print one JSON object per row.")
     ] = False,
-    image_root: ImageRoot = None,
 ) -> None:
     """Score a model on held-out examples, with n and a 95 % interval.
 
@@ -141,8 +138,8 @@ def evaluate(
         (layout is not None and not scores, "--format needs --predictions, whose format it is"),
         (scores and data is None, "--predictions needs rows: give --data"),
         (
-            (tags is not None or as_json or image_root is not None) and not is_task,
-            "--tags, --json and --image-root need a task and --predictions",
+            (tags is not None or as_json) and not is_task,
+            "--tags and --json need a task and --predictions",
         ),
         (
             scores and checkpoint is not None,
@@ -165,8 +162,9 @@ def evaluate(
         elif is_task:
             from vlm_grpo.config.data import DataSettings
 
-            loaded = _load_task(recipe, values, frame, tags)
-            rows = DataSettings(train=data, image_root=image_root)
+            options = parse_task_options(values)
+            rows = DataSettings(train=data, **options.pop("data", {}))
+            loaded = _load_task(recipe, options, frame, tags)
             _score_outputs(loaded, rows, predictions, layout, as_json)
         else:
             from vlm_grpo.eval.benchmark import score_benchmark
@@ -257,13 +255,12 @@ def _benchmark_settings(
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
 
 
-def _load_task(name: str, options: Sequence[str], frame: str | None, tags: bool | None) -> Task:
+def _load_task(name: str, values: dict[str, Any], frame: str | None, tags: bool | None) -> Task:
     """Load the task that scores outputs; tags None: it reads those of outputs that have them."""
     from vlm_grpo.benchmarks.definition import build_benchmark_task
     from vlm_grpo.task.coordinates import ORIGINAL
     from vlm_grpo.task.registry import build_task, load_task_class
 
-    values = parse_task_options(options)
     for option, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
         if option in values:
             raise UserError(f"{option} is not a task option with --predictions: use {flag}")

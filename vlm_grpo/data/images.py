@@ -131,9 +131,7 @@ class MediaReader:
         if "\x00" in name:
             raise ValueError(f"{kind} {name!r} cannot be read: its path contains a zero byte")
         if not self.roots:
-            raise ValueError(
-                f"{kind} {name} is a path: set data.image_root (--image-root) to its folder"
-            )
+            raise ValueError(f"{kind} {name} is a path: set data.image_root to its folder")
         try:
             return self._find(name, kind)
         except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop
@@ -153,7 +151,7 @@ class MediaReader:
         if outside or not tried:
             raise ValueError(
                 f"{kind} {name} is outside the image folder {(outside or self.roots)[0]}: "
-                "set data.image_root (--image-root) to a folder that contains all images"
+                "set data.image_root to a folder that contains all images"
             )
         if folders:
             raise ValueError(f"{kind} {name} is a folder, {folders[0]}: give the path of a file")
