@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from mutants import find_mutants, list_test_files
@@ -33,3 +34,9 @@ def test_mutants_change_code_that_exists():
     mutants = find_mutants()  # a ValueError names a written mutant whose text is gone
     assert len({mutant.name for mutant in mutants}) == len(mutants) > 250
     assert all((ROOT / file).is_file() for mutant in mutants for file in list_test_files(mutant))
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    patterns = pytestconfig.getini("norecursedirs")
+    assert [name for name in folders for pattern in patterns if fnmatch(name, pattern)] == []

@@ -170,7 +170,7 @@ def describe_named(row: Example) -> set[tuple[str, ...]]:
 )
 def test_training_has_every_attribute_but_no_composition_of_the_evaluation(world, describe, share):
     train, other = (
-        {part for row in draw(world, 500, 1, split) for part in describe(row)}
+        {part for row in draw(world, 250, 1, split) for part in describe(row)}
         for split in ("train", "eval")
     )
     assert not train & other

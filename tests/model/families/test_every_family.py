@@ -103,18 +103,17 @@ def test_greedy_samples_equal_generate(name, form, monkeypatch):
 
 @pytest.mark.no_shapes
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_model_trained_for_two_steps_loads_in_transformers(name, tmp_path):
+def test_a_trained_model_loads_in_transformers(name, tmp_path):
     torch.manual_seed(0)
     model, processor = BUILDERS[name]()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
-    optim = {"lr": 1e-3, "max_steps": 2, "prompts_per_step": 2}
+    optim = {"lr": 1e-3, "max_steps": 1, "prompts_per_step": 2}
     trainer = make_trainer(small_run(tmp_path, tmp_path / "model", optim=optim))
     trainer.run()
     [run_dir] = (tmp_path / "runs").iterdir()
-    norms = [row["grad_norm"] for row in read_metrics(run_dir) if "grad_norm" in row]
-    assert len(norms) == 2
-    assert all(0 < norm < 1e3 for norm in norms)
+    [row] = read_metrics(run_dir)
+    assert 0 < row["grad_norm"] < 1e3
     [weights] = run_dir.rglob("model.safetensors")
     result: Any = AutoModelForImageTextToText.from_pretrained(
         weights.parent, output_loading_info=True
