@@ -423,6 +423,7 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.unfreeze()  # conftest.py has frozen the functions, too
         self.functions = find_functions()
         gc.collect()
         gc.freeze()  # a fork would copy the memory of every object that its collections visit
