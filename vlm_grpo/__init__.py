@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vlm_grpo.eval.evaluate import evaluate
     from vlm_grpo.eval.predict import predict
     from vlm_grpo.model.policy import load_policy
-    from vlm_grpo.planning.planner import plan
+    from vlm_grpo.planning.plan import plan
     from vlm_grpo.task import Task, metric, reward
     from vlm_grpo.task.registry import load_task
     from vlm_grpo.training.export import export
@@ -65,7 +65,7 @@ _MODULES = {
     "load_settings": "config.recipes",
     "load_task": "task.registry",
     "metric": "task",
-    "plan": "planning.planner",
+    "plan": "planning.plan",
     "predict": "eval.predict",
     "reward": "task",
     "train": "training.trainer",

@@ -4,17 +4,26 @@ as text, which ``vlm-grpo plan`` prints."""
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
+
+from PIL import Image
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.config.run import Settings
-from vlm_grpo.errors import UserError
+from vlm_grpo.config.run import Settings, check_settings
+from vlm_grpo.data.loading import filter_examples, load_run_task, load_split
+from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
+from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.families import PixelBudget, load_family
+from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
+from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
+from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
 from vlm_grpo.planning.memory import (
     Memory,
@@ -23,9 +32,18 @@ from vlm_grpo.planning.memory import (
     estimate_memory,
     shard_memory,
 )
+from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
+from vlm_grpo.planning.this_device import detect_device
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.utils.chat import Turn, place_images
 
+MAX_COUNTED_EXAMPLES = 2000
+"""Largest number of examples counted; they are spaced evenly over the dataset."""
+MAX_PROCESSED_EXAMPLES = 200
+"""The same if the image processor has to run, because its resizing is not known."""
 PCIE_BANDWIDTH = 25e9
 """Bytes per second between main memory and a GPU, assumed for PCIe 4.0 x16 (32 GB/s at most)."""
 MAX_GENERATIONS = 1024  # the largest group that is tried
@@ -37,7 +55,7 @@ COUNTED_LATER = (
     *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens"),
     *("min_pixels", "max_pixels"),
 )
-"""Settings of the policy that do not change what ``StepPlanner.read_shape`` returns."""
+"""Settings of the policy that do not change what ``Planner.read_shape`` returns."""
 PIXEL_STEP, MAX_PIXELS = 28 * 28, 1 << 25  # step and limit of the search for the largest image
 
 
@@ -219,16 +237,57 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         yield f"           FOLDER is {files('vlm_grpo.configs') / 'accelerate'}"
 
 
-class StepPlanner(ABC):
-    """An estimator of steps on a device; a subclass knows the model and the prompts."""
+def plan(
+    settings: Settings,
+    gpu: str | None = None,
+    devices: int = 1,
+    weights: Weights = "replicated",
+    reserved: float = 0.0,
+    *,
+    task: TaskObject | Mapping[str, TaskObject] | None = None,
+    data: Rows | Mapping[str, Rows] | None = None,
+) -> Plan:
+    """Estimate the memory and time of a recipe; no weights are loaded.
 
-    num_rows: int  # of the training data; 0: prompts are assumed
-    images_per_prompt: int  # largest number of images in a prompt, at least 1
-    min_pixels: int | None  # to which images are enlarged; None: there is no pixel budget
+    Args:
+        gpu: a GPU's name, for example ``H100``, or its memory, for example ``24GB``; None: this
+            machine's device.
+        devices: number of such devices.
+        weights: how the weights are held.
+        reserved: share of each device's memory that other processes use, such as a vLLM server.
+        task, data: Python objects in place of those of the settings, as for ``train``.
+
+    Raises:
+        UserError: an argument is out of range, or the GPU is unknown; data, task or configuration
+            cannot be loaded, or the configuration lacks a size; or there are more devices than
+            prompts, or the weights cannot be held so.
+    """
+    check_settings(settings)
+    if gpu is not None and not isinstance(gpu, str):
+        raise UserError(f"gpu must be text such as '24GB', not {gpu!r}")
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise UserError(f"devices must be a whole number of at least 1, not {devices!r}")
+    if not 0 <= reserved < 1:
+        raise UserError(f"reserved must be a share of the memory from 0 to below 1, not {reserved}")
+    if weights not in get_args(Weights):
+        raise UserError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
+    device = detect_device() if gpu is None else find_device(gpu)
+    device = replace(device, reserved=reserved)
+    return Planner(settings, device, devices, weights, Objects(task, data)).plan()
+
+
+class Planner:
+    """An estimator of a recipe's memory and time on a device, also with changed settings."""
 
     def __init__(
-        self, settings: Settings, device: Device, devices: int = 1, weights: Weights = "replicated"
+        self,
+        settings: Settings,
+        device: Device,
+        devices: int = 1,
+        weights: Weights = "replicated",
+        objects: Objects = NO_OBJECTS,
     ) -> None:
+        settings = objects.name_in(settings)
         if devices > settings.optim.prompts_per_step:
             raise UserError(
                 f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the "
@@ -244,14 +303,37 @@ class StepPlanner(ABC):
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
         self.teacher_weights = 0  # number of weights of the models of methods
+        task = load_run_task(settings, objects)
+        rows = load_split(settings, task, "train", objects)
+        examples, _ = filter_examples(rows, settings.data)
+        try:
+            self.config, processor = load_config(settings), load_processor(settings)
+        except UserError as error:
+            raise UserError(
+                f"{error}; a plan needs no weights: a folder with the model's config.json and the "
+                "files of its tokenizer and processor suffices"
+            ) from error
+        self.family = load_family(self.config)
+        for name in (own.extra_model for own in settings.used_methods):
+            if name is not None:
+                changes = {"model": name, "model_revision": None}
+                teacher = load_config(settings.model_copy(update=changes))
+                self.teacher_weights += read_model_shape(teacher, PolicySettings()).num_weights
+        prompts = PromptBuilder(ChatTemplate(processor, settings.prompt), self.family, None, None)
+        self.task = prompts.adapt(task)
+        budget = self.family.pixel_budget(processor)
+        self.processor, self.min_pixels = processor, None if budget is None else budget.min_pixels
+        self.prompts = PromptCounter(examples, self.task, prompts)
+        self.num_rows = len(examples)
+        self.images_per_prompt = max(1, *(len(e.images) for e in self.prompts.examples))
 
-    @abstractmethod
     def read_shape(self, policy: PolicySettings) -> ModelShape:
         """Return the model's shape under these settings."""
+        return measure_layers(read_model_shape(self.config, policy), policy, self.device.is_cpu)
 
-    @abstractmethod
     def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:
         """Return the sizes of the prompts under these settings, in ascending order."""
+        return self.prompts.count(get_pixel_budget(self.family, self.processor, policy))
 
     def on(self, device: Device) -> Self:
         other = copy.copy(self)
@@ -372,10 +454,10 @@ MIN_PIXELS = 128 * 28 * 28  # the least that is suggested; below it images lose 
 SHARDING = "weights sharded over the devices (FSDP2)"  # not a setting but another launch
 Change = tuple[str, StepEstimate]
 """Settings as they are written on the command line, and the step with them."""
-_Proposal = Callable[[StepPlanner, StepEstimate], Change | None]
+_Proposal = Callable[[Planner, StepEstimate], Change | None]
 
 
-def _suggest_changes(planner: StepPlanner, step: StepEstimate) -> Iterator[Change]:
+def _suggest_changes(planner: Planner, step: StepEstimate) -> Iterator[Change]:
     """Yield cumulative changes with the resulting steps, until a step fits."""
     for change in _CHANGES:
         if (changed := change(planner, step)) is not None:
@@ -389,13 +471,13 @@ def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
     return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
 
 
-def _change(planner: StepPlanner, step: StepEstimate, block: str, **values: Any) -> Change:
+def _change(planner: Planner, step: StepEstimate, block: str, **values: Any) -> Change:
     texts = [f"{block}.{name}={str(value).lower()}" for name, value in values.items()]
     changed = with_changes(step.settings, block, **values)
     return " ".join(texts), planner.estimate_step(changed, step.weights)
 
 
-def _reduce_batches(planner: StepPlanner, step: StepEstimate) -> Change | None:
+def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
     work = step.work
     tokens = work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
     if tokens >= step.settings.optim.max_tokens_per_batch:
@@ -403,7 +485,7 @@ def _reduce_batches(planner: StepPlanner, step: StepEstimate) -> Change | None:
     return _change(planner, step, "optim", max_tokens_per_batch=tokens)
 
 
-def _reduce_rollouts(planner: StepPlanner, step: StepEstimate) -> Change | None:
+def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
     work = step.work
     tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
     is_elsewhere = step.settings.rollout.vllm is not None
@@ -412,7 +494,7 @@ def _reduce_rollouts(planner: StepPlanner, step: StepEstimate) -> Change | None:
     return _change(planner, step, "rollout", max_tokens_per_batch=tokens)
 
 
-def _use_checkpointing(planner: StepPlanner, step: StepEstimate) -> Change | None:
+def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
     used = step.settings.policy.gradient_checkpointing
     parts = {"none": ("mlp", "full"), "mlp": ("full",), "full": ()}[used]
     changes = [_change(planner, step, "policy", gradient_checkpointing=part) for part in parts]
@@ -420,13 +502,13 @@ def _use_checkpointing(planner: StepPlanner, step: StepEstimate) -> Change | Non
     return next(fitting, changes[-1] if changes else None)
 
 
-def _shard(planner: StepPlanner, step: StepEstimate) -> Change | None:
+def _shard(planner: Planner, step: StepEstimate) -> Change | None:
     if planner.num_devices == 1 or step.weights != "replicated":
         return None
     return SHARDING, planner.estimate_step(step.settings, "sharded")
 
 
-def _use_adapters(planner: StepPlanner, step: StepEstimate) -> Change | None:
+def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
     if step.settings.policy.lora is not None:
         return None
     new = with_changes(step.settings, "policy", lora=LoraSettings(), freeze=())
@@ -442,7 +524,7 @@ def _can_quantize(step: StepEstimate) -> bool:
     return bool(policy.lora) and policy.load_in == "none" and step.weights == "replicated"
 
 
-def _halve_pixels(planner: StepPlanner, step: StepEstimate) -> Change | None:
+def _halve_pixels(planner: Planner, step: StepEstimate) -> Change | None:
     policy, smallest = step.settings.policy, planner.min_pixels
     if smallest is None:
         return None
@@ -482,3 +564,66 @@ _CHANGES: tuple[_Proposal, ...] = (
     _halve_pixels,
     _halve_pixels,
 )
+
+
+class PromptCounter:
+    """A counter of a dataset's prompt tokens under any pixel budget."""
+
+    def __init__(self, examples: Sequence[Example], task: Task, prompts: PromptBuilder) -> None:
+        self.family, self.chat, self.num_rows = prompts.family, prompts.chat, len(examples)
+        self.processor = prompts.processor
+        is_known = self.family.pixel_budget(self.processor) is not None
+        most = MAX_COUNTED_EXAMPLES if is_known else MAX_PROCESSED_EXAMPLES
+        self.examples = examples[:: -(-len(examples) // most)]
+        self._text_tokens = [
+            self._count_text_tokens(prompts.write(example, task), example.images)
+            for example in self.examples
+        ]
+        self._process = cache(self._process)
+
+    def _count_text_tokens(self, turns: Sequence[Turn], images: Sequence[ImageRef]) -> int:
+        # Each image has one placeholder in the text; the times between a clip's frames are text.
+        templated = self.chat.render(turns, (image.kind for image in images))
+        texts = [templated, *(self.family.write_times(i, self.processor) for i in images)]
+        counts = (len(self.processor.tokenizer(text)["input_ids"]) for text in texts if text)
+        return sum(counts) - len(images)
+
+    def count(self, budget: PixelBudget | None) -> list[PromptSize]:
+        """Return the prompt sizes in ascending order of tokens; without a pixel budget, the
+        processor is run on blank images of each size."""
+        sizes, problems = [], []
+        for example, text_tokens in zip(self.examples, self._text_tokens, strict=True):
+            images = example.images
+            try:
+                if budget:
+                    size = self._resize(images, budget)
+                else:
+                    size = self._process(tuple(image.size for image in images))
+                sizes.append(replace(size, tokens=text_tokens + size.image_tokens))
+            except ValueError as error:
+                problems.append(f"{example.id}: {error}")
+        if problems:
+            raise UserError(f"the model cannot resize the images of:\n{bullets(problems)}")
+        return sorted(sizes, key=lambda size: size.tokens)
+
+    def _resize(self, images: Sequence[ImageRef], budget: PixelBudget) -> PromptSize:
+        processor, seen, pixels = self.processor.image_processor, 0, 0
+        for image in images:
+            size = self.family.resized_size(image.size, budget.share(image), self.processor)
+            # An image is repeated to fill a temporal patch.
+            grid = math.ceil(max(1, image.num_frames) / processor.temporal_patch_size)
+            seen += math.prod(size) * grid
+            pixels += math.prod(size) * max(1, image.num_frames)
+        tokens = seen // (processor.patch_size * processor.merge_size) ** 2
+        return PromptSize(tokens, tokens, seen * 3 * processor.temporal_patch_size, pixels)
+
+    def _process(self, images: Sequence[tuple[int, int]]) -> PromptSize:
+        if not images:
+            return PromptSize(0, 0, 0, 0)
+        text = self.chat.render(place_images([Turn("user", "")], len(images)))
+        blank = [Image.new("RGB", size) for size in images]
+        inputs = self.processor(text=[text], images=blank, return_tensors="pt")
+        in_text = len(self.processor.tokenizer(text)["input_ids"]) - len(images)
+        tokens = inputs["input_ids"].shape[1] - in_text
+        pixels = sum(width * height for width, height in images)
+        return PromptSize(tokens, tokens, inputs["pixel_values"].numel(), pixels)

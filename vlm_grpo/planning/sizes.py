@@ -1,5 +1,4 @@
-"""Sizes of a model and of a step that determine memory and time; needs neither torch nor
-transformers."""
+"""Sizes of a model and of a step that determine memory and time."""
 
 from __future__ import annotations
 
@@ -46,11 +45,6 @@ class LayerBytes:
             return self.input * tokens
         mlp = self.count_mlp(tokens) if checkpointing == "mlp" else 0
         return self.count(tokens, *prompts) - mlp
-
-    def extrapolate(self, other: LayerBytes, factor: float) -> LayerBytes:
-        """Return the bytes on the line through these (factor 0) and others (factor 1)."""
-        pairs = ((name, value, getattr(other, name)) for name, value in vars(self).items())
-        return LayerBytes(**{name: int(a + (b - a) * factor) for name, a, b in pairs})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from vlm_grpo.dist.collectives import full_shape
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.planner import PromptCounter
+from vlm_grpo.planning.plan import PromptCounter
 from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example

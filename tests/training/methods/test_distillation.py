@@ -14,7 +14,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.planning.planner import plan
+from vlm_grpo.planning.plan import plan
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.batch import TokenLayout, score_slices
 from vlm_grpo.training.methods import build_methods

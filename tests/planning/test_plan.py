@@ -22,8 +22,7 @@ from vlm_grpo.model.loading import get_model_source, load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.plan import SHARDING, with_changes
-from vlm_grpo.planning.planner import Planner, plan
+from vlm_grpo.planning.plan import CARDS, SHARDING, Planner, plan, with_changes
 from vlm_grpo.planning.sizes import estimate_workload
 from vlm_grpo.types import Prompt
 
@@ -160,6 +159,25 @@ def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):
     text = str(plan(settings, "H100", 8, "offloaded"))
     seconds = (down + back) / 8 / 25e9
     assert f"GB per step between main memory and device: {seconds:.2g} s at 25 GB/s" in text
+
+
+def test_the_largest_image_and_the_smallest_card_are_those_that_fit(seven_billion):
+    settings = big(seven_billion, "policy.lora.r=64", "optim.lr=1e-5")
+    planner = Planner(settings, find_device("48GB"))
+    found = planner.plan()
+
+    def fits(pixels: int) -> bool:
+        return planner.fits(with_changes(settings, "policy", min_pixels=pixels, max_pixels=pixels))
+
+    assert fits(found.largest_image)
+    assert not fits(found.largest_image + 784)
+    assert f"policy.max_pixels: {found.largest_image}, if all" in str(found)
+    assert planner.on(find_device("12GB")).find_largest_image() == 0  # 15 GB of weights
+    card = found.smallest_card
+    assert card is not None
+    smaller = CARDS[CARDS.index(card) - 1]
+    assert planner.on(find_device(f"{card}GB")).fits(settings)
+    assert not planner.on(find_device(f"{smaller}GB")).fits(settings)
 
 
 def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion):
