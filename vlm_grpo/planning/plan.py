@@ -81,7 +81,7 @@ class Plan:
     """Memory and time of a recipe on a device; as text, the output of ``vlm-grpo plan``.
 
     Attributes:
-        rows: number of rows of the training data; 0: prompts are assumed.
+        rows: number of rows of the training data.
         largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
         changes: changes of settings that make the recipe fit, each in addition to those before it
             and with the resulting step; empty if the recipe fits.
@@ -142,8 +142,7 @@ def _format(plan: Plan) -> Iterator[str]:
         size = shape.quantized_bytes / GIB
         held = f"{shape.quantized_weights:,} weights in {size:.2f} GiB"
         yield f"           policy.load_in={step.settings.policy.load_in}: {held}"
-    data = f"{plan.rows:,} rows, {len(sizes):,} counted"
-    yield f"data       {data if plan.rows else 'prompts with one image, assumed'}"
+    yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
         ("prompt", [size.tokens for size in sizes]),
