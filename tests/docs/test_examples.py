@@ -48,7 +48,7 @@ def test_the_minimal_loop_learns_to_count(monkeypatch):
 def test_the_notebook_runs_and_shows_curves_and_pictures(tmp_path):
     notebook, log = EXAMPLES / "first_run.ipynb", tmp_path / "log"
     changes = {'name="first_run",': f'name="first_run", data={SMALL},'}
-    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="4")
+    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="10")
     process.join(forked.TIMEOUT)
     assert process.exitcode == 0, log.read_text()
     shown = json.loads((tmp_path / "shown.json").read_text())
