@@ -13,6 +13,7 @@ import pytest
 from report_runs import load_few_examples, make_group
 from tiny_models import tiny_model
 
+from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
@@ -103,12 +104,96 @@ def test_the_script_of_a_dataset_is_not_run(tmp_path, marker):
     assert not marker.exists()
 
 
+# Code that a recipe, a run's folder or a benchmark names.
+
+TASK = """from vlm_grpo.tasks.counting import Counting
+class Foreign(Counting):
+    pass
+def function(*values):
+    pass
+"""
+COMMANDS = (
+    "plan FILE", "train FILE", "sft FILE", "sample FILE --difficulty OUT", "evaluate FILE",
+    "predict RUN --question ?", "export RUN@best OUT",
+)  # fmt: skip
+
+
+def plant(folder: Path, marker: Path, values: dict[str, Any]) -> str:
+    """Write a run's folder with files of code, and return its first recipe."""
+    code = f"open({str(marker)!r}, 'w').close()\n{TASK}"
+    (folder / "foreign.py").write_text(code)
+    (folder / "foreign_module.py").write_text(code)
+    common: dict[str, Any] = {
+        "name": "run", "task": "counting", "model": "embedded", "output_dir": str(folder / "runs"),
+        "data": {"train": "embedded:counting", "eval": "embedded:counting", "train_limit": 2,
+                 "eval_limit": 2},
+        "optim": {"max_steps": 1},
+    }  # fmt: skip
+    checkpoint = folder / "checkpoints/step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    text = json.dumps(common | values)
+    for place in (folder, checkpoint):
+        (place / "config.yaml").write_text(text)
+    return str(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("values", "commands"),
+    [
+        ({"task": "FOLDER/foreign.py"}, COMMANDS),
+        ({"task": "FOLDER/checkpoints/../foreign.py:Foreign"}, COMMANDS[:1]),
+        ({"task": "foreign_module:Foreign"}, COMMANDS[:1]),
+        ({"output_dir": "FOLDER", "task": "${output_dir}/foreign.py"}, COMMANDS[:1]),
+        ({"data": {"train": [{"source": "embedded:counting", "task": "FOLDER/foreign.py"}]}}, None),
+        ({"data": {"train": [{"source": "embedded:counting", "columns": {"task": "kind"},
+          "tasks": {"FOLDER/foreign.py": {}}}]}}, None),
+        ({"objective": {"loss": "FOLDER/foreign.py:function"}}, ("train FILE",)),
+        ({"objective": {"advantage_estimator": "FOLDER/foreign.py:function"}}, ("train FILE",)),
+        ({"methods": ["FOLDER/foreign.py"]}, COMMANDS[:1]),
+        ({"methods": [{"file": "FOLDER/foreign.py"}]}, COMMANDS[:1]),
+        ({"evaluation": {"benchmark": "FOLDER/benchmark.yaml"}}, ("train FILE",)),
+        ({"rollout": {"sampler": "vllm", "vllm": {"python": "FOLDER/foreign.py"}}},
+         ("serve FILE --for-rollouts",)),
+        ({"model": "MODEL", "policy": {"trust_remote_code": True}}, COMMANDS[:1]),
+    ],
+)  # fmt: skip
+def test_code_that_only_a_file_names_is_not_run(
+    values, commands, tmp_path, marker, model_with_code, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    benchmark = {"title": "t", "task": f"{tmp_path}/foreign.py", "metric": "exact"}
+    (tmp_path / "benchmark.yaml").write_text(json.dumps(benchmark))
+    text = json.dumps(values).replace("FOLDER", str(tmp_path))
+    recipe = plant(tmp_path, marker, json.loads(text.replace("MODEL", str(model_with_code))))
+
+    for command in commands or COMMANDS[:2]:
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(command.replace("FILE", recipe).replace("RUN", str(tmp_path)).split())
+        error = capsys.readouterr().err
+        assert "names code that this command would run" in error, (command, error)
+        assert "foreign" in error or str(model_with_code) in error
+        assert "--trust-code" in error
+        assert not marker.exists(), command
+
+
+@pytest.mark.parametrize("word", ["--trust-code", "task=foreign.py", "--task=foreign.py"])
+def test_code_runs_if_the_command_says_so(word, tmp_path, marker, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plant(tmp_path, marker, {"task": f"{tmp_path}/foreign.py"})
+    with pytest.raises(SystemExit, match="2"):  # there is no such image
+        cli.main(["predict", str(tmp_path), word, "--question", "?", "--image", "none.png"])
+    assert marker.exists()
+
+
 # Calls in the toolkit's code.
 
-# A worker process unpickles the task from its parent process, and a process the examples that it
-# wrote to a file without a name, which no other can open. The reader of published pickles finds no
-# class (tests/data_scripts/test_converters.py).
+# A worker process unpickles what its parent process sends, which unpickles its answers, and a
+# process the examples that it wrote to a file without a name, which no other can open. The reader
+# of published pickles finds no class (tests/data_scripts/test_converters.py).
 ALLOWED = {
+    *((f"vlm_grpo/utils/worker_{name}.py", "pickle.loads") for name in ("pool", "process")),
     ("vlm_grpo/task/scorer.py", "pickle.loads"),
     ("vlm_grpo/data/store.py", "pickle.Unpickler"),
     ("data_scripts/readers.py", "pickle.Unpickler"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vlm_grpo.training.summary import TrainResult
     from vlm_grpo.training.trainer import Trainer, train
     from vlm_grpo.types import Batch, Candidate, Example
+    from vlm_grpo.utils.trust import trust_code
 
     __version__: str
 
@@ -47,6 +48,7 @@ __all__ = [
     "predict",
     "reward",
     "train",
+    "trust_code",
 ]
 
 _MODULES = {
@@ -69,6 +71,7 @@ _MODULES = {
     "predict": "eval.predict",
     "reward": "task",
     "train": "training.trainer",
+    "trust_code": "utils.trust",
 }
 
 

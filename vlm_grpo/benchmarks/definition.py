@@ -19,6 +19,7 @@ from vlm_grpo.task import Task, metric
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.task.registry import build_task, load_task_class
 from vlm_grpo.types import Example
+from vlm_grpo.utils import trust
 
 ERROR_METRICS = frozenset(
     [
@@ -208,6 +209,8 @@ def load_benchmark(name: str) -> Benchmark:
         content = yaml.safe_load(text)
         if not isinstance(content, Mapping):
             raise UserError(f"benchmark {name} must be a mapping of keys")
+        if name not in benchmark_names():
+            trust.note(content, name)
         return Benchmark.model_validate(content)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]

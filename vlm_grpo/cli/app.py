@@ -35,6 +35,7 @@ from vlm_grpo.cli.settings import settings, tasks
 from vlm_grpo.cli.train import sft, train
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.openmp import spin_between_kernels
+from vlm_grpo.utils.trust import trust_code
 
 app = typer.Typer(
     help="""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check.
@@ -45,7 +46,8 @@ app = typer.Typer(
     vlm-grpo settings                              the settings of a run, and what they do
     vlm-grpo check my_task.py --data d.jsonl       check a task and its data, without a model
 
-    The --help of a command has examples. --debug, anywhere, shows the traceback of an error.
+    The --help of a command has examples. --debug, anywhere, shows the traceback of an error;
+    --trust-code runs the Python code that a recipe's, a run's or a benchmark's file names.
     """,
     no_args_is_help=True,
     add_completion=False,
@@ -144,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in MOVED:
             raise UserError(f"vlm-grpo {name} has become {MOVED[name]}")
         program = typer.main.get_command(app)
-        program(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
+        trust_code("--trust-code" in words)
+        options = ("--debug", "--trust-code")
+        program(args=[word for word in words if word not in options], prog_name="vlm-grpo")
     except Exception as error:
         message = explain(error)
         if message is None:

@@ -13,6 +13,7 @@ import typer
 
 from vlm_grpo.cli.common import Overrides
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def serve(
             "its log-probs differ from the policy's (vlm-grpo export measures by how much)",
             settings.policy.load_in,
         )
+    trust.allow(python)
     if python is None and settings.rollout.vllm is not None:
         python = settings.rollout.vllm.python
     if python is None or not python.is_file():

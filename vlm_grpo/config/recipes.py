@@ -20,6 +20,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import MOVED, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task.registry import get_short_name
+from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +67,21 @@ def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) 
         content = _read_recipe(recipe)
     except (OSError, *PARSE_ERRORS) as error:
         raise UserError(f"recipe {recipe} cannot be read: {_explain(error)}") from error
-    return build_settings(recipe, content, overrides, values)
+    is_own = recipe.endswith(".py") or recipe in recipe_names()
+    return build_settings(recipe, content, overrides, values, None if is_own else recipe)
 
 
 def build_settings(
-    recipe: str, content: Any, overrides: Overrides = (), values: Mapping[str, Any] | None = None
+    recipe: str,
+    content: Any,
+    overrides: Overrides = (),
+    values: Mapping[str, Any] | None = None,
+    origin: str | None = None,
 ) -> Settings:
-    """Build settings from a recipe's content, an OmegaConf mapping, as ``load_settings`` does."""
+    """Build settings from a recipe's content, an OmegaConf mapping, as ``load_settings`` does.
+
+    Code that only the content names is not run if it is of a file, ``origin``.
+    """
     texts, python_values = _split_overrides(overrides)
     merge(python_values, values or {})
     wrong = [text for text in texts if text.find("=") < 1]
@@ -96,6 +105,16 @@ def build_settings(
     except PARSE_ERRORS as error:
         raise UserError(f"recipe {recipe} cannot be read: {_explain(error)}") from error
     merge(given, python_values)
+    trust.allow([texts_given, python_values])
+    if origin is not None:
+        trust.note(given, origin)
+    policy = given.get("policy")
+    if isinstance(policy, dict) and policy.get("trust_remote_code"):
+        code = [f"{trust.REMOTE_CODE}{text}" for text in trust.find_texts(given)]
+        if "policy.trust_remote_code" in user_keys:
+            trust.allow(code)
+        elif origin is not None:
+            trust.note(code, origin)
     _drop_moved(given)
     warning = _fit_steps(given, user_keys)
     if given.get("name") is None:

@@ -25,6 +25,7 @@ from vlm_grpo.task import FAILURES, PlainQuestion, Task
 from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.task.registry import get_task_name, load_task
 from vlm_grpo.types import Completion, Example, ImageRef
+from vlm_grpo.utils import trust
 
 ImageInput = str | Path | bytes | Image.Image | Clip
 """An image or a clip: the path of either (of a clip also a folder of frames), the encoded bytes of
@@ -155,6 +156,7 @@ def predict(
 def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task:
     if isinstance(task, Task):
         return task
+    trust.allow(task)
     if task is None and settings.task == NO_TASK:
         return PlainQuestion()
     if settings.is_mixture and isinstance(mixed := load_run_task(settings), Mixed):

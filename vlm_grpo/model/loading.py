@@ -44,6 +44,7 @@ from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
 from vlm_grpo.model.hub import check_reachable
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
+from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)
 
@@ -263,12 +264,16 @@ def _load(kind: Any, source: str, settings: Settings) -> Any:
     try:
         check_reachable(source, arguments["revision"])
         return kind.from_pretrained(source, **arguments)
-    except (OSError, ValueError, ImportError) as error:  # a package that only this model needs
-        raise UserError(f"model {source} cannot be loaded: {error}") from error
+    # ImportError: a package that only this model needs; the last ones: values of a broken config.
+    except (OSError, ValueError, ImportError, RecursionError, TypeError, LookupError) as error:
+        reason = error if str(error) else type(error).__name__
+        raise UserError(f"model {source} cannot be loaded: {reason}") from error
 
 
 def _hub_arguments(settings: Settings) -> dict[str, Any]:
     revision = settings.model_revision or "main"
+    if settings.policy.trust_remote_code:
+        trust.check(f"{trust.REMOTE_CODE}{settings.model}")
     return {"trust_remote_code": settings.policy.trust_remote_code, "revision": revision}
 
 

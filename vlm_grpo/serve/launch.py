@@ -21,6 +21,7 @@ from vlm_grpo.model.loading import build_empty, get_model_source, load_config, l
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.serve.server import SERVED_NAME
+from vlm_grpo.utils import trust
 from vlm_grpo.utils.jsonl import read_object
 
 ENVIRONMENT = {  # of a server for rollouts
@@ -85,6 +86,8 @@ def build_command(
         options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
         if vllm.max_model_length is not None:
             options["max-model-len"] = vllm.max_model_length
+        for argument in vllm.arguments:  # which may name Python modules
+            trust.check(argument)
         arguments, transfer = vllm.arguments, choose_transfer(settings, on_gpu)
         if on_gpu and not settings.rollout.steps_ahead:
             options["enable-sleep-mode"] = True
@@ -155,6 +158,7 @@ def _format_command(source: str, options: dict[str, Any]) -> list[str]:
 
 
 def build_program(python: Path) -> list[str]:
+    trust.check(python)
     return [str(python), "-m", "vllm.entrypoints.cli.main"]
 
 

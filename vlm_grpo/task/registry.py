@@ -27,6 +27,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.utils import trust
 
 BUILT_IN = "vlm_grpo.tasks"
 """The package of the built-in tasks, and the entry point group of tasks in other packages."""
@@ -94,6 +95,7 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
             ": install the package, put its folder on PYTHONPATH, or give the path of the task's "
             ".py file"
         )
+        trust.check(task)
         found = _load(lambda: importlib.import_module(module), task, remedy)
         return _find_task(found, module, class_name)
     claims = _list_claims().get(task, {})
@@ -248,6 +250,7 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     program = sys.modules["__main__"]
     if path.resolve() == Path(getattr(program, "__file__", None) or os.devnull).resolve():
         return program
+    trust.check(path)
     # The path is part of the name, so that two files called task.py do not collide.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"{_FILE_MODULE}{path.stem}_{digest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -33,6 +34,8 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_whole_folder, share_weights
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.jsonl import read_object
+
+logger = logging.getLogger(__name__)
 
 ExportedWeights = Literal["merged", "dequantized", "adapter"]
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
@@ -208,7 +211,8 @@ def _build_example_prompt(settings: Settings) -> str | None:
         examples = [Example("card", (image,), "QUESTION", None) for image in images]
         prompts = {settings.prompt.write_chat(e, task)[-1].text for e in examples}
         prompts = {prompt.removeprefix(IMAGE) for prompt in prompts}  # the card has it first
-    except FAILURES:  # a user's task may read the image or the answer, or be gone
+    except FAILURES as error:  # a user's task may read the image or the answer, or be gone
+        logger.warning("the model card has no prompt, which the task does not write: %s", error)
         return None
     return prompts.pop() if len(prompts) == 1 else None
 

@@ -122,6 +122,7 @@ class TrainResult:
     checkpoint: Path
     run_dir: Path
     lower_is_better: bool = False  # True if the held-out primary metric is an error
+    flag: str = ""  # what commands with the run's own settings need: --trust-code
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -140,7 +141,7 @@ class TrainResult:
         yield f"samples    {self.run_dir / 'samples'}"
         yield f"checkpoint {self.checkpoint}"
         config = self.run_dir / "config.yaml"
-        yield f"next       vlm-grpo evaluate {config} --checkpoint {self.checkpoint}"
+        yield f"next       vlm-grpo evaluate {config} --checkpoint {self.checkpoint}{self.flag}"
         yield f"           vlm-grpo export {self.checkpoint} exported"
 
     def _locate(self, step: int) -> str:

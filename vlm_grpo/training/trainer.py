@@ -42,6 +42,7 @@ from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run
 from vlm_grpo.training.update import build_updater, pack_step
 from vlm_grpo.types import Example
+from vlm_grpo.utils import trust
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
@@ -217,7 +218,8 @@ class Trainer:
                 status,
             )
         best, is_error = self.evaluator.best, self.evaluator.task.lower_is_better
-        return TrainResult(before, after, best, checkpoint, settings.run_dir, is_error)
+        flag = trust.get_flag(settings.model_dump(mode="json"))
+        return TrainResult(before, after, best, checkpoint, settings.run_dir, is_error, flag)
 
     @property
     def _is_done(self) -> bool:
