@@ -113,8 +113,8 @@ def function(*values):
     pass
 """
 COMMANDS = (
-    "plan FILE", "train FILE", "sft FILE", "sample FILE --difficulty OUT", "evaluate FILE",
-    "predict RUN --question ?", "export RUN@best OUT",
+    "plan FILE --gpu 24GB", "train FILE", "sft FILE", "sample FILE --difficulty OUT",
+    "evaluate FILE", "predict RUN --question ?", "export RUN@best OUT",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.utils import trust
 
 
 @pytest.mark.parametrize("name", benchmark_names())
@@ -104,7 +105,8 @@ def test_a_benchmark_of_a_task_with_a_fixed_field_reaches_another_process():
     assert (copy.tags, copy.total) == (True, 1.0)
 
 
-def test_an_error_metric_of_a_users_task_is_one_in_its_benchmark(tmp_path):
+def test_an_error_metric_of_a_users_task_is_one_in_its_benchmark(tmp_path, monkeypatch):
+    monkeypatch.setattr(trust, "_everything", True)
     (tmp_path / "far.py").write_text(
         "from vlm_grpo.task import Task, reward\n\n"
         "class Far(Task):\n    primary_metric = 'distance'\n    lower_is_better = True\n\n"

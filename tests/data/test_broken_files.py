@@ -13,6 +13,8 @@ from broken_files import BROKEN, tar
 from dataset_files import encode_image, get_load_error, png, png_with_claimed_size, write_table
 from PIL import Image
 from published_formats import SAMPLES, write_format
+from pyarrow import table
+from pyarrow.parquet import write_table as write_empty_table
 
 TASKS = {"captions": "ocr", "metadata": "counting", "webdataset": "counting", "classes": "ocr"}
 CASES = [(form, name) for form, cases in BROKEN.items() for name in cases]
@@ -46,6 +48,15 @@ CELLS = {
     "long cell": (f"a.png|{'x' * 200_000}|3", "field larger than field limit"),
     "not UTF-8": ("a.png|How m\udcffny?|3", "'utf-8' codec can't decode"),
 }
+
+
+def test_a_table_without_rows_and_a_dataset_of_the_whole_disk_are_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    write_empty_table(table({"question": [], "answer": []}), path)
+    assert get_load_error(str(path)) == f"{path} has no examples"
+    path = tmp_path / "data.yaml"
+    path.write_text("path: /\ntrain: .\nval: .\nnames: [a]\n")
+    assert "val is all of /: name a folder in it" in get_load_error(str(path), "detection")
 
 
 @pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".tsv", "\t")])

@@ -249,3 +249,9 @@ def test_a_killed_evaluation_resumes_with_another_number_of_processes(tmp_path):
     process.join(TIMEOUT)
     assert process.exitcode == 0, log.read_text()[-3000:]
     assert "resumed on 2 ranks: identical to the byte" in log.read_text()
+
+
+def test_a_part_of_a_launch_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(UserError, match=r"^LOCAL_RANK=3 is set, .* but not RANK, WORLD_SIZE, MAS"):
+        initialize_distributed()

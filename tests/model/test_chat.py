@@ -56,6 +56,20 @@ def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
     return [*turns, Turn("user", text)]
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if %}", "line 1: Expected an expression"),
+        ("{{ " + 3000 * "(" + "messages" + 3000 * ")" + " }}", "recursion"),
+        ("\n{{ 'x' * 10 ** 10 }}", "line 2: it has a power"),
+        ("{{ 'x' * 10000000000 }}", "line 1: it has a number above 1,000,000"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_one_error(template, reason):
+    with pytest.raises(UserError, match=f"the model's chat template cannot be used: .*{reason}"):
+        make_chat(template)
+
+
 def test_arguments_reach_the_template():
     end = "<|im_start|>assistant\n"
     assert make_chat(THINKING).render(ask()).endswith(end)

@@ -81,6 +81,34 @@ def test_damaged_weights_are_one_message(kind, damage, tmp_path):
         load_model(settings, folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("adapter_config.json", {"r": "x"}),
+        ("adapter_config.json", {"peft_type": "FOREIGN"}),
+        ("config.json", 10_000 * "[" + 10_000 * "]"),
+        ("config.json", {"text_config": 3}),
+    ],
+)
+def test_a_config_of_wrong_values_is_one_message(file, content, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(get_model_source("embedded"), folder)
+    settings = load_settings("quickstart", ["policy.lora.r=2"])
+    checkpoint = folder if file == "adapter_config.json" else None
+    if checkpoint is None:
+        settings = settings.model_copy(update={"model": str(folder)})
+    else:
+        adapters = load_model(settings).adapters
+        assert adapters is not None
+        adapters.save_pretrained(str(folder))
+    path = folder / file
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"^(model|adapter) \S+ cannot be loaded: "):
+        load_model(settings, checkpoint, training=False)
+
+
 def test_a_processor_without_its_package_is_one_message(tmp_path, monkeypatch):
     model, processor = BUILDERS["smolvlm"]()
     model.config.save_pretrained(tmp_path)

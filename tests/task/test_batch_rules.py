@@ -142,7 +142,7 @@ def test_one_bad_value_affects_its_own_completion(scorer, source):
     texts = ["good", "odd", "none", "fails"]
     good, *failed = scorer(load_task(source), texts, [EXAMPLE] * 4)
     assert good.failures == {}
-    reasons = ["not a finite number", "NoneType", "no verdict"]
+    reasons = ["not between", "NoneType", "no verdict"]
     for found, reason in zip(failed, reasons, strict=True):
         assert (found.rewards["rare"], found.rewards["brief"], found.total) == (1.0, None, None)
         assert reason in found.failures["brief"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -296,3 +299,42 @@ def test_a_reward_may_begin_without_a_weight():
     for weight in (0, [[0.0, 0.0], [1.0, 0.0]]):
         with pytest.raises(UserError, match="no reward has a weight: set task_options"):
             check_trainable(load_task(Sum, weights={**off, "exact": weight}))
+
+
+class Intrusive(PlainQuestion):
+    """A reward that changes its process, or returns more than a float32 holds."""
+
+    children: ClassVar[list[int]] = []
+
+    @reward()
+    def intrusive(self, answer: str, example: Example) -> float:
+        if answer == "changes the folder":
+            os.chdir("/")
+        if answer == "fails at length":
+            raise ValueError(300_000 * "x")
+        if "child" in answer:
+            pid = os.fork()
+            if pid == 0 and answer == "a child exits":
+                sys.exit(3)
+            self.children.append(pid)
+        return 1e308 if answer == "earns more than a float32" else 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(("answer", "code"), [("a child exits", 3), ("a child returns", 0)])
+def test_a_forked_reward_does_not_go_on_as_a_second_run(answer, code):
+    outcomes = Intrusive().apply_rules(answer, EXAMPLE)
+    assert outcomes["intrusive"] == (1.0, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(Intrusive.children.pop(), 0)[1]) == code
+
+
+def test_a_reward_keeps_the_working_directory_and_fails_in_few_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = Intrusive()
+    assert task.score("changes the folder", EXAMPLE).total == 1.0
+    assert Path.cwd() == tmp_path
+    found = task.score("fails at length", EXAMPLE)
+    assert len(found.failures["intrusive"]) < 10_000
+    found = task.score("earns more than a float32", EXAMPLE)
+    assert found.total is None
+    assert "returned 1e+308, which is not between ±1e+15" in found.failures["intrusive"]

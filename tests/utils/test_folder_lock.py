@@ -18,7 +18,7 @@ import pytest
 from processes import small_disk
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.utils.folder_lock import lock_folder
+from vlm_grpo.utils.folder_lock import check_lock, lock_folder
 
 HOLD = """
 import sys, time
@@ -154,3 +154,24 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
         assert "cannot be locked" in caplog.text
         assert "start no second run there" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_holder_does_not_write_into_a_folder_of_the_same_name_or_as_a_fork(tmp_path):
+    folder = tmp_path / "run"
+    check_lock(folder)  # nothing is held
+    with lock_folder(folder):
+        check_lock(folder)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                check_lock(folder)
+            except UserError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        folder.rename(tmp_path / "renamed")
+        for _ in range(2):  # missing, and created again by a write
+            with pytest.raises(UserError, match=r"run was renamed or removed: .* new name="):
+                check_lock(folder)
+            folder.mkdir(exist_ok=True)

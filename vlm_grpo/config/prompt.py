@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -20,6 +21,8 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that chat templates give to the switch of a model's thinking."""
 VARIABLES = ("question", "instruction", "id", "source", "meta")
 """Variables of ``prompt.template``."""
+LARGEST = 1_000_000
+"""Maximum number of characters of a message, and largest number in a template."""
 MessageTemplate = Annotated[str, AfterValidator(lambda text: compile_template(text) and text)]
 
 
@@ -59,23 +62,58 @@ class PromptSettings(Frozen):
         if self.template is None:
             return write_prompt(task, example)
         try:
-            return compile_template(self.template).render(
+            parts = compile_template(self.template).generate(
                 question=task.question(example),
                 instruction=task.instructions(example),
                 id=example.id,
                 source=example.source,
                 meta=example.meta,
             )
+            return _join(parts)
         except FAILURES as error:  # of the template, or of a user's question
             raise ValueError(f"prompt.template: {type(error).__name__}: {error}") from error
+
+
+def _join(parts: Iterable[str]) -> str:
+    """Join the parts of a message, which a template may make without end."""
+    found, length = [], 0
+    for part in parts:
+        found.append(part)
+        length += len(part)
+        if length > LARGEST:
+            raise ValueError(f"the message is longer than {LARGEST:,} characters")
+    return "".join(found)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which ``*`` makes no text or list that is too long."""
+
+    intercepted_binops = frozenset("*")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for whole, times in ((left, right), (right, left)):
+            if isinstance(whole, str | list | tuple) and len(whole) * int(times) > LARGEST:
+                raise TemplateError(f"a product is longer than {LARGEST:,}")
+        return super().call_binop(context, operator, left, right)
+
+
+def check_numbers(template: nodes.Template) -> None:
+    """Raise ``TemplateSyntaxError`` for powers and numbers with which a template, perhaps somebody
+    else's, would fill the memory, even when it is compiled."""
+    for node in template.find_all((nodes.Pow, nodes.Const)):
+        if isinstance(node, nodes.Pow):
+            raise TemplateSyntaxError("it has a power", node.lineno)
+        if isinstance(node.value, int) and node.value > LARGEST:
+            raise TemplateSyntaxError(f"it has a number above {LARGEST:,}", node.lineno)
 
 
 @lru_cache(maxsize=8)
 def compile_template(text: str) -> Template:
     """Compile the template of a user message, which runs in a sandbox, or raise ``ValueError``."""
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    environment = _Sandbox(undefined=StrictUndefined)
     try:
         parsed = environment.parse(text)
+        check_numbers(parsed)
         unknown = find_undeclared_variables(parsed) - {*VARIABLES, *environment.globals}
         for name in parsed.find_all(nodes.Name):
             if name.name in unknown:
@@ -86,5 +124,7 @@ def compile_template(text: str) -> Template:
         return environment.from_string(text)
     except TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno} is not Jinja: {error.message}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
     except TemplateError as error:
         raise ValueError(f"is not Jinja: {error}") from error

@@ -467,6 +467,10 @@ def _list_split(config: Path, content: Mapping[str, Any], split: Split) -> list[
         if found is None:
             raise UserError(f"{config}: there is no {part}, the images of {name}, in {root}")
         if found.is_dir():
+            if found.resolve() in config.resolve().parent.parents:  # "/" would be the whole disk
+                raise UserError(
+                    f"{config}: {name} is all of {found.resolve()}: name a folder in it"
+                )
             images += _list_images(found)
             continue
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from pyarrow.parquet import read_metadata
 
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
@@ -59,6 +60,8 @@ def read_parquet(path: Path) -> Iterator[Row]:
     # It logs the reason of a failure, which the error below states, too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
+        if not read_metadata(path).num_rows:  # which datasets does not convert
+            return iter(())
         dataset = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train")
     except Exception as error:  # the library raises many types
         reason = error.__cause__ or error

@@ -32,11 +32,18 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
     """Initialize the process group on the first call, and return this process's state.
 
     ``timeout``: seconds that a rank waits for the others. ``UserError``: the launch requests
-    DeepSpeed, which is not installed."""
+    DeepSpeed, which is not installed, or only a part of its variables is set."""
     if _requests("DEEPSPEED") and not is_deepspeed_available():
         raise UserError(
             "this launch requests DeepSpeed, which is not installed: pip install "
             "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
+        )
+    launch = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in launch if name not in os.environ]
+    if missing and (rank := os.environ.get("LOCAL_RANK", "-1")) != "-1":
+        raise UserError(
+            f"LOCAL_RANK={rank} is set, as in a launch of several processes, but not "
+            f"{', '.join(missing)}: remove it from the environment, or use accelerate launch"
         )
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -30,7 +30,8 @@ from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.families import find_part
 from vlm_grpo.utils.jsonl import read_object
 
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)  # RuntimeError: other shapes
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, LookupError, TypeError)
+"""Of files: RuntimeError of other shapes, and LookupError and TypeError of values in the config."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # PEFT's name of the only adapter
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from torch import distributed, nn
 from transformers import (
@@ -47,6 +48,9 @@ from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_leng
 from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)
+
+_BROKEN = (RecursionError, TypeError, LookupError, StrictDataclassError)  # values of a config
+_ERRORS = (OSError, ValueError, ImportError, *_BROKEN)  # ImportError: only this model needs it
 
 
 @dataclass(frozen=True)
@@ -264,8 +268,7 @@ def _load(kind: Any, source: str, settings: Settings) -> Any:
     try:
         check_reachable(source, arguments["revision"])
         return kind.from_pretrained(source, **arguments)
-    # ImportError: a package that only this model needs; the last ones: values of a broken config.
-    except (OSError, ValueError, ImportError, RecursionError, TypeError, LookupError) as error:
+    except _ERRORS as error:
         reason = error if str(error) else type(error).__name__
         raise UserError(f"model {source} cannot be loaded: {reason}") from error
 

@@ -13,12 +13,12 @@ from itertools import dropwhile, repeat
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SandboxedEnvironment
 from PIL import Image
 
-from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings
+from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings, check_numbers
 from vlm_grpo.data.store import ExampleView
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.model.engine.batch import RECENT_IMAGES
@@ -113,7 +113,7 @@ class ChatTemplate:
         arguments = {**self.settings.chat_template_kwargs, **arguments}
         try:
             return self._render([_build_message(_QUESTION)], arguments)
-        except (TemplateError, TypeError, ValueError):  # such as one that needs an image
+        except (TemplateError, TypeError, ValueError, RecursionError):  # one that needs an image
             return ""
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
@@ -126,7 +126,12 @@ class ChatTemplate:
         if isinstance(template, dict):
             template = template["default"]
         environment = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        parsed = environment.parse(_GENERATION_TAG.sub("", template))
+        try:
+            parsed = environment.parse(_GENERATION_TAG.sub("", template))
+            check_numbers(parsed)
+        except (TemplateError, RecursionError) as error:
+            place = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise UserError(f"the model's chat template cannot be used: {place}{error}") from error
         known = find_undeclared_variables(parsed) - _SET_BY_RENDERER - set(environment.globals)
         return sorted(name for name in known if not name.endswith("_token"))
 

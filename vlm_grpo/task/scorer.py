@@ -319,7 +319,7 @@ class FailureGuard:
             self._in_a_row[name] += failed
             if failed and (failed == total or self._in_a_row[name] >= _ENOUGH):
                 firsts = (
-                    f"here first on example {example.id}: {trace.strip().splitlines()[-1]}"
+                    f"here first on example {example.id}: {trace.strip().splitlines()[-1]:.500}"
                     for score, example in zip(scores, examples, strict=True)
                     if (trace := score.failures.get(name) or score.failures.get("parse"))
                 )

@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +51,9 @@ Outcome = tuple[Any, str | None]
 """The value of a parser or rule for one completion; None, and the traceback, if it failed."""
 
 _ARGUMENTS = ("answer", "example", "text", "tokens")
+_LARGEST = 1e15  # Absolute value of a reward: the sum of the squares of many must be a float32
+_OPEN_FOLDER = getattr(os, "O_PATH", os.O_RDONLY)
+_TRACEBACK_PART = 4000  # Number of characters of a traceback's start and of its end that are kept
 
 
 @dataclass(frozen=True)
@@ -175,10 +179,31 @@ def metric(
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
+    """Return what a user's method returns, or None and the traceback of what it raises.
+
+    The working directory stays, and a process that the method has forked ends here: it would go on
+    as a second run in the same folder.
+    """
+    process, folder, status = os.getpid(), os.open(".", _OPEN_FOLDER), 0
     try:
-        return function(*arguments), None
-    except FAILURES:
-        return None, traceback.format_exc()
+        outcome: Outcome = function(*arguments), None
+    except FAILURES as error:
+        outcome, status = (None, _format_traceback()), getattr(error, "code", 1) or 0
+    if os.getpid() != process:
+        os._exit(status if isinstance(status, int) else 1)
+    os.fchdir(folder)
+    os.close(folder)
+    return outcome
+
+
+def _format_traceback() -> str:
+    """Return the traceback of the current exception, without the middle of a long one."""
+    text = traceback.format_exc()
+    left_out = len(text) - 2 * _TRACEBACK_PART
+    if left_out <= 0:
+        return text
+    first, last = text[:_TRACEBACK_PART], text[-_TRACEBACK_PART:]
+    return f"{first}\n… {left_out} characters …\n{last}"
 
 
 def to_finite(value: Any) -> float:
@@ -187,8 +212,8 @@ def to_finite(value: Any) -> float:
     if isinstance(value, BaseException):
         raise value
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}, which is not a finite number")
+    if not abs(number) <= _LARGEST:  # not a number, too
+        raise ValueError(f"it returned {number}, which is not between ±{_LARGEST:g}")
     return number
 
 

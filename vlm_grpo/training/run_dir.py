@@ -29,7 +29,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.training.metrics import StepLog, rollout_distributions
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
-from vlm_grpo.utils.folder_lock import lock_folder
+from vlm_grpo.utils.folder_lock import check_lock, lock_folder
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class RunDir:
         """Write a step's metrics to the log and the trackers, and the alarms that they raise."""
         if not self.is_main:
             return
+        check_lock(self.path)
         self.metrics.write(step, metrics)
         for alarm in self.monitor.update(step, metrics):
             row = {"name": alarm.name, "message": alarm.message, "remedy": alarm.remedy}
@@ -132,6 +133,8 @@ class RunDir:
 
         A skipped update makes the groups due. ``advantages`` (n,) are those of all completions.
         """
+        if self.is_main:
+            check_lock(self.path)
         if not self.settings.is_supervised(step):
             distributions = rollout_distributions(groups)
             if self.is_main:
@@ -165,6 +168,7 @@ class RunDir:
         """Write all predictions and their metrics, and the first ones with the task's drawings."""
         if not self.is_main:
             return
+        check_lock(self.path)
         path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
         evaluation.write(path)
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])

@@ -20,7 +20,22 @@ from vlm_grpo.utils.atomic_io import create_folder
 
 logger = logging.getLogger(__name__)
 
-_HELD: dict[str, tuple[int, int, str]] = {}  # process, thread and description of each holder
+# Process, thread and description of each holder, and the state of the folder.
+_HELD: dict[str, tuple[int, int, str, os.stat_result]] = {}
+
+
+def check_lock(folder: Path) -> None:
+    """Raise a ``UserError`` if this process must not write to the folder that it has locked: it was
+    renamed or removed, or user code has forked this process."""
+    if (held := _HELD.get(os.path.realpath(folder))) is None:
+        return
+    if held[0] != os.getpid():
+        raise UserError(f"this process was forked by user code from the run in {folder}, and ends")
+    if not folder.exists() or not os.path.samestat(folder.stat(), held[3]):
+        raise UserError(
+            f"{folder} was renamed or removed: this run ends; to continue it, give the folder its "
+            "name again, or start the command with the new name=… and resume=true"
+        )
 
 
 @contextmanager
@@ -31,7 +46,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     removed at the end if nothing was written into it. ``UserError``: another process or thread
     holds it; the message says which one and since when."""
     key, process, thread = os.path.realpath(folder), os.getpid(), threading.get_ident()
-    owner, thread_inside, name = _HELD.get(key, (None, None, ""))
+    owner, thread_inside, name, *_ = _HELD.get(key, (None, None, ""))
     if owner == process:  # a forked process inherits the table, but no locks
         if thread_inside != thread:
             raise _refuse(folder, name)
@@ -41,7 +56,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             name = _describe_process()
             file.write(name.encode())
-            _HELD[key] = process, thread, name
+            _HELD[key] = process, thread, name, folder.stat()
             yield
         finally:
             _HELD.pop(key, None)
