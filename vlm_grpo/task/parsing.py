@@ -14,7 +14,17 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlm_grpo.task.sentences import NUMBER_WORDS, fold, is_relative, is_sure, unwrap
+from vlm_grpo.task.sentences import (
+    NUMBER_WORDS,
+    ONES,
+    TENS,
+    Candidate,
+    choose,
+    fold,
+    is_relative,
+    is_sure,
+    unwrap,
+)
 
 # A box (xyxy, in the units that the model wrote) and its label or None.
 LabeledBox = tuple[tuple[float, float, float, float], str | None]
@@ -35,21 +45,19 @@ _KEYS = {
 }
 _ALL_KEYS = {key for both in _KEYS.values() for keys in both for key in keys}
 _LABEL_KEYS = ("label", "class", "category", "name", "object")
-_SIDES = (
-    ("x1", "y1", "x2", "y2"),
-    ("xmin", "ymin", "xmax", "ymax"),
-    ("x_min", "y_min", "x_max", "y_max"),
-    ("left", "top", "right", "bottom"),
-    ("x", "y"),
-)
+_SIDES = [
+    names.split()
+    for names in (
+        *("x1 y1 x2 y2", "xmin ymin xmax ymax", "x_min y_min x_max y_max", "left top right bottom"),
+        "x y",
+    )
+]
 # Words before a box that are no part of its label.
 _NO_LABELS = re.compile(
-    r"an?|the|and|at|is|are|of|in|on|here|there|one|located|found|with|position|coordinates|label"
-    r"|object|bbox|bbox_2d|box",
+    r"\b(?:an?|the|and|at|is|are|of|in|on|here|there|one|located|found|with|position|coordinates"
+    r"|label|object|bbox|bbox_2d|box)\b",
     re.IGNORECASE,
 )
-
-
 # What begins and ends a text: "<s> A</s>", which other programs leave in outputs.
 _SPECIAL_TOKENS = re.compile(
     r"\A\s*(?:<s>|<bos>)|(?:</s>|<eos>|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>"
@@ -90,12 +98,9 @@ def extract_answer(text: str, tags: bool) -> str | None:
     return text.strip() or None
 
 
-_UNITS = "|".join(word for word, number in NUMBER_WORDS.items() if number < 20)
-_DIGITS = "one|two|three|four|five|six|seven|eight|nine"
-_TENS = "|".join(word for word, number in NUMBER_WORDS.items() if number >= 20)
 _NUMBER = re.compile(
     r"(?<![^\W_])(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?!\d)"
-    rf"|\b(?:({_TENS})(?:[ -]({_DIGITS}))?|({_UNITS}))\b"
+    rf"|\b(?:({TENS})(?:[ -](one|two|three|four|five|six|seven|eight|nine))?|({ONES}))\b"
 )
 _NO_COUNT_BEFORE = re.compile(r"(?:\bno ?|[-‐‑‒–—−] ?|[.,])\Z")
 _NO_COUNT_AFTER = re.compile(
@@ -131,31 +136,23 @@ def parse_integer(text: str) -> int | None:
         return None
     text = " ".join(re.sub(r"\b_+|_+\b", " ", fold(text).lower()).split())  # Markdown's emphasis
     text = _STATED_ZERO.sub(r"\1\2\3 0", text)
-    numbers = list(_NUMBER.finditer(text))
-    words = _NUMBER.sub("|", text)
+    found = _NUMBER.finditer(text)
+    numbers = [Candidate(number.start(), number.end(), _read_number(number)) for number in found]
     # Digits outside the numbers belong to text such as "x3".
-    values = [value for number in numbers if (value := _read_number(number)) is not None]
-    if not values or len(values) < len(numbers) or re.search(r"\d", words):
+    if any(value is None for *_, value in numbers) or re.search(r"\d", _NUMBER.sub("", text)):
         return None
-    if not is_sure(words, exact=True):
-        return None
-    explanation = _EXPLANATION.search(text, numbers[0].end())
-    end = len(text) if explanation is None else explanation.start()
-    stated = [value for value, number in zip(values, numbers, strict=True) if number.start() < end]
-    explained = values[len(stated) :]
-    is_breakdown = sum(explained) == values[0] and set(stated) == {values[0]}
-    return values[0] if len(set(values)) == 1 or is_breakdown else None
+    explanation = _EXPLANATION.search(text, numbers[0].end) if numbers else None
+    if explanation is not None:
+        explained = [value for start, _, value in numbers if start > explanation.start()]
+        if sum(explained) == numbers[0].value:
+            numbers = numbers[: len(numbers) - len(explained)]
+    return choose(text, numbers, exact=True)
 
 
 def _read_number(match: re.Match[str]) -> int | None:
     """Return the value of a number, or None if the text next to it makes it something else."""
     text, start, end = match.string, match.start(), match.end()
-    before = text[max(0, start - 20) : start]
-    if (
-        _NO_COUNT_BEFORE.search(before)
-        or is_relative(before, exact=True)
-        or _NO_COUNT_AFTER.match(text, end)
-    ):
+    if _NO_COUNT_BEFORE.search(text[max(0, start - 5) : start]) or _NO_COUNT_AFTER.match(text, end):
         return None
     digits, *words = match.groups()
     if digits is None:
@@ -169,17 +166,14 @@ def parse_boxes(
 ) -> list[LabeledBox] | None:
     """Parse all boxes in an answer.
 
-    The accepted forms are JSON (an object with ``bbox_2d`` or with named sides, a list of four
-    numbers, lists of either, and objects of such by label), in a code fence or with words around
-    it; four numbers in round brackets, alone, in a row of a table or after the names of the sides;
-    Qwen2-VL's ``<|box_start|>(x1,y1),(x2,y2)<|box_end|>``; InternVL's and Qwen-VL's
-    ``<ref>…</ref><box>…</box>``; GLM-V's ``<|begin_of_box|>…<|end_of_box|>``; Gemma 4's JSON with
-    ``box_2d``; and PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2. ``[]`` means that
-    there are none.
+    The forms are JSON, alone or among words, also with named sides, by label, or with Gemma 4's
+    ``box_2d``; four numbers in round brackets, alone, in a row of a table or after the names of the
+    sides; and the tokens of Qwen2-VL (``<|box_start|>``), InternVL and Qwen-VL (``<box>``), GLM-V
+    and PaliGemma (``<loc…>``, in the order y1 x1 y2 x2). ``[]`` means that there are none.
 
-    The rule for everything else in the text: it must leave the boxes alone (``sentences``), and
-    contain no number, except those of ``units``, numbers of a list's items and the number of boxes.
-    One box after another is a list; a list that is repeated must be equal each time.
+    Words must leave the boxes alone (``sentences``) and have no number, except those of ``units``,
+    of a list's items, and the number of boxes. One box after another is a list; a list that is
+    repeated must be equal each time.
 
     Args:
         text: the answer.
@@ -226,16 +220,15 @@ def _parse_rows(
     # Single white space keeps the patterns linear.
     lines = unwrap(text, lead=False).split("\n")
     text = "\n".join(" ".join(line.split()) for line in lines if line.strip())
-    for pattern, replacement in _BOX_FORMS if length == 4 else _POINT_FORMS:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement in _FORMS[length]:
+        text = re.sub(pattern, replacement, text)
     if units.endswith("0-100"):
-        text = _MOLMO.sub(_rewrite_molmo, text)
-    is_scaled = "scaled" in units
-    if not is_scaled:
-        text = _PIXELS.sub("", text)
+        text = re.sub(_MOLMO, _rewrite_molmo, text)
+    if in_pixels := "scaled" not in units:
+        text = re.sub(r"(?<=\d)\s?(?:px|pixels?)\b", "", text)
     for pattern in _BARE[length]:
         if not re.search(r"[\[{]", text):
-            text = pattern.sub(_rewrite, text)
+            text = re.sub(pattern, _rewrite, text)
     values, parts = find_json(text)
     keys = _KEYS[length][y_first]
     rows = _join(values, [_parse_json_value(value, keys, y_first) for value in values])
@@ -244,13 +237,17 @@ def _parse_rows(
         rows is None
         or len(rows) > MAX_ITEMS
         or _has_number(words, units, len(rows))
-        or (_TOKEN if is_scaled else _TOKEN_OR_UNIT).search(words)
+        or re.search(_TOKEN, words)
+        or (in_pixels and re.search(_OTHER_UNIT, words))
         or (rows and not is_sure(words))
         or any(map(is_relative, parts[:-1]))
     ):
         return None
     if named and len(rows) == len(values):
-        return [(row, label or _find_label(parts[: i + 1])) for i, (row, label) in enumerate(rows)]
+        name = None
+        for i, (row, label) in enumerate(rows):
+            name = _find_label(parts[i]) or name
+            rows[i] = (row, label or name)
     return rows
 
 
@@ -281,19 +278,11 @@ def _has_number(words: str, units: str, count: int) -> bool:
     return any(map(str.isnumeric, words))
 
 
-def _find_label(parts: Sequence[str]) -> str | None:
-    """Return the words before a box, or before those before it, without articles and the like."""
-    for part in reversed(parts):
-        for line in reversed(re.split(r"[\n.;]", part)):
-            words = re.findall(r"[^\W_][\w'-]*", line)
-            while words and _NO_LABELS.fullmatch(words[-1]):
-                words.pop()
-            start = max(
-                (i for i, word in enumerate(words) if _NO_LABELS.fullmatch(word)), default=-1
-            )
-            if words[start + 1 :]:
-                return " ".join(words[start + 1 :])
-    return None
+def _find_label(words: str) -> str | None:
+    """Return the last words before a box, without articles and the like."""
+    groups = re.split(r"[\n.,:;|]", _NO_LABELS.sub("|", words))
+    names = (" ".join(re.findall(r"[^\W_][\w'-]*", group)) for group in reversed(groups))
+    return next(filter(None, names), None)
 
 
 def _parse_json_value(
@@ -304,79 +293,66 @@ def _parse_json_value(
         return [row]
     if not isinstance(value, list | dict) or len(value) > MAX_ITEMS or not depth:
         return None
-    label, items, rest = None, [("", item) for item in value], {}
+    items, label, names = [("", item) for item in value], None, None
     if isinstance(value, dict):
-        label = _get_label(value)
-        rest = {key: item for key, item in value.items() if isinstance(item, str | float | None)}
-        items = [(key, item) for key, item in value.items() if key not in rest and key != "labels"]
+        items = [(key, x) for key, x in value.items() if not isinstance(x, str | float | None)]
+        label = next((x for key in _LABEL_KEYS if isinstance(x := value.get(key), str)), None)
+        names = value.get("labels")
         if not items or not _ALL_KEYS.isdisjoint(value):
             return None
     rows: _Rows = []
     for key, item in items:
-        found = _parse_json_value(item, keys, y_first, depth - 1) if item != [] else None
-        if found is None:
-            return None
-        rows += [
-            (numbers, (label or key or None) if name is None else name) for numbers, name in found
-        ]
-    if any(isinstance(number, float) and number != len(rows) for number in rest.values()):
+        if key != "labels":
+            inner = _parse_json_value(item, keys, y_first, depth - 1) if item != [] else None
+            if inner is None:
+                return None
+            own = label or key or None
+            rows += [(numbers, own if name is None else name) for numbers, name in inner]
+    if isinstance(value, dict) and any(
+        isinstance(x, float) and x != len(rows) for x in value.values()
+    ):
         return None  # a number that is not that of the boxes
-    if isinstance(value, dict) and "labels" in value:
-        names = value["labels"]
-        if not isinstance(names, list) or [type(name) for name in names] != [str] * len(rows):
+    if isinstance(names, list):
+        if [type(name) for name in names] != [str] * len(rows):
             return None
-        return [(row, name) for (row, _), name in zip(rows, names, strict=True)]
+        rows = [(row, name) for (row, _), name in zip(rows, names, strict=True)]
     return rows
 
 
 def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | None:
     """Return the numbers, x first, and the label of a box or point."""
-    label = None
-    if isinstance(item, list) and len(item) == 2 and isinstance(item[1], list):
-        label, item = item if isinstance(item[0], str) else (None, None)
-    elif isinstance(item, dict):
-        label, present = _get_label(item), _ALL_KEYS & item.keys()
-        if len({item[key] for key in _LABEL_KEYS if isinstance(item.get(key), str)}) > 1:
+    label, inner = None, None
+    if isinstance(item, dict):
+        labels = {x for key in _LABEL_KEYS if isinstance(x := item.get(key), str)}
+        present = _ALL_KEYS & item.keys()
+        sides = next((names for names in _SIDES if item.keys() >= {*names}), [])
+        others = [x for key, x in item.items() if key not in present and key not in sides]
+        if len(present) + bool(sides) != 1 or not present <= {*keys} or len(labels) > 1:
             return None
-        if present:
-            key = present.pop()
-            others = [value for name, value in item.items() if name != key]
-            if present or key not in keys or any(map(_is_another, others)):
-                return None
-            y_first, item = y_first and key not in ("xyxy", "xy"), item[key]
-            if isinstance(item, list) and len(item) == 2 and all(map(_is_pair, item)):
-                item = [*item[0], *item[1]]  # two corners
-            if isinstance(item, str) and _LIST.fullmatch(item):
-                item = re.findall(_N, item)
-        if isinstance(item, dict):
-            sides = next((names for names in _SIDES if item.keys() >= set(names)), ())
-            others = [value for name, value in item.items() if name not in sides]
-            if any(not isinstance(value, str | None) for value in others):
-                return None
-            y_first, item = False, [item[name] for name in sides]
+        # A further list is another answer, and false denies this one.
+        if any(
+            x is False or isinstance(x, list | dict | (float if sides else list)) for x in others
+        ):
+            return None
+        y_first = y_first and not sides and present.isdisjoint(("xyxy", "xy"))
+        inner, label = [item[side] for side in sides], next(iter(labels), None)
+        for key in present:
+            inner = item[key]
+            if isinstance(inner, list) and all(isinstance(x, list) for x in inner):  # corners
+                inner = [x for corner in inner for x in corner]
+            if isinstance(inner, str) and _LIST.fullmatch(inner):
+                inner = re.findall(_N, inner)
+    elif isinstance(item, list) and [type(x) for x in item] == [str, list]:
+        label, inner = item
+    if inner is not None:
+        row = _parse_json_row(inner, keys, y_first)
+        return None if row is None else (row[0], label)
     if not isinstance(item, list) or not 0 < len(item) <= 4:
         return None
-    numbers = [
-        float(x)
-        for x in item  # booleans are no numbers
-        if isinstance(x, float) or (isinstance(x, str) and _DECIMAL.fullmatch(x))
-    ]
-    if len(numbers) < len(item):
+    numbers = [float(x) for x in item if isinstance(x, float) or re.fullmatch(_N, str(x))]
+    if len(numbers) < len(item):  # such as a boolean
         return None
-    return ([*numbers[1::-1], *numbers[:1:-1]] if y_first else numbers), label
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
-def _is_another(value: Any) -> bool:
-    """Return whether a further value in the object of a box denies it or is another answer."""
-    return value is False or isinstance(value, list | dict)
-
-
-def _get_label(value: dict[str, Any]) -> str | None:
-    return next((x for key in _LABEL_KEYS if isinstance(x := value.get(key), str)), None)
+    return ([*numbers[1::-1], *numbers[:1:-1]] if y_first else numbers), None
 
 
 def find_json(text: str) -> tuple[list[Any], list[str]]:
@@ -438,17 +414,13 @@ _REPAIRS = (
 
 _N = r"-?\d{1,9}(?:\.\d{0,9})?"
 _X1, _Y1, _X2, _Y2 = (rf"(?P<{name}>{_N})" for name in ("x1", "y1", "x2", "y2"))
-_DECIMAL = re.compile(_N)
-_LIST = re.compile(rf"[\[(]?\s?{_N}(?:\s?,\s?{_N}){{1,3}}\s?[\])]?")
 _FIRST, _SECOND = rf"\(\s?{_X1}\s?,\s?{_Y1}\s?\)", rf"\(\s?{_X2}\s?,\s?{_Y2}\s?\)"
-_GAP = r"[^()\[\]{}\d]{1,20}"
-_TOKEN = re.compile(r"<(?:\|(?!(?:begin|end)_of_box)|loc|/?box|/?ref|/?point)")
-_TOKEN_OR_UNIT = re.compile(
-    _TOKEN.pattern + r"|[%‰]|\b(?:thousandths?|per ?mille|percent\w*|normali[sz]ed|fractions?"
-    r"|relative|inch(?:es)?|[cm]m)\b",
-    re.IGNORECASE,
+_LIST = re.compile(rf"[\[(]?\s?{_N}(?:\s?,\s?{_N}){{0,3}}\s?[\])]?")
+_TOKEN = r"<(?:\|(?!(?:begin|end)_of_box)|loc|/?box|/?ref|/?point)"
+_OTHER_UNIT = (
+    r"(?i:[%‰]|\b(?:thousandths?|per ?mille|percent\w*|normali[sz]ed|fractions?|relative"
+    r"|inch(?:es)?|[cm]m)\b)"
 )
-_PIXELS = re.compile(r"(?<=\d)\s?(?:px|pixels?)\b")
 
 
 def _rewrite(match: re.Match[str]) -> str:
@@ -468,59 +440,42 @@ def _rewrite_molmo(match: re.Match[str]) -> str:
     return " ".join(f"[{x}, {y}]" for x, y in zip(numbers[::2], numbers[1::2], strict=False))
 
 
-def _compile(
-    *forms: tuple[str, str | Callable[[re.Match[str]], str]],
-) -> list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]:
-    return [(re.compile(pattern), replacement) for pattern, replacement in forms]
-
-
 # Forms of boxes and of points other than JSON, and how they are written as JSON.
-_BOX_FORMS = _compile(
-    (
-        "".join(rf"<loc(?P<{name}>\d{{4}})>\s?" for name in ("y1", "x1", "y2", "x2"))
-        + "(?P<label>[^<;]*);?",
-        _rewrite,
-    ),
-    (
-        r"(?:<\|object_ref_start\|>(?P<label>[^<]*)<\|object_ref_end\|>\s?)?"
-        rf"(?P<open><\|box_start\|>\s?)?{_FIRST}\s?,\s?{_SECOND}(?(open)\s?<\|box_end\|>)",
-        _rewrite,
-    ),
-    (r"(?:<ref>([^<]*)</ref>\s?)?<box>([^<]*)</box>", _rewrite_tags),
-    (rf"(?i:top[- ]left){_GAP}{_FIRST}{_GAP}(?i:bottom[- ]right){_GAP}{_SECOND}", _rewrite),
-    (rf"[(<](\s?{_N}(?:\s?,\s?{_N}){{3}}\s?)[)>]", r"[\1]"),
-    (rf"(?<=\d)\s?;\s?(?={_N})", ", "),
-)
-_POINT_FORMS = _compile(
-    (rf"<point>\s?{_X1}[, ]{_Y1}\s?</point>", _rewrite),
-    (r"<point>([^<]*)</point>", r'{"": \1}'),
-    (
-        rf"(?P<open><\|box_start\|>\s?)?\((\s?{_N}\s?,\s?{_N}\s?)\)(?(open)\s?<\|box_end\|>)",
-        r"[\2]",
-    ),
-)
-_MOLMO = re.compile(
+_LOC = "".join(rf"<loc(?P<{name}>\d{{4}})>\s?" for name in ("y1", "x1", "y2", "x2"))
+_GAP = r"[^()\[\]{}\d]{1,20}"
+_FORMS: dict[int, list[tuple[str, str | Callable[[re.Match[str]], str]]]] = {
+    4: [
+        (rf"{_LOC}(?P<label>[^<;]*);?", _rewrite),
+        (
+            r"(?:<\|object_ref_start\|>(?P<label>[^<]*)<\|object_ref_end\|>\s?)?"
+            rf"(?P<open><\|box_start\|>\s?)?{_FIRST}\s?,\s?{_SECOND}(?(open)\s?<\|box_end\|>)",
+            _rewrite,
+        ),
+        (r"(?:<ref>([^<]*)</ref>\s?)?<box>([^<]*)</box>", _rewrite_tags),
+        (rf"(?i:top[- ]left){_GAP}{_FIRST}{_GAP}(?i:bottom[- ]right){_GAP}{_SECOND}", _rewrite),
+        (rf"[(<](\s?{_N}(?:\s?,\s?{_N}){{3}}\s?)[)>]", r"[\1]"),
+        (rf"(?<=\d)\s?;\s?(?={_N})", ", "),
+    ],
+    2: [
+        (rf"<point>\s?{_X1}[, ]{_Y1}\s?</point>", _rewrite),
+        (r"<point>([^<]*)</point>", r'{"": \1}'),
+        (rf"(<\|box_start\|>\s?)?\((\s?{_N}\s?,\s?{_N}\s?)\)(?(1)\s?<\|box_end\|>)", r"[\2]"),
+    ],
+}
+_MOLMO = (
     r"<points?((?:\s[xy]\d{0,3}=\"[\d.]{1,9}\"){2,1000})(?:\salt=\"[^\"<>]*\")?>[^<]*</points?>"
 )
-_BEFORE, _AFTER = r"(?<![\w.,-])(?<!,\s)(?<!\d\s\|\s)", r"(?![\w%])(?!\s?[,|.]?\s?-?\d)"
-_TO = r"(?:\s?[-–—]\s?|\sto\s(?:[xyXY]\s?=\s?)?)"
-_COMMA, _NEXT = r"\s?[,|]\s?", r"(?:px)?\W{1,6}"
 # Numbers without brackets, after the names of the sides or alone.
+_BEFORE, _AFTER = r"(?<![\w.,-])(?<!,\s)(?<!\d\s\|\s)", r"(?![\w%])(?!\s?[,|.]?\s?-?\d)"
+_COMMA, _NEXT, _TO = r"\s?[,|]\s?", r"\W{1,6}", r"(?:\s?[-–—]\s?|\sto\s(?:[xy]\s?=\s?)?)"
 _BARE = {
     4: (
-        re.compile(
-            rf"(?i:x_?1|x_?min|left)\W{{1,4}}{_X1}{_NEXT}(?i:y_?1|y_?min|top)\W{{1,4}}{_Y1}{_NEXT}"
-            rf"(?i:x_?2|x_?max|right)\W{{1,4}}{_X2}{_NEXT}(?i:y_?2|y_?max|bottom)\W{{1,4}}{_Y2}"
-        ),
-        re.compile(
-            rf"\b[xX]\W{{1,4}}{_X1}{_TO}{_X2}[^\d{{}}]{{1,30}}\b[yY]\W{{1,4}}{_Y1}{_TO}{_Y2}"
-        ),
-        re.compile(rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_COMMA}{_X2}{_COMMA}{_Y2}{_AFTER}"),
+        rf"(?i:x_?1|x_?min|left)\W{{1,4}}{_X1}{_NEXT}(?i:y_?1|y_?min|top)\W{{1,4}}{_Y1}{_NEXT}"
+        rf"(?i:x_?2|x_?max|right)\W{{1,4}}{_X2}{_NEXT}(?i:y_?2|y_?max|bottom)\W{{1,4}}{_Y2}",
+        rf"\b[xX]\W{{1,4}}{_X1}{_TO}{_X2}[^\d{{}}]{{1,30}}\b[yY]\W{{1,4}}{_Y1}{_TO}{_Y2}",
+        rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_COMMA}{_X2}{_COMMA}{_Y2}{_AFTER}",
     ),
-    2: (
-        re.compile(rf"\b[xX]\W{{1,4}}{_X1}{_NEXT}[yY]\W{{1,4}}{_Y1}"),
-        re.compile(rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_AFTER}"),
-    ),
+    2: (rf"\b[xX]\W{{1,4}}{_X1}{_NEXT}[yY]\W{{1,4}}{_Y1}", rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_AFTER}"),
 }
 
 

@@ -20,13 +20,13 @@ class Candidate(NamedTuple):
     value: Any
 
 
-_ONES = (
+ONES = (
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen"
     "|sixteen|seventeen|eighteen|nineteen"
 )
-_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-NUMBER_WORDS = {word: number for number, word in enumerate(_ONES.split("|"))} | {
-    word: 10 * number for number, word in enumerate(_TENS.split("|"), start=2)
+TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+NUMBER_WORDS = {word: number for number, word in enumerate(ONES.split("|"))} | {
+    word: 10 * number for number, word in enumerate(TENS.split("|"), start=2)
 }
 """Zero to nineteen, and the tens up to ninety."""
 
@@ -63,7 +63,7 @@ _RELATIVE = re.compile(
 )
 _ABOUT = re.compile(r"\b(?:about|around)\W*\Z", re.IGNORECASE)
 # Without "one", which is also a pronoun.
-_ANY_NUMBER = re.compile(rf"\b(?:{_ONES.replace('one|', '')}|{_TENS})\b", re.IGNORECASE)
+_ANY_NUMBER = re.compile(rf"\b(?:{ONES.replace('one|', '')}|{TENS})\b", re.IGNORECASE)
 
 
 def fold(text: str) -> str:
