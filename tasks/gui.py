@@ -28,9 +28,9 @@ ACTIONS = {
 DIRECTIONS = ("up", "down", "left", "right")
 _FORMS = {"text": ', "text": "…"', "direction": f', "direction": "{"|".join(DIRECTIONS)}"', "": ""}
 _TOOLS = ("computer_use", "mobile_use")
-# What makes the words around an action or a place another answer.
+# Actions that the words around a place or an action make of it.
 _OTHER = re.compile(
-    r"[{}\[\]\d]|\b(?:then|double.?click|right.?click|long.?press|drag|hover|swipe)", re.IGNORECASE
+    r"\b(?:then|double.?click|right.?click|long.?press|drag|hover|swipe)", re.IGNORECASE
 )
 
 
@@ -106,11 +106,12 @@ class GUI(Task):
             return None
         values, parts = find_json(text)
         words = "|".join(parts)
+        if _OTHER.search(words):
+            return None
         if any(isinstance(value, dict) and {"action", "name"} & value.keys() for value in values):
             is_one = all(value == values[0] for value in values) and is_sure(words)
-            return (
-                self._read_action(values[0], image) if is_one and not _OTHER.search(words) else None
-            )
+            is_one = is_one and not re.search(r"[{}\[\]\d]", words)
+            return self._read_action(values[0], image) if is_one else None
         units = self.frame.describe_units(image.size)
         points = parse_points(text, units, self.frame.y_first) or ()
         boxes = parse_boxes(text, units, self.frame.y_first) or ()

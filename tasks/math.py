@@ -100,7 +100,7 @@ class Math(Task):
 def read_answer(text: str) -> str | None:
     """Return the only boxed answer in a text, or all of a text without a box; None: not one."""
     boxed, words = find_boxed(text)
-    if boxed is None or len({*boxed}) > 1:
+    if boxed is None or len({*boxed}) > 1 or re.match(r"\s?[{\d]", words[-1] if boxed else ""):
         return None
     if not boxed:
         return clean(text)

@@ -24,7 +24,9 @@ _JOIN = (
     r"(?:[\s,;:=\"'*_(){}→>–—-]|\b(?:to|until|till|through|and|up|it|at|in|the|then|event|time|second|t"
     r"|ends?|ended|ending|finish(?:es|ed)?|stops?|end_?time)\b|\.(?= )){1,12}"
 )
-_END = r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|of|as|when|while|during|on|where|is|inclusive)\b)[\w%°])"
+_END = (
+    r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|into|of|as|when|while|during|on|where|is|inclusive)\b)[\w%°])"
+)
 _INTERVAL = re.compile(rf"(?<![\w.,:+-])(?:between )?{_SECONDS}{_JOIN}{_SECONDS}{_END}")
 _OTHER_UNITS = re.compile(r"\b(?:min(?:ute)?s?|h(?:ou)?rs?|ms|milliseconds?|frames?|percent)\b|%")
 

@@ -432,7 +432,9 @@ def _rewrite(match: re.Match[str]) -> str:
 
 
 def _rewrite_tags(match: re.Match[str]) -> str:
-    return f"{{{json.dumps(match[1] or '')}: {match[2]}}}"
+    inner = match["inner"]
+    inner = inner if re.search(r"[\[{]", inner) else f"[{inner}]"
+    return f"{{{json.dumps(match.groupdict().get('label') or '')}: {inner}}}"
 
 
 def _rewrite_molmo(match: re.Match[str]) -> str:
@@ -451,14 +453,13 @@ _FORMS: dict[int, list[tuple[str, str | Callable[[re.Match[str]], str]]]] = {
             rf"(?P<open><\|box_start\|>\s?)?{_FIRST}\s?,\s?{_SECOND}(?(open)\s?<\|box_end\|>)",
             _rewrite,
         ),
-        (r"(?:<ref>([^<]*)</ref>\s?)?<box>([^<]*)</box>", _rewrite_tags),
+        (r"(?:<ref>(?P<label>[^<]*)</ref>\s?)?<box>(?P<inner>[^<]*)</box>", _rewrite_tags),
         (rf"(?i:top[- ]left){_GAP}{_FIRST}{_GAP}(?i:bottom[- ]right){_GAP}{_SECOND}", _rewrite),
         (rf"[(<](\s?{_N}(?:\s?,\s?{_N}){{3}}\s?)[)>]", r"[\1]"),
         (rf"(?<=\d)\s?;\s?(?={_N})", ", "),
     ],
     2: [
-        (rf"<point>\s?{_X1}[, ]{_Y1}\s?</point>", _rewrite),
-        (r"<point>([^<]*)</point>", r'{"": \1}'),
+        (r"<point>(?P<inner>[^<]*)</point>", _rewrite_tags),
         (rf"(<\|box_start\|>\s?)?\((\s?{_N}\s?,\s?{_N}\s?)\)(?(1)\s?<\|box_end\|>)", r"[\2]"),
     ],
 }
