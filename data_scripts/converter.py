@@ -24,7 +24,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vlm_grpo.config.data import PILLOW_WARNS_AT
+from vlm_grpo.config.data import PILLOW_WARNS_AT, PYTHON, SourceSettings
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.errors import UserError
@@ -430,7 +430,9 @@ class _Conversion:
                 "answer": item.answer,
                 "meta": dict(item.meta),
             }
-            example = to_example(Row(item.id, 0, row, strict=True), {}, reader, task)
+            example = to_example(
+                Row(item.id, 0, row, strict=True), SourceSettings(source=PYTHON), reader, task
+            )
         except ValueError as error:
             self.summary.refuse(RefusedRow(item.id, _categorize(str(error)), str(error)))
             return None

@@ -18,11 +18,13 @@ from vlm_grpo.cli.preview import build_preview
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.task import soundness
+from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.soundness import build_exploits
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, ImageRef
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,16 @@ def test_an_unsound_task_is_named(capsys, write_letters, letters_data, methods, 
 
     assert status == 2
     assert [message for message in messages if message not in error] == []
+
+
+def test_gold_answers_that_no_completion_can_write_are_an_error():
+    image = ImageRef("a", (4000, 4000), (4000, 4000))  # of which thousandths have 4 pixels
+    examples = [
+        Example(str(n), (image,), "the cup", {"boxes": [[n, n, n + 2, n + 2]]}) for n in range(20)
+    ]
+    task = load_task("grounding", frame=FRAMES["permille"])
+    with pytest.raises(UserError, match="20 gold answers that earn less than half of the full"):
+        list(soundness.check_task(task, examples))
 
 
 def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monkeypatch):
@@ -169,11 +181,11 @@ def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_pa
     image = Image.fromarray(colors).resize((160, 120), Image.Resampling.BICUBIC)
     rows = {
         "train.jsonl": [make_row()],
-        "image.jsonl": [make_row(id="t", images=["copy.jpg"])],
+        "image.jsonl": [make_row(id="t", images=["copy.bmp"])],
         "id.jsonl": [make_row(images=[])],
         "other.jsonl": [make_row(id="t", images=[])],
     }
-    images = {"a.png": encode_image(image), "copy.jpg": encode_image(image, "JPEG", quality=80)}
+    images = {"a.png": encode_image(image), "copy.bmp": encode_image(image, "BMP")}
     write_files(tmp_path, rows | images)
     given = ["check", "counting", "--data-only", "--data", tmp_path / "train.jsonl"]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from broken_files import BROKEN, tar
+from broken_files import BROKEN
 from dataset_files import encode_image, get_load_error, png, png_with_claimed_size, write_table
 from PIL import Image
-from published_formats import SAMPLES, write_format
+from published_formats import write_format
 from pyarrow import table
 from pyarrow.parquet import write_table as write_empty_table
 
-TASKS = {"captions": "ocr", "metadata": "counting", "webdataset": "counting", "classes": "ocr"}
+TASKS = {"captions": "ocr", "metadata": "counting"}
 CASES = [(form, name) for form, cases in BROKEN.items() for name in cases]
 
 
@@ -113,7 +113,6 @@ IMAGE_PLACES = {
     "voc": "JPEGImages/a.png",
     "yolo": "images/a.png",
     "metadata": "a.png",
-    "classes": "book/a.png",
 }
 
 
@@ -129,17 +128,6 @@ def test_broken_images_are_refused_with_their_row(tmp_path, form):
         assert str(folder) in message, name
         assert "a.png" in message, name
         assert reason in message or form == "yolo", f"{name}: {message}"
-
-
-def test_broken_images_in_archives_and_tables_are_refused_with_their_row(tmp_path):
-    for name, content, reason in broken_images():
-        if isinstance(content, bytes) and content:
-            source = write_format(
-                tmp_path, "webdataset", tar(x_png=content, x_json=SAMPLES["a.json"])
-            )
-            message = get_load_error(source)
-            assert f"{source}: sample x: image" in message, name
-            assert reason in message, f"{name}: {message}"
 
 
 def test_broken_rows_of_a_table_are_refused_together_with_their_numbers(tmp_path):
@@ -169,7 +157,8 @@ def test_broken_rows_of_a_table_are_refused_together_with_their_numbers(tmp_path
 
 
 def test_a_link_to_a_folder_of_images_elsewhere_is_refused(tmp_path):
-    source = write_format(tmp_path / "data", "classes")
-    write_format(tmp_path / "secret", "classes")
-    os.symlink(tmp_path / "secret/cup", tmp_path / "data/other")
-    assert "image other/b.png is outside the image folder" in get_load_error(source, "ocr")
+    row = {"file_name": "other/b.png", "question": "How many?", "answer": 1}
+    source = write_format(tmp_path / "data", "metadata", {"metadata.jsonl": [row]})
+    write_format(tmp_path / "secret", "metadata")
+    os.symlink(tmp_path / "secret", tmp_path / "data/other")
+    assert "image other/b.png is outside the image folder" in get_load_error(source)

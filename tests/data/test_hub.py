@@ -64,8 +64,8 @@ def test_what_is_missing_in_a_dataset_is_named(tmp_path):
     datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows)}).save_to_disk(str(saved))
     path.write_bytes(b"PAR1 and then nothing")
     for source, reason in (
-        (f"hf:{saved}:nothing", "split nothing"),
-        (f"hf:{tmp_path / 'none'}", str(tmp_path / "none")),
+        (f"hf:{saved}:nothing", f"its splits are test: write hf:{saved}:SPLIT"),
+        (f"hf:{tmp_path / 'none'}", f"is {tmp_path / 'none'} its name on huggingface.co/datasets"),
         (f"hf:{saved}", f"image a.png is missing in {saved}"),  # relative to the dataset's folder
         (str(path), f"data file {path} cannot be read"),
     ):

@@ -242,6 +242,26 @@ def test_a_source_without_a_task_has_that_of_the_run_with_its_options():
     assert (own.tags, own.thinking) == (True, True)
 
 
+def test_the_options_of_a_source_win_over_those_of_the_run():
+    sources = [{"source": "embedded:counting", "task_options": {"tags": False}}]
+    values = {"task": "counting", "task_options": {"tags": True, "thinking": True}}
+    task = load_run_task(Settings(**values, data={"train": sources}))
+    assert isinstance(task, Mixed)
+    own = task.members["counting"]
+    assert (own.tags, own.thinking) == (False, True)
+
+
+def test_a_limit_that_no_source_takes_is_refused():
+    names = ("a", "b")
+    sources = [{"source": "x.jsonl", "limit": 5, "name": name, "task": "ocr"} for name in names]
+    given = {"train": sources, "train_limit": 6}
+    with pytest.raises(UserError, match=r"data\.train_limit has no effect, since every source"):
+        Settings(model="embedded", data=given)
+    del sources[0]["limit"]
+    limits = Settings(model="embedded", data=given).data.get_sources("train")
+    assert [source.limit for source in limits] == [6, 5]
+
+
 def test_examples_carry_their_source(tmp_path):
     row = {"id": "a", "question": "How many?", "answer": 3}
     settings = build_settings(tmp_path, row, task="counting", name="mine")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from dataset_files import check_bad_row, png, write_files, write_rows
+from dataset_files import check_bad_row, get_load_error, png, write_files, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +72,59 @@ def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_an
     data = DataSettings(train=source, columns={"messages": "chat"})
     (example,) = load_examples(source, COUNTING, data)
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
+
+
+TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
+
+
+@pytest.mark.parametrize(
+    ("texts", "objects", "question", "answer"),
+    [
+        (
+            ("<image>Describe it.", "<ref-object><bbox> and <ref-object><bbox> play"),
+            TWO,
+            "Describe it.",
+            {"boxes": TWO["bbox"], "labels": ["dog", "cat"]},
+        ),
+        (
+            ("<image>Find the <ref-object>.", "<bbox><bbox>"),
+            {"ref": ["dog"], "bbox": TWO["bbox"], "bbox_type": "real", "image_id": [0, 0]},
+            "Find the dog.",
+            {"boxes": TWO["bbox"], "labels": ["dog", "dog"]},
+        ),
+        (  # without an answer all boxes are; as fractions of an image of 20x10
+            ("<image>Find the <ref-object>.",),
+            {"ref": ["dog"], "bbox": [[0.1, 0.2, 0.5, 0.9]], "bbox_type": "norm1"},
+            "Find the dog.",
+            {"boxes": [[2, 2, 10, 9]], "labels": ["dog"]},
+        ),
+    ],
+)
+def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, question, answer):
+    row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
+    example = load(folder, row, load_task("grounding", several=True))
+    assert (example.question, example.answer, example.meta) == (question, answer, {})
+
+
+@pytest.mark.parametrize(
+    ("texts", "objects", "reason"),
+    [
+        (("What is at <bbox>?", "a dog"), TWO, "it has a <bbox> before the answer"),
+        (("Find it.", "<bbox>"), TWO, "its answer has 1 <bbox> and objects.bbox 2 boxes"),
+        (
+            ("Two <ref-object>s and <ref-object>", "x"),
+            {**TWO, "ref": ["a"]},
+            "it has more <ref-obj",
+        ),
+        (("Find it.", "<bbox><bbox>"), {**TWO, "image_id": [0, 1]}, "must be on the first image"),
+        (("Find it.",), {**TWO, "bbox_type": "norm9"}, "must be real or norm1, not 'norm9'"),
+        (("Find it.",), {**TWO, "bbox": {"x": 1}}, "must be lists"),
+        (("Find it.",), {"bbox": [[5, 3]]}, "box [5, 3] must be four numbers"),
+    ],
+)
+def test_objects_that_do_not_fit_their_turns_are_refused(folder, texts, objects, reason):
+    row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
+    assert reason in get_load_error(write_rows(folder, row), "grounding")
 
 
 def test_an_image_stands_in_the_question_of_any_form(folder):

@@ -13,7 +13,7 @@ from PIL import Image
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.loading import load_examples, load_run, load_run_task, load_split
+from vlm_grpo.data.loading import load_examples, load_run_task, load_split
 from vlm_grpo.data.objects import Objects
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task, reward
@@ -79,25 +79,6 @@ def test_a_class_of_a_function_cannot_be_loaded_again():
             load_run_task(settings)
 
 
-def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources():
-    sources = [
-        {"source": "python", "name": "mine", "task": "python"},
-        {"source": "embedded:counting", "task": "counting", "limit": 1},
-    ]
-    objects = Objects({"mine": Counting(tags=True)}, {"mine": ROWS}, {"mine": ROWS[:1]})
-    data = {"train": sources, "eval": [{"source": "python", "name": "mine"}]}
-    settings = objects.name_in(Settings(model="embedded", data=data))
-    task, train, held_out = load_run(settings, objects)
-    assert settings.task_names == ("counting",)
-    first = settings.data.get_sources("train")[0]
-    assert (first.task, first.task_options) == ("counting", {"tags": True})
-    assert [example.source for example in train] == ["mine"] * 3 + ["counting"]
-    assert [example.id for example in held_out] == ["mine/row-1"]
-    assert task.prompt(train[0]).endswith("inside <answer> </answer>.")
-    with pytest.raises(UserError, match="task: there is no source other; the sources are mine, c"):
-        Objects({"other": Counting()}).name_in(settings)
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -160,9 +141,8 @@ def test_other_objects_are_not_rows(source, remedy):
     ):
         with pytest.raises(UserError, match=f"should be a list of rows .*{remedy}"):
             call()
-    if not isinstance(source, dict):  # which would be the tasks of a mixture
-        with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
-            Objects(source).name_in(make_settings())
+    with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
+        Objects(source).name_in(make_settings())
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "pandas", "arrow"])

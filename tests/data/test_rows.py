@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
 from typing import Any
 
 import pytest
-from dataset_files import check_bad_row, get_load_error, make_row, write_rows
+from dataset_files import check_bad_row, get_load_error, make_row, png, write_rows
 from PIL import Image
+from published_formats import write_format
 
+from vlm_grpo.config.data import DataSettings, SourceSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.files import MAX_DEPTH
 from vlm_grpo.data.images import MediaReader
@@ -22,7 +25,8 @@ GROUNDING = load_task("grounding")
 
 
 def convert(values: Any, columns: Any = MappingProxyType({}), root: Path | None = None) -> Example:
-    return to_example(Row("row 1", 1, values), columns, MediaReader(root, 100), COUNTING)
+    source = SourceSettings(source="rows", columns=dict(columns))
+    return to_example(Row("row 1", 1, values), source, MediaReader(root, 100), COUNTING)
 
 
 def test_a_canonical_row_becomes_an_example(folder):
@@ -34,6 +38,73 @@ def test_a_canonical_row_becomes_an_example(folder):
     assert first.images[0].size == first.images[0].resized_size == (8, 6)
     assert first.images[0].load().getpixel((0, 0)) == (200, 10, 10)
     assert (second.id, second.images) == ("7", ())  # rows without an image are valid
+
+
+FORMS = {  # of a box with the edges x, y, u, v in an image of 640x480
+    "fractions": (lambda x, y, u, v: [x / 640, y / 480, u / 640, v / 480], ["box_scale=1"]),
+    "thousandths": (
+        lambda x, y, u, v: [1000 * x / 640, 1000 * y / 480, 1000 * u / 640, 1000 * v / 480],
+        ["box_scale=1000"],
+    ),
+    "COCO": (lambda x, y, u, v: [x, y, u - x, v - y], ["box_format=xywh"]),
+    "YOLO": (
+        lambda x, y, u, v: [(x + u) / 1280, (y + v) / 960, (u - x) / 640, (v - y) / 480],
+        ["box_format=cxcywh", "box_scale=1"],
+    ),
+    "y first": (lambda x, y, u, v: [y, x, v, u], ["box_format=yxyx"]),
+}
+
+
+def write_boxes(folder: Path, form: Any, size: tuple[int, int] = (640, 480)) -> str:
+    """Write 48 rows with a box in a form; images are drawn anew."""
+    random = Random(0)
+    edges = []
+    for _ in range(48):
+        x, y = random.randint(0, 500), random.randint(0, 380)
+        edges.append((x, y, random.randint(x + 20, 640), random.randint(y + 20, 480)))
+    (folder / "a.png").write_bytes(png(*size))
+    rows = [make_row(id=n, answer={"boxes": [form(*own)]}) for n, own in enumerate(edges)]
+    return write_rows(folder, *rows)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_boxes_in_another_form_are_refused_with_the_settings_that_read_them(tmp_path, name):
+    expected = list(load_examples(write_boxes(tmp_path, lambda *box: list(box)), GROUNDING))
+    form, options = FORMS[name]
+    source = write_boxes(tmp_path, form)
+    message = get_load_error(source, "grounding")
+    settings = " ".join(f"data.{option}" for option in options)
+    assert f"the first 100 rows are read without such a box by {settings}" in message
+    given: Any = dict(option.split("=") for option in options)
+    found = load_examples(
+        source, GROUNDING, DataSettings.model_validate({"train": source, **given})
+    )
+    for own, example in zip(found, expected, strict=True):
+        assert own.answer["boxes"][0] == pytest.approx(example.answer["boxes"][0], abs=0.001)
+
+
+def test_boxes_of_another_size_of_the_image_are_found(tmp_path, caplog):
+    source = write_boxes(tmp_path, lambda *box: [3 * edge for edge in box])
+    assert "are they of another size of the images?" in get_load_error(source, "grounding")
+    source = write_boxes(tmp_path, lambda *box: list(box), size=(1600, 1200))
+    assert len(load_examples(source, GROUNDING)) == 48
+    assert "no box of 48 rows reaches beyond 40% of its image's width or 40% of its" in caplog.text
+
+
+def test_few_bad_boxes_are_no_other_form(tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    rows = [make_row(id=n, answer={"boxes": [[n, 5, 60, 45]]}) for n in range(9)]
+    source = write_rows(tmp_path, *rows, make_row(answer={"boxes": [[1, 2, 99, 40]]}))
+    message = get_load_error(source, "grounding")
+    assert "is outside its image of 64x48\n" in message
+
+
+def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_path):
+    source = write_boxes(tmp_path, lambda x, y, u, v: [x, y, x + 0.5, v])
+    assert "is smaller than a pixel of its image of 640x480" in get_load_error(source, "grounding")
+    coco = write_format(tmp_path, "coco")
+    message = get_load_error(coco, "detection", box_format="xywh")
+    assert "its boxes are edges in pixels in any case: remove box_format and box_scale" in message
 
 
 def test_vlm_r1_grounding_rows_are_converted(folder):

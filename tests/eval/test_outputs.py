@@ -185,6 +185,11 @@ SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
             [{**CUP_RESULT, "ground_truth": [64, 48, 320, 300]}],
             "results[0]: its gold answer [64, 48, 320, 300] is not that of example row 0, {'boxes'",
         ),
+        (
+            "vlm_r1",
+            [{**CUP_RESULT, "ground_truth": [100, 100, 500, 500]}],
+            "in thousandths of the image's sides: such a file cannot be scored",
+        ),
         ("vlm_r1", [{**CUP_RESULT, "model_output": None}], "results[0]: its output and its image"),
         ("vlm_r1", [{**CUP_RESULT, "input_size": "2x3"}], "is '2x3', not [height, width]"),
         # The other example of the image has another box.

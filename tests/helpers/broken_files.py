@@ -4,22 +4,20 @@ and here the changes that take code."""
 from __future__ import annotations
 
 import copy
-import gzip
 import json
-import tarfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 from dataset_files import png
-from published_formats import CAPTIONS, COCO, IMAGES, SAMPLES, YAML, make_tar, voc_xml, yolo_labels
+from published_formats import CAPTIONS, COCO, YAML, voc_xml, yolo_labels
 
 Changes = dict[str, Any]
 HUGE = 16 * 2**20 + 1
 TABLE = yaml.safe_load(Path(__file__).with_name("broken_files.yaml").read_text("utf-8"))
 JSON_FILES = {"coco": ("instances.json", COCO), "captions": ("captions.json", CAPTIONS)}
-XML, TAR = "Annotations/a.xml", "shard-0.tar"
+XML = "Annotations/a.xml"
 
 
 def change(value: Any, path: str, new: Any) -> Any:
@@ -33,18 +31,6 @@ def change(value: Any, path: str, new: Any) -> Any:
     else:
         inner[last] = new
     return changed
-
-
-def tar(**members: Any) -> Changes:
-    """Return a shard with members added before the samples; ``_`` in a name is a dot."""
-    added = {name.replace("_", "."): content for name, content in members.items()}
-    return {TAR: make_tar({**added, **SAMPLES})}
-
-
-def link(kind: bytes, target: str = "a.png") -> tarfile.TarInfo:
-    info = tarfile.TarInfo("x.png")
-    info.type, info.linkname = kind, target
-    return info
 
 
 def apply(form: str, case: dict[str, Any]) -> Changes:
@@ -61,10 +47,6 @@ def apply(form: str, case: dict[str, Any]) -> Changes:
         case {"row": changes}:
             row = {"file_name": "a.png", "question": "How many?", "answer": 1, **changes}
             return {"metadata.jsonl": [{k: v for k, v in row.items() if v != "REMOVE"}]}
-        case {"member": name}:
-            return {TAR: make_tar({name: IMAGES["a"], **SAMPLES})}
-        case {"members": members}:
-            return tar(**{name: text.encode() for name, text in members.items()})
     files: Changes = case["files"]
     return {JSON_FILES[form][0] if name == "FILE" else name: text for name, text in files.items()}
 
@@ -110,28 +92,9 @@ WITH_CODE: dict[str, dict[str, tuple[Any, str]]] = {
         ),
         "part elsewhere": (YAML.replace(": images", ": gone"), "there is no gone"),
     },
-    "webdataset": {
-        "no tar": (b"PK\3\4" * 300, "cannot be read"),
-        "compressed": (gzip.compress(make_tar(SAMPLES)), "must be decompressed"),
-        "truncated": (make_tar(SAMPLES)[:700], "cannot be read"),
-        "damaged": (make_tar(SAMPLES).replace(b"a.json", b"a.jsom", 1), "cannot be read"),
-        "symbolic link": (tar(x=link(tarfile.SYMTYPE, "/etc/passwd")), "x.png is not a regular"),
-        "hard link": (tar(x=link(tarfile.LNKTYPE)), "member x.png is not a regular file"),
-        "device": (tar(x=link(tarfile.CHRTYPE)), "member x.png is not a regular file"),
-        "two members": (
-            make_tar({"./x.png": IMAGES["a"], **SAMPLES, "./y.png": IMAGES["a"]}),
-            "it has no question",
-        ),
-        "key twice": (
-            make_tar({**SAMPLES, "c.txt": b"1", "./a.json": SAMPLES["a.json"]}),
-            "id 'shard-0/a' is a duplicate of",
-        ),
-        "huge JSON": (tar(x_json=b" " * HUGE), "sample x: its .json is longer than"),
-        "text in Latin-1": (tar(x_txt=b"caf\xe9"), "sample x: its text is not UTF-8"),
-    },
 }
 """Changed files, or the new content of the format's first file, by format and name."""
-FIRST = {"coco": "instances.json", "voc": XML, "yolo": "data.yaml", "webdataset": TAR}
+FIRST = {"coco": "instances.json", "voc": XML, "yolo": "data.yaml"}
 
 BROKEN: dict[str, dict[str, tuple[Changes, str]]] = {
     form: {name: (apply(form, case), case["says"]) for name, case in cases.items()}

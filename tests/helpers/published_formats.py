@@ -158,7 +158,6 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
             **_FILES,
         },
     ),
-    "classes": ("", {"cup/b.png": IMAGES["b"], "book/a.png": IMAGES["a"]}),
     "webdataset": ("shard-0.tar", {"shard-0.tar": make_tar(SAMPLES)}),
 }
 """Source and files of each format."""

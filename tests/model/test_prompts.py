@@ -175,6 +175,11 @@ def test_what_keeps_a_prompt_from_being_built_is_named(prompts, example, task, r
         prompts.build(prompts.with_resized_sizes(example), task)
 
 
+def test_a_text_beyond_the_context_is_refused_before_the_run(prompts):
+    with pytest.raises(UserError, match=r"a: its prompt has \d+ tokens, but the model's context"):
+        prompts.select_usable([ask("many words " * 90)], TASK)
+
+
 def test_a_chat_template_that_refuses_a_prompt_is_named(embedded, monkeypatch):
     template = "{{ raise_exception('only text') }}"
     monkeypatch.setattr(embedded.processor, "chat_template", template)

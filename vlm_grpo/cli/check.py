@@ -72,7 +72,7 @@ def check(
 ) -> None:
     """Check a task and its data without a model, or with a model's processor.
 
-    First the data: bad rows, unreadable images, boxes outside the image, prompts that cannot be
+    First the data: bad rows, unreadable images, prompts that cannot be
     written, duplicates, and images and ids that --against shares. With --model, every prompt is
     built as in training, and must fit into the context. If the data are sound, then the task: every
     gold answer must earn the full reward, an empty text 0, and known exploits of a reward no more

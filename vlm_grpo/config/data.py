@@ -17,6 +17,7 @@ from vlm_grpo.task.registry import get_short_name
 
 Column = Literal["id", "images", "videos", "question", "answer", "messages", "task"]
 Split = Literal["train", "eval"]
+BoxFormat = Literal["xyxy", "xywh", "cxcywh", "yxyx"]
 
 PYTHON = "python"
 """The source whose rows, or the task whose object, is an argument of ``train``."""
@@ -94,6 +95,10 @@ class SourceSettings(Frozen):
     """Names of columns that differ from ours; other columns are named as in ``data.columns``."""
     default_question: str | None = None
     """Question of rows without one; None: ``data.default_question``."""
+    box_format: BoxFormat | None = None
+    """What the numbers of a box in the rows are; None: ``data.box_format``."""
+    box_scale: int | None = Field(default=None, ge=1)
+    """Units of the rows' boxes along each side of the image; None: ``data.box_scale``."""
     image_root: Path | None = None
     """Folder of the images; None: ``data.image_root``, or ``data.eval_image_root``."""
 
@@ -155,13 +160,21 @@ class DataSettings(Frozen):
     """Image folder of the held-out examples; None: ``image_root``."""
     columns: Annotated[dict[Column, str], SAME_ROWS] = Field(default_factory=dict)
     """Names of the source's columns that differ from ours, such as ``{answer: solution}``."""
+    box_format: Annotated[BoxFormat, SAME_ROWS] = "xyxy"
+    """What the numbers of a box in the rows are: ``xyxy`` left, top, right, bottom; ``xywh`` left,
+    top, width, height; ``cxcywh`` center, width, height; ``yxyx`` top, left, bottom, right."""
+    box_scale: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
+    """Units of the rows' boxes along each side of the image: 1 for fractions, 1000 for thousandths;
+    None: pixels of the original image."""
     default_question: str | None = None
     """Question of rows without one, as of images with labels or captions only; None: such rows are
-    bad, but for those of class folders and captions, which have a question of their own."""
+    bad, but for captions, which have a question of their own."""
     train_limit: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
-    """Maximum number of training examples; None: all (embedded data: 4096)."""
+    """Maximum number of training examples of each source without a limit; None: all (embedded data:
+    4096)."""
     eval_limit: Annotated[int | None, FREE] = Field(default=None, ge=1)
-    """Maximum number of held-out examples; None: all (embedded data: 500)."""
+    """Maximum number of held-out examples of each source without a limit; None: all (embedded data:
+    500)."""
     filter: Annotated[str, AfterValidator(lambda text: Filter(text) and text)] | None = None
     """Training examples to keep, by numbers about them: comparisons joined by ``and``, such as
     ``0.1 < pass_rate < 0.9``. None: all."""
@@ -196,6 +209,8 @@ class DataSettings(Frozen):
         defaults = {
             "limit": source.limit or (self.train_limit if split == "train" else self.eval_limit),
             "columns": {**self.columns, **source.columns},
+            "box_format": source.box_format or self.box_format,
+            "box_scale": source.box_scale or self.box_scale,
             "default_question": source.default_question or self.default_question,
             "image_root": source.image_root or own_root or self.image_root,
         }
@@ -227,6 +242,12 @@ class DataSettings(Frozen):
             repeated = sorted({label for label in labels if labels.count(label) > 1})
             found += [f"{split} has several sources {label}" for label in repeated]
         return found
+
+    @property
+    def unused_limits(self) -> list[str]:
+        limits = {"train": self.train_limit, "eval": self.eval_limit}
+        sources = {s: self._get_mixture(s) for s, limit in limits.items() if limit is not None}
+        return [split for split, own in sources.items() if own and all(s.limit for s in own)]
 
     @property
     def weighs_held_out(self) -> bool:

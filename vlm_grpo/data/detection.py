@@ -17,7 +17,7 @@ import yaml
 from vlm_grpo.config.data import Split
 from vlm_grpo.data.files import CAPTION_QUESTION, read_json, read_rows
 from vlm_grpo.data.images import IMAGE_SUFFIXES
-from vlm_grpo.data.rows import Row
+from vlm_grpo.data.rows import Row, check_inside
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import read_size
 from vlm_grpo.task import Task
@@ -30,7 +30,6 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "eval": ("val", "valid", "validation", "dev", "test"),
 }
 """Names of each part in published datasets, the preferred one first."""
-_TOLERANCE = 1.0  # Pixels by which a box may extend beyond its image: annotations are rounded
 _MAX_BYTES = 16 * 2**20  # Size of an XML file or a label file
 
 
@@ -38,11 +37,9 @@ _MAX_BYTES = 16 * 2**20  # Size of an XML file or a label file
 class Region:
     """One annotated object."""
 
-    location: str  # where it was read ("instances.json: annotation 17")
-    label: str = ""  # name of its category
-    box: Sequence[float] = ()  # xyxy in pixels of the original image; unchecked
+    label: str  # name of its category
+    box: Sequence[float]  # xyxy in pixels of the original image
     ignored: bool = False  # it marks a crowd or a difficult object, which is not part of an answer
-    problem: str | None = None  # why it could not be read; None if it could
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class AnnotatedImage:
     location: str  # where it was read
     path: str  # path of the image file
     size: tuple[int, int] | None  # width and height in pixels by the annotations; None: not given
-    regions: Sequence[Region] = ()  # its objects
+    regions: Sequence[Region | Row] = ()  # its objects; a row has the problem of a bad one
 
 
 def ask_about_images(
@@ -61,12 +58,11 @@ def ask_about_images(
 ) -> Iterator[Row]:
     """Yield the rows that a task makes of annotated images, given all categories of the dataset.
 
-    An image with a bad object yields a row with a problem for each of those, and no other.
+    An image with bad objects yields their rows and no other.
     """
     unused = 0
     for image in images:
-        bad = ((region, _find_problem(region, image.size)) for region in image.regions)
-        rows = [Row(region.location, 0, problem=problem) for region, problem in bad if problem]
+        rows = [region for region in image.regions if isinstance(region, Row)]
         if not rows:
             rows = _make_rows(image, categories, task)
             unused += not rows
@@ -81,27 +77,29 @@ def ask_about_images(
 
 
 def _make_rows(image: AnnotatedImage, categories: Sequence[str], task: Task) -> list[Row]:
-    regions = [region for region in image.regions if not region.ignored]
-    ignored = [region for region in image.regions if region.ignored]
+    regions: dict[bool, list[Region]] = {False: [], True: []}  # by whether they are ignored
+    for region in image.regions:
+        if isinstance(region, Region):
+            regions[region.ignored].append(region)
     objects = LabeledBoxes(
-        boxes=tuple(_round_box(region) for region in regions),
-        labels=tuple(region.label for region in regions),
+        boxes=tuple(_round_box(region) for region in regions[False]),
+        labels=tuple(region.label for region in regions[False]),
         categories=tuple(categories),
-        ignored=tuple(dict.fromkeys(region.label for region in ignored)),
+        ignored=tuple(dict.fromkeys(region.label for region in regions[True])),
     )
     try:
         pairs = list(task.ask_about(objects))
     except ValueError as error:
         raise UserError(f"{image.location}: {error}") from error
     meta: dict[str, object] = {"image_id": image.id}
-    if ignored:
+    if ignored := regions[True]:
         boxes, labels = [list(_round_box(r)) for r in ignored], [r.label for r in ignored]
         meta["crowd"] = {"boxes": boxes, "labels": labels}
     rows = []
     for index, (question, answer) in enumerate(pairs, start=1):
         values = {"id": f"{image.id}-{index}", "question": question, "answer": answer}
         values |= {"images": [image.path], "meta": meta}
-        rows.append(Row(image.location, 0, values, strict=True, size=image.size))
+        rows.append(Row(image.location, 0, values, True, size=image.size, in_pixels=True))
     return rows
 
 
@@ -111,31 +109,30 @@ def _round_box(region: Region) -> tuple[float, float, float, float]:
     return x1, y1, x2, y2
 
 
-def _find_problem(region: Region, size: tuple[int, int] | None) -> str | None:
-    box = region.box
-    if region.problem is not None:
-        return region.problem
-    if not all(map(math.isfinite, box)):
-        return f"box {list(box)} has a number that is not finite"
-    x1, y1, x2, y2 = box
-    if x1 >= x2 or y1 >= y2:
-        return f"box {list(box)} (x1, y1, x2, y2) has no area"
-    if size is not None:
-        width, height = size
-        if min(x1, y1) < -_TOLERANCE or x2 > width + _TOLERANCE or y2 > height + _TOLERANCE:
-            return f"box {list(box)} (x1, y1, x2, y2) is outside its image of {width}x{height}"
-    return None
-
-
-def _try_region(read: Callable[..., Region], location: str, *args: Any) -> Region:
+def _try_region(
+    location: str, size: tuple[int, int] | None, read: Callable[..., Region], *args: Any
+) -> Region | Row:
+    """Return the object that ``read`` returns, or a row with the reason why it is bad."""
     try:
-        return read(location, *args)
+        region = read(*args)
+        box = list(region.box)
+        if not all(map(math.isfinite, box)):
+            raise ValueError(f"box {box} has a number that is not finite")
+        if box[0] >= box[2] or box[1] >= box[3]:
+            raise ValueError(f"box {box} (x1, y1, x2, y2) has no area")
+        if size is not None:
+            check_inside(box, size)
+        return region
     except ValueError as error:
-        return Region(location, problem=str(error))
+        return Row(location, 0, problem=str(error))
 
 
-def _explain(location: str, problem: str) -> AnnotatedImage:
-    return AnnotatedImage("", location, "", None, [Region(location, problem=problem)])
+def _list_labels(images: Iterable[AnnotatedImage]) -> set[str]:
+    return {r.label for image in images for r in image.regions if isinstance(r, Region)}
+
+
+def _explain(location: str, problem: object) -> AnnotatedImage:
+    return AnnotatedImage("", location, "", None, [Row(location, 0, problem=str(problem))])
 
 
 # COCO
@@ -184,7 +181,7 @@ def read_json_source(path: Path, task: Task, split: Split = "train") -> Iterator
     if coco.has_captions:
         return _read_captions(coco)
     found = list(_read_instances(coco))
-    used = {region.label for image in found for region in image.regions}
+    used = _list_labels(found)
     groups = {category.get("supercategory") for category in coco.categories.values()} - used
     names = dict.fromkeys(category["name"] for category in coco.categories.values())
     return ask_about_images(found, [name for name in names if name not in groups], task)
@@ -204,24 +201,27 @@ def parse_coco(path: Path, content: Mapping[str, Any]) -> Coco:
 
 
 def _read_instances(coco: Coco) -> Iterator[AnnotatedImage]:
-    regions: dict[Any, list[Region]] = defaultdict(list)
+    sizes: dict[Any, tuple[int, int] | None] = {}
+    for key, image in coco.images.items():
+        sides: Any = image.get("width"), image.get("height")
+        sizes[key] = sides if all(isinstance(side, int) and side > 0 for side in sides) else None
+    regions: dict[Any, list[Region | Row]] = defaultdict(list)
     for number, annotation in enumerate(coco.annotations, start=1):
         location, key = f"{coco.path}: annotation {number}", None
         if isinstance(annotation, dict):
             key = annotation.get("image_id")
             location += f" (id {annotation['id']})" * ("id" in annotation)
         key = key if isinstance(key, int | str) else None
-        regions[key].append(_try_region(_read_coco_region, location, annotation, coco))
+        region = _try_region(location, sizes.get(key), _read_coco_region, annotation, coco)
+        regions[key].append(region)
     for number, (key, image) in enumerate(coco.images.items(), start=1):
-        sides: Any = image.get("width"), image.get("height")
-        size = sides if all(isinstance(side, int) and side > 0 for side in sides) else None
         location, own = f"{coco.path}: image {number}", regions.pop(key, ())
-        yield AnnotatedImage(str(key), location, image["file_name"], size, own)
+        yield AnnotatedImage(str(key), location, image["file_name"], sizes[key], own)
     for left in regions.values():  # annotations without an image
         yield AnnotatedImage("", str(coco.path), "", None, left)
 
 
-def _read_coco_region(location: str, annotation: Any, coco: Coco) -> Region:
+def _read_coco_region(annotation: Any, coco: Coco) -> Region:
     _get_image(annotation, coco)
     category = _get_key(annotation, "category_id")
     if category not in coco.categories:
@@ -232,7 +232,7 @@ def _read_coco_region(location: str, annotation: Any, coco: Coco) -> Region:
         raise ValueError(f"its bbox must be four numbers x, y, width, height, not {box!r:.60}")
     x, y, width, height = numbers
     corners, is_crowd = (x, y, x + width, y + height), bool(annotation.get("iscrowd"))
-    return Region(location, coco.categories[category]["name"], corners, is_crowd)
+    return Region(coco.categories[category]["name"], corners, is_crowd)
 
 
 def _read_captions(coco: Coco) -> Iterator[Row]:
@@ -308,8 +308,7 @@ def read_voc(path: Path, task: Task, split: Split) -> Iterator[Row]:
     """
     files = [path] if path.is_file() else list(_select_voc_files(path, split))
     images = [_read_voc_image(file) for file in files]
-    labels = {r.label for image in images for r in image.regions if r.problem is None}
-    return ask_about_images(images, sorted(labels), task)
+    return ask_about_images(images, sorted(_list_labels(images)), task)
 
 
 def _list_voc_files(folder: Path) -> Iterator[Path]:
@@ -348,7 +347,7 @@ def _read_voc_image(path: Path) -> AnnotatedImage:
     except OSError as error:
         return _explain(str(path), f"it cannot be read: {error.strerror}")
     except (ValueError, LookupError, ElementTree.ParseError) as error:
-        return _explain(str(path), str(error))
+        return _explain(str(path), error)
     # Some tools write 0 for an unknown side.
     texts = root.findtext("size/width"), root.findtext("size/height")
     sides = [int(text) for text in texts if text and text.strip().isdigit()]
@@ -357,13 +356,13 @@ def _read_voc_image(path: Path) -> AnnotatedImage:
     # count from 0 (as in Detectron2's loader of the official files).
     first = int("VOC" in (root.findtext("source/database") or ""))
     regions = [
-        _try_region(_read_voc_region, f"{path}: object {number}", element, first)
+        _try_region(f"{path}: object {number}", size, _read_voc_region, element, first)
         for number, element in enumerate(root.iter("object"), start=1)
     ]
     return AnnotatedImage(path.stem, str(path), name, size, regions)
 
 
-def _read_voc_region(location: str, element: ElementTree.Element, first: int) -> Region:
+def _read_voc_region(element: ElementTree.Element, first: int) -> Region:
     label, box = _get_text(element, "name"), element.find("bndbox")
     if box is None:
         raise ValueError("it has no bndbox")
@@ -376,7 +375,7 @@ def _read_voc_region(location: str, element: ElementTree.Element, first: int) ->
             raise ValueError(f"its {name} must be a number, not {text!r:.60}") from error
     x1, y1, x2, y2 = edges
     is_difficult = (element.findtext("difficult") or "0").strip() == "1"
-    return Region(location, label, (x1 - first, y1 - first, x2, y2), is_difficult)
+    return Region(label, (x1 - first, y1 - first, x2, y2), is_difficult)
 
 
 def _get_text(element: ElementTree.Element, name: str) -> str:
@@ -389,51 +388,52 @@ def _get_text(element: ElementTree.Element, name: str) -> str:
 # YOLO: a text file of boxes per image, in fractions of its sides, and a data.yaml
 
 _CONFIGS = ("data.yaml", "data.yml", "dataset.yaml")
-_CLASSES = ("classes.txt", "labels/classes.txt", "obj.names")
-"""Lists of class names, one per line, that labeling tools write."""
 
 
 def is_yolo(folder: Path) -> bool:
-    """Return whether a folder has a ``data.yaml``, or folders of images and labels."""
-    has_config = any((folder / name).is_file() for name in _CONFIGS)
-    return has_config or ((folder / "images").is_dir() and (folder / "labels").is_dir())
+    """Return whether a folder has a ``data.yaml``, or is that of a part beside one."""
+    is_part = (folder / "images").is_dir() and (folder / "labels").is_dir()
+    return any((folder / name).is_file() for name in _CONFIGS) or is_part
 
 
 def list_yolo_folders(path: Path) -> Sequence[Path]:
-    """Return the folder that contains all images."""
+    """Return the folders that contain all images."""
     config = _find_config(path)
-    if config is None:
-        return [path]
     return list(dict.fromkeys([config.parent, _find_root(config, _read_config(config))]))
 
 
 def read_yolo(path: Path, task: Task, split: Split) -> Iterator[Row]:
-    """Yield the rows that a task makes of the images of a ``data.yaml``, or its folder, or of a
-    folder with ``images`` and ``labels``."""
+    """Yield the rows that a task makes of the images of a ``data.yaml``, or its folder, or of the
+    folder of a part beside it."""
     config = _find_config(path)
-    content = {} if config is None else _read_config(config)
-    if config is None or (path.is_dir() and (path / "images").is_dir() and config.parent != path):
+    content = _read_config(config)
+    if path.is_dir() and (path / "images").is_dir() and config.parent != path:
         images = _list_images(path / "images")
     else:
         images = _list_split(config, content, split)
-    names = _read_names(path if config is None else config, content)
+    names = _read_names(config, content)
     if not images:
         raise UserError(f"{path} has no images of the part {split}")
     found = [_read_yolo_image(image, names, "kpt_shape" in content) for image in images]
     known = {_get_labels(image) for image in images}
     others = chain.from_iterable(sorted(f.glob("*.txt")) for f in {k.parent for k in known})
     for labels in others:
-        if labels not in known and labels.name not in {Path(name).name for name in _CLASSES}:
+        if labels not in known and labels.name != "classes.txt":  # which labeling tools write
             found.append(_explain(str(labels), "there is no image with its name"))
     return ask_about_images(found, list(dict.fromkeys(names.values())), task)
 
 
-def _find_config(path: Path) -> Path | None:
+def _find_config(path: Path) -> Path:
     # The path may be the folder of a split beside the file.
     if path.is_file():
         return path
-    candidates = [folder / name for folder in (path, path.parent) for name in _CONFIGS]
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+    for candidate in (folder / name for folder in (path, path.parent) for name in _CONFIGS):
+        if candidate.is_file():
+            return candidate
+    raise UserError(
+        f"{path} does not name its classes: add a data.yaml with train: images, val: images and "
+        "names: [first, second, …]"
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -486,15 +486,7 @@ def _list_images(folder: Path) -> list[Path]:
 
 
 def _read_names(path: Path, content: Mapping[str, Any]) -> dict[int, str]:
-    names = content.get("names")
-    if names is None:
-        lists = [path / name for name in _CLASSES if (path / name).is_file()]
-        if not lists:
-            raise UserError(
-                f"{path} does not name its classes: add a data.yaml with names: [first, second, …]"
-            )
-        path = lists[0]
-        names = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    names = content["names"]
     if isinstance(names, list):
         names = dict(enumerate(names))
     names = names if isinstance(names, dict) else {}
@@ -526,7 +518,7 @@ def _read_yolo_image(image: Path, names: Mapping[int, str], has_keypoints: bool)
     except (ValueError, OSError) as error:
         return _explain(str(labels), f"image {image}: {error}")
     regions = [
-        _try_region(_read_yolo_region, f"{labels}:{number}", line, size, names, has_keypoints)
+        _try_region(f"{labels}:{number}", size, _read_yolo_region, line, size, names, has_keypoints)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -538,7 +530,7 @@ def _read_yolo_image(image: Path, names: Mapping[int, str], has_keypoints: bool)
 
 
 def _read_yolo_region(
-    location: str, line: str, size: tuple[int, int], names: Mapping[int, str], has_keypoints: bool
+    line: str, size: tuple[int, int], names: Mapping[int, str], has_keypoints: bool
 ) -> Region:
     """Parse ``class x y width height``, a polygon (``class x1 y1 x2 y2 x3 y3 …``) or keypoints."""
     words = line.split()
@@ -564,4 +556,4 @@ def _read_yolo_region(
             raise ValueError(f"{line!r:.60} is a box without area")
     across, down = values[::2], values[1::2]
     box = (min(across), min(down), max(across), max(down))
-    return Region(location, label, [edge * size[axis % 2] for axis, edge in enumerate(box)])
+    return Region(label, [edge * size[axis % 2] for axis, edge in enumerate(box)])

@@ -1,32 +1,26 @@
-"""Rows of JSON, JSON Lines and text tables, of folders of images, and of tar files (WebDataset)."""
+"""Rows of JSON, JSON Lines and text tables, and of folders of images."""
 
 from __future__ import annotations
 
 import csv
 import json
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.parsing import refuse_repeated_keys
-from vlm_grpo.types import FileSlice
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_DEPTH = 32
 """Deepest nesting of lists and objects; a row whose answer is a list of boxes has four."""
 CAPTION_QUESTION = "Describe the image in one sentence."
 """Question of rows whose source has captions and no questions."""
-_CLASS_QUESTION = "What is in the image?"
-_MAX_LISTED = 30  # Classes that a question lists; of more it names none
+CLASS_QUESTION = "What is in the image?"
 _FILE_COLUMNS = ("file_name", "file_names")
 """Columns of the images in a metadata file of ``datasets``."""
-_TEXT_SUFFIXES = (".txt", ".cls", ".cap", ".caption", ".text")
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
@@ -160,120 +154,3 @@ def read_metadata(folder: Path) -> Iterator[Row]:
         else:
             named = {"images" if k in _FILE_COLUMNS else k: v for k, v in values.items()}
             yield replace(row, values=named)
-
-
-def list_classes(folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each subfolder that has some, by its name."""
-    subs = sorted(sub for sub in folder.iterdir() if sub.is_dir() and sub.name[0] != ".")
-    found = {
-        s.name: sorted(p for p in s.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES) for s in subs
-    }
-    return {name: images for name, images in found.items() if images}
-
-
-def read_classes(folder: Path) -> Iterator[Row]:
-    """Yield a row per image, whose answer is the name of its subfolder."""
-    classes = list_classes(folder)
-    question = _CLASS_QUESTION
-    if len(classes) <= _MAX_LISTED:
-        question = f"Which of these is in the image: {', '.join(classes)}?"
-    images = [(name, path) for name, paths in classes.items() for path in paths]
-    for number, (name, path) in enumerate(images, start=1):
-        place = path.relative_to(folder).as_posix()
-        values = {"id": place, "images": [place], "answer": name}
-        yield Row(str(path), number, values, question=question)
-
-
-class _Member(NamedTuple):
-    key: str  # of its sample
-    suffix: str  # the rest of its name
-    content: FileSlice
-    problem: str | None
-
-
-def read_tar(path: Path) -> Iterator[Row]:
-    """Yield a row for each sample of a tar file, without reading its images.
-
-    Consecutive members with one name are a sample. The object in its ``.json`` holds the columns,
-    and its images are its column ``images`` (``.jpg``, ``0.png``, …) and its clips its column
-    ``videos``. Its other texts are columns named by their suffix; without a ``.json``, one of them
-    is the answer.
-    """
-    samples = groupby(_read_members(path), key=lambda member: member.key)
-    for number, (key, members) in enumerate(samples, start=1):
-        location = f"{path}: sample {key}"
-        try:
-            values, question = _read_sample(list(members))
-        except ValueError as error:
-            yield Row(location, number, problem=str(error))
-        else:
-            values.setdefault("id", f"{path.stem}/{key}")
-            yield Row(location, number, values, question=question)
-
-
-def _read_members(path: Path) -> Iterator[_Member]:
-    end = 0
-    try:
-        size = path.stat().st_size
-        with tarfile.open(path, "r:") as file:
-            while (info := file.next()) is not None:
-                vars(file)["members"].clear()  # it would keep all of them
-                if info.isdir():
-                    continue
-                content = FileSlice(path, info.offset_data, info.size)
-                if content.start + content.size > size:
-                    raise tarfile.ReadError(f"member {info.name} is truncated")
-                end = content.start + -(-content.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-                name, problem = PurePosixPath(info.name), None
-                if not info.isreg():
-                    problem = f"member {info.name} is not a regular file"
-                elif name.is_absolute() or ".." in name.parts:
-                    problem = f"member {info.name} is named outside of the archive"
-                stem, _, suffix = name.name.partition(".")
-                yield _Member(
-                    str(name.with_name(stem or name.name)), f".{suffix}", content, problem
-                )
-        if any(FileSlice(path, end, min(tarfile.BLOCKSIZE, max(0, size - end))).read()):
-            raise tarfile.ReadError(f"the header at byte {end} is damaged")
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise UserError(
-            f"tar file {path} cannot be read: {error}; a compressed one must be decompressed"
-        ) from error
-
-
-def _read_sample(members: list[_Member]) -> tuple[dict[str, Any], str | None]:
-    """Return a sample's columns, and its question if its answer is a class or a caption."""
-    values: dict[str, Any] = {}
-    media: dict[str, list[FileSlice]] = {"images": [], "videos": []}
-    texts: dict[str, str] = {}
-    seen: set[str] = set()
-    for member in members:
-        last = PurePosixPath(f"a{member.suffix}").suffix.lower()
-        if member.problem is not None:
-            raise ValueError(member.problem)
-        if member.suffix in seen:
-            raise ValueError(f"it has two members {member.suffix}: names must be unique")
-        seen.add(member.suffix)
-        if last in IMAGE_SUFFIXES or last in VIDEO_SUFFIXES:
-            media["images" if last in IMAGE_SUFFIXES else "videos"].append(member.content)
-        elif last == ".json" or last in _TEXT_SUFFIXES:
-            if member.content.size > MAX_LINE_BYTES:
-                raise ValueError(f"its {member.suffix} is longer than {MAX_LINE_BYTES} bytes")
-            data = member.content.read()
-            if last == ".json":
-                values |= parse_object(data)
-                continue
-            try:
-                texts[last[1:]] = data.decode("utf-8-sig").strip()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"its text is not UTF-8: {error.reason}") from error
-    question = None
-    if texts and not any(suffix.lower().endswith(".json") for suffix in seen):
-        values["answer"] = next(iter(texts.values()))
-        question = _CLASS_QUESTION if "cls" in texts else CAPTION_QUESTION
-    values = {**texts, **values}
-    for name, contents in media.items():
-        if contents:
-            values.pop(name.removesuffix("s"), None)  # the name that it had elsewhere
-            values[name] = contents
-    return values, question

@@ -32,12 +32,9 @@ from vlm_grpo.data.detection import (
 )
 from vlm_grpo.data.files import (
     find_metadata,
-    list_classes,
-    read_classes,
     read_csv,
     read_jsonl,
     read_metadata,
-    read_tar,
 )
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
@@ -75,9 +72,11 @@ def _is_folder(test: Callable[[Path], Any]) -> Callable[[Path], bool]:
 
 
 def _read_table(path: Path, task: Task, split: Split) -> Iterable[Row]:
-    from vlm_grpo.data.hub import read_hub, read_parquet  # slow to import
+    from vlm_grpo.data.hub import read_hub, read_parquet, read_tar  # slow to import
 
-    return read_parquet(path) if path.is_file() else read_hub(str(path), split)
+    if path.is_dir():
+        return read_hub(str(path), split)
+    return read_tar(path) if path.suffix.lower() == ".tar" else read_parquet(path)
 
 
 def _is_saved(folder: Path) -> bool:
@@ -106,7 +105,7 @@ FORMATS: tuple[Format, ...] = (
     Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_image_folders),
     Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _only_path(read_csv)),
     Format(".parquet", _has_suffix(".parquet"), _read_table),
-    Format(".tar (WebDataset)", _has_suffix(".tar"), _only_path(read_tar)),
+    Format(".tar (WebDataset)", _has_suffix(".tar"), _read_table),
     Format("data.yaml of YOLO", _has_suffix(".yaml", ".yml"), read_yolo, list_yolo_folders),
     Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_image_folders),
     Format("a folder of save_to_disk", _is_folder(_is_saved), _read_table, _itself),
@@ -115,7 +114,6 @@ FORMATS: tuple[Format, ...] = (
     Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_image_folders),
     Format("of images and metadata", _is_folder(find_metadata), _only_path(read_metadata), _itself),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
-    Format("of a subfolder per class", _is_folder(list_classes), _only_path(read_classes), _itself),
 )
 """All formats; the first that fits a path reads it."""
 

@@ -13,10 +13,13 @@ from typing import Any
 import datasets
 from pyarrow.parquet import read_metadata
 
+from vlm_grpo.data.files import CAPTION_QUESTION, CLASS_QUESTION
+from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
 
 _DEFAULT_SPLITS = {"train": "train", "eval": "test"}
+_TEXTS = ("txt", "cls", "cap", "caption", "text")  # suffixes of the text of a WebDataset sample
 
 
 def read_hub(spec: str, split: str) -> Iterator[Row]:
@@ -35,8 +38,15 @@ def read_hub(spec: str, split: str) -> Iterator[Row]:
     try:
         dataset = _load(name, split_name, config or None)
     except Exception as error:  # the library raises many types for user mistakes
+        remedy = ""
+        if not Path(name).exists():
+            remedy = (
+                f"; is {name} its name on huggingface.co/datasets, and the network there? Private "
+                "ones need hf auth login; the path of a file or folder needs no hf:"
+            )
         raise UserError(
             f"dataset {name} (split {split_name}) cannot be loaded: {type(error).__name__}: {error}"
+            f"{remedy}"
         ) from error
     return read_dataset(dataset, f"hf:{spec}")
 
@@ -50,23 +60,58 @@ def _load(name: str, split_name: str, config: str | None) -> datasets.Dataset:
     folder = Path(name)
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
         loaded = datasets.load_from_disk(name)
-        return loaded[split_name] if isinstance(loaded, datasets.DatasetDict) else loaded
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded
+        if split_name not in loaded:
+            raise ValueError(f"its splits are {', '.join(loaded)}: write hf:{name}:SPLIT")
+        return loaded[split_name]
     return datasets.load_dataset(name, config, split=split_name)
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
     """Return the rows of a Parquet file, which ``datasets`` converts to a memory-mapped table."""
+    return read_dataset(_load_file("parquet", path), str(path))
+
+
+def read_tar(path: Path) -> Iterator[Row]:
+    """Yield the samples of a WebDataset tar file, which ``datasets`` converts, too.
+
+    The object in a sample's ``.json`` holds the columns; without one, its text is the answer.
+    """
+    dataset = _load_file("webdataset", path)
+    media = {
+        kind: [name for name in dataset.column_names if f".{name}".lower().endswith(suffixes)]
+        for kind, suffixes in (("images", IMAGE_SUFFIXES), ("videos", VIDEO_SUFFIXES))
+    }
+    alone = {names[0]: kind for kind, names in media.items() if len(names) == 1}
+    for row in read_dataset(dataset.rename_columns(alone), str(path)):
+        values, question = dict(row.values), None
+        key, columns, _ = (values.pop(name, None) for name in ("__key__", "json", "__url__"))
+        for kind, names in media.items():
+            if len(names) > 1:
+                values[kind] = [v for name in names if (v := values.pop(name)) is not None]
+            if names and columns:
+                columns.pop(kind.removesuffix("s"), None)  # the name that it had elsewhere
+        if columns is None:
+            question = CLASS_QUESTION if "cls" in values else CAPTION_QUESTION
+            texts = [str(values[n]).strip() for n in _TEXTS if values.get(n) is not None]
+            values |= {"answer": texts[0]} if texts else {}
+        values = {"id": f"{path.stem}/{key}", **(columns or {}), **values}
+        location = f"{path}: sample {key}"
+        yield replace(row, location=location, values=values, question=question)
+
+
+def _load_file(kind: str, path: Path) -> datasets.Dataset:
     _hide_progress()
     # It logs the reason of a failure, which the error below states, too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
-        if not read_metadata(path).num_rows:  # which datasets does not convert
-            return iter(())
-        dataset = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train")
+        if kind == "parquet" and not read_metadata(path).num_rows:  # which it does not convert
+            return datasets.Dataset.from_dict({})
+        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train")
     except Exception as error:  # the library raises many types
         reason = error.__cause__ or error
         raise UserError(f"data file {path} cannot be read: {reason}") from error
-    return read_dataset(dataset, str(path))
 
 
 def read_dataset(dataset: datasets.Dataset, name: str) -> Iterator[Row]:

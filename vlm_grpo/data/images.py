@@ -7,8 +7,9 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -18,7 +19,7 @@ from PIL import Image
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.media.images import decode_image, encode_png, read_size
 from vlm_grpo.media.videos import read_shape
-from vlm_grpo.types import FileSlice, ImageRef, VideoRef
+from vlm_grpo.types import ImageRef, VideoRef
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """Suffixes by which files and columns of images are recognized."""
@@ -61,7 +62,7 @@ class MediaReader:
         self.roots = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
         self.max_pixels = max_pixels
         self.video = video or VideoSettings()
-        self._cache: dict[tuple[str, str], ImageRef | str] = {}
+        self._read_once = lru_cache(_MAX_CACHED)(lambda read, path: read(path))
 
     def read(self, value: Any, name: str) -> ImageRef:
         """Return a reference to an image or clip after reading its header.
@@ -76,7 +77,7 @@ class MediaReader:
             if isinstance(data, bytes):
                 return self._from_bytes(data, str(path or name))
             value = path if data is None else data
-        if isinstance(value, bytes | FileSlice):
+        if isinstance(value, bytes):
             return self._from_bytes(value, name)
         if isinstance(value, str) and value.startswith("data:"):
             return self._from_bytes(_decode_data_url(value), name)
@@ -95,25 +96,10 @@ class MediaReader:
             raise ValueError(
                 f"an image must be a path, encoded bytes or a PIL image, not {_describe(value)}"
             )
-        return self._read_once("image", value, self._read_image_file)
+        return self._read_once(self._read_image_file, value)
 
-    def _read_once(self, kind: str, path: str, read: Callable[[str], ImageRef]) -> ImageRef:
-        """Return what ``read`` returns, or raise what it raised, for the first row of a path."""
-        key = kind, path
-        if key not in self._cache:
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            try:
-                self._cache[key] = read(path)
-            except ValueError as error:
-                self._cache[key] = str(error)
-        cached = self._cache[key]
-        if isinstance(cached, str):
-            raise ValueError(cached)
-        return cached
-
-    def _from_bytes(self, data: bytes | FileSlice, name: str) -> ImageRef:
-        size = self._measure(io.BytesIO(data if isinstance(data, bytes) else data.read()), name)
+    def _from_bytes(self, data: bytes, name: str) -> ImageRef:
+        size = self._measure(io.BytesIO(data), name)
         return ImageRef(name=name, size=size, resized_size=size, data=data)
 
     def _read_image_file(self, name: str) -> ImageRef:
@@ -179,8 +165,8 @@ class MediaReader:
         if isinstance(value, Mapping) and "frames" not in value:
             value = value.get("bytes") or value.get("path") or value.get("video")
         if isinstance(value, str | Path) and str(value):
-            return self._read_once("video", str(value), self._read_video_path)
-        if isinstance(value, bytes | FileSlice):
+            return self._read_once(self._read_video_path, str(value))
+        if isinstance(value, bytes):
             return self._read_video(value, name)
         given = value if isinstance(value, Mapping) else {"frames": value}
         if not isinstance(given["frames"], list | tuple):
@@ -201,12 +187,11 @@ class MediaReader:
         frames = [str(file) for file in sorted(files, key=_get_place)]
         return self._read_frames({"frames": frames}, name)
 
-    def _read_video(self, source: Path | bytes | FileSlice, name: str) -> VideoRef:
+    def _read_video(self, source: Path | bytes, name: str) -> VideoRef:
         path = source if isinstance(source, Path) else None
         data = None if isinstance(source, Path) else source
         try:
-            content = data.read() if isinstance(data, FileSlice) else data
-            shape = read_shape(path or io.BytesIO(content or b""))
+            shape = read_shape(path or io.BytesIO(data or b""))
         except ValueError as error:
             raise ValueError(f"video {name} cannot be read: {error}") from error
         self._check_pixels(shape.size, name)

@@ -8,19 +8,27 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import chain
+from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from scipy.cluster.hierarchy import DisjointSet
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.config.data import PYTHON, DataSettings, Filter, SourceSettings, Split, is_mixture
+from vlm_grpo.config.data import (
+    PYTHON,
+    BoxFormat,
+    DataSettings,
+    Filter,
+    SourceSettings,
+    Split,
+    is_mixture,
+)
 from vlm_grpo.config.run import MIXED, Settings
 from vlm_grpo.data.formats import open_source
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_rows
-from vlm_grpo.data.rows import Row, to_example
+from vlm_grpo.data.rows import Row, list_boxes, to_example
 from vlm_grpo.data.store import ExampleStore, ExampleView
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Rule, Task
@@ -32,14 +40,15 @@ from vlm_grpo.task.registry import (
     load_task,
 )
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.types import Example, FileSlice, ImageRef, VideoRef
+from vlm_grpo.types import Example, ImageRef, VideoRef
 from vlm_grpo.utils.jsonl import read_rows
 
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 50  # Bad rows listed in one message; the rest are only counted
-_END_BYTES = 4096
-"""Number of bytes at each end of an encoded image that tell it from others of its length."""
+_TRIED = 100  # Rows on which other forms of boxes are tried
+_LEAST_ROWS, _LEAST_REACH = 20, 0.67
+"""Of as many rows, some box ends in the last third of its image's width or height."""
 
 
 def load_examples(
@@ -106,18 +115,26 @@ def read_source(
     split: Split,
     label: str = "",
     given: Rows | None = None,
+    is_trial: bool = False,
 ) -> tuple[Sequence[Example], list[str]]:
-    """Return the good rows of a source as examples, and one problem for each bad row."""
+    """Return the good rows of a source as examples, and one problem for each bad row.
+
+    A problem with a box names the settings that read all boxes of the first rows, if there are any;
+    ``is_trial`` tries such settings on these rows.
+    """
     limit, columns = source.limit, dict(source.columns)
     name = source.source if given is None else given
     rows, folders, is_memory = open_source(name, task, limit, split)
+    rows = islice(rows, _TRIED) if is_trial else rows
     if source.image_root is not None:
         folders = [source.image_root, *folders]
     reader = MediaReader(folders, data.max_image_pixels, data.video)
     task_column = columns.pop("task", None)
+    own = source.model_copy(update={"columns": columns})
     examples = [] if is_memory else ExampleStore()
     problems: list[str] = []
     first_with_id: dict[str, int] = {}
+    extent, bad_box = _Extent(), None  # the first row with a bad box of the source's own form
     for row in rows:
         if limit is not None and len(examples) >= limit:
             break
@@ -127,21 +144,87 @@ def read_source(
                 row = replace(row, question=source.default_question)
             if task_column is not None:
                 name, row_task, row = _pop_task(row, task_column, task)
-            example = to_example(row, columns, reader, row_task)
+            example = to_example(row, own, reader, row_task)
             first = first_with_id.setdefault(example.id, len(examples))
             if first < len(examples):
                 where = examples[first].location or f"example {first + 1}"
                 raise ValueError(f"id {example.id!r} is a duplicate of {where}")
         except ValueError as error:
+            has_own_form = row.problem is None and row.example is None and not row.in_pixels
+            is_bad_box = str(error).startswith("box ") and "four numbers" not in str(error)
+            if bad_box is None and has_own_form and is_bad_box:
+                bad_box = len(problems)
             problems.append(f"{row.location}: {error}")
             continue
+        extent.add(example, row_task)
         if label:
             name = f"{label}/{name}" if name else label
             example = replace(example, id=f"{label}/{example.id}", source=name)
         examples.append(example)
     if isinstance(examples, ExampleStore):
         examples.flush()
+    if is_trial:
+        return [] if extent.is_short else examples, problems
+    if bad_box is not None:
+        problems[bad_box] += _suggest_boxes(source, task, data, split, label, given)
+    if extent.is_short:
+        logger.warning("%s: %s", source.source, extent)
     return examples, problems
+
+
+class _Extent:
+    """How far the boxes of a source reach into their images, as shares of the sides."""
+
+    def __init__(self) -> None:
+        self._count, self._reach = 0, [0.0, 0.0]
+
+    def add(self, example: Example, task: Task) -> None:
+        if boxes := list_boxes(example):
+            self._count += 1
+            for axis, side in enumerate(task.target_image(example).size):
+                reach = max(box[2 + axis] for box in boxes) / side
+                self._reach[axis] = max(self._reach[axis], reach)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether they seem to be those of a smaller image, or thousandths of a larger one."""
+        return self._count >= _LEAST_ROWS and max(self._reach) < _LEAST_REACH
+
+    def __str__(self) -> str:
+        across, down = self._reach
+        return (
+            f"no box of {self._count} rows reaches beyond {across:.0%} of its image's width or "
+            f"{down:.0%} of its height: boxes must be pixels of the original image; for others set "
+            "data.box_scale"
+        )
+
+
+def _suggest_boxes(
+    source: SourceSettings, task: Task, data: DataSettings, split: Split, label: str, given: Any
+) -> str:
+    """Return the settings with which no box of the first rows is bad, for the end of a message."""
+    found = []
+    forms = dict.fromkeys((source.box_format, *get_args(BoxFormat)))
+    scales = dict.fromkeys((source.box_scale, None, 1, 1000))
+    for form, scale in product(forms, scales):
+        update = {"box_format": form, "box_scale": scale, "limit": None}
+        other = source.model_copy(update=update)
+        examples, problems = read_source(other, task, data, split, label, given, is_trial=True)
+        bad = sum(": box " in problem for problem in problems)
+        changes = [f"box_format={form}"] * (form != source.box_format)
+        changes += [f"box_scale={scale or 'null'}"] * (scale != source.box_scale)
+        if not changes and bad < len(examples) / 4:  # they are only bad boxes
+            return ""
+        if changes and examples and not bad:
+            found.append(" ".join(change if label else f"data.{change}" for change in changes))
+    if found:
+        look = ": look at them with check --preview" if len(found) > 1 else ""
+        by = " or by ".join(found)
+        return f"; the first {_TRIED} rows are read without such a box by {by}{look}"
+    return (
+        "; boxes must be pixels of the original image, and no data.box_format and data.box_scale "
+        "of 1 or 1000 reads all of the first ones: are they of another size of the images?"
+    )
 
 
 def _pop_task(row: Row, column: str, task: Task) -> tuple[str, Task, Row]:
@@ -211,7 +294,7 @@ def load_run_task(settings: Settings, objects: Objects = NO_OBJECTS) -> Task:
     Python objects are loaded in place of what the settings name (``Objects.name_in``).
     """
     if not is_mixture(settings.data.train):
-        return _load_task(objects.get_task(""), settings.task, settings.task_options)
+        return _load_task(objects.task, settings.task, settings.task_options)
     sources = settings.data.get_sources("train")
     return Mixed(members={n: t for s in sources for n, t in load_members(s, settings, objects)})
 
@@ -224,16 +307,14 @@ def load_members(
     source: SourceSettings, settings: Settings, objects: Objects = NO_OBJECTS
 ) -> Iterator[tuple[str, Task]]:
     """Yield the tasks of a source, each with the ``Example.source`` of its examples."""
-    given = objects.get_task(source.label)
     if source.tasks:
         for name, options in source.tasks.items():
             yield f"{source.label}/{name}", load_task(name, **options)
     elif source.task is None:
         options = {**settings.task_options, **source.task_options}
-        yield source.label, _load_task(given, settings.task, options)
+        yield source.label, _load_task(objects.task, settings.task, options)
     else:
-        own = given if isinstance(objects.task, Mapping) else None
-        yield source.label, _load_task(own, source.task, source.task_options)
+        yield source.label, load_task(source.task, **source.task_options)
 
 
 def load_split(
@@ -251,7 +332,7 @@ def load_split(
             own = Mixed(members={name: task.members[f"{label}/{name}"] for name in source.tasks})
         elif isinstance(task, Mixed):
             own = task.members[label]
-        rows = objects.get_rows(split, source.label)
+        rows = objects.train if split == "train" else objects.eval
         parts.append(load_source(source, own, settings.data, split, label, rows))
     return parts[0] if len(parts) == 1 else ExampleView(*parts)
 
@@ -284,7 +365,7 @@ def load_data(
     if data.eval is not None:
         held_out = load_split(settings, get_held_out_task(settings, task), "eval", objects)
         sources, others = ({s.source for s in data.get_sources(n)} for n in ("train", "eval"))
-        if not all(map(_stands_for_both, sources & others)):
+        if not all(map(stands_for_both, sources & others)):
             logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
         warn_about_shared_images(train, held_out)
     media = chain.from_iterable(example.images for example in chain(train, held_out))
@@ -298,8 +379,8 @@ def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Exampl
 
     Images are compared by path and encoded bytes, without decoding them.
     """
-    trained = {_get_identity(image) for example in train for image in example.images}
-    shared = [e.id for e in held_out if any(_get_identity(image) in trained for image in e.images)]
+    trained = {_get_key(image, "path") for example in train for image in example.images}
+    shared = [e.id for e in held_out if any(_get_key(i, "path") in trained for i in e.images)]
     if shared:
         logger.warning(
             "%d of %d held-out examples show an image that is also trained on (first: %s): their "
@@ -310,25 +391,17 @@ def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Exampl
         )
 
 
-def _get_identity(image: ImageRef) -> Path | bytes:
-    """Return the image's path, or a digest of the length and both ends of its encoded bytes; of a
-    clip given by its frames, one of theirs."""
-    if image.path is not None:
-        return image.path
+def _get_key(image: ImageRef, attribute: Literal["name", "path"]) -> str:
+    """Return what is equal for equal images: the file, by an attribute, or a digest of the bytes;
+    of a clip given by its frames, theirs."""
     if isinstance(image, VideoRef) and image.frames:
-        parts = repr([_get_identity(frame) for frame in image.frames])
-        return hashlib.blake2b(parts.encode("utf-8", "surrogateescape"), digest_size=16).digest()
-    if isinstance(data := image.data, FileSlice) and data.size > 2 * _END_BYTES:
-        last = data.start + data.size - _END_BYTES
-        ends = [FileSlice(data.path, start, _END_BYTES).read() for start in (data.start, last)]
-        size = data.size
-    else:
-        content = image.read_bytes()
-        size, ends = len(content), [content[:_END_BYTES], content[-_END_BYTES:]]
-    return hashlib.blake2b(b"".join([size.to_bytes(8), *ends]), digest_size=16).digest()
+        return " ".join(_get_key(frame, attribute) for frame in image.frames)
+    if image.path is not None:
+        return f"file {getattr(image, attribute)}"
+    return f"data {hashlib.blake2b(image.read_bytes()).hexdigest()}"
 
 
-def _stands_for_both(source: object) -> bool:
+def stands_for_both(source: object) -> bool:
     """Return whether the name of a source stands for both its training and its held-out part."""
     is_named = source == PYTHON or str(source).startswith(("embedded:", "hf:"))
     path = Path(str(source))
@@ -475,7 +548,8 @@ def split_by_image(
 
 
 def _join_by_image(examples: Sequence[Example]) -> dict[str, list[int]]:
-    keys = [list(_get_keys(example)) for example in examples]
+    # The folder does not matter. Texts without images are told apart by their questions.
+    keys = [[_get_key(i, "name") for i in e.images] or [f"text {e.question}"] for e in examples]
     joined = DisjointSet(dict.fromkeys(chain.from_iterable(keys)))
     for first, *others in keys:
         for other in others:
@@ -485,14 +559,3 @@ def _join_by_image(examples: Sequence[Example]) -> dict[str, list[int]]:
     for place, own in enumerate(keys):
         sets[least[own[0]]].append(place)
     return sets
-
-
-def _get_keys(example: Example) -> Iterator[str]:
-    """Yield a key per image, equal for equal images; of a text alone, one of its question."""
-    if not example.images:
-        yield f"text {example.question}"
-    for image in example.images:
-        if image.path is not None:
-            yield f"file {image.name}"
-        else:
-            yield f"data {hashlib.blake2b(image.read_bytes()).hexdigest()}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vlm_grpo.data.images import Clip
@@ -27,6 +28,7 @@ _IMAGE_KEYS = ("image", "image_url", "url", "path")
 """Keys of the image in a part; without one, it stands beside the turns."""
 _BESIDE, _CLIP_BESIDE = object(), object()
 """In the place of an image or a clip that stands in a column beside the turns."""
+_NAME, _BOX = "<ref-object>", "<bbox>"  # in the texts of ms-swift
 _PLACEHOLDER = re.compile(f"{IMAGE}|{VIDEO}")
 _FIRST_IMAGES = re.compile(rf"(\s*{IMAGE}\s*)*")
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
@@ -80,6 +82,53 @@ def read_chat(messages: Any, beside: Sequence[Any] = (), system: Any = None) -> 
         turns.insert(0, Turn("system", system))
     placed = _place(images, beside)
     return Chat(_strip_first_images(turns, len(placed)), placed, answer)
+
+
+def fill_objects(messages: Any, objects: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Return the turns of a grounding row of ms-swift, with the names of its objects in place of
+    ``<ref-object>``, and the answer: the boxes in place of its ``<bbox>``, or all without a turn of
+    the assistant; None if it has none. ``ValueError``: they do not fit the turns."""
+    names, boxes, places = (objects.get(name) or [] for name in ("ref", "bbox", "image_id"))
+    if not all(isinstance(value, list) for value in (names, boxes, places)):
+        raise ValueError("objects.ref, objects.bbox and objects.image_id must be lists")
+    if any(places):
+        raise ValueError("objects.image_id: boxes must be on the first image")
+    if not isinstance(messages, list | tuple):
+        return messages, None  # ``read_chat`` says what is wrong
+    left, labels, count = iter(names), [], 0
+    turns: list[Any] = []
+    is_answer = False
+    for message in messages:
+        turn = dict(message) if isinstance(message, Mapping) else message
+        for key in ("content", "value") if isinstance(turn, dict) else ():
+            text = turn.get(key)
+            if not isinstance(text, str):
+                continue
+            role = turn.get("role", turn.get("from"))
+            is_answer = message is messages[-1] and role in ("assistant", "gpt")
+            if _BOX in text and not is_answer:
+                raise ValueError(f"it has a {_BOX} before the answer: give it as text")
+            count += text.count(_BOX)
+            parts = text.split(_NAME)
+            own = [str(name) for _, name in zip(parts[1:], left, strict=False)]
+            if len(own) < len(parts) - 1:
+                raise ValueError(f"it has more {_NAME} than the {len(names)} names of objects.ref")
+            labels += own if is_answer else []
+            turn[key] = "".join(chain.from_iterable(zip(parts, [*own, ""], strict=True)))
+        turns.append(turn)
+    if is_answer and count == 0:
+        return turns, None
+    if is_answer and count != len(boxes):
+        raise ValueError(f"its answer has {count} {_BOX} and objects.bbox {len(boxes)} boxes")
+    labels = names * len(boxes) if len(names) == 1 else labels
+    return turns, {"boxes": boxes, **({"labels": labels} if len(labels) == len(boxes) else {})}
+
+
+def get_box_scale(objects: Mapping[str, Any]) -> int | None:
+    """Return the units of ms-swift's boxes along a side of the image; None: they are pixels."""
+    if (kind := objects.get("bbox_type")) not in (None, "real", "norm1"):
+        raise ValueError(f"objects.bbox_type must be real or norm1, not {shorten(kind)}")
+    return 1 if kind == "norm1" else None
 
 
 def _read_turn(message: Any) -> tuple[Role, Any]:

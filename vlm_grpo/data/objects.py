@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_jsonable_python
 
-from vlm_grpo.config.data import PYTHON, SourceSettings, Split, is_mixture
+from vlm_grpo.config.data import PYTHON
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
@@ -39,21 +39,11 @@ TaskObject = Task | type[Task]
 
 @dataclass(frozen=True)
 class Objects:
-    """A task or its class, and training and held-out rows, that are Python objects.
+    """A task or its class, and training and held-out rows, that are Python objects."""
 
-    Of a mixture, each is a mapping by the names of sources.
-    """
-
-    task: TaskObject | Mapping[str, TaskObject] | None = None
-    train: Rows | Mapping[str, Rows] | None = None
-    eval: Rows | Mapping[str, Rows] | None = None
-
-    def get_task(self, label: str) -> TaskObject | None:
-        return self.task.get(label) if isinstance(self.task, Mapping) else self.task
-
-    def get_rows(self, split: Split, label: str) -> Rows | None:
-        given = self.train if split == "train" else self.eval
-        return given.get(label) if isinstance(given, Mapping) else given
+    task: TaskObject | None = None
+    train: Rows | None = None
+    eval: Rows | None = None
 
     def name_in(self, settings: Settings) -> Settings:
         """Return settings that name the objects, to be saved and to find them again.
@@ -61,46 +51,17 @@ class Objects:
         A task object has its own options; a class has those of the settings.
         """
         changes: dict[str, Any] = {}
-        sources: dict[str, Any] = {}
-        for split, given in (("train", self.train), ("eval", self.eval)):
-            held = getattr(settings.data, split)
-            if isinstance(given, Mapping) and is_mixture(held):
-                self._check_labels(f"data.{split}", given, held)
-                sources[split] = tuple(self._name_rows(s, given) for s in held)
-            elif given is not None:
-                check_rows(f"data.{split}", given)
-                sources[split] = PYTHON
-        if isinstance(self.task, Mapping):
-            held = sources.get("train", settings.data.train)
-            held = held if is_mixture(held) else ()
-            self._check_labels("task", self.task, held)
-            sources["train"] = tuple(
-                source.model_copy(update=name_task(self.task[source.label], source.task_options))
-                if source.label in self.task
-                else source
-                for source in held
-            )
-        elif self.task is not None:
+        if self.task is not None:
             changes |= name_task(self.task, settings.task_options)
+        sources = {}
+        for split, rows in (("train", self.train), ("eval", self.eval)):
+            if rows is not None:
+                check_rows(f"data.{split}", rows)
+                sources[split] = PYTHON
         if sources:
             changes["data"] = settings.data.model_copy(update=sources)
         given_values = {name: getattr(settings, name) for name in settings.model_fields_set}
         return Settings(**{**given_values, **changes}) if changes else settings
-
-    @staticmethod
-    def _check_labels(key: str, given: Mapping[str, Any], sources: Any) -> None:
-        labels = [source.label for source in sources]
-        for label in given:
-            if label not in labels:
-                names = ", ".join(labels) or "none: data.train is one source"
-                raise UserError(f"{key}: there is no source {label}; the sources are {names}")
-
-    @staticmethod
-    def _name_rows(source: SourceSettings, given: Mapping[str, Rows]) -> SourceSettings:
-        if source.label not in given:
-            return source
-        check_rows(f"data source {source.label}", given[source.label])
-        return source.model_copy(update={"source": PYTHON, "name": source.label})
 
 
 NO_OBJECTS = Objects()

@@ -15,11 +15,19 @@ from typing import Any, NoReturn
 
 from PIL import Image
 
-from vlm_grpo.config.data import Column
+from vlm_grpo.config.data import Column, SourceSettings
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
-from vlm_grpo.data.messages import Chat, read_chat, read_question, shorten
+from vlm_grpo.data.messages import (
+    Chat,
+    fill_objects,
+    get_box_scale,
+    read_chat,
+    read_question,
+    shorten,
+)
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
+from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.types import Example, ImageRef, TableCell
 from vlm_grpo.utils.chat import Turn, place_images
 
@@ -35,6 +43,7 @@ _NAMES: dict[Column, tuple[str, ...]] = {
 
 _MEDIA: dict[Column, tuple[str, ...]] = {"images": IMAGE_SUFFIXES, "videos": VIDEO_SUFFIXES}
 """Suffixes of the files in a column of each kind."""
+_TOLERANCE = 1.0  # Pixels by which a box may extend beyond its image: annotations are rounded
 _SIMILAR = 0.8
 """Similarity from which a column's name counts as a misspelling ("imgae", but not "image_id")."""
 
@@ -56,15 +65,21 @@ class Row:
     # no such table
     cells: tuple[Mapping[str, Any], int] | None = None
     question: str | None = None  # its question if its values have none; None: it must have one
+    in_pixels: bool = False  # its boxes are edges in pixels, whatever the form of the source's
 
 
-def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, task: Task) -> Example:
+def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task) -> Example:
     """Convert a row to an example and check it; a ``ValueError`` names the problem of a bad row.
 
-    ``columns`` has the row's column of each field that is not named as in the canonical form.
+    ``source`` names the columns that differ from the canonical form, and the form of the boxes.
     """
+    columns = source.columns
     if row.problem is not None:
         raise ValueError(row.problem)
+    if (row.in_pixels or row.example is not None) and _changes_boxes(source):
+        raise ValueError(
+            "its boxes are edges in pixels in any case: remove box_format and box_scale"
+        )
     if row.example is not None:
         _check_fields(row.example)
         return select_valid([row.example], task)
@@ -75,8 +90,14 @@ def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, tas
     if has_chat:
         if values.get("audios"):
             raise ValueError("it has audios, which are not supported")
-        chat = read_chat(fields["messages"], beside, values.pop("system", None))
-        question, answer = chat.turns[-1].text.strip(), fields.get("answer", chat.answer)
+        messages, boxes = fields["messages"], None
+        if isinstance(objects := values.get("objects"), Mapping) and "bbox" in objects:
+            messages, boxes = fill_objects(messages, values.pop("objects"))
+            if (scale := get_box_scale(objects)) is not None:
+                source = source.model_copy(update={"box_format": "xyxy", "box_scale": scale})
+        chat = read_chat(messages, beside, values.pop("system", None))
+        question = chat.turns[-1].text.strip()
+        answer = fields.get("answer", chat.answer if boxes is None else boxes)
         if answer is None:
             raise ValueError("it has no answer: a last turn of the assistant, or a column answer")
     else:
@@ -103,6 +124,9 @@ def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, tas
     meta = {**values, **meta}
     name = _get_id(fields.get("id"), row)
     example = Example(name, refs, question, None, meta, row.location, chat.turns[:-1])
+    if refs and _changes_boxes(source):
+        size = task.target_image(example).size
+        candidates = [_convert_boxes(answer, source, size) for answer in candidates]
     return select_valid([replace(example, answer=answer) for answer in candidates], task)
 
 
@@ -124,9 +148,9 @@ def _read_images(
 def _read_image(row: Row, column: str, position: int, value: Any, images: MediaReader) -> ImageRef:
     """Return a reference to an image of a row, to its cell if it is in the row's column."""
     ref = images.read(value, f"{row.location} image {position + 1}")
-    if row.cells is None or ref.data is None:
+    tables, index = row.cells or ({}, 0)
+    if column not in tables or ref.data is None:
         return ref
-    tables, index = row.cells
     content = row.values.get(column)
     if content is value:
         return replace(ref, data=TableCell(tables[column], index, column))
@@ -262,6 +286,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     for example in examples:
         try:
             task.check(example)
+            _check_boxes(example, task)
         except ValueError as error:
             problems.append(str(error))
         except Exception as error:  # a user's check may raise anything
@@ -275,6 +300,65 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     raise ValueError(problems[0])
 
 
+def _check_boxes(example: Example, task: Task) -> None:
+    """Raise a ``ValueError`` if a gold box is not in pixels of its image."""
+    if not (boxes := list_boxes(example)):
+        return
+    width, height = size = task.target_image(example).size
+    for box in boxes:
+        check_inside(box, size)
+        if min(box[2] - box[0], box[3] - box[1]) < 1:
+            raise ValueError(
+                f"box {list(box)} is smaller than a pixel of its image of {width}x{height}"
+            )
+
+
+def list_boxes(example: Example) -> tuple[Box, ...]:
+    """Return the boxes of an example's answer in pixels; none of an answer of another form."""
+    try:
+        return gold_boxes(example.answer) if example.images else ()
+    except ValueError:  # of a user's task, which has accepted it
+        return ()
+
+
+def _changes_boxes(source: SourceSettings) -> bool:
+    return source.box_format not in (None, "xyxy") or source.box_scale is not None
+
+
+def _convert_boxes(answer: Any, source: SourceSettings, size: tuple[int, int]) -> Any:
+    """Return an answer with its boxes as edges in pixels of an image of ``size``."""
+    boxes = answer.get("boxes") if isinstance(answer, Mapping) else None
+    if not isinstance(boxes, list | tuple):
+        return answer
+    scale = source.box_scale
+    units = (1, 1) if scale is None else (size[0] / scale, size[1] / scale)
+    converted = []
+    for box in boxes:
+        if not isinstance(box, list | tuple) or len(box) != 4 or not all(map(_is_number, box)):
+            return answer  # the task says what is wrong
+        a, b, c, d = box
+        edges = {
+            "xywh": (a, b, a + c, b + d),
+            "cxcywh": (a - c / 2, b - d / 2, a + c / 2, b + d / 2),
+            "yxyx": (b, a, d, c),
+        }.get(source.box_format or "", (a, b, c, d))
+        converted.append([round(edge * units[i % 2], 3) for i, edge in enumerate(edges)])
+    return {**answer, "boxes": converted}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_inside(box: Sequence[float], size: tuple[int, int]) -> None:
+    """Raise a ``ValueError`` if a box reaches beyond its image."""
+    (x1, y1, x2, y2), (width, height) = box, size
+    if min(x1, y1) < -_TOLERANCE or x2 > width + _TOLERANCE or y2 > height + _TOLERANCE:
+        raise ValueError(
+            f"box {list(box)} (x1, y1, x2, y2) is outside its image of {width}x{height}"
+        )
+
+
 def _parse_boxes(value: Any) -> dict[str, Any] | None:
     if isinstance(value, Mapping):
         value = [value]
@@ -285,7 +369,7 @@ def _parse_boxes(value: Any) -> dict[str, Any] | None:
         if all("label" in item for item in value):
             return {**boxes, "labels": [item["label"] for item in value]}
         return boxes
-    if len(value) == 4 and all(isinstance(item, (int, float)) for item in value):
+    if len(value) == 4 and all(map(_is_number, value)):
         return {"boxes": [list(value)]}
     if all(isinstance(item, (list, tuple)) and len(item) == 4 for item in value):
         return {"boxes": [list(item) for item in value]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,9 +80,9 @@ def evaluate(
     checkpoint: str | Path | None = None,
     server: Endpoint | str | None = None,
     *,
-    task: TaskObject | Mapping[str, TaskObject] | None = None,
-    data: Rows | Mapping[str, Rows] | None = None,
-    held_out: Rows | Mapping[str, Rows] | None = None,
+    task: TaskObject | None = None,
+    data: Rows | None = None,
+    held_out: Rows | None = None,
 ) -> Scored:
     """Evaluate the recipe's model, a checkpoint or a server on the recipe's held-out examples.
 

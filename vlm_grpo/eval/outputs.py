@@ -17,7 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vlm_grpo.data.files import read_jsonl
+from vlm_grpo.data.rows import list_boxes
 from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.task.coordinates import PERMILLE
 from vlm_grpo.types import Example
 
 _BOX_TOLERANCE = 1.0  # between the edges of equal gold boxes, which datasets round differently
@@ -164,11 +166,21 @@ class _Matcher:
         index = max(equal or found, key=lambda i: (len(self.examples[i].question), -i))
         if not equal:
             example = self.examples[index]
+            units = ", in thousandths of the image's sides: such a file cannot be scored"
             raise ValueError(
                 f"its gold answer {row.gold!r} is not that of example {example.id}, "
-                f"{example.answer!r}"
+                f"{example.answer!r}{units * _is_in_thousandths(row.gold, example)}"
             )
         return index
+
+
+def _is_in_thousandths(gold: Any, example: Example) -> bool:
+    """Return whether a box is that of an example in thousandths, as in some of VLM-R1's files."""
+    boxes = list_boxes(example)
+    if len(boxes) != 1 or not isinstance(gold, list) or len(gold) != 4:
+        return False
+    box = PERMILLE.from_pixels(boxes[0], example.images[0].size, example.images[0].size)
+    return all(abs(a - b) <= 1 for a, b in zip(box, gold, strict=True))
 
 
 def _read_predictions(path: Path) -> Iterator[OutputRow]:

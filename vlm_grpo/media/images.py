@@ -105,27 +105,6 @@ def encode_data_url(image: Image.Image, **options: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(encode_png(image, **options)).decode()}"
 
 
-@dataclass(frozen=True)
-class FileSlice:
-    """``size`` bytes of a file from ``start`` on, such as a member of an archive."""
-
-    path: Path
-    start: int
-    size: int
-
-    def read(self) -> bytes:
-        """Return the bytes; ``ValueError``: the file cannot be read, or has become shorter."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                data = file.read(self.size)
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be read: {error.strerror}") from error
-        if len(data) < self.size:
-            raise ValueError(f"{self.path} has changed: it has become shorter")
-        return data
-
-
 @dataclass(frozen=True, eq=False)
 class TableCell:
     """An encoded image in a table, such as a memory-mapped ``datasets.Dataset``.

@@ -334,7 +334,18 @@ class PromptBuilder(PromptWriter):
                         f"{example.name}: its prompt has the text {token.group()}, a control token "
                         f"of the model: remove or rewrite it ({IMAGE} stands for an image)"
                     )
+        text = "".join(part for turn in turns for part in turn.parts if part)
+        if self.max_tokens is not None and len(text.encode("utf-8", "replace")) >= self.max_tokens:
+            # A token has a byte at least. Tokens of images are counted when they are decoded.
+            self._check_length(example, len(self.processor.tokenizer(text)["input_ids"]))
         return turns
+
+    def _check_length(self, example: Example, count: int) -> None:
+        if self.max_tokens is not None and count >= self.max_tokens:
+            raise UserError(
+                f"{example.name}: its prompt has {count} tokens, but the model's context holds "
+                f"{self.max_tokens}: lower policy.max_pixels or shorten the question"
+            )
 
     def build(self, example: Example, task: Task) -> Prompt:
         """Build the prompt of an example that has the resized sizes of its images."""
@@ -367,11 +378,7 @@ class PromptBuilder(PromptWriter):
         token_ids = tuple(inputs.pop("input_ids")[0].tolist())
         for name in ("attention_mask", "labels"):  # PaliGemma's processor adds labels
             inputs.pop(name, None)
-        if self.max_tokens is not None and len(token_ids) >= self.max_tokens:
-            raise UserError(
-                f"{example.name}: its prompt has {len(token_ids)} tokens, but the model's context "
-                f"holds {self.max_tokens}: lower policy.max_pixels or shorten the question"
-            )
+        self._check_length(example, len(token_ids))
         num_decoded = sum(is_new for _, is_new in loaded) + len(videos)
         return Prompt(example, text, token_ids, inputs, num_decoded)
 

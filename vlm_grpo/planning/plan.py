@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -243,8 +243,8 @@ def plan(
     weights: Weights = "replicated",
     reserved: float = 0.0,
     *,
-    task: TaskObject | Mapping[str, TaskObject] | None = None,
-    data: Rows | Mapping[str, Rows] | None = None,
+    task: TaskObject | None = None,
+    data: Rows | None = None,
 ) -> Plan:
     """Estimate the memory and time of a recipe; no weights are loaded.
 

@@ -14,6 +14,9 @@ from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
 _ROUNDING = 1e-6  # Tolerance for floating-point rounding in a reward between 0 and 1
+_LEAST_SHARE, _MAX_POOR = 0.5, 0.1
+"""At most this share of the gold answers may earn less than half of the full reward, as boxes do
+that are smaller than the units in which a model writes them."""
 _BOUNDS = {"two answers with or between": 0.5, "two answers, listed": 0.5}
 """The share of the full reward that exploits may earn if it is not 0: of two answers at once, half
 are right if several are requested."""
@@ -61,6 +64,13 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     _raise("gold answers that do not earn the full reward", bad)
     shares = [(score.total or 0.0) / full for score in scores]
     yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
+    poor = [f"{e.id}: {s:.3f}" for e, s in zip(examples, shares, strict=True) if s < _LEAST_SHARE]
+    if len(poor) > _MAX_POOR * len(examples):
+        _raise(
+            "gold answers that earn less than half of the full reward, so that no completion can "
+            "earn it (boxes of a few pixels: enlarge the images, or leave these rows out)",
+            poor,
+        )
     if batch_rules:
         scores = _score(task, [golds[0]] * _GROUP_SIZE, [examples[0]] * _GROUP_SIZE, grouped=True)
         earned = fmean((score.total or 0.0) / full for score in scores)

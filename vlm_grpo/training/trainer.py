@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,9 +49,9 @@ from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 def train(
     settings: Settings,
     *,
-    task: TaskObject | Mapping[str, TaskObject] | None = None,
-    data: Rows | Mapping[str, Rows] | None = None,
-    held_out: Rows | Mapping[str, Rows] | None = None,
+    task: TaskObject | None = None,
+    data: Rows | None = None,
+    held_out: Rows | None = None,
 ) -> TrainResult:
     """Run or resume training with these settings.
 
@@ -59,9 +59,8 @@ def train(
 
     Args:
         settings: the settings; ``python`` stands for a task or data that are given here.
-        task: a task or its class, in place of the one of the settings; of a mixture, a mapping by
-            the names of its sources.
-        data, held_out: rows in place of ``data.train`` and ``data.eval``; of a mixture, mappings.
+        task: a task or its class, in place of the one of the settings.
+        data, held_out: rows in place of ``data.train`` and ``data.eval``.
 
     Raises:
         UserError: something is wrong that the user can fix; the message says how.
