@@ -169,7 +169,7 @@ def test_image_folders_are_read(tmp_path):
     for split, name in (("train", "b"), ("test", "a")):
         files = {f"{split}/cup/{name}.png": IMAGES[name], f"{split}/book/a.png": IMAGES["a"]}
         write_files(tmp_path / "classes", files)
-    asked = {"default_question": "Cup or book?"}
+    asked: dict[str, Any] = {"default_question": "Cup or book?"}
     assert {e.question for e in load(source, COUNTING, **asked)} == {"How many cups?"}
     asked["columns"] = {"answer": "label"}
     folder = f"hf:{tmp_path / 'classes'}"

@@ -245,7 +245,7 @@ class DataSettings(Frozen):
 
     @property
     def unused_limits(self) -> list[str]:
-        limits = {"train": self.train_limit, "eval": self.eval_limit}
+        limits: dict[Split, int | None] = {"train": self.train_limit, "eval": self.eval_limit}
         sources = {s: self._get_mixture(s) for s, limit in limits.items() if limit is not None}
         return [split for split, own in sources.items() if own and all(s.limit for s in own)]
 

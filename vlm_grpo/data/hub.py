@@ -63,7 +63,7 @@ def _load(name: str, split_name: str, config: str | None) -> datasets.Dataset:
         if not isinstance(loaded, datasets.DatasetDict):
             return loaded
         if split_name not in loaded:
-            raise ValueError(f"its splits are {', '.join(loaded)}: write hf:{name}:SPLIT")
+            raise ValueError(f"its splits are {', '.join(map(str, loaded))}: write hf:{name}:SPLIT")
         return loaded[split_name]
     return datasets.load_dataset(name, config, split=split_name)
 
