@@ -33,9 +33,6 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.jsonl import read_rows
 
-BOX_TOLERANCE = 1.0
-"""Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
-evaluation drops such boxes."""
 _LISTED_ROWS = 1000  # Number of refused rows that the summary file lists; all are counted
 
 ExpectedCounts = Mapping[str, int]
@@ -430,9 +427,8 @@ class _Conversion:
                 "answer": item.answer,
                 "meta": dict(item.meta),
             }
-            example = to_example(
-                Row(item.id, 0, row, strict=True), SourceSettings(source=PYTHON), reader, task
-            )
+            source = SourceSettings(source=PYTHON)
+            to_example(Row(item.id, 0, row, strict=True), source, reader, task)
         except ValueError as error:
             self.summary.refuse(RefusedRow(item.id, _categorize(str(error)), str(error)))
             return None
@@ -440,12 +436,6 @@ class _Conversion:
             line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
         except (ValueError, TypeError) as error:  # NaN, half a surrogate pair, a date
             self.summary.refuse(RefusedRow(item.id, "it cannot be written as JSON", str(error)))
-            return None
-        size = task.target_image(example).size if example.images else (0, 0)
-        boxes = item.answer.get("boxes", ()) if isinstance(item.answer, Mapping) else ()
-        if outside := [box for box in boxes if _extends_beyond(box, size)]:
-            detail = f"{outside[0]} in {size[0]}x{size[1]}"
-            self.summary.refuse(RefusedRow(item.id, "a box extends beyond its image", detail))
             return None
         return line
 
@@ -507,14 +497,11 @@ class _Conversion:
         }
 
 
-def _extends_beyond(box: Sequence[float], size: tuple[int, int]) -> bool:
-    x1, y1, x2, y2 = box
-    inside = x1 >= -BOX_TOLERANCE and y1 >= -BOX_TOLERANCE
-    return not (inside and x2 <= size[0] + BOX_TOLERANCE and y2 <= size[1] + BOX_TOLERANCE)
-
-
 def _categorize(problem: str) -> str:
-    """Return the category of a loader's problem, by its first word."""
+    """Return the category of a loader's problem."""
+    if "is outside its image" in problem:
+        return "a box extends beyond its image"
+    # By its first word.
     categories = {"image": "its image cannot be used", "box": "a box is malformed"}
     return categories.get(problem.split(maxsplit=1)[0], "the task does not accept its answer")
 

@@ -43,7 +43,9 @@ _NAMES: dict[Column, tuple[str, ...]] = {
 
 _MEDIA: dict[Column, tuple[str, ...]] = {"images": IMAGE_SUFFIXES, "videos": VIDEO_SUFFIXES}
 """Suffixes of the files in a column of each kind."""
-_TOLERANCE = 1.0  # Pixels by which a box may extend beyond its image: annotations are rounded
+_TOLERANCE = 1.0
+"""Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
+evaluation drops such boxes."""
 _SIMILAR = 0.8
 """Similarity from which a column's name counts as a misspelling ("imgae", but not "image_id")."""
 
