@@ -309,10 +309,11 @@ def _check_boxes(example: Example, task: Task) -> None:
     width, height = size = task.target_image(example).size
     for box in boxes:
         check_inside(box, size)
-        if min(box[2] - box[0], box[3] - box[1]) < 1:
-            raise ValueError(
-                f"box {list(box)} is smaller than a pixel of its image of {width}x{height}"
-            )
+    # Large datasets have single boxes that are too thin; official evaluations keep them.
+    if all(min(x2 - x1, y2 - y1) < 1 for x1, y1, x2, y2 in boxes):
+        raise ValueError(
+            f"box {list(boxes[0])} is smaller than a pixel of its image of {width}x{height}"
+        )
 
 
 def list_boxes(example: Example) -> tuple[Box, ...]:
