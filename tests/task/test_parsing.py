@@ -187,6 +187,8 @@ ADVERSARIAL = {
     "open brackets": "[" * N,
     "open objects": '{"a":' * (N // 5),
     "nested lists": "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
+    "nested boxes": '{"bbox":' * 900 + "[1,2,3,4]" + "}" * 900,
+    "nested pairs": '["a",' * 900 + "[1,2,3,4]" + "]" * 900,
     "nested objects": '{"a":' * 3000 + "1" + "}" * 3000,
     "digits": "1" * N,
     "a number of 19,000 digits": "[" + "1" * 19_000 + ",2,3,4]",

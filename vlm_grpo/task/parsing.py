@@ -293,33 +293,28 @@ def _parse_json_value(
         return [row]
     if not isinstance(value, list | dict) or len(value) > MAX_ITEMS or not depth:
         return None
-    items, label, names = [("", item) for item in value], None, None
+    items, label, names, counts = [("", item) for item in value], None, None, []
     if isinstance(value, dict):
-        items = [(key, x) for key, x in value.items() if not isinstance(x, str | float | None)]
         label = next((x for key in _LABEL_KEYS if isinstance(x := value.get(key), str)), None)
-        names = value.get("labels")
+        names, counts = value.pop("labels", None), [x for x in value.values() if type(x) is float]
+        items = [(key, x) for key, x in value.items() if not isinstance(x, str | float | None)]
         if not items or not _ALL_KEYS.isdisjoint(value):
             return None
     rows: _Rows = []
     for key, item in items:
-        if key != "labels":
-            inner = _parse_json_value(item, keys, y_first, depth - 1) if item != [] else None
-            if inner is None:
-                return None
-            own = label or key or None
-            rows += [(numbers, own if name is None else name) for numbers, name in inner]
-    if isinstance(value, dict) and any(
-        isinstance(x, float) and x != len(rows) for x in value.values()
-    ):
-        return None  # a number that is not that of the boxes
-    if isinstance(names, list):
-        if [type(name) for name in names] != [str] * len(rows):
+        inner = _parse_json_value(item, keys, y_first, depth - 1) if item != [] else None
+        if inner is None:
+            return None
+        own = label or key or None
+        rows += [(numbers, own if name is None else name) for numbers, name in inner]
+    if names is not None:
+        if not isinstance(names, list) or [type(name) for name in names] != [str] * len(rows):
             return None
         rows = [(row, name) for (row, _), name in zip(rows, names, strict=True)]
-    return rows
+    return rows if set(counts) <= {len(rows)} else None
 
 
-def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | None:
+def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool, depth: int = 2) -> _Row | None:
     """Return the numbers, x first, and the label of a box or point."""
     label, inner = None, None
     if isinstance(item, dict):
@@ -329,10 +324,9 @@ def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | Non
         others = [x for key, x in item.items() if key not in present and key not in sides]
         if len(present) + bool(sides) != 1 or not present <= {*keys} or len(labels) > 1:
             return None
-        # A further list is another answer, and false denies this one.
-        if any(
-            x is False or isinstance(x, list | dict | (float if sides else list)) for x in others
-        ):
+        # A further list, or number beside sides, is another answer, and false denies this one.
+        another = list | dict | float if sides else list | dict
+        if any(x is False or isinstance(x, another) for x in others):
             return None
         y_first = y_first and not sides and present.isdisjoint(("xyxy", "xy"))
         inner, label = [item[side] for side in sides], next(iter(labels), None)
@@ -345,7 +339,7 @@ def _parse_json_row(item: Any, keys: Sequence[str], y_first: bool) -> _Row | Non
     elif isinstance(item, list) and [type(x) for x in item] == [str, list]:
         label, inner = item
     if inner is not None:
-        row = _parse_json_row(inner, keys, y_first)
+        row = _parse_json_row(inner, keys, y_first, depth - 1) if depth else None
         return None if row is None else (row[0], label)
     if not isinstance(item, list) or not 0 < len(item) <= 4:
         return None
