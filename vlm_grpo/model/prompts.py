@@ -337,7 +337,9 @@ class PromptBuilder(PromptWriter):
         text = "".join(part for turn in turns for part in turn.parts if part)
         if self.max_tokens is not None and len(text.encode("utf-8", "replace")) >= self.max_tokens:
             # A token has a byte at least. Tokens of images are counted when they are decoded.
-            self._check_length(example, len(self.processor.tokenizer(text)["input_ids"]))
+            self._check_length(
+                example, len(self.processor.tokenizer(text, verbose=False)["input_ids"])
+            )
         return turns
 
     def _check_length(self, example: Example, count: int) -> None:
