@@ -217,7 +217,7 @@ def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
     ("settings", "message"),
     [
         ({"init_lora_weights": "eva"}, r"start from its folder \(policy\.lora\.adapter\)"),
-        ({"init_lora_weights": "pissa"}, "must be default, gaussian or orthogonal"),
+        ({"init_lora_weights": "pissa"}, "should be 'default', 'gaussian' or 'orthogonal'"),
     ],
 )
 def test_settings_that_are_not_valid_are_errors(settings, message):

@@ -157,7 +157,7 @@ def test_model_card_explains_the_error_metric(error_run):
     run = read_run(error_run)
     change = run.change()
     assert change is not None
-    card = build_model_card(resolve_model(str(error_run)), adapter=False)
+    card = build_model_card(resolve_model(str(error_run)))
     assert f"{run.primary_metric} is an error: lower is better" in card
     assert f"| **{run.primary_metric}** | {change.before:.4f}" in card
     assert "nan" not in card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from vlm_grpo.config.section import FREE, Frozen
 
@@ -13,6 +13,16 @@ ModelPart = Literal["vision", "projector", "language"]
 
 def _name_switch(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _name_initial_weights(value: Any) -> Any:
+    if value in ("eva", "corda", "loftq", "lora_ga"):
+        raise ValueError(
+            f"{value} is not computed here, because it needs data or other weights before the run: "
+            "initialize the adapter with PEFT, save it, and start from its folder "
+            "(policy.lora.adapter)"
+        )
+    return "default" if value is True else value
 
 
 Checkpointing = Annotated[Literal["none", "mlp", "full"], BeforeValidator(_name_switch)]
@@ -38,7 +48,7 @@ class LoraSettings(Frozen):
     use_dora: bool = False
     """Train the norm of each row of the adapted weights separately (DoRA)."""
     init_lora_weights: Annotated[
-        str, BeforeValidator(lambda value: "default" if value is True else value)
+        Literal["default", "gaussian", "orthogonal"], BeforeValidator(_name_initial_weights)
     ] = "default"
     """Initial values: ``default`` (or true, as in PEFT), ``gaussian`` and ``orthogonal`` do not
     change the model's output."""
@@ -52,19 +62,6 @@ class LoraSettings(Frozen):
     @property
     def has_odd_rank(self) -> bool:
         return self.r % 2 == 1
-
-    @field_validator("init_lora_weights")
-    @classmethod
-    def _check_init(cls, value: str) -> str:
-        if value.lower() in ("eva", "corda", "loftq", "lora_ga"):
-            raise ValueError(
-                f"{value} is not computed here, because it needs data or other weights before the "
-                "run: initialize the adapter with PEFT, save it, and start from its folder "
-                "(policy.lora.adapter)"
-            )
-        if value not in ("default", "gaussian", "orthogonal"):
-            raise ValueError("must be default, gaussian or orthogonal")
-        return value
 
 
 class PolicySettings(Frozen):

@@ -193,8 +193,9 @@ def _read_predictions(path: Path) -> Iterator[OutputRow]:
             problem = row.problem or 'a prediction is {"id": …, "output": text}'
             yield OutputRow(row.location, problem=problem)
             continue
-        is_valid = isinstance(sizes, list) and all(map(_is_size, sizes))
-        seen = [(w, h) for w, h in sizes] if is_valid else ()
+        seen = ()
+        if isinstance(sizes, list) and all(map(_is_size, sizes)):
+            seen = [(width, height) for width, height in sizes]
         yield OutputRow(row.location, output, id=name, resized_sizes=seen)
 
 

@@ -117,7 +117,7 @@ def _store_config(tracker: Any, config: dict[str, Any]) -> None:
 
 def _log_images(tracker: Any, images: Mapping[str, Sequence[Image.Image]], step: int) -> None:
     if tracker.name == "tensorboard":
-        pixels = {name: np.stack(own) for name, own in images.items()}
+        pixels = {name: np.stack(list(map(np.asarray, own))) for name, own in images.items()}
         tracker.log_images(pixels, step=step, dataformats="NHWC")
     elif hasattr(tracker, "log_images"):
         tracker.log_images(images, step=step)
