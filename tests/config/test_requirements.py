@@ -216,6 +216,7 @@ def test_the_ratio_is_not_1_with_replay_or_several_updates():
             "samples no longer come from the policy",
         ),
         ({"beta": 0.04, "use_bias_correction_kl": False}, "KL\\(reference ‖ policy\\)"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "ratio is 1, so nothing is clipped"),
         ({"advantage_estimator": "rloo"}, "set scale_rewards=none"),
         ({"loss_type": "bnpo"}, "equals dapo"),
         ({"importance_sampling_level": "sequence"}, "equal token-level"),

@@ -26,6 +26,7 @@ def healthy(step: int) -> dict[str, float]:
         "completions/mean_length": 30.0,
         "completions/clipped_ratio": 0.01,
         "entropy": 0.5 - 0.3 * done,
+        "learning_rate": 1e-6,
         "kl": 0.1 * done,
         "sampling/sampling_logp_difference/mean": 2e-3,
         "rewards/exact/mean": 0.3 + 0.4 * done,
@@ -62,6 +63,8 @@ def test_a_recorded_quickstart_raises_nothing():
 
 
 FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
+    "collapse": {"rewards/exact/mean": lambda t: 0.6 * (t < 0.3)},
+    "overfitting": {"rewards/exact/mean": lambda t: 0.3 + 0.7 * t, "eval/exact": lambda t: 0.4},
     "groups without a reward": {
         "frac_reward_zero_std": lambda t: 1.0,
         "reward": lambda t: 0.02,
@@ -114,6 +117,11 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
     "a mismatch is corrected": {
         **FAILURES["sampler mismatch"],
         "sampling/importance_sampling_ratio/mean": lambda t: 1.0,
+    },
+    "the held-out examples are harder": {"eval/exact": lambda t: 0.1 + 0.2 * t},
+    "sampled answers become certain": {
+        "rewards/exact/mean": lambda t: 0.3 + 0.6 * t,
+        "eval/exact": lambda t: 0.7 + 0.2 * t,
     },
     # From 2 to 8 tokens: four times as many, but a count of "12" for "3" is no drift.
     "lengths of a few tokens": {"completions/mean_length": lambda t: 2 + 6 * t},
@@ -200,6 +208,26 @@ def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps():
     for command in ("train", "sft", "sample"):
         assert f"vlm-grpo {command} runs/zero/config.yaml" in alarm.remedy
     assert "warm_start.steps=" in alarm.remedy
+
+
+def test_a_collapse_names_the_learning_rate_and_no_warm_start():
+    """After the first update of a rate of 1, nothing is earned any more."""
+    rows = make_rows(**FAILURES["groups without a reward"])[:9]
+    for step, row in enumerate(rows):
+        earned = float(step == 0)
+        row |= {"learning_rate": 1 - step / 9, "rewards/exact/mean": 0.6 * earned, "reward": 0.6 * earned}
+    (alarm,) = collect_alarms(rows)
+    assert (alarm.name, alarm.step) == ("collapse", 3)
+    assert "fell from 0.60 to 0.15 in the last 4 steps" in alarm.message
+    assert "after learning rates of up to 1 (optim.lr)" in alarm.message
+
+
+def test_the_steps_of_a_mean_are_stated_as_they_are():
+    """A mean needs half of its window: the alarm comes in the tenth step."""
+    rows: list[Row] = [{**healthy(0), "frac_reward_zero_std": 1.0} for _ in range(10)]
+    (alarm,) = collect_alarms(rows)
+    assert alarm.step == 9
+    assert "the groups of the last 10 steps have" in alarm.message
 
 
 def test_supervised_steps_are_not_part_of_the_history():

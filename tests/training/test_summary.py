@@ -41,6 +41,25 @@ def test_the_first_lines_describe_the_run():
     assert "note" not in parts
 
 
+def test_the_optimizer_and_the_loss_are_described_as_far_as_a_run_has_them():
+    few = "data.train_limit=9"
+    lines = describe(
+        few,
+        "optim.lr=1e-5",
+        "optim.lr_vision=2e-6",
+        "objective.loss=own.py:mine",
+        "objective.loss_type=dapo",
+        "objective.advantage_estimator=own.py:other",
+    )
+    assert lines["optimizer"] == "adamw, lr 1e-05, 2e-06 of the vision, cosine"
+    assert lines["loss"] == "own.py:mine, reduced as dapo, advantages own.py:other"
+    assert "sum to 0" not in lines["note"]
+    lines = describe(few, "warm_start.steps=all", "warm_start.lr=1e-4")
+    assert lines["step"].startswith("32 prompts with their targets, one prompt pass")
+    assert lines["optimizer"] == "adamw, lr 0.0001, linear"
+    assert not {"loss", "reference", "note"} & lines.keys()
+
+
 def test_a_task_that_the_embedded_model_has_not_learned_is_noted():
     note = "the embedded model has learned only to count, locate and read"
     assert note in describe("data.train_limit=2", "task=detection")["note"]
@@ -102,20 +121,31 @@ def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval():
 
 def test_a_resumed_run_prints_the_change_since_its_start(tmp_path, capsys):
     short = [f"output_dir={tmp_path}", "name=run", "optim.prompts_per_step=2", "data.eval_limit=8"]
-    short += ["optim.warmup_steps=0", "data.train_limit=8", "logging.trackers=[]"]
+    short += ["optim.warmup_steps=0", "data.train_limit=8", "logging.trackers=[]", "resume=true"]
+    run_dir = tmp_path / "run"
 
     def run(*overrides: str) -> dict[str, str]:
-        result = train(load_settings("quickstart", [*short, *overrides]))
-        capsys.readouterr()
-        return {line[:11].strip(): line[11:] for line in str(result).splitlines()}
+        train(load_settings("quickstart", [*short, *overrides]))
+        return {line[:11].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
 
     first = run("optim.max_steps=1")
-    resumed = run("optim.max_steps=2", "resume=true")
+    assert first["resume"] == f"{run_dir} has no checkpoint: the run begins with its first step"
+    resumed = run("optim.max_steps=2")
+    step = run_dir / "checkpoints/step-1"
+    assert resumed["resume"] == f"{step}; optim.max_steps was 1 and is now 2"
     assert resumed["before"] == first["before"]
     assert "points [" in resumed["change"]
-    again = run("optim.max_steps=2", "resume=true")  # nothing is left to do
+    again = run("optim.max_steps=2")
+    step = run_dir / "checkpoints/step-2"
+    assert again["resume"] == f"{step}; nothing is left to do of 2 steps"
     names = ("before", "after", "change")
     assert [again[name] for name in names] == [resumed[name] for name in names]
+    config = (run_dir / "config.yaml").read_text()
+    fewer = run("optim.max_steps=1")
+    changed = "optim.max_steps was 2 and is now 1"
+    assert fewer["resume"] == f"{step}; {changed}; nothing is left to do of 1 steps"
+    assert not {*names, "model"} & fewer.keys()
+    assert (run_dir / "config.yaml").read_text() == config
     rows = (tmp_path / "run/distributions.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [0, 1]
 
@@ -134,5 +164,13 @@ def test_the_best_value_has_its_checkpoint(step, text, tmp_path):
     result = TrainResult(None, None, (0.9, step), checkpoint, tmp_path)
     best = str(result).splitlines()[0]
     assert best == "best       " + text.replace("CHECKPOINTS", str(tmp_path))
+    best_weights = {0: None, 4: checkpoint, 2: checkpoint}[step]
+    last = str(result).splitlines()[-1].strip()
+    if best_weights is None:
+        assert last.startswith("no step was better than the loaded model")
+    else:
+        assert last == f"vlm-grpo export {best_weights} exported"
+    later = replace(result, checkpoint=tmp_path / "step-5")  # the best one is exported
+    assert step != 4 or f"export {checkpoint} exported" in str(later)
     error = replace(result, lower_is_better=True)
     assert str(error).splitlines()[0] == best.replace("90.0%", "0.900")

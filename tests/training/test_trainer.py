@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -29,7 +30,7 @@ from small_runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import CheckpointSettings, Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.resolve import list_checkpoints
@@ -39,11 +40,20 @@ from vlm_grpo.training.checkpoint.store import read_metadata, read_tensors
 from vlm_grpo.training.trainer import StepInterrupted, train
 
 
-def test_equal_settings_give_equal_runs(settings):
-    runs = [settings(name=name) for name in ("a", "b")]
-    for run in runs:
+def test_equal_settings_give_equal_runs_also_if_one_is_saved_by_time(settings):
+    by_time = {"every_minutes": 1e-9, "keep_last": 0}
+    runs = settings(name="a"), settings(name="b", checkpoint=by_time)
+    for run, steps in zip(runs, ([4], [1, 2, 3, 4]), strict=True):
         train(run)
+        assert [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")] == steps
     assert_same_run(runs[0].run_dir, runs[1].run_dir)
+
+
+def test_runs_are_saved_every_20_minutes_unless_by_steps():
+    never = math.inf
+    for every, minutes, seconds in ((0, None, 1200), (5, None, never), (5, 2, 120), (0, 0, never)):
+        checkpoint = CheckpointSettings(every=every, every_minutes=minutes)
+        assert checkpoint.seconds == seconds
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

@@ -6,6 +6,7 @@ in combination with the others is an error: ``requirements.yaml`` has all combin
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ MIXED = "mixed"  # the task of a run whose sources all have tasks of their own
 EMBEDDED = "embedded"  # the package's tiny model
 EMBEDDED_TASKS = ("counting", "grounding", "ocr")  # what it has learned, on synthetic images
 DDP_TIMEOUT = 1800  # as in transformers and accelerate
+SAVE_MINUTES = 20
 RUNS = Path("runs")
 
 
@@ -59,7 +61,10 @@ class CheckpointSettings(Frozen):
     """The checkpoints in ``checkpoints/step-N``, always including one of the last step."""
 
     every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0: they are saved by time, and after the last step."""
+    every_minutes: float | None = Field(default=None, ge=0)
+    """Minutes after which a finished step is saved; None: 20, or 0 if ``every`` is set. 0: none is
+    saved by time."""
     keep_last: int = Field(default=2, ge=0)
     """Number of newest checkpoints to keep; 0: all."""
     max_hours: float | None = Field(default=None, gt=0)
@@ -71,6 +76,14 @@ class CheckpointSettings(Frozen):
     keep_best: bool = False
     """Also keep the checkpoint with the best held-out value of the primary metric, or of the
     official metric of ``evaluation.benchmark``."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between checkpoints; infinite if none is saved by time."""
+        minutes = self.every_minutes
+        if minutes is None:
+            minutes = 0 if self.every else SAVE_MINUTES
+        return 60 * minutes or math.inf
 
 
 class LoggingSettings(Frozen):

@@ -9,6 +9,7 @@ its expectation (Gupta et al., 2015, arXiv:1502.02551).
 from __future__ import annotations
 
 import importlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -126,6 +127,16 @@ def describe_state(
             state[f"qmap{number}"] = ((256,), torch.float32)
             state[f"absmax{number}"] = ((-(-count // QUANTIZED_BLOCK),), torch.float32)
     return state
+
+
+def count_state(
+    name: str, shape: torch.Size, chosen: OptimizerName, dtype: torch.dtype = torch.float32
+) -> int:
+    """Count the bytes of the state of a weight, as ``describe_state``."""
+    state = describe_state(get_kind(name, shape, chosen), shape, dtype)
+    # 8-bit moments share their code tables.
+    tensors = (tensor for key, tensor in state.items() if not key.startswith("qmap"))
+    return sum(math.prod(size) * held.itemsize for size, held in tensors)
 
 
 def optimizer_tensors(

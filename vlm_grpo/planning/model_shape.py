@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import PolicySettings
-from vlm_grpo.dist.optimizer import describe_state, get_kind
+from vlm_grpo.dist.optimizer import count_state
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
@@ -66,19 +65,10 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
     )
     dtype = torch.bfloat16 if shape.trained_bytes == 2 else torch.float32
     state_bytes = {
-        name: sum(_count_state(n, w, name, dtype) for n, w in trained)
+        name: sum(count_state(n, w.shape, name, dtype) for n, w in trained)
         for name in get_args(OptimizerName)
     }
     return replace(shape.quantize(held, policy), state_bytes=state_bytes)
-
-
-def _count_state(
-    name: str, weight: nn.Parameter, optimizer: OptimizerName, dtype: torch.dtype
-) -> int:
-    state = describe_state(get_kind(name, weight.shape, optimizer), weight.shape, dtype)
-    # 8-bit moments share their code tables.
-    tensors = (tensor for key, tensor in state.items() if not key.startswith("qmap"))
-    return sum(math.prod(size) * held.itemsize for size, held in tensors)
 
 
 def _read_text_shape(config: Any) -> TextShape:

@@ -57,13 +57,19 @@ class AlarmMonitor:
         self.active: set[str] = set()
         self.first: list[Row] = []
         self.last: deque[Row] = deque(maxlen=WINDOW)
+        # The primary metric on the held-out examples: before the first rollout, and the last one.
+        self.held_out_before = self.held_out = math.nan
+        self.best = 0.0  # highest mean of the primary metric over ``SHORT`` steps, or in the first
         # Means over the ``WINDOW`` steps in which the primary metric was best: the rewards by name,
         # and the primary metric under "primary_metric".
         self.peak: dict[str, float] = {}
 
     def update(self, step: int, row: Row) -> list[Alarm]:
         """Add a step's metrics and return the alarms that begin with it."""
-        if "mean_token_accuracy" in row:  # a supervised step
+        is_supervised = "mean_token_accuracy" in row
+        value = row.get(f"eval/{self.context.primary_metric}")
+        self.add_held_out(value, is_first=is_supervised)
+        if is_supervised:
             return []
         self._add(row)
         alarms = []
@@ -77,10 +83,22 @@ class AlarmMonitor:
                 alarms.append(Alarm(step, rule.name, message, remedy))
         return alarms
 
+    def add_held_out(self, value: object, is_first: bool) -> None:
+        """Add the primary metric on the held-out examples; ``is_first``: before the rollouts."""
+        if isinstance(value, int | float):
+            self.held_out = float(value)
+            if is_first or math.isnan(self.held_out_before):
+                self.held_out_before = self.held_out
+
     def _add(self, row: Row) -> None:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.last.append(row)
+        # One step of few completions may be good by chance.
+        is_enough = len(self.last) >= SHORT or self.context.completions >= 64
+        recent = self.get_primary(self.recent, 1 if len(self.last) == 1 else SHORT)
+        if is_enough and recent > self.best:
+            self.best = recent
         primary_metric = self.primary_metric
         if len(self.last) < WINDOW or not math.isfinite(primary_metric):
             return
@@ -101,15 +119,23 @@ class AlarmMonitor:
         """Return the mean over the first ``WINDOW`` rows; NaN if fewer than half have a value."""
         return _mean(self.first, name, WINDOW // 2)
 
+    def window(self, steps: int = WINDOW) -> str:
+        """Describe the rows of ``recent``."""
+        return f"the last {min(steps, len(self.last))} steps"
+
     def reward(self, name: str) -> float:
         return self.recent(f"rewards/{name}/mean")
 
     @property
     def primary_metric(self) -> float:
         """The recent mean of the primary metric over the sampled completions."""
+        return self.get_primary(self.recent)
+
+    def get_primary(self, mean: Callable[..., float], *steps: int) -> float:
+        """Return a mean, such as ``start``, of the primary metric over the sampled completions."""
         name = self.context.primary_metric
-        reward = self.reward(name)
-        return self.recent(f"metrics/{name}") if math.isnan(reward) else reward
+        reward = mean(f"rewards/{name}/mean", *steps)
+        return mean(f"metrics/{name}", *steps) if math.isnan(reward) else reward
 
 
 def _mean(rows: Sequence[Row], name: str, least: int) -> float:
@@ -146,6 +172,52 @@ def _rule(name: str, raises: float, clears: float, remedy: str) -> Callable[[Che
 
 
 @_rule(
+    "collapse",
+    # The recorded run that learned lost a tenth of its best five steps at most.
+    raises=0.7,
+    clears=0.5,
+    remedy="a learning rate that is too high does this: start again with a tenth of it, or "
+    "continue from a checkpoint before the fall",
+)
+def _check_collapse(run: AlarmMonitor) -> tuple[float, str]:
+    """Return the share of its best that the primary metric has lost; 0 if it was never earned."""
+    context, now = run.context, run.get_primary(run.recent, SHORT)
+    if context.lower_is_better or run.best < 0.1:
+        return 0.0, ""
+    rates = [_mean([row], "learning_rate", 1) for row in (*run.first, *run.last)]
+    highest = max((rate for rate in rates if not math.isnan(rate)), default=None)
+    at = "" if highest is None else f", after learning rates of up to {highest:.3g} (optim.lr)"
+    return 1 - now / run.best, (
+        f"{context.primary_metric} fell from {run.best:.2f} to {now:.2f} in {run.window(SHORT)}{at}"
+    )
+
+
+@_rule(
+    "overfitting",
+    # In the run of the notebook, held-out answers were worse by a tenth at most.
+    raises=0.2,
+    clears=0.1,
+    remedy="use more or more varied training examples, or fewer steps; evaluation.every with "
+    "checkpoint.keep_best=true keeps the best checkpoint",
+)
+def _check_overfitting(run: AlarmMonitor) -> tuple[float, str]:
+    """Return the gap of the primary metric between training and held-out examples, or how much it
+    has grown if that is less; NaN in a step without an evaluation.
+
+    It is larger from the beginning if the held-out examples are harder, and the metric of sampled
+    completions rises as they become more certain, which is no gap."""
+    name, now = run.context.primary_metric, run.primary_metric
+    if f"eval/{name}" not in run.last[-1] or run.context.lower_is_better:
+        return math.nan, ""
+    rise = run.held_out - run.held_out_before
+    growth = now - run.get_primary(run.start) - rise
+    return min(growth, now - run.held_out), (
+        f"{name} is {now:.2f} on the training examples of {run.window()}, but "
+        f"{run.held_out:.2f} on the held-out ones, and was {run.held_out_before:.2f} at first"
+    )
+
+
+@_rule(
     "groups without a reward",
     # Several hundred completions and not one that differs: more of them will not help.
     raises=1.0,
@@ -159,10 +231,11 @@ def _check_unrewarded(run: AlarmMonitor) -> tuple[float, str]:
     """Return the share of groups with equal rewards if these are near 0; 0 otherwise."""
     context, reward = run.context, run.recent("reward", SHORT)
     highest = sum(weight for weight in context.weights.values() if weight > 0)
-    share = run.recent("frac_reward_zero_std", SHORT) if reward < 0.1 * highest else 0.0
+    is_low = reward < 0.1 * highest and not _has_collapsed(run)
+    share = run.recent("frac_reward_zero_std", SHORT) if is_low else 0.0
     steps = min(SHORT, len(run.last))
     return share, (
-        f"no group of the last {steps} steps has different rewards: the mean over "
+        f"no group of {run.window(SHORT)} has different rewards: the mean over "
         f"{steps * context.completions:,} completions is {reward:.3g}, "
         f"{run.recent('completions/answered', SHORT):.0%} of them have an answer, and the "
         "model does not change"
@@ -175,19 +248,26 @@ def _check_unrewarded(run: AlarmMonitor) -> tuple[float, str]:
     # 0.80, had 0.77.
     raises=0.9,
     clears=0.8,
-    remedy="reward near its maximum: the task is learned, stop or use harder examples; near 0: "
+    remedy="reward near its maximum: the training examples are learned: stop if the held-out "
+    "metric is high too, or use more or harder examples; near 0: "
     "train on gold answers first (warm_start.steps), or use easier examples, a graded reward "
     "or a stronger model; in between: raise rollout.num_generations, or set "
     "rollout.dynamic_sampling=true",
 )
 def _check_equal_rewards(run: AlarmMonitor) -> tuple[float, str]:
     """Return the share of groups with equal rewards; 0 if that is because none earn any."""
-    is_unrewarded = _check_unrewarded(run)[0] >= 1.0
+    is_unrewarded = _check_unrewarded(run)[0] >= 1.0 or _has_collapsed(run)
     share = 0.0 if is_unrewarded else run.recent("frac_reward_zero_std")
+    name, held_out = run.context.primary_metric, run.held_out
+    known = "" if math.isnan(held_out) else f", {name} on held-out examples was {held_out:.2f} last"
     return share, (
-        f"{share:.0%} of the groups of the last {WINDOW} steps have equal rewards and no "
-        f"gradient; the mean reward is {run.recent('reward'):.2f}"
+        f"{share:.0%} of the groups of {run.window()} have equal rewards and no "
+        f"gradient; the mean reward is {run.recent('reward'):.2f}{known}"
     )
+
+
+def _has_collapsed(run: AlarmMonitor) -> bool:
+    return _check_collapse(run)[0] >= 0.5
 
 
 @_rule(
@@ -206,7 +286,8 @@ def _check_length(run: AlarmMonitor) -> tuple[float, str]:
     if abs(now - before) >= 16:  # a doubling of three tokens is no drift; neither is NaN
         factor = max(now / max(before, 1.0), before / max(now, 1.0))
     return factor, (
-        f"completions have {now:.0f} tokens; in the first {WINDOW} steps they had {before:.0f}"
+        f"completions have {now:.0f} tokens; in the first {len(run.first)} steps they had "
+        f"{before:.0f}"
     )
 
 
@@ -221,8 +302,7 @@ def _check_length(run: AlarmMonitor) -> tuple[float, str]:
 def _check_truncated(run: AlarmMonitor) -> tuple[float, str]:
     share = run.recent("completions/clipped_ratio")
     return share, (
-        f"{share:.0%} of the completions of the last {WINDOW} steps reached "
-        "rollout.max_completion_length"
+        f"{share:.0%} of the completions of {run.window()} reached rollout.max_completion_length"
     )
 
 

@@ -104,6 +104,8 @@ class RunDir:
         self.metrics.truncate(written)
         self.alarms.truncate(written)
         self.distributions.truncate(step)
+        if step and (before := self.read_evaluation(0)) is not None:
+            self._monitor_before(before)
         for row in self.metrics.read():  # active alarms must not be raised again
             self.monitor.update(row["step"], row)
         config = flatten(self.settings.model_dump())
@@ -171,7 +173,13 @@ class RunDir:
         check_lock(self.path)
         path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
         evaluation.write(path)
+        if step == 0:
+            self._monitor_before(evaluation)
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
+
+    def _monitor_before(self, evaluation: Scored) -> None:
+        value = evaluation.metrics.get(self.monitored.primary_metric)
+        self.monitor.add_held_out(value, is_first=True)
 
     def read_evaluation(self, step: int) -> Scored | None:
         """Load an evaluation by an earlier process; None if it is missing or damaged."""

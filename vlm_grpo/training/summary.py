@@ -25,6 +25,15 @@ COUNTED_EXAMPLES = 64
 """Number of examples whose image tokens are counted before the first step."""
 
 
+def describe_start(settings: Settings, origin: str | None, is_done: bool) -> list[str]:
+    """Return the line about what a run resumes from: ``origin``, None if it does not."""
+    last = settings.optim.max_steps
+    if origin is not None:
+        return [f"resume     {origin}" + is_done * f"; nothing is left to do of {last} steps"]
+    text = f"resume     {settings.run_dir} has no checkpoint: the run begins with its first step"
+    return [text] if settings.resume else []
+
+
 def describe_run(
     settings: Settings,
     policy: Policy,
@@ -48,10 +57,9 @@ def describe_run(
     form = "one prompt pass per group" if policy.shared else "one prompt pass per completion"
     rollout, optim = settings.rollout, settings.optim
     parts = f" in {optim.mini_batches} mini-batches" if optim.mini_batches > 1 else ""
-    yield (
-        f"step       {optim.prompts_per_step} prompts × {rollout.num_generations} completions"
-        f"{parts}, {form}, on {policy.device}"
-    )
+    is_sampled = settings.steps_after_warm_start > 0
+    size = f"× {rollout.num_generations} completions{parts}" if is_sampled else "with their targets"
+    yield f"step       {optim.prompts_per_step} prompts {size}, {form}, on {policy.device}"
     if (vllm := rollout.vllm) is not None:
         own = f"servers started by {vllm.python}, logs in {settings.run_dir}/vllm-*.log"
         yield f"sampler    vLLM: {', '.join(vllm.urls) or own}"
@@ -61,12 +69,32 @@ def describe_run(
         then = "GRPO" if count < optim.max_steps else "the run ends"
         yield (
             f"warm start {count} steps on the gold answers of {optim.prompts_per_step} prompts, "
-            f"lr {start.lr:g}; then {then}"
+            f"lr {start.lr:g}, {start.schedule}; then {then}"
         )
-    yield f"reference  {_reference(settings.objective)}"
-    for note in list_notes(settings):
-        yield f"note       {note}"
+    yield f"optimizer  {_describe_optimizer(settings)}"
+    if is_sampled:
+        yield f"loss       {_describe_loss(settings)}"
+        yield f"reference  {_reference(settings.objective)}"
+        for note in list_notes(settings):
+            yield f"note       {note}"
     yield f"run folder {settings.run_dir}"
+
+
+def _describe_optimizer(settings: Settings) -> str:
+    optim, start = settings.optim, settings.warm_start
+    rates, schedule = [f"lr {optim.lr:g}"], optim.schedule
+    rates += [f"{rate:g} of the {part}" for part, rate in optim.part_rates.items()]
+    if start is not None and not settings.steps_after_warm_start:
+        rates, schedule = [f"lr {start.lr:g}"], start.schedule
+    return ", ".join([optim.name, *rates, schedule])
+
+
+def _describe_loss(settings: Settings) -> str:
+    """Describe the loss and the advantages, with the user's files, and the methods."""
+    objective = settings.objective
+    own = "" if objective.loss is None else f"{objective.loss}, reduced as "
+    methods = "".join(f", method {method.file}" for method in settings.methods)
+    return f"{own}{objective.loss_type}, advantages {objective.advantage_estimator}{methods}"
 
 
 def _describe_rewards(task: Task) -> str:
@@ -140,15 +168,22 @@ class TrainResult:
         yield f"report     {self.run_dir / 'report.html'}"
         yield f"samples    {self.run_dir / 'samples'}"
         yield f"checkpoint {self.checkpoint}"
-        config = self.run_dir / "config.yaml"
-        yield f"next       vlm-grpo evaluate {config} --checkpoint {self.checkpoint}{self.flag}"
-        yield f"           vlm-grpo export {self.checkpoint} exported"
+        config, best = self.run_dir / "config.yaml", self.checkpoint
+        if self.best is not None and (kept := self._find(self.best[1])).is_dir():
+            best = kept
+        yield f"next       vlm-grpo evaluate {config} --checkpoint {best}{self.flag}"
+        if self.best is not None and self.best[1] == 0:
+            yield "           no step was better than the loaded model: try another learning rate"
+        else:
+            yield f"           vlm-grpo export {best} exported"
+
+    def _find(self, step: int) -> Path:
+        return self.checkpoint.with_name(f"step-{step}")
 
     def _locate(self, step: int) -> str:
-        checkpoint = self.checkpoint.with_name(f"step-{step}")
         if step == 0:
             return "the loaded model"
-        if checkpoint.is_dir():
+        if (checkpoint := self._find(step)).is_dir():
             return str(checkpoint)
         return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
 

@@ -39,7 +39,7 @@ from vlm_grpo.training.objective import load_estimator
 from vlm_grpo.training.rollout import RolloutSampler, select_usable
 from vlm_grpo.training.run_dir import RunDir, check_gradients, lock_run
 from vlm_grpo.training.speed import StepMeter
-from vlm_grpo.training.summary import TrainResult, describe_run
+from vlm_grpo.training.summary import TrainResult, describe_run, describe_start
 from vlm_grpo.training.update import build_updater, pack_step
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
@@ -176,13 +176,19 @@ class Trainer:
 
     def _run(self) -> TrainResult:
         settings, last = self.settings, self.settings.optim.max_steps
+        lines = describe_start(settings, self.checkpoints.origin, self._is_done)
+        if not self._is_done:
+            self.checkpoints.check_disk()
+            examples = self.train_examples, self.evaluator.examples
+            lines = [*lines, *describe_run(settings, self.policy, self.task, *examples)]
+        for line in lines:
+            self.accelerator.print(line)
+        if self._is_done and self.global_step > last:
+            self.sampler.close()
+            return self._build_result(None, None)
         done = self.global_step - (self.unevaluated is not None)
         with fail_together(self.accelerator):  # the main process reads the metrics so far
             self.run_dir.open(self.global_step, done)
-        for line in describe_run(
-            settings, self.policy, self.task, self.train_examples, self.evaluator.examples
-        ):
-            self.accelerator.print(line)
         before = self.run_dir.read_evaluation(0) if self.is_resumed else self._evaluate()
         after = self.run_dir.read_evaluation(last) if self.global_step == last else None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
@@ -207,8 +213,8 @@ class Trainer:
                 self._save()
         self.run_dir.close()
         self.accelerator.end_training()
-        checkpoint = self.checkpoints.path(self.state)
         if not self._is_done:
+            checkpoint = self.checkpoints.path(self.state)
             reason, status = self.stop_request.reason or "another process", self.stop_request.status
             place = f"after step {self.global_step} of {last}"
             place += "" if self.unevaluated is None else " and before its evaluation"
@@ -216,9 +222,13 @@ class Trainer:
                 f"stopped by {reason} {place}; saved in {checkpoint}; continue with resume=true",
                 status,
             )
+        return self._build_result(before, after)
+
+    def _build_result(self, before: Scored | None, after: Scored | None) -> TrainResult:
         best, is_error = self.evaluator.best, self.evaluator.task.lower_is_better
-        flag = trust.get_flag(settings.model_dump(mode="json"))
-        return TrainResult(before, after, best, checkpoint, settings.run_dir, is_error, flag)
+        checkpoint, folder = self.checkpoints.path(self.state), self.settings.run_dir
+        flag = trust.get_flag(self.settings.model_dump(mode="json"))
+        return TrainResult(before, after, best, checkpoint, folder, is_error, flag)
 
     @property
     def _is_done(self) -> bool:
@@ -261,7 +271,7 @@ class Trainer:
         is_best = checkpoint.keep_best and best_step == step
         is_due = bool(checkpoint.every) and step % checkpoint.every == 0
         is_last = step in self.settings.phase_ends
-        return is_best or is_due or is_last
+        return is_best or is_due or is_last or self.checkpoints.is_late()
 
     def _save(self) -> None:
         with self.stopwatch("saving"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,11 @@ def test_every_completion_is_packed_once_within_the_budget(groups, budget):
     expected = {r: c for s in slices for r, c in zip(s.rows, s.completions, strict=True)}
     for batch in batches:
         assert [expected[r] for r in batch.rows] == list(batch.completions)
+
+
+def test_a_completion_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="has no tokens"):
+        make_slice(3, [2, 0])
 
 
 def test_a_packed_row_counts_the_tokens_that_are_fed():

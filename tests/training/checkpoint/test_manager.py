@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,48 @@ def test_a_checkpoint_records_versions_settings_and_pixel_budget(settings):
     assert set(get_versions()) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
     assert numbers["settings"]["optim.lr"] == 1e-2
     assert numbers["pixel_budget"] == {"min_pixels": 28 * 28, "max_pixels": 64 * 28 * 28}
+
+
+@pytest.mark.parametrize("policy", [{}, LORA])
+def test_a_disk_without_room_for_a_checkpoint_ends_a_run_before_it_begins(
+    settings, policy, monkeypatch, caplog
+):
+    reference = {"beta": 0.1, "reference_refresh_every": 2}
+    run = settings(policy=policy, objective=reference, **ONE_STEP)
+    trainer, free = make_trainer(run), [1]
+    usage = "vlm_grpo.training.checkpoint.manager.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=free[0]))
+    with pytest.raises(UserError, match=r"takes about .* GB, and the disk of .* make room, or set"):
+        trainer.run()
+    assert not run.run_dir.exists()
+    estimate = trainer.checkpoints._estimate_bytes()  # noqa: SLF001
+    for number, is_warned in ((3, False), (2, True)):  # keep_last=2, and the one being written
+        free[0] = number * estimate
+        trainer.checkpoints.check_disk()
+        assert ("less than the 3 that checkpoint.keep_last=2 needs" in caplog.text) == is_warned
+    folder = trainer.run().checkpoint
+    files = [file for file in folder.glob("*.safetensors") if file.stem != "examples"]
+    assert len(files) == 3  # weights, optimizer and reference, whose headers are not counted
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    assert estimate == sum(file.stat().st_size for file in files) - headers
+
+
+def test_each_rank_and_each_budget_gets_its_own_state_back(settings, monkeypatch):
+    run = settings(**ONE_STEP)
+    trainer = make_trainer(run)
+    trainer.sampler.budget.tokens, trainer.updater.budget.tokens = 111, 222  # lowered by memory
+    trainer.checkpoints.save(trainer.state)
+    checkpoint = trainer.checkpoints.path(trainer.state)
+    metadata = json.loads((checkpoint / "state.json").read_text())
+    draw()
+    metadata["random"].append(json.loads(json.dumps(get_rng_states())))
+    expected = draw()
+    (checkpoint / "state.json").write_text(json.dumps(metadata))
+    trainer.sampler.budget.tokens = trainer.updater.budget.tokens = None
+    monkeypatch.setattr(trainer.checkpoints, "accelerator", SimpleNamespace(process_index=1))
+    trainer.restore(checkpoint)
+    assert (trainer.sampler.budget.tokens, trainer.updater.budget.tokens) == (111, 222)
+    assert draw() == expected
 
 
 def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refused(settings):

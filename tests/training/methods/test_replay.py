@@ -91,6 +91,8 @@ def test_groups_without_a_spread_let_others_be_replayed(settings, parts, monkeyp
     assert replayed == [[stream[i].id, stream[i - 1].id] for i in (2, 5, 8)]
     assert all(len(rollout.groups) == 3 for rollout in rollouts)
     assert [rollout.rounds[-1] for rollout in rollouts] == [(2, 1), (5, 4), (8, 7)]
+    # In turn, so that no mini-batch gets all of them.
+    assert {rollout.mini_batches[-2:] for rollout in rollouts} == {(0, 1 % parts)}
 
 
 def test_only_groups_with_different_rewards_are_kept(settings):

@@ -145,6 +145,15 @@ def test_grpo_begins_as_a_new_run_with_the_warm_model(warm):
     assert is_equal(copy_weights(trainer), copy_weights(fresh))
 
 
+def test_the_progress_of_rewards_counts_from_the_first_rollout(warm, monkeypatch):
+    trainer, found = make_trainer(warm()), list[float]()
+    change = Task.with_progress
+    monkeypatch.setattr(Task, "with_progress", lambda t, p: found.append(p) or change(t, p))
+    for step in (2, 3):
+        trainer.sampler.sample(step)
+    assert found == [0.0, 0.5]  # of two steps after the warm start
+
+
 def test_the_reference_is_the_warm_model(warm):
     objective = {"beta": 0.1, "reference_refresh_every": "never"}
     trainer = begin_at_switch(warm(objective=objective))

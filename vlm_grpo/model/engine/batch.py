@@ -21,12 +21,20 @@ ROUNDED_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class GroupSlice:
-    """Some or all completions of one group, scored behind one copy of their prompt."""
+    """Some or all completions of one group, scored behind one copy of their prompt.
+
+    Raises:
+        ValueError: a completion has no tokens.
+    """
 
     prompt: Prompt
     completions: tuple[tuple[int, ...], ...]
     """Token ids of each completion, at least one token each."""
     rows: tuple[int, ...]  # index of each completion among all completions of the step
+
+    def __post_init__(self) -> None:
+        if not all(map(len, self.completions)):  # the others' places would be counted wrongly
+            raise ValueError(f"a completion of {self.prompt.example.name} has no tokens")
 
     @property
     def num_tokens(self) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import platform
 import random
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from importlib.metadata import version
@@ -24,11 +27,14 @@ from vlm_grpo.config.section import OnResume, find_on_resume, flatten, known_key
 from vlm_grpo.data import load_run_task
 from vlm_grpo.dist.collectives import (
     Deferred,
+    any_rank,
     fail_together,
+    full_shape,
     gather_full,
     gather_object,
     get_local_names,
 )
+from vlm_grpo.dist.optimizer import count_state
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
@@ -47,11 +53,13 @@ from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import TARGET_COLUMN, Example, VideoRef
+from vlm_grpo.utils.folder_lock import check_lock
 
 logger = logging.getLogger(__name__)
 
 _KEYS = frozenset(known_keys(Settings))
 _COMPARED_OF_SOURCE = {"task", "task_options", "tasks", "weight"}
+_OF_A_COMMAND = {"name", "output_dir", "resume"}
 LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
 
 
@@ -86,6 +94,8 @@ class CheckpointManager:
         self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
         self.folder = settings.run_dir / "checkpoints"
         self.last_saved: int | None = None  # step of the last checkpoint
+        self.saved_at = time.monotonic()  # when the last one was written, or the run started
+        self.origin: str | None = None  # the checkpoint resumed from, and the changed settings
 
     def path(self, state: RunState) -> Path:
         return self.folder / get_name(state.step)
@@ -93,9 +103,54 @@ class CheckpointManager:
     def is_saved(self, state: RunState) -> bool:
         return self.last_saved == state.step
 
+    def is_late(self) -> bool:
+        """Return whether a save by time is due on any rank. All ranks must call it."""
+        seconds = self.settings.checkpoint.seconds
+        return seconds < math.inf and any_rank(
+            self.accelerator, time.monotonic() - self.saved_at >= seconds
+        )
+
+    def check_disk(self) -> None:
+        """Raise ``UserError`` if no checkpoint fits on the run's disk; warn if those do not fit
+        that the settings keep, with the next one. All ranks must call it."""
+        size, settings = self._estimate_bytes(), self.settings.checkpoint
+        with fail_together(self.accelerator):
+            if not self.accelerator.is_main_process:
+                return
+            free, run_dir = shutil.disk_usage(self.settings.run_dir).free, self.settings.run_dir
+            needs = f"a checkpoint of this run takes about {size / 1e9:.3g} GB"
+            room = f"the disk of {run_dir} has {free / 1e9:.3g} GB free"
+            if free < size:
+                raise UserError(
+                    f"{needs}, and {room}: make room, or set output_dir to a folder on another disk"
+                )
+            # A checkpoint is complete before an older one is deleted.
+            wanted = (settings.keep_last or 2) + settings.keep_best + 1
+            if free < (wanted - len(list_checkpoints(self.folder))) * size:
+                logger.warning(
+                    "%s, and %s, which is less than the %d that checkpoint.keep_last=%d needs: "
+                    "make room, or lower it", needs, room, wanted, settings.keep_last,
+                )  # fmt: skip
+
+    def _estimate_bytes(self) -> int:
+        """Estimate the bytes of weights, optimizer state and methods' state in a checkpoint."""
+        policy, optimizer = self.policy, self.settings.optim.name
+        trained = dict(policy.trainable_parameters())
+        weights = policy.model.parameters() if policy.adapters is None else trained.values()
+        size = sum(full_shape(weight).numel() * weight.dtype.itemsize for weight in weights)
+        for name, weight in trained.items():
+            size += count_state(name, full_shape(weight), optimizer, weight.dtype)
+        for method in self.updater.methods.values():
+            held = method.state_dict()[1].values()
+            size += sum(tensor.numel() * tensor.dtype.itemsize for tensor in held)
+        return size
+
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep."""
         settings, accelerator = self.settings.checkpoint, self.accelerator
+        with fail_together(accelerator):
+            if accelerator.is_main_process:
+                check_lock(self.settings.run_dir)
         step, keep = state.step, set[int]()
         if settings.keep_best and state.best is not None:
             keep.add(state.best[1])
@@ -116,7 +171,7 @@ class CheckpointManager:
                 if not settings.sharded:
                     write_checkpoint(self.folder, step, contents, write_weights)
                 prune_checkpoints(self.folder, settings.keep_last, keep)
-        self.last_saved = step
+        self.last_saved, self.saved_at = step, time.monotonic()
 
     def _gather(self, tensors: Mapping[str, Tensor | Deferred]) -> dict[str, Tensor]:
         """Gather the full tensors that this rank writes. All ranks must call it."""
@@ -177,6 +232,9 @@ class CheckpointManager:
             # Halved for lack of memory, it stays, unless the setting has changed.
             if metadata["settings"][budget.setting] == now[budget.setting]:
                 budget.tokens = tokens
+        changes = list_changes(metadata["settings"], self.settings)
+        texts = [text for key, text in changes.items() if key not in _OF_A_COMMAND]
+        self.origin = "; ".join([str(checkpoint), *texts])
         states = metadata["random"]
         set_rng_states(states[self.accelerator.process_index % len(states)])
         best = None if metadata["best"] is None else tuple(metadata["best"])
@@ -259,19 +317,23 @@ def check_same_settings(
     settings.
     """
     task = load_run_task(settings) if task is None else task
-    now = flatten_settings(settings)
-    problems = []
-    for key in dict.fromkeys([*saved, *now]):
-        before, after = saved.get(key), now.get(key)
-        if before == after or _may_change(key, task) or _is_new_setting(key, saved):
-            continue
-        old, new = (json.dumps(v, ensure_ascii=False, default=str) for v in (before, after))
-        problems.append(f"{key} was {old} and is now {new}")
-    if problems:
+    changes = list_changes(saved, settings).items()
+    if problems := [text for key, text in changes if not _may_change(key, task)]:
         raise UserError(
             f"{checkpoint} was written with other settings:\n{bullets(problems)}\n"
             "restore them to resume from it, or start a new run with another name=…"
         )
+
+
+def list_changes(saved: Mapping[str, Any], settings: Settings) -> dict[str, str]:
+    """Return a text for each setting that differs from ``flatten_settings`` of a saved run."""
+    now, changes = flatten_settings(settings), {}
+    for key in dict.fromkeys([*saved, *now]):
+        before, after = saved.get(key), now.get(key)
+        if before != after and not _is_new_setting(key, saved):
+            old, new = (json.dumps(v, ensure_ascii=False, default=str) for v in (before, after))
+            changes[key] = f"{key} was {old} and is now {new}"
+    return changes
 
 
 def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
