@@ -32,6 +32,7 @@ from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.checkpoint.manager import CheckpointManager
 from vlm_grpo.training.checkpoint.store import verify_checkpoint
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS
 from vlm_grpo.training.trainer import train
@@ -218,7 +219,11 @@ def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(settings
 
 @pytest.mark.filterwarnings(TENSORBOARD_WARNING)
 @pytest.mark.parametrize("leaving", [0, 16384])
-def test_a_disk_that_fills_up_between_steps_leaves_complete_files(settings, tmp_path, leaving):
+def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
+    settings, tmp_path, leaving, monkeypatch
+):
+    # It fills up after the start, at which there was room.
+    monkeypatch.setattr(CheckpointManager, "check_disk", lambda _: None)
     with small_disk(tmp_path / "disk", 2**23) as disk:
         run = settings(
             output_dir=str(disk.folder),

@@ -215,7 +215,11 @@ def test_a_collapse_names_the_learning_rate_and_no_warm_start():
     rows = make_rows(**FAILURES["groups without a reward"])[:9]
     for step, row in enumerate(rows):
         earned = float(step == 0)
-        row |= {"learning_rate": 1 - step / 9, "rewards/exact/mean": 0.6 * earned, "reward": 0.6 * earned}
+        row |= {
+            "learning_rate": 1 - step / 9,
+            "rewards/exact/mean": 0.6 * earned,
+            "reward": 0.6 * earned,
+        }
     (alarm,) = collect_alarms(rows)
     assert (alarm.name, alarm.step) == ("collapse", 3)
     assert "fell from 0.60 to 0.15 in the last 4 steps" in alarm.message
