@@ -107,10 +107,12 @@ def test_the_rows_are_read_as_the_examples_that_they_were(tmp_path, columns):
 
 
 def test_truncated_completions_and_control_tokens_are_left_out(tmp_path):
-    found = make_samples([EXAMPLES[0]] * 2, [["3", "3" * 9], ["3<|im_end|>", "4"]])
-    limit = found.settings.rollout.max_completion_length
-    prompts = load_prompt_builder(found.settings)
+    settings = make_samples([], []).settings
+    prompts, limit = load_prompt_builder(settings), settings.rollout.max_completion_length
+    # With its end token, the first has one token more than the limit, which training refuses.
+    long, longest = "3" * limit, "3" * (limit - 1)
+    assert len(prompts.processor.tokenizer(long)["input_ids"]) == limit
+    found = make_samples([EXAMPLES[0]] * 2, [["3", long, longest], ["3<|im_end|>", "4"]])
     path = tmp_path / "s.jsonl"
     write_completions(replace(found, prompts=prompts), path, least=-1.0, keep=9)
-    assert limit <= 9
-    assert [row["completion"] for row in read_jsonl(path)] == ["3", "4"]
+    assert [row["completion"] for row in read_jsonl(path)] == ["3", longest, "4"]

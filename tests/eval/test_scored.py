@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -19,9 +20,11 @@ from vlm_grpo.eval.scored import (
     Scored,
     find_majority,
     merge_scores,
+    read_scored,
     summarize,
 )
 from vlm_grpo.eval.statistics import estimate_best
+from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
@@ -103,6 +106,36 @@ def test_sources_count_equally_and_keep_their_own_metrics():
     assert kept == [(example.source, example.id) for example in examples]
 
 
+def test_an_error_is_subtracted_from_1_in_the_interval_too():
+    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
+    found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0.25"])
+    assert found.value == 0.875  # the mean of 1 and 1 - 0.25
+    assert found.interval == (0.875, 0.875)  # without variance
+
+
+def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path):
+    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
+    examples, texts = [*COUNTS, *ERRORS], [*"012399", "0.25", ""]
+    found = evaluate(mixed, examples, texts)
+    score, counts, errors = found.lines
+    assert re.fullmatch(r"score \d\d\.\d% \[.*%\] \(n = 7\)", score)  # one has no error
+    assert re.fullmatch(r"c/exact 66\.7% \[.*%\] \(n = 6\)", counts)
+    assert errors == "e/error 0.250 [0.250, 0.250] (n = 1)"
+    assert found.get_n("c/rmse") == 6  # of the corpus
+    found.write(tmp_path / "a.jsonl")
+    assert read_scored(tmp_path / "a.jsonl").lines == found.lines
+    before = evaluate(mixed, examples, [*"019999", "0.5", "1"])
+    change = measure_change(before, found, "score")
+    assert change is not None
+    assert change.n == 7
+    # Of the sources: two of six counts more, and an error that is lower by 0.25.
+    assert change.difference == pytest.approx((2 / 6 + 0.25) / 2)
+    low, high = change.difference_interval
+    assert 0.125 <= low < change.difference < high  # the error's difference does not vary
+    other = evaluate(Mixed(members={"c": COUNTING}), COUNTS, [*"012399"])
+    assert found.pair(other, "score") == []
+
+
 def test_the_interval_is_that_of_the_mean_of_the_sources():
     few = [Example(f"d/{n}", (), "How many?", 1, source="d") for n in range(3)]
     many = [Example(f"c/{n}", (), "How many?", 1, source="c") for n in range(300)]
@@ -165,6 +198,8 @@ def test_the_metrics_of_an_example_are_those_of_its_samples():
     assert found.metrics["pass_at_2"] == pytest.approx(1 - 3 / 10)  # of 10 pairs, 3 are all wrong
     assert found.metrics["pass_at_5"] == 1.0
     assert found.metrics["majority_at_5"] == 1.0  # 3 and 4 are as frequent, and 3 is first
+    found = merge_scores(COUNTING, EXAMPLE, score(COUNTING, ["4", "3", "3"]))
+    assert found.metrics["majority_at_3"] == 1.0  # not that of the first
     (alone,) = score(COUNTING, ["3"])
     assert merge_scores(COUNTING, EXAMPLE, [alone]) is alone
     # Without a value for each sample, only the mean of the others is known.

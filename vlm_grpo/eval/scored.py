@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +63,9 @@ class Scored:
     lower_is_better: bool = False  # the primary metric is an error
     # 95 % bootstrap intervals that do not follow from the rows alone
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # the metrics of a mixture's sources whose mean the primary metric is, in which an error counts
+    # as 1 less it, and whether each is an error
+    parts: Mapping[str, bool] = field(default_factory=dict)
     seed: int = 0  # of the bootstrap
     path: Path | None = None  # file of the table; None: it was not written
     step: int = 0  # number of steps that the policy had been trained for
@@ -110,10 +113,39 @@ class Scored:
             return self.intervals[name]
         return bootstrap_interval([*self.values.get(name, {}).values()], seed=self.seed)
 
-    def pair(self, before: Scored, name: str) -> list[tuple[float, float]]:
-        """Return a metric's value before and in this table, of each example that has both."""
-        first = before.values.get(name, {})
-        return [(first[i], value) for i, value in self.values.get(name, {}).items() if i in first]
+    def get_n(self, name: str) -> int:
+        """Return the number of examples that a metric is of: a mean is of those that have it."""
+        if name in self.values:
+            return len(self.values[name])
+        if self.parts and name == self.primary_metric:
+            return sum(map(self.get_n, self.parts))
+        sources = Counter(str(row["source"]) for row in self.rows if "source" in row)
+        own = [source for source in sources if name.startswith(f"{source}/")]
+        return sources[max(own, key=len)] if own else self.n
+
+    def is_error(self, name: str) -> bool:
+        """Return whether a metric is known to be better if it is lower."""
+        return self.parts.get(name, self.lower_is_better and name == self.primary_metric)
+
+    def pair(
+        self, before: Scored, name: str, changed: Collection[str] = ()
+    ) -> list[dict[str, tuple[float, float]]]:
+        """Return a metric's value before and in this table, by id, of the examples that have both.
+
+        A mixture's primary metric has a part for each source, whose means count equally; there is
+        none if the sources differ. Ids in ``changed`` are left out.
+        """
+        parts = {name: False}
+        if self.parts and name == self.primary_metric:
+            parts = self.parts if self.parts == before.parts else {}
+        found = []
+        for part, is_error in parts.items():
+            first, last = before.values.get(part, {}), self.values.get(part, {})
+            ids = [i for i in last if i in first and i not in changed]
+            found.append(
+                {i: (1 - first[i], 1 - last[i]) if is_error else (first[i], last[i]) for i in ids}
+            )
+        return found
 
     def is_better_than(self, other: float | None) -> bool:
         """Return whether the primary metric is better than ``other``; every number beats None."""
@@ -124,10 +156,19 @@ class Scored:
         return self.value < other if self.lower_is_better else self.value > other
 
     def __str__(self) -> str:
-        bounds = self.interval
-        value, low, high = (format_value(v, self.lower_is_better) for v in (self.value, *bounds))
+        return self.describe(self.primary_metric)
+
+    def describe(self, name: str) -> str:
+        """Return a metric's name, value, interval and number of examples."""
+        bounds, is_error = self.get_interval(name), self.is_error(name)
+        value, low, high = (format_value(v, is_error) for v in (self.metrics[name], *bounds))
         interval = "" if math.isnan(bounds[0]) else f" [{low}, {high}]"
-        return f"{self.primary_metric} {value}{interval} (n = {self.n})"
+        return f"{name} {value}{interval} (n = {self.get_n(name)})"
+
+    @property
+    def lines(self) -> list[str]:
+        """Descriptions of the primary metric, and of those of a mixture's sources."""
+        return [*map(self.describe, (self.primary_metric, *self.parts))]
 
     def write(self, path: Path) -> None:
         """Write the rows as JSON Lines, and the summary as JSON."""
@@ -140,6 +181,7 @@ class Scored:
             n=self.n,
             metrics={name: v for name, v in self.metrics.items() if math.isfinite(v)},
             intervals={n: i for n, i in self.intervals.items() if math.isfinite(i[0])},
+            parts=dict(self.parts),
         )
         write_atomic(path.with_suffix(".json"), summary.model_dump_json(indent=1).encode())
 
@@ -152,6 +194,7 @@ class _Summary(BaseModel):
     n: int | None = None
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    parts: dict[str, bool] = Field(default_factory=dict)
 
 
 def read_scored(
@@ -176,9 +219,12 @@ def read_scored(
         found,
         primary_metric=summary.headline,
         # A primary metric that is undefined on every example is not in the file.
-        metrics={**means, summary.headline: math.nan, **summary.metrics},
+        metrics=means
+        | dict.fromkeys((summary.headline, *summary.parts), math.nan)
+        | summary.metrics,
         lower_is_better=summary.lower_is_better,
         intervals=summary.intervals,
+        parts=summary.parts,
         is_complete=summary.n == len(read),
     )
 
@@ -250,7 +296,8 @@ def summarize(
     metrics["answered"] = _get_answered(scores)
     metrics["unscorable"] = sum(score.total is None for score in scores)
     # The values by source of the primary metric, which has no name here, and of those of samples.
-    parts: dict[str, list[tuple[float, list[float]]]] = {}
+    columns_by_name: dict[str, list[tuple[float, list[float]]]] = {}
+    parts: dict[str, bool] = {}
     for source, own, indices in group_by_source(task, items):
         start = f"{source}/" if source else ""
         own_items = [scores[i] for i in indices]
@@ -258,6 +305,7 @@ def summarize(
         metrics |= {start + name: value for name, value in corpus.items()}
         if source:
             metrics[f"{source}/answered"] = _get_answered(own_items)
+            parts[start + own.primary_metric] = own.lower_is_better
         is_corpus = own.primary_metric in corpus
         for name in ("", *([] if is_corpus else list_sample_metrics(count))):
             # It is undefined on every example if, for example, every reward failed.
@@ -266,13 +314,14 @@ def summarize(
             values = [*column.values()]
             if source and own.lower_is_better:  # the mean of the sources takes 1 less an error
                 value, values = 1 - value, [1 - v for v in values]
-            parts.setdefault(name, []).append((value, values))
+            columns_by_name.setdefault(name, []).append((value, values))
     intervals = {}
-    for name, found in parts.items():
+    for name, found in columns_by_name.items():
         metrics[name or task.primary_metric] = float(np.mean([value for value, _ in found]))
         samples = [values for _, values in found]
         intervals[name or task.primary_metric] = bootstrap_interval(*samples, seed=seed)
-    return Scored(tuple(rows), task.primary_metric, metrics, task.lower_is_better, intervals, seed)
+    known = task.primary_metric, metrics, task.lower_is_better, intervals, parts, seed
+    return Scored(tuple(rows), *known)
 
 
 def _build_output(text: str, score: Score) -> Output:

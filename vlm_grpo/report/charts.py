@@ -159,18 +159,24 @@ def _build_held_out_charts(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
     parents = {n: _get_parent_metric(n, evaluations) for n in names if n not in primary_metrics}
     own_chart = [name for name in names if parents.get(name) is None]
     for name in sorted(own_chart, key=lambda name: (name not in primary_metrics, name)):
-        # Only the primary metric has intervals: resampling thousands of examples is slow.
-        is_primary = name in primary_metrics
-        is_corpus = any(name in e.corpus for e in evaluations)
-        n = max(len(e.values.get(name, ())) or e.n for e in evaluations)
-        is_error = any(e.lower_is_better and e.primary_metric == name for e in evaluations)
-        notes = ", with its 95 % interval" if is_primary and not is_corpus else ""
+        own = [e for e in evaluations if name in e.names]
+        # Only these have intervals: resampling thousands of examples is slow.
+        is_primary = name in primary_metrics or any(name in e.parts for e in own)
+        is_corpus = any(name in e.corpus for e in own)
+        kind = "Corpus metric of" if is_corpus else "Mean over"
+        if is_corpus and any(e.parts and name == e.primary_metric for e in own):
+            kind = "Mean of the sources, of"
+        sizes = {e.get_n(name): None for e in own}
+        n = str(max(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
+        lines = [_build_held_out_line(label or name, name, run, is_primary) for label, run in runs]
+        is_error = any(e.is_error(name) for e in own)
+        notes = ", with its 95 % interval" if any(line.low for line in lines) else ""
         notes += "; lower is better" if is_error else ""
         title = f"Held out: {display_text(name, 60).replace('_', ' ')}"
         yield Chart(
             title,
-            f"{'Corpus metric of' if is_corpus else 'Mean over'} {n} held-out examples{notes}.",
-            [_build_held_out_line(label or name, name, run, is_primary) for label, run in runs],
+            f"{kind} {n} held-out examples{notes}.",
+            lines,
             share=not is_error and (is_primary or not is_corpus) and _is_share(name, evaluations),
             measured=True,
         )
@@ -206,10 +212,10 @@ def _build_held_out_line(label: str, name: str, run: Run, interval: bool = False
     steps = [evaluation.step for evaluation in evaluations]
     means = [evaluation.metrics[name] for evaluation in evaluations]
     line = Line(display_text(label, 60), steps, means)
-    if not interval or not any(name in evaluation.values for evaluation in evaluations):
+    bounds = [e.get_interval(name) for e in evaluations] if interval else []
+    if all(math.isnan(low) for low, _ in bounds):
         return line
-    lows, highs = zip(*(e.get_interval(name) for e in evaluations), strict=True)
-    return replace(line, low=lows, high=highs)
+    return replace(line, low=[low for low, _ in bounds], high=[high for _, high in bounds])
 
 
 def _build_phase_chart(run: Run) -> Chart:

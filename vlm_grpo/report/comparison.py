@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from vlm_grpo.config.section import flatten
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.eval.statistics import adjust_p_values, compare_pairs
+from vlm_grpo.eval.statistics import (
+    PairedTest,
+    adjust_p_values,
+    bootstrap_interval,
+    compare_pairs,
+)
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.gallery import display_text
 from vlm_grpo.report.run import Run
@@ -53,23 +58,20 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> Pair:
     outputs = [{row["id"]: row["output"] for row in table.rows} for table in (first, second)]
     ids_a, ids_b = (own.keys() for own in outputs)
     changed = _find_changed(run_a, run_b)
-    names = [name for name in first.values if name in second.values]
+    pairs = {name: second.pair(first, name, changed) for name in second.names}
+    names = [name for name, parts in pairs.items() if parts and all(parts)]
     names.sort(key=lambda name: (name != run_b.primary_metric, name))
     tests, flips = [], []
     for name in names if few else names[:1]:
-        a, b = first.values[name], second.values[name]
-        both = {i: (a[i], b[i]) for i in a if i in b and i not in changed}
-        if not both:
-            continue
-        lower_is_better = second.lower_is_better and name == second.primary_metric
+        both = {i: values for part in pairs[name] for i, values in part.items()}
+        lower_is_better = second.is_error(name)
         if not tests:
             flips = [
                 {"id": i, "a": a, "b": b, "better": (b > a) != lower_is_better}
                 for i, (a, b) in both.items()
                 if a != b
             ]
-        values_a, values_b = zip(*both.values(), strict=True)
-        test = compare_pairs(values_a, values_b, first.seed)
+        test = _test_parts([[*part.values()] for part in pairs[name]], first.seed)
         tests.append(
             {
                 **asdict(test),
@@ -101,6 +103,18 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> Pair:
             for flip in (*better[:limit], *worse[:limit])
         ],
     }
+
+
+def _test_parts(parts: Sequence[Sequence[tuple[float, float]]], seed: int) -> PairedTest:
+    """Test pairs of values; of several parts, the means of which count equally."""
+    shares = [sum(map(len, parts)) / len(parts) / len(part) for part in parts]
+    weighted = zip(shares, parts, strict=True)
+    a, b = zip(*((share * x, share * y) for share, part in weighted for x, y in part), strict=True)
+    test = compare_pairs(a, b, seed)
+    if len(parts) == 1:
+        return test
+    interval = bootstrap_interval(*([y - x for x, y in part] for part in parts), seed=seed)
+    return replace(test, interval=interval)
 
 
 def _find_changed(run_a: Run, run_b: Run) -> set[str]:

@@ -33,7 +33,7 @@ class Change:
     difference: float
     # 95 % interval of the mean paired difference; NaN without pairs
     difference_interval: tuple[float, float]
-    n: int  # number of examples
+    n: int  # number of examples of the later evaluation
     steps: tuple[int, int]  # steps of the two evaluations
     lower_is_better: bool = False
 
@@ -51,17 +51,18 @@ def measure_change(first: Scored, last: Scored, name: str) -> Change | None:
     before, after = (table.metrics.get(name, math.nan) for table in (first, last))
     if math.isnan(before) or math.isnan(after):
         return None
-    differences = [b - a for a, b in last.pair(first, name)]
+    pairs = last.pair(first, name)
+    differences = [[b - a for a, b in part.values()] for part in pairs]
     return Change(
         before,
         first.get_interval(name),
         after,
         last.get_interval(name),
-        fmean(differences) if differences else after - before,
-        bootstrap_interval(differences, seed=last.seed),
-        len(last.values.get(name, ())) or last.n,
+        fmean(map(fmean, differences)) if pairs and all(pairs) else after - before,
+        bootstrap_interval(*differences, seed=last.seed),
+        last.get_n(name),
         (first.step, last.step),
-        last.lower_is_better,
+        last.is_error(name),
     )
 
 

@@ -108,11 +108,11 @@ def _describe_mixture(
     counts = Counter(example.source.partition("/")[0] for example in train)
     left_out = Counter(example.source.partition("/")[0] for example in held_out)
     shares = compute_shares(counts, settings.data) if "" not in counts else {}
-    for name, share in shares.items():
-        yield (
-            f"           {name}: {counts[name]:,} examples, {100 * share:.3g} % of the prompts; "
-            f"{left_out[name]:,} held out"
-        )
+    for name in filter(None, {**shares, **left_out}):
+        trained = ""
+        if name in shares:
+            trained = f"{counts[name]:,} examples, {100 * shares[name]:.3g} % of the prompts; "
+        yield f"           {name}: {trained}{left_out[name]:,} held out"
 
 
 def _image_line(policy: Policy, task: Task, examples: Sequence[Example]) -> Iterator[str]:
@@ -156,10 +156,10 @@ class TrainResult:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        if self.before is not None:
-            yield f"before     {self.before}"
-        if self.after is not None:
-            yield f"after      {self.after}"
+        for title, evaluation in {"before": self.before, "after": self.after}.items():
+            lines = [] if evaluation is None else evaluation.lines
+            yield from (f"{title:<11}{line}" for line in lines[:1])
+            yield from (f"{'':<13}{line}" for line in lines[1:])
         if self.before is not None and self.after is not None:
             yield f"change     {format_change(self.before, self.after)}"
         if self.best is not None:
