@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -11,8 +13,11 @@ class UserError(Exception):
 
     The message names the culprit and the remedy. The command line prints only the message and
     exits with status 2; ``--debug`` adds the traceback. Any other exception is a bug of the
-    program and keeps its traceback.
+    program and keeps its traceback. What it quotes, such as a server's answer, is printable.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class Stopped(Exception):
@@ -25,6 +30,20 @@ class Stopped(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+# Terminals obey the control characters of C0, except tabs and line breaks, and C1; bidirectional
+# controls show a text in another order.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return text from elsewhere with its control characters as escape sequences.
+
+    >>> print(printable("\\033[31mred\\n"), end="")
+    \\x1b[31mred
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -52,6 +71,32 @@ def bullets(problems: Iterable[str], limit: int = 50) -> str:
     if len(problems) > limit:
         lines.append(f"  … and {len(problems) - limit} more")
     return "\n".join(lines)
+
+
+def list_bad_rows(problems: Iterable[str], limit: int = 50) -> str:
+    """Return the problems of rows, each ``ROW: [example ID: ]PROBLEM``, as ``bullets`` does.
+
+    Of three or more rows whose problems differ in numbers and quoted texts alone, the first stands
+    for all.
+
+    >>> print(list_bad_rows(f"row {n}: '{n}' has {n} tokens" for n in range(9)))
+      - row 0: '0' has 0 tokens
+        8 more like it: row 1, row 2, row 3, row 4, …
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        reason = re.sub("^example .*?: ", "", problem.partition(": ")[2] or problem)
+        kinds[re.sub(r"'[^']*'|\d+", "", reason)].append(problem)
+
+    def describe(alike: list[str]) -> Iterator[str]:
+        _, *others = rows = [*dict.fromkeys(problem.partition(": ")[0] for problem in alike)]
+        if not len(rows) == len(alike) > 2:  # two, or problems with one file
+            yield from alike
+            return
+        shown = ", ".join([*others[:4], *(["…"] if len(others) > 4 else [])])
+        yield f"{alike[0]}\n    {len(others):,} more like it: {shown}"
+
+    return bullets((line for alike in kinds.values() for line in describe(alike)), limit)
 
 
 _PLAIN_TERMS = {

@@ -115,12 +115,14 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(folder, question,
 
 
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
-    source = write_rows(folder, *[make_row(id=i, answer="x") for i in range(60)])
+    rows = [make_row(id=i, question=0, answer="x") for i in range(3)]
+    source = write_rows(folder, *rows, *[make_row(id=i, answer="x" * i) for i in range(9, 69)])
     message = get_load_error(source)
-    assert "60 bad rows (good rows: 0)" in message
-    assert f"{source}:50: " in message
-    assert f"{source}:51: " not in message
-    assert "… and 10 more" in message
+    assert "63 bad rows (good rows: 0)" in message
+    assert f"\n    2 more like it: {source}:2, {source}:3\n" in message
+    assert f"\n  - {source}:4: the answer 'xxxxxxxxx' " in message
+    others = ", ".join(f"{source}:{number}" for number in range(5, 9))
+    assert f"\n    59 more like it: {others}, …\n" in message
 
 
 def test_a_duplicate_id_is_reported_with_both_lines(folder):
@@ -386,8 +388,8 @@ def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind > 0", r"(?s)example 0 has no number kind.*vlm-grpo sample RECIPE"),
-        ("other > 0", "example 0 has no number other"),
+        ("kind > 0", r"(?s)example 0.*: it has no number kind.*vlm-grpo sample RECIPE"),
+        ("other > 0", "example 0.*: it has no number other"),
         ("pass_rate > 1", "accepts none of the 11 training examples; .*pass_rate from 0 to 1"),
     ],
 )

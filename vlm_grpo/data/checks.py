@@ -12,7 +12,7 @@ import numpy as np
 
 from vlm_grpo.config.data import DataSettings, SourceSettings, Split
 from vlm_grpo.data.loading import read_source, stands_for_both
-from vlm_grpo.errors import bullets
+from vlm_grpo.errors import bullets, list_bad_rows
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import gold_boxes
 from vlm_grpo.types import Example, ImageRef
@@ -52,7 +52,7 @@ class DataReport:
         for name, problems in self.problems.items():
             yield f"  {name:<28} {len(problems)}"
             if problems:
-                yield bullets(problems, _MAX_LISTED)
+                yield list_bad_rows(problems, _MAX_LISTED)
         groups = [group for group in _group(self.digests).values() if len(group) > 1]
         yield f"  {'duplicate images':<28} {sum(map(len, groups))} in {len(groups)} groups"
         for group in groups[:_MAX_LISTED]:

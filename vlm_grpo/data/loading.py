@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -30,7 +31,7 @@ from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_rows
 from vlm_grpo.data.rows import Row, list_boxes, to_example
 from vlm_grpo.data.store import ExampleStore, ExampleView
-from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.task import Rule, Task
 from vlm_grpo.task.registry import (
     SET_BY_LIBRARY,
@@ -98,10 +99,10 @@ def load_source(
         remedy = "fix them; training can skip them with data.on_bad_row=skip"
         raise UserError(
             f"{name} has {bad} (good rows: {len(examples)}):\n"
-            f"{bullets(problems, _MAX_LISTED)}\n{remedy if examples else 'fix them'}"
+            f"{list_bad_rows(problems, _MAX_LISTED)}\n{remedy if examples else 'fix them'}"
         )
     if problems:
-        listed = bullets(problems, 5)
+        listed = list_bad_rows(problems, 5)
         logger.warning("%s: skipped %s, kept %d:\n%s", name, bad, len(examples), listed)
     if not examples:
         raise UserError(f"{name} has no examples")
@@ -403,7 +404,7 @@ def _get_key(image: ImageRef, attribute: Literal["name", "path"]) -> str:
 
 def stands_for_both(source: object) -> bool:
     """Return whether the name of a source stands for both its training and its held-out part."""
-    is_named = source == PYTHON or str(source).startswith(("embedded:", "hf:"))
+    is_named = source == PYTHON or re.match(r"embedded:|hf:[^:]*(::|$)", str(source)) is not None
     path = Path(str(source))
     return is_named or path.suffix in (".yaml", ".yml") or path.is_dir()
 
@@ -479,13 +480,13 @@ def filter_examples(
     for index, example in enumerate(examples):
         values = {**example.meta, **known.get(example.id, {})}
         missing = chosen.find_missing(values)
-        problems += (f"{example.name} has no number {name}" for name in missing)
+        problems += (f"{example.name}: it has no number {name}" for name in missing)
         if not missing and chosen.accepts(values):
             kept.append(index)
     if problems:
         where = "its rows" if data.difficulty is None else f"{data.difficulty} or its rows"
         raise UserError(
-            f"data.filter={data.filter!r} needs numbers in {where}:\n{bullets(problems, 5)}\n"
+            f"data.filter={data.filter!r} needs numbers in {where}:\n{list_bad_rows(problems, 5)}\n"
             "vlm-grpo sample RECIPE --difficulty FILE writes pass_rate by id, for "
             "data.difficulty=FILE"
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.data.rows import list_boxes
-from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.errors import UserError, list_bad_rows, nearest
 from vlm_grpo.task.coordinates import PERMILLE
 from vlm_grpo.types import Example
 
@@ -87,10 +87,10 @@ def read_outputs(
         missing = (examples[index].id for index in sorted(matcher.unmatched))
         problems += (f"{path}: no prediction for id {name!r}" for name in missing)
     if problems:
-        what = "the predictions and the examples do not match one to one"
-        raise UserError(
-            f"{what if is_own else 'rows that do not match the examples'}:\n{bullets(problems)}"
-        )
+        what = "rows that do not match the examples"
+        if is_own:
+            what = "the predictions and the examples do not match one to one"
+        raise UserError(f"{what}:\n{list_bad_rows(problems)}")
     if not found:
         raise UserError(f"{path} has no outputs")
     matched = [own for _, own in sorted(found.items())]

@@ -20,7 +20,7 @@ from PIL import Image
 
 from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings, check_numbers
 from vlm_grpo.data.store import ExampleView
-from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.errors import UserError, list_bad_rows, nearest
 from vlm_grpo.model.engine.batch import RECENT_IMAGES
 from vlm_grpo.model.families import Family, PixelBudget
 from vlm_grpo.task import Task
@@ -252,13 +252,13 @@ class PromptWriter:
             remedy = "remove them, or skip them with data.on_bad_row=skip" if usable else "fix them"
             raise UserError(
                 f"{len(problems)} examples cannot be used with this model:\n"
-                f"{bullets(problems)}\n{remedy}"
+                f"{list_bad_rows(problems)}\n{remedy}"
             )
         if problems:
             logger.warning(
                 "skipped %d examples that cannot be used with this model:\n%s",
                 len(problems),
-                bullets(problems, 5),
+                list_bad_rows(problems, 5),
             )
         return ExampleView(examples, chosen=usable) if problems else examples
 

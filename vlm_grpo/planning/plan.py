@@ -18,7 +18,7 @@ from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import filter_examples, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
-from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.families import PixelBudget, load_family
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
@@ -602,7 +602,8 @@ class PromptCounter:
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
         if problems:
-            raise UserError(f"the model cannot resize the images of:\n{bullets(problems)}")
+            listed = list_bad_rows(problems)
+            raise UserError(f"the model cannot resize the images of:\n{listed}")
         return sorted(sizes, key=lambda size: size.tokens)
 
     def _resize(self, images: Sequence[ImageRef], budget: PixelBudget) -> PromptSize:
