@@ -91,6 +91,22 @@ def test_letters_that_the_output_cannot_encode_are_escaped(unbuffered):
     assert done.stderr == "\\xe9\n"
 
 
+def test_a_terminal_obeys_no_control_characters_of_rows_and_answers():
+    program = (
+        "import logging, sys; from vlm_grpo.cli import app\n"
+        "try: app.main(['--version'])\n"
+        "except SystemExit: print('\\x1b[31m'); logging.warning('\\x9b')"
+    )
+    terminal, end = os.openpty()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=end, stderr=subprocess.PIPE, text=True)
+    shown = os.read(terminal, 1000).decode()
+    os.close(terminal)
+    os.close(end)
+    assert shown.endswith("\\x1b[31m\r\n"), done.stderr
+    assert done.stderr == "WARNING: \\x9b\n"
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

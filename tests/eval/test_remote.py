@@ -93,7 +93,9 @@ def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
     refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
     model = ChatModel(fail=fail_some(refusal, lambda text: "circles" in text))
     with serve(model) as server:
-        reason = rf"example .* and {len(failing) - 1} others: .*context length is 512 tokens\n"
+        reason = (
+            rf"example .*context length is 512 tokens\n    {len(failing) - 1} more like it: .*\n"
+        )
         message = rf"no output for {len(failing)} examples:\n  - {reason}.*lower policy.max_pixels"
         with pytest.raises(UserError, match=message):
             evaluate(settings, None, server.address)
@@ -128,17 +130,27 @@ def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     assert outputs == [*"012345"]
 
 
-ENDED = rf"no output for {COUNT} examples; after 8 failures it was asked no more:\n  - example .*"
+ENDED = (
+    rf"no output for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
+)
 
 
 @pytest.mark.parametrize(
     ("status", "concurrency", "message", "most"),
     [
-        (503, 4, f"{ENDED}503.*the reason", 2 * (8 + 4)),  # each is asked twice
-        (400, 1, f"{ENDED}400.*the reason", 9),
+        (503, 4, f"{ENDED.format(4)}503.*the reason", 2 * (4 + 4)),  # each is asked twice
+        (503, 1, f"{ENDED.format(2)}503.*the reason", 2 * (2 + 1)),
+        (500, 1, f"{ENDED.format(8)}500.*the reason", 2 * (8 + 1)),
+        (400, 1, f"{ENDED.format(8)}400.*the reason", 9),
         (401, 1, "asks for an API key", 2),
     ],
-    ids=["gone", "refuses every prompt", "an error of every request"],
+    ids=[
+        "gone",
+        "gone, asked one by one",
+        "fails",
+        "refuses every prompt",
+        "an error of every request",
+    ],
 )
 def test_a_server_without_answers_is_asked_no_more(status, concurrency, message, most, tmp_path):
     model = ChatModel(fail=lambda text, earlier: Reply(status=status, body=b"the reason"))

@@ -25,6 +25,7 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     seconds: float = 0.0
+    pause: float = 0.0  # seconds after each byte of the body
     is_cut: bool = False
 
 
@@ -62,7 +63,10 @@ def build_server(
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                parts = [data[i : i + 1] for i in range(len(data))] if reply.pause else [data]
+                for part in parts:
+                    self.wfile.write(part)
+                    time.sleep(reply.pause)
 
         do_POST = do_GET
 

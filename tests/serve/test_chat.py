@@ -164,6 +164,34 @@ def test_a_response_without_an_answer_is_a_failure(body):
 
 
 @pytest.mark.parametrize(
+    ("replies", "warned", "message"),
+    [
+        (("a", None, "org/a", "a-2025"), False, None),
+        (("x.gguf", "x.gguf"), True, None),  # some servers know the name of a file only
+        (("a", "b"), False, "asked for a, and b answered: give the name .* with --served-model"),
+        (("x.gguf", "y.gguf"), True, "asked for x.gguf, and y.gguf answered"),
+    ],
+)
+def test_another_model_that_answers_is_named(replies, warned, message, caplog):
+    turns, model = iter(replies), ChatModel(models=("a", "b"))
+
+    def respond(body):
+        reply = json.loads(model.respond(body).body or b"")
+        return Reply(body=json.dumps({**reply, "model": next(turns)} if body else reply).encode())
+
+    with run_judge(respond) as server:
+        client = ChatClient(Endpoint(server.address, "a"))
+        for _ in replies[:-1]:
+            client.ask(QUESTION, {})
+        if message is None:
+            client.ask(QUESTION, {})
+        else:
+            with pytest.raises(UserError, match=message):
+                client.ask(QUESTION, {})
+    assert caplog.messages == [f"{server.address} answers as x.gguf, asked for a"] * warned
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"url": "localhost:8000"}, "'localhost:8000' must start with http://"),

@@ -15,6 +15,7 @@ from vlm_grpo.task import PlainQuestion, Task, reward
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import FailureGuard, RewardScorer, SentTask
 from vlm_grpo.types import Example, Score
+from vlm_grpo.utils.http_json import post_json
 
 # The answer selects what the reward does. As with users' files, workers cannot import the module.
 FAILING = '''
@@ -151,6 +152,18 @@ def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing, workers):
     assert time.monotonic() - started < 20
     assert (computes.answer, computes.total) == ("computes", None)
     assert "was killed" in computes.failures["trouble"]
+
+
+def test_a_service_that_fails_is_logged_by_its_message_alone(caplog):
+    class Asking(PlainQuestion):
+        @reward()
+        def asked(self, answer: str, example: Example) -> float:
+            return post_json("http://127.0.0.1:1", {}, retries=0)
+
+    (found,) = RewardScorer()(Asking(), ["a"], [EXAMPLE])
+    assert found.failures["asked"].startswith("ServiceError: http://127.0.0.1:1: URLError: ")
+    assert "\n" not in found.failures["asked"]
+    assert caplog.messages[0].endswith(f"The first:\n{found.failures['asked']}")
 
 
 def test_the_first_failure_of_a_rule_is_logged_with_its_traceback(failing, caplog):

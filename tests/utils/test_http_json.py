@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import email.utils
+import math
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +25,7 @@ GOOD = Reply(body=b'{"value": 1}')
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits before repetitions, none of which is slept."""
     found: list[float] = []
-    clock = SimpleNamespace(sleep=found.append, time=time.time)
+    clock = SimpleNamespace(sleep=found.append, time=time.time, monotonic=time.monotonic)
     monkeypatch.setattr(http_json, "time", clock)
     return found
 
@@ -72,8 +74,41 @@ def test_a_demanded_wait_is_kept_up_to_a_limit(header, seconds, waits):
 
 def test_a_slow_response_fails_after_its_limit():
     slow = answer_in_turn(replace(GOOD, seconds=0.3))
-    with run_judge(slow) as server, pytest.raises(ServiceError, match="TimeoutError: timed out"):
+    with (
+        run_judge(slow) as server,
+        pytest.raises(ServiceError, match="no response within"),
+    ):
         post_json(server.address, {}, timeout=0.05, retries=0)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_the_limit_is_that_of_the_whole_response(status):
+    drip = Reply(status=status, body=b" " * 500, pause=0.01)
+    with (
+        run_judge(answer_in_turn(drip)) as server,
+        pytest.raises(ServiceError, match="no response within"),
+    ):
+        post_json(server.address, {}, timeout=0.1, retries=0)
+
+
+def test_a_response_nested_too_deeply_and_control_characters_are_a_failure_of_plain_text():
+    nested, red = Reply(body=b"[" * 200_000), Reply(status=404, body=b"\x1b[31mred\x9b\xc2\x9b")
+    with run_judge(answer_in_turn(nested, red)) as server:
+        with pytest.raises(ServiceError, match="RecursionError"):
+            post_json(server.address, {}, retries=0)
+        with pytest.raises(ServiceError, match=r"404 Not Found: \\x1b\[31mred�\\x9b$"):
+            post_json(server.address, {}, retries=0)
+
+
+def test_a_service_that_fails_again_is_named_but_not_every_time(waits, monkeypatch, caplog):
+    monkeypatch.setattr(http_json, "_last_line", -math.inf)
+    with run_judge(answer_in_turn(Reply(status=503, body=b"busy"))) as server:
+        for _ in range(2):
+            with pytest.raises(ServiceError):
+                post_json(server.address, {}, retries=3)
+    (record,) = caplog.records
+    # The wait before the third attempt is 1 to 2 seconds.
+    assert re.search(r"503 Service Unavailable: busy; asking again in [12] s$", record.getMessage())
 
 
 def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key():

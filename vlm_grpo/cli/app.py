@@ -33,7 +33,7 @@ from vlm_grpo.cli.sample import sample
 from vlm_grpo.cli.serve import serve
 from vlm_grpo.cli.settings import settings, tasks
 from vlm_grpo.cli.train import sft, train
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import UserError, printable
 from vlm_grpo.utils.openmp import spin_between_kernels
 from vlm_grpo.utils.trust import trust_code
 
@@ -85,6 +85,9 @@ class _CurrentStderr(logging.StreamHandler):
         self.setStream(sys.stderr)
         super().emit(record)
 
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
 
 class _Output(io.FileIO):
     """Standard output or error: a closed pipe (``| head``) or terminal does not end a run."""
@@ -101,10 +104,17 @@ class _Output(io.FileIO):
             return len(data)
 
 
-def _make_safe(stream: Any) -> Any:
+class _Printable(io.TextIOWrapper):
+    """Standard output, of which a terminal obeys no control characters of rows and answers."""
+
+    def write(self, text: str) -> int:
+        return super().write(printable(text) if self.isatty() else text)
+
+
+def _make_safe(stream: Any, wrapper: type[io.TextIOWrapper] = io.TextIOWrapper) -> Any:
     """Return a stream that survives its reader and escapes letters that it cannot encode."""
     raw = _Output(stream.fileno(), "wb", closefd=False)
-    return io.TextIOWrapper(
+    return wrapper(
         raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
         stream.encoding,
         errors="backslashreplace",
@@ -133,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     spin_between_kernels()
     if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        sys.stdout = _make_safe(sys.stdout)
+        sys.stdout = _make_safe(sys.stdout, _Printable)
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
         sys.stderr = _make_safe(sys.stderr)
     logging.basicConfig(
@@ -156,5 +166,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "--debug" in words:
             traceback.print_exc()
         else:
-            print(f"error: {message}", file=sys.stderr)
+            print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(2)

@@ -30,7 +30,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import flatten
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
-from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.errors import UserError, bullets, list_bad_rows
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.families import PixelBudget
 from vlm_grpo.model.loading import load_prompt_builder
@@ -59,8 +59,9 @@ _REQUEST_SETTINGS = {
     *("policy", "prompt", "rollout"),
 }
 # Failed examples, without an answer between them, after which no more are asked; at least as many
-# as are asked at once.
+# as are asked at once. Those that a server is too dead to answer, by ``_DEAD``, suffice in pairs.
 FAILURES_IN_A_ROW = 8
+_DEAD = (None, 502, 503, 504)  # no response, or that of a proxy
 _CHECKED_PROMPTS = 16  # whose length is compared with the server's count
 _REFUSED = (400, 413, 422)  # status codes with which servers refuse one prompt, such as a long one
 # Fields of vLLM and SGLang that leave a stop string in the text, as a policy does.
@@ -156,7 +157,9 @@ class RemoteModel:
                 if isinstance(found, ServiceError | TimeoutError):
                     failures[index] = found
                     in_a_row += not (has_answered and _is_refusal(found))
-                    if in_a_row == max(FAILURES_IN_A_ROW, self.endpoint.concurrency):
+                    is_dead = getattr(found, "status", None) in _DEAD
+                    enough = 2 if is_dead else FAILURES_IN_A_ROW
+                    if in_a_row >= max(enough, self.endpoint.concurrency):
                         break
                 elif isinstance(found, BaseException):
                     raise found
@@ -256,17 +259,11 @@ def _describe_failures(
     failures: Mapping[int, Exception], examples: Sequence[Example], missing: int
 ) -> str:
     """Return the message for ``missing`` examples without an output, with the failures by index."""
-    reasons: dict[str, list[int]] = {}
-    for index, failure in sorted(failures.items()):
-        reasons.setdefault(str(failure), []).append(index)
-    lines = []
-    for reason, indices in reasons.items():
-        others = f" and {len(indices) - 1} others" if len(indices) > 1 else ""
-        lines.append(f"{examples[indices[0]].name}{others}: {reason}")
+    lines = (f"{examples[index].name}: {failure}" for index, failure in sorted(failures.items()))
     count = f"{missing} examples" if missing > 1 else "1 example"
     stopped = f"; after {len(failures)} failures it was asked no more"
     text = f"the server gave no output for {count}{stopped if missing > len(failures) else ''}:\n"
-    text += bullets(lines, 10)
+    text += list_bad_rows(lines, 10)
     if any(map(_is_refusal, failures.values())):
         text += (
             "\nif a prompt is too long for the server, lower policy.max_pixels or "

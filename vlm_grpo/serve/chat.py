@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import mimetypes
 import os
 import urllib.parse
@@ -12,12 +13,14 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.errors import UserError, bullets, printable
 from vlm_grpo.media.images import encode_data_url, encode_png
 from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError, build_authorization, get_json, post_json
+
+logger = logging.getLogger(__name__)
 
 API_KEY = "OPENAI_API_KEY"  # environment variable whose key is sent if it is set
 
@@ -31,7 +34,7 @@ class Endpoint:
     concurrency: int = 16  # maximum number of requests at once
     # Of boxes if ``Settings.model`` is ``none``; None: pixels of the original image.
     frame: CoordinateFrame | None = None
-    timeout: float = 600.0  # seconds to wait for each part of a response
+    timeout: float = 600.0  # seconds to wait for a response
     retries: int = 6
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ class ChatClient:
             found = f"serves\n{bullets(served)}\n" if served else "lists no models: "
             raise UserError(f"{endpoint.base} {found}give the name of one with --served-model")
         self.model = endpoint.model or served[0]
+        self._name = self.model  # by which it answers
 
     def ask(
         self,
@@ -109,14 +113,33 @@ class ChatClient:
                 self._limit = renamed
                 return self.ask(messages, options, tags)
             raise self._explain(error) from error
-        return _read_answer(response, url, tags)
+        answer = _read_answer(response, url, tags)
+        self._check_model(response.get("model"))
+        return answer
+
+    def _check_model(self, name: Any) -> None:
+        """Refuse the answer of another model that is served; a new name is told once.
+
+        Servers answer ``gpt-4o`` as ``gpt-4o-2024-08-06``, and some by the name of a file.
+        """
+        known = {self.model, self._name}
+        if not isinstance(name, str) or any(name in own or own in name for own in known):
+            return
+        name = printable(name)
+        if name in self._served or self._name != self.model:
+            raise UserError(
+                f"{self.endpoint.base} was asked for {self._name}, and {name} answered: give the "
+                "name of the model to evaluate with --served-model"
+            )
+        logger.warning("%s answers as %s, asked for %s", self.endpoint.base, name, self.model)
+        self._name = name
 
     def _list_models(self) -> list[str]:
         url = f"{self.endpoint.base}/models"
         try:
             # A wrong address must not take a minute to be named.
             response = get_json(url, self._headers, retries=1)
-            return [str(entry["id"]) for entry in response["data"]]
+            return [printable(str(entry["id"])) for entry in response["data"]]
         except ServiceError as error:
             if error.status in (401, 403):
                 raise self._explain(error) from error

@@ -26,6 +26,7 @@ import inspect
 import math
 import operator
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +43,7 @@ from vlm_grpo.task.parsing import extract_answer
 from vlm_grpo.task.scores import repeated_share
 from vlm_grpo.types import Batch, Candidate, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
+from vlm_grpo.utils.http_json import ServiceError
 from vlm_grpo.utils.timing import CallTimeout
 
 FAILURES = (Exception, SystemExit, CallTimeout)
@@ -197,8 +199,13 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
 
 
 def _format_traceback() -> str:
-    """Return the traceback of the current exception, without the middle of a long one."""
-    text = traceback.format_exc()
+    """Return the traceback of the current exception, without the middle of a long one.
+
+    The message of a service that failed says all, without those of its threads.
+    """
+    error = sys.exception()
+    is_service = isinstance(error, ServiceError)
+    text = f"{type(error).__name__}: {error}" if is_service else traceback.format_exc()
     left_out = len(text) - 2 * _TRACEBACK_PART
     if left_out <= 0:
         return text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import email.utils
 import http.client
 import json
+import logging
+import math
 import os
 import random
 import time
@@ -14,10 +16,17 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vlm_grpo.errors import printable
+from vlm_grpo.utils.remote_calls import call_all
+
+logger = logging.getLogger(__name__)
+
 FIRST_WAIT = 1.0
 """Seconds before the first repetition; each later wait is twice as long, up to ``LONGEST_WAIT``."""
 LONGEST_WAIT = 60.0
 """Longest wait in seconds, which also limits what a ``Retry-After`` header can demand."""
+_SILENCE = 15.0
+"""Seconds between two lines about requests that are repeated, whichever they are."""
 _REPEATED = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 """Status codes of failures that may pass."""
 _LONGEST_RESPONSE = 2**28
@@ -27,6 +36,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 # Not the global generator, whose state is part of a run's checkpoint.
 _random = random.Random()
+_last_line = -math.inf  # time of the last line
 
 
 class ServiceError(RuntimeError):
@@ -34,7 +44,7 @@ class ServiceError(RuntimeError):
     response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.status = status
 
 
@@ -54,12 +64,12 @@ def post_json(
 ) -> Any:
     """Send a value as JSON by POST, and return the JSON of the response.
 
-    A request is repeated up to ``retries`` times: if there is no connection, if no valid response
-    comes in time (``timeout`` seconds for the connection and for each part of the response), and
-    after the status 429 or another that may pass. The wait before it doubles each time, or is what
-    the response's ``Retry-After`` demands. Redirects are not followed. The environment's
-    ``HTTPS_PROXY`` and ``NO_PROXY`` hold, but not for this machine's own address. ``ServiceError``:
-    all attempts failed, or the service refused the request."""
+    A request is repeated up to ``retries`` times: if there is no connection, if there is no valid
+    response ``timeout`` seconds after it was sent, and after the status 429 or another that may
+    pass. The wait before it doubles each time, or is what the response's ``Retry-After`` demands; a
+    service that fails again is named in a warning, at most every 15 seconds. Redirects are not
+    followed. The environment's ``HTTPS_PROXY`` and ``NO_PROXY`` hold, but not for this machine's
+    own address. ``ServiceError``: all attempts failed, or the service refused the request."""
     return _send(url, json.dumps(body).encode(), headers, timeout, retries)
 
 
@@ -104,28 +114,51 @@ def _send(
     proxies = urllib.request.ProxyHandler({} if is_here else None)
     opener = urllib.request.build_opener(_NoRedirect, proxies)
     secrets = [value.split()[-1] for value in headers.values() if value.split()]
+
+    def ask(request: urllib.request.Request) -> tuple[bytes, urllib.error.HTTPError | None]:
+        try:
+            with opener.open(request, timeout=timeout) as response:
+                return response.read(_LONGEST_RESPONSE + 1), None
+        except urllib.error.HTTPError as error:
+            with error:
+                return _read_excerpt(error, secrets).encode(), error
+
     status = None
     for attempt in range(retries + 1):
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * _random.uniform(0.5, 1.0)
         try:
-            with opener.open(request, timeout=timeout) as response:
-                content = response.read(_LONGEST_RESPONSE + 1)
+            # In a thread: a timeout of the socket begins again with every byte.
+            (found,) = call_all(ask, [request], 1, timeout)
+            if isinstance(found, BaseException):
+                raise found
+            content, refusal = found
             if len(content) > _LONGEST_RESPONSE:
                 raise ValueError(f"the response has more than {_LONGEST_RESPONSE} bytes")
-            return read(content)
-        except urllib.error.HTTPError as error:
-            with error:
-                reason = f"status {error.code} {error.reason}: {_read_excerpt(error, secrets)}"
-            status = error.code
+            if refusal is None:
+                return read(content)
+            status = refusal.code
+            reason = f"status {status} {refusal.reason}: {content.decode()}"
             if status not in _REPEATED:
-                raise ServiceError(f"{url}: {reason}", status) from None
-            wait = _get_demanded_wait(error.headers.get("Retry-After"), wait)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # also invalid JSON
+                raise ServiceError(f"{url}: {reason}", status)
+            wait = _get_demanded_wait(refusal.headers.get("Retry-After"), wait)
+        except TimeoutError:
+            reason, status = f"no response within {timeout:g} s", None
+        # The last two: invalid JSON.
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             reason, status = f"{type(error).__name__}: {error}", None
         if attempt < retries:
+            _tell(url, reason, attempt, wait)
             time.sleep(wait)
     failed = f"{retries + 1} attempts failed, the last with " if retries else ""
     raise ServiceError(f"{url}: {failed}{reason}", status)
+
+
+def _tell(url: str, reason: str, attempt: int, wait: float) -> None:
+    """Warn of a request that is repeated, unless this is its first time or another was told."""
+    global _last_line
+    if attempt and time.monotonic() - _last_line >= _SILENCE:
+        _last_line = time.monotonic()
+        logger.warning("%s: %s; asking again in %.0f s", url, printable(reason), wait)
 
 
 def _read_excerpt(error: urllib.error.HTTPError, secrets: Sequence[str]) -> str:
