@@ -115,6 +115,12 @@ COMPARISONS = [
          draw_formula, "passed", "tests `math`"),
         ("charades_sta", "Time-R1", "evaluate.py", scripts.load_charades, pages.draw_interval,
          "iou"),
+        *(
+            ("charades_sta", "Time-R1", "evaluate.py",
+             partial(scripts.load_charades, threshold=threshold / 100), pages.draw_interval,
+             f"recall_{threshold}")
+            for threshold in (30, 50, 70)
+        ),
     )
 ]  # fmt: skip
 

@@ -382,8 +382,8 @@ def _load_olmocr(checkout: Checkout, file: str, renderer: Any) -> Score:
     return score
 
 
-def load_charades(checkout: Checkout, file: str) -> Score:
-    """Load Time-R1's parser, and the IoU that its loop computes."""
+def load_charades(checkout: Checkout, file: str, threshold: float | None = None) -> Score:
+    """Load Time-R1's parser, and the IoU that its loop computes, or whether that is a hit."""
     code = checkout.load(file, "parse_timestamp_output", header="import re")
     loop = checkout.find_loop(file, "iou_ = ")
     line = next(line for line in ast.unparse(loop).split("\n") if "iou_ = " in line)
@@ -392,6 +392,7 @@ def load_charades(checkout: Checkout, file: str) -> Score:
 
     def score(text: str, example: Example) -> float:
         start, end = code.parse_timestamp_output(text)
-        return 0.0 if start is None else max(0.0, iou.compute(*example.answer, start, end))
+        value = 0.0 if start is None else max(0.0, iou.compute(*example.answer, start, end))
+        return value if threshold is None else float(threshold <= value)
 
     return score

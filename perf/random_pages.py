@@ -165,6 +165,8 @@ def draw_interval(rng: random.Random) -> tuple[Example, str]:
     start = round(rng.uniform(0, 20), 1)
     end = round(start + rng.uniform(0.1, 10), 1)
     change = [rng.choice([0, 0, rng.uniform(-5, 5)]) for _ in range(2)]
+    if rng.random() < 0.3:  # an IoU that is a threshold, or next to it by rounding
+        change = [(end - start) * rng.choice([0.3, 0.5, 0.7]), 0]
     text = rng.choice(_SPANS.split("|"))
     text = text.replace("{s}", f"{max(0, start + change[0]):.2f}")
     return Example("a", (clip,), "?", [start, end]), text.replace("{e}", f"{end + change[1]:g}")

@@ -350,6 +350,14 @@ def _compute_iou(answer: Sequence[Box] | None, example: Example) -> float:
     return iou(answer[0], gold[0]) if answer and len(answer) == len(gold) == 1 else 0.0
 
 
+def _compute_temporal_iou(answer: Sequence[float] | None, example: Example) -> float:
+    """Return the IoU of intervals by the operations of Time-R1's script, in their order."""
+    if answer is None:
+        return 0.0
+    (start, end), (first, last) = answer, example.answer
+    return (min(last, end) - max(first, start)) / (max(last, end) - min(first, start))
+
+
 def _nms_ap(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
     """Compute OVDEval's NMS-AP: around each gold box (IoU > 0.5) only the last detection is kept.
 
@@ -425,6 +433,10 @@ RULES: dict[str, ExampleRule] = {
     "mean_accuracy_above": lambda a, e: float(
         np.mean(_compute_iou(a, e) > _THRESHOLDS + _ROUNDING)
     ),
+    # Without a margin: rounding decides at a threshold, as in the script.
+    "recall_30": lambda a, e: _compute_temporal_iou(a, e) >= 0.3,
+    "recall_50": lambda a, e: _compute_temporal_iou(a, e) >= 0.5,
+    "recall_70": lambda a, e: _compute_temporal_iou(a, e) >= 0.7,
     "mae": lambda a, e: abs((len(a) if isinstance(a, tuple) else a or 0) - e.answer),
 }
 """Rules for single answers: OCR; charts; IoU > t, whereas the accuracy of the tasks is IoU ≥ t; and
