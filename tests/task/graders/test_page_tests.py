@@ -97,6 +97,13 @@ def test_baseline(text, test, passes):
     assert Page(text).passes({"type": "baseline", **test}) == passes
 
 
+def test_a_window_may_be_shorter_than_its_text_but_a_page_may_not():
+    test = {"type": "present", "text": "Annual report", "first_n": 6}
+    assert Page("Annual meeting of 2020").passes(test)  # as in the script
+    assert not Page("Annual").passes(test)
+    assert not Page("Yearly report of 2020").passes(test)
+
+
 def test_hostile_pages_are_bounded():
     started = time.perf_counter()
     rng = random.Random(0)

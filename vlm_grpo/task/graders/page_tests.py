@@ -105,8 +105,9 @@ def _is_present(page: Page, test: Test) -> bool:
     first, last = test.get("first_n"), test.get("last_n")
     if first or last:
         text = (text[:first] if first else "") + (text[-last:] if last else "")
-    # partial_ratio finds the shorter text in the longer one: "e" would be every query.
-    compare = fuzz.partial_ratio if len(text) >= len(query) else fuzz.ratio
+    # partial_ratio finds the shorter text in the longer one: a page "e" would have every query. A
+    # window that the test makes shorter than its query is compared as by the script.
+    compare = fuzz.partial_ratio if len(page.normalized) >= len(query) else fuzz.ratio
     return compare(query, text) / 100.0 >= 1.0 - test.get("max_diffs", 0) / len(query)
 
 
