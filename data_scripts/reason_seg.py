@@ -1,12 +1,14 @@
 """ReasonSeg (LISA): questions that need reasoning, with the bounding box of the target polygons.
 
-Each image has a .json file of polygons. The answer is the box that contains all "target" polygons,
-whether they outline one object or several.
+Each image has a .json file of polygons. The answer is the box that contains all polygons of the
+target, whether they outline one object or several: those that LISA's masks have, without the labels
+"flag" and "ignore".
 
 --source: a split's folder (ReasonSeg/val), or the folder of the splits. --images: the same folder
 as --source. For VLM-R1's LISA-Grounding file see vlm_r1.
 """
 
+import re
 from pathlib import Path
 
 from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows, converter
@@ -21,6 +23,7 @@ from vlm_grpo.errors import UserError
 
 _IMAGES = {"val": 200, "test": 779, "train": 239}
 """Number of images of each split; an image has one or several questions."""
+_NO_TARGET = re.compile("flag|.*ignore.*", re.IGNORECASE)
 
 
 def _read_polygons(path: Path) -> RawRecord:
@@ -37,7 +40,8 @@ def convert(request: Request) -> Rows:
     yield from refuse_incomplete(str(files[0].parent), len(files), _IMAGES[request.split])
     for path in files:
         content = _read_polygons(path)
-        corners = [p for s in content["shapes"] if s["label"] == "target" for p in s["points"]]
+        shapes = [s for s in content["shapes"] if not _NO_TARGET.fullmatch(s["label"])]
+        corners = [point for shape in shapes for point in shape["points"]]
         if not corners:
             yield RefusedRow(path.name, "it has no target", kind="excluded")
             continue
