@@ -83,7 +83,7 @@ COMPARISONS = [
         ("tallyqa", "big_vision", _PALIGEMMA, scripts.load_tallyqa, outputs.draw_counting),
         ("countbenchqa", "big_vision", _PALIGEMMA, scripts.load_tallyqa, outputs.draw_counting),
         ("super_clevr_200", "R1-V", _SUPER_CLEVR, scripts.load_r1_v, outputs.draw_tagged_counting),
-        ("screenspot", "SeeClick", "pretrain/process_utils.py", scripts.load_seeclick,
+        ("screenspot", "SeeClick", "pretrain/screenspot_test.py", scripts.load_seeclick,
          outputs.draw_clicking),
         ("cv_bench", "lmms-eval", "lmms_eval/tasks/cv_bench/utils.py", scripts.load_cv_bench,
          outputs.draw_choosing, "exact"),

@@ -57,10 +57,10 @@ class Checkout:
         kept = [node for node in tree.body if not names or _get_names(node) & set(names)]
         return self.import_source(f"{header}\n{ast.unparse(ast.Module(kept, []))}")
 
-    def find_loop(self, file: str, content: str) -> ast.For:
-        """Return the outermost loop of a file that contains a text."""
-        loops = [node for node in ast.walk(ast.parse(self.read(file))) if isinstance(node, ast.For)]
-        return next(loop for loop in loops if content in ast.unparse(loop))
+    def find_loop(self, file: str, content: str, kind: type[ast.stmt] = ast.For) -> Any:
+        """Return the outermost loop, or statement of a kind, of a file that contains a text."""
+        nodes = [node for node in ast.walk(ast.parse(self.read(file))) if isinstance(node, kind)]
+        return next(node for node in nodes if content in ast.unparse(node))
 
     def import_source(self, source: str) -> Any:
         """Import Python source as a module."""
@@ -144,13 +144,20 @@ def load_flickr30k(checkout: Checkout, file: str) -> Score:
 
 def load_seeclick(checkout: Checkout, file: str) -> Score:
     """Load SeeClick's parser; its script compares the point with the box inline, edges included."""
-    code = checkout.load(file, "pred_2_point", header="import re")
+    reading = checkout.find_loop(file, "'box' in response", ast.If)
+    code = checkout.load("pretrain/process_utils.py", header="import re")
+    read = checkout.import_source(
+        f"def read(response, extract_bbox, pred_2_point):\n"
+        f"{textwrap.indent(ast.unparse(reading), '    ')}\n    return click_point"
+    ).read
 
     def score(text: str, example: Example) -> float:
         try:
-            x, y = code.pred_2_point(text)
-        except UnboundLocalError:  # neither two nor four numbers, which its script catches
+            x, y = read(text, code.extract_bbox, code.pred_2_point)
+        except (IndexError, UnboundLocalError):  # no place, which its script catches
             return 0.0
+        if "box" in text:  # shares of the sides, as of all its boxes; points are in pixels here
+            x, y = x * SIDE, y * SIDE
         x1, y1, x2, y2 = example.answer["boxes"][0]
         return float(x1 <= x <= x2 and y1 <= y <= y2)
 

@@ -137,7 +137,8 @@ def draw_tagged_grounding(rng: random.Random) -> tuple[Example, str]:
 _CLICKS = (
     "({x}, {y})|[{x}, {y}]|{x},{y}|click {x} {y}|{x}|1 {x} {y}|[[{x}, {y}]]|[{x}, {y}] or [1, 1]|"
     '{"point": [{x}, {y}]}|{"action": "click", "coordinate": [{x}, {y}]}|({x}.,{y}.)|-{x},{y}|none|'
-    "<box>[[{a},{b},{c},{d}]]</box>|[{a}, {b}, {c}, {d}]|({a},{b}),({c},{d})|{a} {b} {c} {d} 1"
+    "<box>({l},{t}),({r},{u})</box>|box {x} {y}|[{a}, {b}, {c}, {d}]|({a},{b}),({c},{d})|"
+    "{a} {b} {c} {d} 1"
 )
 
 
@@ -148,6 +149,8 @@ def draw_clicking(rng: random.Random) -> tuple[Example, str]:
     if rng.random() < 0.3:
         x, y = (gold[0] + gold[2]) / 2, (gold[1] + gold[3]) / 2 + rng.choice([0, 0, 0.1, 40])
     numbers = {"x": x, "y": y, "a": x - 3, "b": y - 2, "c": x + 3, "d": y + 2}
+    thousandths = (10 * numbers[name] for name in "abcd")  # of a side of 100 pixels
+    numbers |= dict(zip("ltru", thousandths, strict=True))
     text = rng.choice(_CLICKS.split("|"))
     for name, number in numbers.items():
         text = text.replace(f"{{{name}}}", f"{number:g}")

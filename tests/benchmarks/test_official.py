@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.benchmarks.official import READERS, unwrap
+from vlm_grpo.benchmarks.official import READERS, begins_word, unwrap
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Example, ImageRef
@@ -72,7 +72,15 @@ def compute_metric(
         # Qwen-VL's pattern allows no blank between corners and begins at the first parenthesis.
         ("refcoco qwen2_vl", BOX, "(0, 0), (10, 10)", 0),
         ("refcoco qwen2_vl", BOX, "(a), (0,0),(10,10)", 0),
+        # It divides by 999: 499.6 of 1,000 pixels is 500.1, an IoU of 0.5 with a box of 1,000.
+        ("refcoco qwen2_vl", {"boxes": [[0, 0, 1000, 1000]]}, "(0,0),(999,499.6)", 1),
         ("refcoco internvl", BOX, "<ref>cup</ref><box>[[0, 0, 10, 10]]</box>", 1),
+        ("refcoco internvl", BOX, "[[0 , 0. , 10 ,10.0 ]]", 1),
+        ("refcoco internvl", BOX, "[0, 0, 0.01, 0.01]", 1),  # a sum below 4: shares of the sides
+        ("refcoco internvl", BOX, "[cup, left]: [[0, 0, 10, 10]]", 0),  # "cup" is no number
+        ("refcoco internvl", BOX, "[cup]\n[[0, 0, 10, 10]]", 1),
+        ("refcoco glm", BOX, "at <0, 0, 10, 10>", 1),
+        ("refcoco", BOX, "(0, 0, 10, 10)", 0),
         ("refcoco paligemma", BOX, "<loc0000><loc0000><loc0010><loc0010>", 1),
         # A number alone; the reward's parser reads "7.", "#7" and "There are 7 apples" too.
         ("tallyqa", 7, "7", 1),
@@ -85,6 +93,16 @@ def compute_metric(
         ("tallyqa", 7, "07", 0),
         ("tallyqa", 21, "twenty-one", 0),
         ("tallyqa", 7, "9" * 5000, 0),
+        # The first digits of the text.
+        ("pixmo_count", 7, "There are 7 apples, or 8", 1),
+        ("pixmo_count", 7, "7.5", 1),
+        ("pixmo_count", 7, "07", 0),  # texts are compared
+        ("pixmo_count", 7, "seven", 0),
+        # The number stated, or else the first one: the error is 0.
+        ("fsc147", 1234, "approximately 1,234 objects", 0),
+        ("fsc147", 7, "seven", 0),
+        ("fsc147", 120, "between 120 and 150", 0),
+        ("fsc147", 7, "many", 7),
         # Texts.
         ("docvqa", ["ax"], "ab", 0.5),  # a similarity of exactly 0.5 counts
         ("stvqa", ["ax"], "ab", 0.0),  # but not in the paper
@@ -180,6 +198,29 @@ def test_objects_are_read_in_every_grammar(frame, output):
         ("original", "<think>1 2</think>[12, 30]", (12, 30)),
         ("permille", '{"action": "left_click", "coordinate": [500, 250]}', (0.5, 0.25)),
         ("gemma4", '{"point": [250, 500]}', (0.5, 0.25)),
+        # Forms of single models, whose echoed instructions may have digits.
+        (
+            "original",
+            'Layer 2 <tool_call>\n{"name": "computer_use", "arguments": {"action": '
+            '"left_click", "coordinate": [12, 30]}}\n</tool_call>',
+            (12, 30),
+        ),
+        ("original", '<tool_call>\n{"arguments": {"coordinate": [10, 20, 30, 40]}}', (20, 30)),
+        ("original", '<tool_call>\n{"arguments": {"coordinate": "12"}}\n</tool_call>', None),
+        (
+            "qwen2_vl",
+            "<|object_ref_start|>Layer 2<|object_ref_end|><|box_start|>(400,200),(600,300)"
+            "<|box_end|>",
+            (0.5, 0.25),
+        ),
+        ("fraction", "<|box_start|>[[400, 200], [600, 300]]<|box_end|>", (0.5, 0.25)),
+        ("fraction", "<|box_start|>(400,200),(600,1300)<|box_end|>", None),
+        ("fraction", "<box>(400,200),(600,300)</box>", (0.5, 0.25)),  # divided by 1,000
+        ("fraction", "(0.5,0.25)", (0.5, 0.25)),
+        ("fraction", "a box at (0.5,0.25)", None),
+        ("internvl", "<ref>Layer 2</ref><box>[[400, 200, 600, 300]]</box>", (0.5, 0.25)),
+        ("permille", "2. [[500,250]]", (0.5, 0.25)),
+        ("permille", "step 1: pyautogui.click(x=0.5, y=0.25)", (0.5, 0.25)),
         ("original", "12", None),
         ("original", "[12, 30] or [1, 2]", (6.5, 16)),
         ("original", "1 2 3", None),
@@ -203,6 +244,11 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
 def test_a_choice_is_the_first_letter(output, expected):
     example = make_example({"options": ["cat", "dog"], "answer": "dog"})
     assert READERS["first_letter"].read(output, example, load_task("cv_bench")) == expected
+
+
+def test_the_letter_of_a_word_is_told_from_a_letter():
+    outputs = ["Based on it", " (Bird)", "(B) bird", "B", "B. As", "<answer>Box</answer>", "12"]
+    assert [begins_word(output) for output in outputs] == [True, True, *[False] * 3, True, False]
 
 
 def test_boxes_with_y_first_are_read_in_order():

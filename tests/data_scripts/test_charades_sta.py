@@ -75,11 +75,17 @@ def test_metrics_are_those_of_the_definition():
 
 @pytest.mark.parametrize(
     ("gold", "output", "threshold"),
-    [([0.2, 1.2], "0.9 to 1.2", 30), ([0.1, 5.3], "2.7 to 5.3", 50), ([1.3, 2.3], "1.6 to 2.3", 70)],
+    [
+        ([0.2, 1.2], "0.9 to 1.2", 30),
+        ([0.1, 5.3], "2.7 to 5.3", 50),
+        ([1.3, 2.3], "1.6 to 2.3", 70),
+    ],
 )
 def test_an_iou_that_is_rounded_below_its_threshold_is_no_hit(gold, output, threshold):
     # The IoU is the threshold, but 0.29999999999999993 and so on in the script's arithmetic.
-    score = load_benchmark("charades_sta").load_task().score(output, Example("a", (CLIP,), "", gold))
+    score = (
+        load_benchmark("charades_sta").load_task().score(output, Example("a", (CLIP,), "", gold))
+    )
     assert score.metrics[f"recall_{threshold}"] == 0.0
     assert score.rewards["iou"] == pytest.approx(threshold / 100)
 

@@ -61,6 +61,13 @@ def test_counting_report_by_hand():
     assert [(r["group"], r["n"]) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
 
 
+def test_a_report_of_choices_has_the_share_of_letters_that_begin_a_word():
+    examples = make_examples([{"options": ["cat", "dog"], "answer": "dog"}] * 4, task=["x"] * 4)
+    report = make_report("blink", examples, ["B", "Based on it", "As such", "Sorry"])
+    share = "  letters read from the start of a word: 50.0%, such as 'Based on it'"
+    assert share in list(format_report(report))
+
+
 def test_ocrbench_is_in_points_of_a_thousand():
     examples = make_examples([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
     report = make_report("ocrbench", examples, ["it is A", "x"])

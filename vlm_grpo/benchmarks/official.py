@@ -11,13 +11,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from string import ascii_uppercase
 from typing import Any
 
 from vlm_grpo.task import Task
-from vlm_grpo.task.coordinates import Box
-from vlm_grpo.task.parsing import NUMBER_WORDS, LabeledBox, parse_boxes
+from vlm_grpo.task.coordinates import FRACTION, PERMILLE, Box
+from vlm_grpo.task.parsing import MAX_DIGITS, NUMBER_WORDS, LabeledBox, parse_boxes
 from vlm_grpo.types import Example
 
 Read = Callable[[str, Example, Task], Any | None]
@@ -103,13 +104,38 @@ def _read_tagged_count(text: str, example: Example, task: Task) -> int | None:
     return None
 
 
+@_reader("the first digits, compared as text (lmms-eval, pixmo_count/utils.py)")
+def _read_first_digits(text: str, example: Example, task: Task) -> int | None:
+    found = re.search(r"\d+", unwrap(text))
+    is_plain = found is not None and re.fullmatch(r"0|[1-9][0-9]*", found[0])
+    return int(found[0][:_MAX_DIGITS]) if found is not None and is_plain else None
+
+
+@_reader("the number that the text states, or else the first in it; no script has a rule")
+def _read_any_count(text: str, example: Example, task: Task) -> Any | None:
+    answer = unwrap(text)
+    if (count := task.parse(answer, example)) is not None:
+        return count
+    found = re.search(r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+", answer)
+    return None if found is None else int(found[0].replace(",", "")[:MAX_DIGITS])
+
+
 _N = r"(-?\d+(?:\.\d+)?)"
-_BRACKETS = re.compile(rf"\[\s*{_N},\s*{_N},\s*{_N},\s*{_N}\s*\]")
+_FOUR = rf"\s*{_N},\s*{_N},\s*{_N},\s*{_N}\s*"
 
 
-def _find_brackets(text: str) -> Sequence[str] | None:
-    found = _BRACKETS.search(text)
+def _find_brackets(text: str, opening: str = r"\[", closing: str = r"\]") -> Sequence[str] | None:
+    found = re.search(rf"[{opening}]{_FOUR}[{closing}]", text)
     return found.groups() if found else None
+
+
+def _find_internvl(text: str) -> Sequence[str] | None:
+    """Return what the first line with ``[…,…,…,…]`` has between its commas: text is no number."""
+    for line in text.split("\n"):
+        first, *parts = line.partition("[")[2].lstrip("[").split(",", 3)
+        if len(parts) == 3 and "]" in parts[2]:
+            return [first, *parts[:2], parts[2].partition("]")[0]]
+    return None
 
 
 def _find_parentheses(text: str) -> Sequence[str] | None:
@@ -127,13 +153,20 @@ def _find_locations(text: str) -> Sequence[str] | None:
     return None if found is None else [found[i] for i in (2, 1, 4, 3)]
 
 
-_FINDERS = {"qwen2_vl": _find_parentheses, "paligemma": _find_locations}
+_FINDERS = {
+    "qwen2_vl": _find_parentheses,
+    "internvl": _find_internvl,
+    "paligemma": _find_locations,
+    # Its card lets the kind of brackets vary.
+    "glm": partial(_find_brackets, opening=r"\[(<", closing=r"\])>"),
+}
 """The first box in the grammar of a frame; the others write brackets."""
 
 
 @_reader(
     "the first box in the model's grammar: [x1, y1, x2, y2] anywhere (lmms-eval, "
-    "refcoco/utils_rec.py) or (x1,y1),(x2,y2) (Qwen-VL, evaluate_grounding.py)"
+    "refcoco/utils_rec.py), [[x1, y1, x2, y2]] (InternVL, evaluate_grounding.py) or "
+    "(x1,y1),(x2,y2), divided by 999 (Qwen-VL, evaluate_grounding.py)"
 )
 def _read_first_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
     return _convert(_FINDERS.get(task.frame.name, _find_brackets)(unwrap(text)), example, task)
@@ -155,20 +188,60 @@ def _convert(numbers: Sequence[str] | None, example: Example, task: Task) -> tup
         x1, y1, x2, y2 = map(float, numbers or ())
     except ValueError:
         return None
-    image = example.images[0]
-    if task.frame.y_first:
+    image, frame = example.images[0], task.frame
+    if frame.y_first:
         x1, y1, x2, y2 = y1, x1, y2, x2
-    box = task.frame.to_pixels((x1, y1, x2, y2), image.size, image.resized_size)
+    # The scripts of these two divide otherwise than their models multiply.
+    if frame.name == "qwen2_vl":
+        frame = replace(frame, span=999)
+    elif frame.name == "internvl" and x1 + y1 + x2 + y2 < 4:
+        frame = FRACTION
+    box = frame.to_pixels((x1, y1, x2, y2), image.size, image.resized_size)
     return (box,) if all(map(math.isfinite, box)) else None
 
 
+_THOUSANDTHS = r"(\d{1,3}|1000),\s*(\d{1,3}|1000)(?!\d)"
+_CLICKS = (
+    (rf"<\|box_start\|>[(\[]*{_THOUSANDTHS}[)\]]*,\s*[(\[]*{_THOUSANDTHS}", PERMILLE),
+    (r"<box>\((\d{1,9}),(\d{1,9})\),\((\d{1,9}),(\d{1,9})\)</box>", PERMILLE),
+    (rf"\[\[\s*{_N},\s*{_N}(?:,\s*{_N},\s*{_N})?\s*\]\]", None),
+    (r"x=(0(?:\.\d+)?|1(?:\.0+)?), y=(0(?:\.\d+)?|1(?:\.0+)?)", FRACTION),
+)
+"""Forms of a place that only some models write, and their units; None: those of the frame."""
+
+
 @_reader(
-    "the only two numbers, or the center of the box that the only four are (SeeClick, "
-    "pretrain/process_utils.py)"
+    "two numbers, or the center of four: those in a tool call, in box tokens, in [[…]] or after x= "
+    "and y= (ScreenSpot-Pro's parser of each model), in <box> as thousandths, or the only ones "
+    "of a text without the word box (SeeClick, screenspot_test.py)"
 )
 def _read_click(text: str, example: Example, task: Task) -> Any | None:
-    plain = re.sub(r'"(?:point|bbox|box)_2d"', "", unwrap(text))
-    numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", plain)]
+    answer = unwrap(text)
+    if "<tool_call>" in answer:
+        return _read_call(answer, example, task)
+    plain = re.sub(r'"(?:point|bbox|box)(?:_2d)?"', "", answer)
+    for pattern, frame in _CLICKS:
+        if (found := re.search(pattern, plain)) is not None:
+            numbers = [float(number) for number in found.groups() if number is not None]
+            task = task if frame is None else replace(task, frame=frame)
+            return _click(numbers, example, task)
+    if "box" in plain:
+        return None
+    return _click([float(n) for n in re.findall(r"-?\d+\.?\d*", plain)], example, task)
+
+
+def _read_call(text: str, example: Example, task: Task) -> Any | None:
+    """Read the coordinate of the first call, whatever its action."""
+    call = text.partition("<tool_call>\n")[2].partition("\n</tool_call>")[0]
+    try:
+        place = json.loads(call[: call.rfind("}") + 1])["arguments"]["coordinate"]
+        numbers = [float(number) for number in place] if isinstance(place, list) else []
+    except (KeyError, OverflowError, RecursionError, TypeError, ValueError):
+        return None
+    return _click(numbers, example, task)
+
+
+def _click(numbers: Sequence[float], example: Example, task: Task) -> Any | None:
     if len(numbers) == 4:
         numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
     return task.parse(json.dumps(numbers), example) if len(numbers) == 2 else None
@@ -179,6 +252,15 @@ def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
     found = re.match(r"[(\s]*([A-Za-z])", unwrap(text))
     letters = ascii_uppercase[: len(example.answer.get("options", ()))]
     return task.parse(found[1], example) if found and found[1].upper() in letters else None
+
+
+def begins_word(text: str) -> bool:
+    """Return whether the letter that ``first_letter`` reads is the first of a word.
+
+    >>> begins_word("Based on the image"), begins_word("(B) dog")
+    (True, False)
+    """
+    return re.match(r"[(\s]*[A-Za-z]{2}", unwrap(text)) is not None
 
 
 @_reader(

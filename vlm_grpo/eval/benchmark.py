@@ -13,7 +13,7 @@ import numpy as np
 
 from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
 from vlm_grpo.benchmarks.metrics import get_group
-from vlm_grpo.benchmarks.official import READERS, unwrap
+from vlm_grpo.benchmarks.official import READERS, begins_word, unwrap
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
@@ -175,6 +175,12 @@ def format_report(report: Report) -> Iterator[str]:
     if report.strict is not None:
         value, answered = report.strict
         yield f"  as the reward reads answers: {value:.{places}f} ({answered:.1%} answered)"
+    if benchmark.reader == "first_letter":
+        words = [
+            r["output"] for r in scored.rows if has_answer(r["answer"]) and begins_word(r["output"])
+        ]
+        example = f", such as {' '.join(words[0].split())[:40]!r}" if words else ""
+        yield f"  letters read from the start of a word: {len(words) / scored.n:.1%}{example}"
     if (unread := format_unread(scored)) is not None:
         yield f"  {unread}; models were asked for: {benchmark.asked or '?'}"
     if benchmark.differences:
