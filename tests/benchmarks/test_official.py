@@ -276,7 +276,9 @@ def test_no_reader_raises(name, output):
 
 def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
     outputs = ["<answer>a</answer> <answer> b </answer>", "x</think> c ", " d", "<answer>e", "f "]
-    assert [unwrap(output) for output in outputs] == ["b", "c", " d", "<answer>e", "f "]
+    outputs += ["<s> A", "A. <|im_end|>\n", "a<s>"]
+    found = ["b", "c", " d", "<answer>e", "f ", "A", "A.", "a<s>"]
+    assert [unwrap(output) for output in outputs] == found
 
 
 @pytest.mark.parametrize(

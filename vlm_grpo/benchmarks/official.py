@@ -18,7 +18,13 @@ from typing import Any
 
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRACTION, PERMILLE, Box
-from vlm_grpo.task.parsing import MAX_DIGITS, NUMBER_WORDS, LabeledBox, parse_boxes
+from vlm_grpo.task.parsing import (
+    MAX_DIGITS,
+    NUMBER_WORDS,
+    SPECIAL_TOKENS,
+    LabeledBox,
+    parse_boxes,
+)
 from vlm_grpo.types import Example
 
 Read = Callable[[str, Example, Task], Any | None]
@@ -50,9 +56,13 @@ def _reader(description: str) -> Callable[[Read], Read]:
 def unwrap(text: str) -> str:
     """Return the text in the last ``<answer>`` tags, or after the thinking, or the full text.
 
-    >>> unwrap("<think>4?</think><answer> 3 </answer>"), unwrap("<think>4?</think> 3"), unwrap("3 ")
+    Tokens of the start and the end of any model's output, which other programs leave, are removed.
+
+    >>> unwrap("<think>4?</think><answer> 3 </answer>"), unwrap("<s> 3</s>"), unwrap("3 ")
     ('3', '3', '3 ')
     """
+    if (plain := SPECIAL_TOKENS.sub("", text)) != text:
+        text = plain.strip()
     inside, closed, _ = text.rpartition("</answer>")
     _, opened, answer = inside.rpartition("<answer>")
     if closed and opened:

@@ -59,7 +59,7 @@ _NO_LABELS = re.compile(
     re.IGNORECASE,
 )
 # What begins and ends a text: "<s> A</s>", which other programs leave in outputs.
-_SPECIAL_TOKENS = re.compile(
+SPECIAL_TOKENS = re.compile(
     r"\A\s*(?:<s>|<bos>)|(?:</s>|<eos>|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>"
     r"|<end_of_turn>)\s*\Z"
 )
@@ -77,7 +77,7 @@ def extract_answer(text: str, tags: bool) -> str | None:
     >>> extract_answer("<think>4? no</think><answer> 3 </answer>", tags=True)
     '3'
     """
-    text = _SPECIAL_TOKENS.sub("", text)
+    text = SPECIAL_TOKENS.sub("", text)
     opened, closed = text.count("<think>"), text.count("</think>")
     if opened > 1 or closed > 1 or opened > closed:
         return None
