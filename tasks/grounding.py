@@ -32,7 +32,8 @@ class Grounding(Task):
         absent: allow the answer ``[]``, which states that there is no such object; otherwise it is
             invalid.
         max_boxes: largest number of boxes in a valid answer.
-        loose, strict: IoU threshold of the ``hit`` reward at the start and at the end of training.
+        loose: IoU threshold of the ``hit`` reward at the start of training.
+        strict: the same at the end.
     """
 
     primary_metric = "accuracy_50"

@@ -75,8 +75,9 @@ def check(
     First the data: bad rows, unreadable images, prompts that cannot be
     written, duplicates, and images and ids that --against shares. With --model, every prompt is
     built as in training, and must fit into the context. If the data are sound, then the task: every
-    gold answer must earn the full reward, an empty text 0, and known exploits of a reward no more
-    than their bound. Settings of the prompt, the data and the policy are written among the options.
+    gold answer must earn the full reward, or what rounded coordinates leave of it for small boxes,
+    an empty text 0, and known exploits of a reward no more than their bound. Settings of the
+    prompt, the data and the policy are written among the options.
 
     \b
     vlm-grpo check counting
