@@ -185,8 +185,9 @@ def _start_pool() -> WorkerPool:
 
 
 def _prepare() -> None:
-    """Import the library, which takes longer than a comparison may, and limit the memory."""
-    _load_library()
+    """Import the library and compare once, which takes longer than a comparison may the first time;
+    limit the memory."""
+    compare("2", "1+1")
     if find_spec("resource") is not None:  # not on Windows
         resource = import_module("resource")
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
