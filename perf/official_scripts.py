@@ -156,9 +156,9 @@ def load_seeclick(checkout: Checkout, file: str) -> Score:
             x, y = read(text, code.extract_bbox, code.pred_2_point)
         except (IndexError, UnboundLocalError):  # no place, which its script catches
             return 0.0
-        if "box" in text:  # shares of the sides, as of all its boxes; points are in pixels here
-            x, y = x * SIDE, y * SIDE
-        x1, y1, x2, y2 = example.answer["boxes"][0]
+        # After "box" they are shares of the sides; points are in pixels here.
+        side = SIDE if "box" in text else 1
+        x1, y1, x2, y2 = (edge / side for edge in example.answer["boxes"][0])
         return float(x1 <= x <= x2 and y1 <= y <= y2)
 
     return score
