@@ -121,7 +121,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
         self.meter = StepMeter(policy, settings, self.accelerator)
         self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
-        self.global_step, self.nonfinite_steps, self.is_resumed = 0, 0, False
+        self.global_step, self.nonfinite_steps = 0, 0
         # the last step's metrics while its evaluation is due and not made
         self.unevaluated: dict[str, float] | None = None
         self.stop_request = StopRequest()
@@ -189,7 +189,8 @@ class Trainer:
         done = self.global_step - (self.unevaluated is not None)
         with fail_together(self.accelerator):  # the main process reads the metrics so far
             self.run_dir.open(self.global_step, done)
-        before = self.run_dir.read_evaluation(0) if self.is_resumed else self._evaluate()
+        is_resumed = self.checkpoints.origin is not None
+        before = self.run_dir.read_evaluation(0) if is_resumed else self._evaluate()
         after = self.run_dir.read_evaluation(last) if self.global_step == last else None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, done, is_main)
@@ -263,7 +264,6 @@ class Trainer:
         state = self.checkpoints.restore(checkpoint)
         self.global_step, self.unevaluated = state.step, state.unevaluated
         self.evaluator.best, self.nonfinite_steps = state.best, state.nonfinite_steps
-        self.is_resumed = True
 
     def _checkpoint_due(self) -> bool:
         checkpoint, step = self.settings.checkpoint, self.global_step

@@ -31,6 +31,7 @@ from vlm_grpo.training.checkpoint.store import (
     write_files,
     write_sharded_checkpoint,
 )
+from vlm_grpo.utils.folder_lock import lock_folder
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(torch.nan)}
 
@@ -48,6 +49,16 @@ def write(folder: Path, step: int, value: int = 0) -> Path:
 
 def list_names(folder: Path) -> list[str]:
     return [path.name for _, path in list_checkpoints(folder)]
+
+
+def test_a_renamed_run_is_not_created_again_by_a_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    with lock_folder(run):
+        write(run / "checkpoints", 1)
+        run.rename(tmp_path / "renamed")
+        with pytest.raises(UserError, match="was renamed or removed"):
+            write(run / "checkpoints", 2)
+        assert not run.exists()
 
 
 def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path):

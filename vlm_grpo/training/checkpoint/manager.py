@@ -53,7 +53,6 @@ from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import TARGET_COLUMN, Example, VideoRef
-from vlm_grpo.utils.folder_lock import check_lock
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +147,6 @@ class CheckpointManager:
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep."""
         settings, accelerator = self.settings.checkpoint, self.accelerator
-        with fail_together(accelerator):
-            if accelerator.is_main_process:
-                check_lock(self.settings.run_dir)
         step, keep = state.step, set[int]()
         if settings.keep_best and state.best is not None:
             keep.add(state.best[1])

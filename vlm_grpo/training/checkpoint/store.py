@@ -28,6 +28,7 @@ from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.utils.atomic_io import share_weights
+from vlm_grpo.utils.folder_lock import check_lock
 from vlm_grpo.utils.jsonl import read_object
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,10 @@ def get_tmp_dir(folder: Path, step: int) -> Path:
 
 
 def create_tmp_dir(folder: Path, step: int) -> Path:
-    """Create an empty temporary folder, and delete those that a killed run left behind."""
+    """Create an empty temporary folder, and delete those that a killed run left behind.
+
+    ``UserError``: the run's folder, in which ``folder`` is, was renamed."""
+    check_lock(folder.parent)
     for stale in folder.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
     tmp_dir = get_tmp_dir(folder, step)
