@@ -251,7 +251,18 @@ def test_a_killed_evaluation_resumes_with_another_number_of_processes(tmp_path):
     assert "resumed on 2 ranks: identical to the byte" in log.read_text()
 
 
-def test_a_part_of_a_launch_is_refused(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(UserError, match=r"^LOCAL_RANK=3 is set, .* but not RANK, WORLD_SIZE, MAS"):
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("LOCAL_RANK=3", "^LOCAL_RANK=3 is set, .* but not RANK, WORLD_SIZE, MAS"),
+        ("WORLD_SIZE=2 RANK=0", "^WORLD_SIZE=2 is set, .* but not MASTER_ADDR, MASTER_PORT"),
+        ("WORLD_SIZE=x", "^WORLD_SIZE='x' is set, .* should be a number; remove it"),
+        ("LOCAL_RANK=", "^LOCAL_RANK='' is set, .* should be a number; remove it"),
+        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "^RANK=2 is set, .* but WORLD_SIZE=2"),
+    ],
+)
+def test_a_part_of_a_launch_is_refused(variables, message, monkeypatch):
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(UserError, match=message):
         initialize_distributed()

@@ -86,6 +86,7 @@ def test_damaged_weights_are_one_message(kind, damage, tmp_path):
     [
         ("adapter_config.json", {"r": "x"}),
         ("adapter_config.json", {"peft_type": "FOREIGN"}),
+        ("adapter_config.json", {"target_modules": [3]}),
         ("config.json", 10_000 * "[" + 10_000 * "]"),
         ("config.json", {"text_config": 3}),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,9 @@ from torch.distributed.fsdp import StateDictType
 from vlm_grpo.config.run import DDP_TIMEOUT, Settings
 from vlm_grpo.errors import UserError
 
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_STRAY = "is set, as in a launch of several processes"
+_REMEDY = "remove it from the environment, or use accelerate launch"
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 OFFLOADS = ("offload_optimizer", "offload_param")
 """The blocks of a DeepSpeed config that keep the optimizer's state and the weights on the host."""
@@ -32,19 +36,25 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
     """Initialize the process group on the first call, and return this process's state.
 
     ``timeout``: seconds that a rank waits for the others. ``UserError``: the launch requests
-    DeepSpeed, which is not installed, or only a part of its variables is set."""
+    DeepSpeed, which is not installed, or its variables are wrong or set only in part."""
     if _requests("DEEPSPEED") and not is_deepspeed_available():
         raise UserError(
             "this launch requests DeepSpeed, which is not installed: pip install "
             "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
         )
-    launch = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in launch if name not in os.environ]
-    if missing and (rank := os.environ.get("LOCAL_RANK", "-1")) != "-1":
-        raise UserError(
-            f"LOCAL_RANK={rank} is set, as in a launch of several processes, but not "
-            f"{', '.join(missing)}: remove it from the environment, or use accelerate launch"
-        )
+    given = {name: os.environ.get(name) for name in ("LOCAL_RANK", *LAUNCH)}
+    for name, value in given.items():
+        if value is not None and name != "MASTER_ADDR" and not re.fullmatch(r"-?\d{1,9}", value):
+            raise UserError(f"{name}={value!r} {_STRAY}: it should be a number; {_REMEDY}")
+    local, rank, size = (int(given[name] or -1) for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"))
+    if local != -1 or size > 1:
+        if missing := [name for name in LAUNCH if given[name] is None]:
+            name = "WORLD_SIZE" if local == -1 else "LOCAL_RANK"
+            raise UserError(
+                f"{name}={given[name]} {_STRAY}, but not {', '.join(missing)}: {_REMEDY}"
+            )
+        if not 0 <= rank < size:
+            raise UserError(f"RANK={rank} {_STRAY}, but WORLD_SIZE={size}: {_REMEDY}")
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _initialize_after_restart(timeout)

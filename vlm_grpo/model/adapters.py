@@ -30,8 +30,10 @@ from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.families import find_part
 from vlm_grpo.utils.jsonl import read_object
 
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, LookupError, TypeError)
-"""Of files: RuntimeError of other shapes, and LookupError and TypeError of values in the config."""
+BROKEN = (LookupError, TypeError, AttributeError, ArithmeticError)
+"""What libraries raise that do not check the values of a configuration."""
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, *BROKEN)
+"""Of files: RuntimeError of other shapes."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # PEFT's name of the only adapter
 

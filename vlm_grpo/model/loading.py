@@ -33,6 +33,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.model.adapters import (
+    BROKEN,
     CONFIG,
     LOAD_ERRORS,
     apply_lora_or_freeze,
@@ -49,8 +50,8 @@ from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)
 
-_BROKEN = (RecursionError, TypeError, LookupError, StrictDataclassError)  # values of a config
-_ERRORS = (OSError, ValueError, ImportError, *_BROKEN)  # ImportError: only this model needs it
+# ImportError: of a package that only this model needs.
+_ERRORS = (OSError, ValueError, ImportError, RecursionError, StrictDataclassError, *BROKEN)
 
 
 @dataclass(frozen=True)
