@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import MOVED, describe_missing, describe_problems, flatten, merge
+from vlm_grpo.config.section import GONE, MOVED, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils import trust
@@ -163,11 +163,15 @@ def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
 
 
 def _drop_moved(given: dict[str, Any]) -> None:
-    """Drop moved settings without a value, which runs of earlier versions have saved."""
-    for key in MOVED:
-        block, _, name = key.partition(".")
-        if isinstance(values := given.get(block), dict) and values.get(name) in (None, {}):
-            values.pop(name, None)
+    """Drop settings without an effect that runs of earlier versions have saved: moved ones without
+    a value, and those that are gone."""
+    for key, unused in {**dict.fromkeys(MOVED, (None, {})), **GONE}.items():
+        *blocks, name = key.split(".")
+        values: Any = given
+        for block in blocks:
+            values = values.get(block) if isinstance(values, dict) else None
+        if isinstance(values, dict) and name in values and values[name] in unused:
+            del values[name]
 
 
 def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:

@@ -19,6 +19,13 @@ MOVED = {
     "policy.chat_template_kwargs": "prompt.chat_template_kwargs (enable_thinking: prompt.thinking)",
 }
 """Names of settings in earlier versions, and their names now."""
+GONE: dict[str, tuple[Any, ...]] = {
+    "checkpoint.asynchronous": (False, True),
+    "policy.quantized_parts": (["language"],),
+    "policy.lora.rank_pattern": ({},),
+    "policy.lora.alpha_pattern": ({},),
+}
+"""Settings of earlier versions alone, and their saved values that changed nothing."""
 
 
 class _Explained(type(BaseModel)):

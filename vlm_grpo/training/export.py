@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 ExportedWeights = Literal["merged", "dequantized", "adapter"]
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
 PREPROCESSOR = "preprocessor_config.json"
-MEASURED = 16
-"""Number of training examples whose gold answers a merged model scores for comparison."""
 
 
 def export(

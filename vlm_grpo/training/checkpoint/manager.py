@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import OnResume, find_on_resume, flatten, known_keys
+from vlm_grpo.config.section import GONE, OnResume, find_on_resume, flatten, known_keys
 from vlm_grpo.data import load_run_task
 from vlm_grpo.dist.collectives import (
     Deferred,
@@ -326,7 +326,8 @@ def list_changes(saved: Mapping[str, Any], settings: Settings) -> dict[str, str]
     now, changes = flatten_settings(settings), {}
     for key in dict.fromkeys([*saved, *now]):
         before, after = saved.get(key), now.get(key)
-        if before != after and not _is_new_setting(key, saved):
+        is_gone = key not in now and before in GONE.get(key, ())
+        if before != after and not is_gone and not _is_new_setting(key, saved):
             old, new = (json.dumps(v, ensure_ascii=False, default=str) for v in (before, after))
             changes[key] = f"{key} was {old} and is now {new}"
     return changes
