@@ -175,3 +175,20 @@ def test_a_holder_does_not_write_into_a_folder_of_the_same_name_or_as_a_fork(tmp
             with pytest.raises(UserError, match=r"run was renamed or removed: .* new name="):
                 check_lock(folder)
             folder.mkdir(exist_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_only_the_holder_removes_its_lock_and_never_that_of_another_run(tmp_path, hold):
+    folder = tmp_path / "run"
+    with lock_folder(folder):
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            assert (folder / ".lock").exists()
+    if pid == 0:  # it has left the block, as after an error of user code
+        os._exit(0)
+    assert not folder.exists()
+    with lock_folder(folder):
+        folder.rename(tmp_path / "renamed")
+        hold()
+    assert (folder / ".lock").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -45,6 +48,21 @@ class Unloadable:
         return int, ("no number",)
 
 
+def write_and_sleep(end: Connection) -> None:
+    end.send("started")
+    time.sleep(60)
+
+
+def terminate_fork() -> int | None:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=write_and_sleep, args=(there,))
+    process.start()
+    here.recv()
+    process.terminate()
+    process.join(30)
+    return process.exitcode
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool(1, ("test", "setting"), initialize, ["value"])
@@ -67,6 +85,30 @@ def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
     with pytest.raises(TimeoutError):
         pool.schedule(time.sleep, [60], 0.05).result(60)
     assert not is_worker()
+
+
+def test_a_process_that_a_call_forks_ends_on_signals(pool):
+    assert pool.schedule(terminate_fork, ()).result(60) == -signal.SIGTERM
+
+
+def test_a_pool_that_one_of_its_own_threads_collects_is_closed():
+    pool = WorkerPool(1, ("test", "setting"))
+    assert pool.schedule(int, ()).result(60) == 0
+    crew, closed = pool._crew, Future()  # noqa: SLF001
+    assert crew is not None
+
+    def close(done: Future[int]) -> None:
+        try:
+            closed.set_result(crew.close())
+        except BaseException as error:
+            closed.set_exception(error)
+
+    future = pool.schedule(time.sleep, [0.2])
+    future.add_done_callback(close)  # runs in the thread that has awaited the answer
+    closed.result(60)
+    (thread,) = crew.threads
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_what_a_call_raises_has_the_workers_traceback(pool):

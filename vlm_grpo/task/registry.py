@@ -247,6 +247,8 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     path = Path(os.path.expanduser(path))  # Path's own raises for an unknown user
     if not path.is_file():
         raise UserError(f"there is no {kind} file {path}")
+    if path.suffix != ".py":  # nor compiled code, which nobody can read
+        raise UserError(f"{kind} file {path} is no .py file")
     program = sys.modules["__main__"]
     if path.resolve() == Path(getattr(program, "__file__", None) or os.devnull).resolve():
         return program

@@ -244,7 +244,9 @@ class Trainer:
         if evaluation is not None:
             first, resize = self.evaluator.examples[:HELD_OUT_SHOWN], self.policy.prompts
             shown = [resize.with_resized_sizes(example) for example in first]
-            self.run_dir.write_evaluation(self.global_step, self.evaluator.task, evaluation, shown)
+            with fail_together(self.accelerator):  # the main process writes; then all ranks save
+                task = self.evaluator.task
+                self.run_dir.write_evaluation(self.global_step, task, evaluation, shown)
         return evaluation
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:

@@ -60,7 +60,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
             yield
         finally:
             _HELD.pop(key, None)
-            (folder / ".lock").unlink(missing_ok=True)
+            if os.getpid() == process:  # not in a process that user code has forked
+                _remove_own(folder / ".lock", file)
 
 
 def _open_locked(folder: Path) -> BinaryIO:
@@ -84,6 +85,13 @@ def _open_locked(folder: Path) -> BinaryIO:
                 file.truncate(0)  # of a holder that was killed
                 return file
         file.close()  # its last holder has removed it meanwhile
+
+
+def _remove_own(path: Path, file: BinaryIO) -> None:
+    """Remove the file of a lock, unless it is that of another folder, which has the name now."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            path.unlink()
 
 
 def _refuse(folder: Path, holder: str) -> UserError:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from vlm_grpo.errors import UserError
@@ -59,13 +60,14 @@ def check(code: str | os.PathLike[str]) -> None:
 
 
 def _identify_all(values: Any) -> Iterable[str]:
-    return {_identify(text) for text in find_texts(values) if len(text) <= _LONGEST}
+    return {_identify(text) for text in find_texts(values)}
 
 
 def _identify(code: str) -> str:
     """Return the path of a file, ``FILE.py:NAME`` or program; the module of ``MODULE:NAME``."""
-    if code.startswith(REMOTE_CODE):
+    if code.startswith(REMOTE_CODE) or len(code) > _LONGEST:  # such as a long argument
         return code
+    code = str(PurePath(code))  # as a setting that is a path holds it: without ./
     path, _, name = code.partition(".py:")
     path = f"{path}.py" if name else code
     if "\0" not in path and (path.endswith(".py") or os.sep in path):

@@ -178,7 +178,8 @@ class _Crew:
         self.failure: WorkerError | None = None
         self.workers: set[_Worker] = set()
         self._is_closed = False
-        self._lock = threading.Lock()
+        # A thread of the crew may collect the pool as garbage, which closes the crew, at any time.
+        self._lock = threading.RLock()
         self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(size)]
         for thread in self.threads:
             thread.start()
@@ -194,7 +195,8 @@ class _Crew:
             for worker in self.workers:
                 worker.stop()
         for thread in self.threads:
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
 
     def _work(self) -> None:
         worker: _Worker | None = None

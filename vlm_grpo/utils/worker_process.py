@@ -26,9 +26,10 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     # The parent decides when its workers end, after a signal to a whole job too. These are not
-    # ignored, which programs that a reward starts would inherit.
+    # ignored, which programs that a reward starts would inherit; nor in processes that it forks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_end_on_signals)
     # The connection's end ends an idle worker; this one in the middle of compiled code, too.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -38,6 +39,11 @@ def main() -> None:
         sys.path[:] = pickle.loads(connection.recv_bytes())
         while True:
             _answer(connection)
+
+
+def _end_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _answer(connection: Connection) -> None:
