@@ -33,11 +33,11 @@ import fcntl, os, random, sys, time
 from pathlib import Path
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.folder_lock import lock_folder
-lock = fcntl.lockf
+lock = fcntl.flock
 def lock_slowly(*arguments):  # after the file is opened, which its holder may remove
     time.sleep(random.uniform(0, 0.02))
     lock(*arguments)
-fcntl.lockf = lock_slowly
+fcntl.flock = lock_slowly
 folder, start = Path(sys.argv[1]), time.monotonic() + 0.1
 inside = folder / "inside"
 for _ in range(8):
@@ -149,7 +149,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING), lock_folder(tmp_path / "run"):
         assert "cannot be locked" in caplog.text
         assert "start no second run there" in caplog.text
@@ -192,3 +192,35 @@ def test_only_the_holder_removes_its_lock_and_never_that_of_another_run(tmp_path
         folder.rename(tmp_path / "renamed")
         hold()
     assert (folder / ".lock").exists()
+
+
+FORK = """
+import os, sys, time
+from pathlib import Path
+from vlm_grpo.utils.folder_lock import lock_folder
+folder = Path(sys.argv[1])
+with lock_folder(folder):
+    (folder / ".lock").open().close()  # a record lock would be gone
+    if os.fork() == 0:
+        os.close(1)
+        time.sleep(60)
+    print("held", flush=True)
+    input()
+    os._exit(0)  # before the child
+"""
+
+
+def test_only_the_end_of_the_holder_frees_a_folder_and_no_fork_keeps_it(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "process_group": 0}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="is in use by process"), lock_folder(tmp_path):
+            pass
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait() == 0
+        with lock_folder(tmp_path):
+            os.killpg(process.pid, signal.SIGKILL)

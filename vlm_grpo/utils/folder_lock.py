@@ -20,8 +20,17 @@ from vlm_grpo.utils.atomic_io import create_folder
 
 logger = logging.getLogger(__name__)
 
-# Process, thread and description of each holder, and the state of the folder.
-_HELD: dict[str, tuple[int, int, str, os.stat_result]] = {}
+# Process, thread and description of each holder, the state of the folder, and its locked file.
+_HELD: dict[str, tuple[int, int, str, os.stat_result, BinaryIO]] = {}
+
+
+def _close_inherited() -> None:
+    for *_, file in _HELD.values():
+        file.close()
+
+
+# A forked process, which may outlive this one, would hold its locks as long as it has their files.
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def check_lock(folder: Path) -> None:
@@ -56,7 +65,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             name = _describe_process()
             file.write(name.encode())
-            _HELD[key] = process, thread, name, folder.stat()
+            _HELD[key] = process, thread, name, folder.stat(), file
             yield
         finally:
             _HELD.pop(key, None)
@@ -69,8 +78,8 @@ def _open_locked(folder: Path) -> BinaryIO:
     while True:
         file = path.open("ab", buffering=0)
         try:
-            # Not flock: worker processes, which may outlive this one, would inherit it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not lockf: its lock is lost when this process closes the file elsewhere.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
             if error.errno in (errno.EACCES, errno.EAGAIN):
