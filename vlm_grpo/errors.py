@@ -46,6 +46,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def find_nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
+    """Return the known name closest to ``name``, if ``least`` of their characters match."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=least)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` for the known name closest to ``name``, or an empty string.
 
@@ -54,8 +59,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("zebra", ["counting", "ocr"])
     ''
     """
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    found = find_nearest(name, known)
+    return f" (did you mean {found}?)" if found else ""
 
 
 def bullets(problems: Iterable[str], limit: int = 50) -> str:

@@ -62,3 +62,4 @@ def test_every_task_and_recipe_is_listed(capsys):
     assert all(name in out for name in (*task_names(), *recipe_names()))
     assert "Count the named objects in one image" in out
     assert "Referring expressions (RefCOCO) with Qwen2.5-VL-3B" in out
+    assert "because it has never seen a chart, and then GRPO" in out  # over two lines of the file

@@ -149,8 +149,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[_CurrentStderr()]
     )
-    # PEFT imports it, and it then advises to install a package for a kernel that is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         name = next((word for word in words if not word.startswith("-")), "")
         if name in MOVED:

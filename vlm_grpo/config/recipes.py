@@ -8,6 +8,7 @@ import numbers
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def recipe_names() -> list[str]:
 
 
 def describe_recipe(name: str) -> str:
-    """Return the first comment of one of the package's recipes."""
-    return _read_package_recipe(name).partition("\n")[0].removeprefix("# ")
+    """Return the first sentence of the comment above one of the package's recipes."""
+    lines = takewhile(lambda line: line.startswith("#"), _read_package_recipe(name).split("\n"))
+    return " ".join(line.removeprefix("#").strip() for line in lines).partition(". ")[0].rstrip(".")
 
 
 def _read_package_recipe(name: str) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from vlm_grpo.config.other_trainers import find_other_setting
+from vlm_grpo.config.other_trainers import find_other_setting, list_other_settings
 from vlm_grpo.config.requirements import find_problems
-from vlm_grpo.errors import UserError, bullets, nearest, simplify
+from vlm_grpo.errors import UserError, bullets, find_nearest, nearest, simplify
 
 MOVED = {
     "policy.system_prompt": "prompt.system",
@@ -197,16 +197,22 @@ def suggest_key(key: str, keys: Sequence[str]) -> str:
         return f": it is {MOVED[key]} now"
     if (other := find_other_setting(key)) is not None:
         return f": {other}"
-    last = key.rpartition(".")[2]
+    block, _, last = key.rpartition(".")
     same_leaf = [known for known in keys if known.rpartition(".")[2] == last]
     if len(same_leaf) == 1:
         return f" (did you mean {same_leaf[0]}?)"
-    if hint := nearest(key, keys):
-        return hint
+    # Names are compared without their blocks, which would make any two of a block alike.
     leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    hint = nearest(last, leaves)
-    leaf = hint.removeprefix(" (did you mean ").removesuffix("?)")
-    return f" (did you mean {leaves[leaf]}?)" if hint else ""
+    siblings = {leaf: known for leaf, known in leaves.items() if known.rpartition(".")[0] == block}
+    if leaf := find_nearest(last, siblings):
+        return f" (did you mean {siblings[leaf]}?)"
+    others = [setting.name.rpartition(".")[2] for setting in list_other_settings()]
+    if name := find_nearest(last, others, least=0.85):
+        return f": {find_other_setting(name)}"
+    if block and siblings:
+        return ""
+    leaf = find_nearest(last, leaves)
+    return nearest(key, keys) or (f" (did you mean {leaves[leaf]}?)" if leaf else "")
 
 
 def get_blocks(annotation: Any) -> list[type[BaseModel]]:
