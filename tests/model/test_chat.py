@@ -166,6 +166,12 @@ PUBLISHED = {
 }
 
 
+def test_the_token_that_opens_gemmas_thinking_belongs_to_the_answer():
+    family = load_family(SimpleNamespace(model_type="gemma4"))
+    tokens = ("<|channel>", "<channel|>", "<|turn>", "<turn|>")
+    assert [family.belongs_to_answer(token) for token in tokens] == [True, True, False, False]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_write_chats_and_show_their_thinking(name):
     chat = make_chat((LIBRARY / f"{name}.jinja").read_text("utf-8"))

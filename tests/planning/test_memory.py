@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_models import BUILDERS
 from family_policies import POLICIES, build_batch, build_policy, build_prompt
+from small_shapes import SHAPE, WORK
 from tiny_models import FAMILIES, tiny_model
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -22,11 +23,19 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
+from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.activations import measure_layers
-from vlm_grpo.planning.memory import count_cache_bytes, estimate_memory
+from vlm_grpo.planning.memory import (
+    LIBRARIES,
+    _count_decoding_bytes,
+    _count_encoding_bytes,
+    _count_prefill_bytes,
+    count_cache_bytes,
+    estimate_memory,
+)
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Prompt
@@ -228,3 +237,73 @@ def test_norms_are_fused_where_the_kernel_has_their_formula(family):
     model, _ = BUILDERS[family]()
     shape = read_model_shape(model.config, PolicySettings())
     assert shape.text.fuses_norms == (family in ("internvl", "gemma4"))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "activations", "update"),
+    [
+        # Of two layers and three blocks, then the merger, and four values per token in float32.
+        # 64 tokens, of which 40 are in prompts with 3 completions each, and 32 patches.
+        # Short-lived: 64 · (3 · 16 + 4 · 8) values of 2 bytes, and gradients of a layer.
+        ("none", 2 * (640 + 100 + 40 * (1 + 3 * 3)) + 3 * (224 + 50), 10_240 + 2 * 576),
+        ("mlp", 2 * (1140 - 384 - 60) + 3 * (274 - 96 - 20), 10_240 + 2 * 576 + 444),
+        ("full", 2 * 2 * 64 + 3 * 32, 10_240 + 2 * 576 + 1140),
+    ],
+)
+def test_each_term_of_the_memory_has_its_bytes(checkpointing, activations, update):
+    model = replace(SHAPE, checkpointing=checkpointing)
+    memory = estimate_memory(model, WORK)
+    expected = dict.fromkeys(vars(memory), 0) | {
+        "weights": 2 * 3000,
+        "optimizer": 11_600,
+        "gradients": 2 * 2900,
+        "first_gradients": 2 * 8 * 100,  # of the head: there is one micro-batch
+        # Float32 pixel values of two steps, and of each step's images the decoded one.
+        "inputs": 2 * 4 * 2 * 16 * 5 + 3 * 4 * 7,
+        "cache": 2 * (20 + 3 * 5) * 2 * 2 * 4 * 2,
+        "sampling": 6 * 100 * (2 + LOGIT_BYTES),
+        "activations": activations + 3 * 32 * 4 * 4 + 4 * 64 * 8 * 4,
+        "update": update,
+        # A weight, its gradient and two moments in float32, and random bits.
+        "stepping": 4 * 4 * 8 * 100 + 4 * ROUNDED_AT_ONCE,
+    }
+    assert vars(memory) == expected
+
+
+def test_terms_that_other_settings_add_have_their_bytes():
+    def changes(model: ModelShape, work: Workload = WORK, on_cpu: bool = False) -> dict[str, int]:
+        plain, changed = vars(estimate_memory(SHAPE, WORK)), estimate_memory(model, work, on_cpu)
+        return {k: v - plain[k] for k, v in vars(changed).items() if v != plain[k]}
+
+    rest = replace(WORK, uses_reference=True, teacher_weights=70, iterations=2)
+    assert changes(SHAPE, rest) == {
+        "reference": 2 * 2900,
+        "teacher": 2 * 70,
+        "first_gradients": 2 * 2900 - 2 * 8 * 100,
+    }
+    inputs = 2 * 4 * 2 * 16 * 5 + 3 * 4 * 7
+    on_cpu = {"libraries": LIBRARIES[2], "features": inputs, "folded": 2 * 2500}
+    assert changes(SHAPE, on_cpu=True) == on_cpu
+    # Two prompts of 16 / 4 image tokens of width 8; no gradient of the tower.
+    frozen = replace(SHAPE, trains_vision=False, block=None)
+    tower = 3 * (224 + 50) + 3 * 32 * 4 * 4
+    assert changes(frozen) == {"features": 2 * 4 * 8 * 2, "activations": -tower}
+    quantized = replace(SHAPE, quantized_weights=1000, quantized_bytes=520, largest_quantized=50)
+    assert changes(quantized) == {"weights": 520 - 2 * 1000, "sampling": 100, "update": 100}
+    offloads = replace(SHAPE, offloads=True)
+    activations = estimate_memory(SHAPE, WORK).activations
+    moved = {"activations": 1140 - activations, "offloaded": activations}
+    assert changes(offloads) == moved
+    logits = 30 * 100 * 20 - (10_240 + 2 * 576)  # of all 30 tokens, which exceed those of a layer
+    assert changes(SHAPE, replace(WORK, head_chunk_tokens=0)) == {"update": logits}
+
+
+def test_each_pass_of_the_rollout_has_its_bytes():
+    # 32 patches: 5 pixel values in float32, 10 widths and 2 of the MLP.
+    assert _count_encoding_bytes(SHAPE, WORK) == 32 * (4 * 5 + (10 * 4 + 2 * 6) * 2)
+    # 40 tokens: 5 widths and 3 of the MLP, then keys and values of two layers.
+    assert _count_prefill_bytes(SHAPE, WORK) == 40 * ((5 * 8 + 3 * 16) * 2 + 2 * 2 * 4 * 2)
+    few = replace(SHAPE, text=replace(SHAPE.text, vocabulary=1))
+    assert _count_decoding_bytes(few, WORK) == 6 * 2 * 25 * (4 * 4 + 2)
+    gated = replace(SHAPE, vision=replace(SHAPE.vision, gated=True))
+    assert _count_encoding_bytes(gated, WORK) == 32 * (4 * 5 + (10 * 4 + 3 * 6) * 2)

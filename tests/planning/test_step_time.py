@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_policies import POLICIES, build_batch, build_policy, build_prompt
+from small_shapes import SHAPE, WORK
 from tiny_models import FAMILIES, tiny_model, tiny_policy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,6 +16,7 @@ from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import Workload
 from vlm_grpo.planning.step_time import (
+    PhaseCosts,
     count_flops,
     count_step_flops,
     count_token_flops,
@@ -114,3 +116,65 @@ def test_seconds_depend_on_the_device():
     assert on_slow.update / on_fast.update == pytest.approx(989 / 121)
     # 64 steps of 3 layers: launching the kernels takes longer than computing.
     assert on_fast.decode == pytest.approx(64 * 3 * fast.layer_seconds)
+
+
+# A prompt of 20 tokens, and 4 tokens after it: two layers, in each 2 · 576 of products and 4 · 8 of
+# attention to 10.5 and 22.5 tokens. The head: 2 · 8 · 100.
+PROMPT, ANSWER, HEAD = 2 * 20 * (1152 + 32 * 10.5), 2 * 4 * (1152 + 32 * 22.5), 1600
+# 16 patches: three blocks of 112 weights, 20 of the embedding, attention of width 4 to 16 patches;
+# the merger takes 4 patches of width 4 to 16 and then 8.
+TOWER = 16 * (2 * (3 * 112 + 20) + 4 * 4 * 3 * 16) + 2 * 16 * (16 + 8) * 4
+FORWARD = 2 * PROMPT + 6 * ANSWER
+
+
+@pytest.mark.parametrize(
+    ("model", "work", "expected"),
+    [
+        ({}, {}, (4 * 2 * TOWER, 3 * FORWARD + 4 * 30 * HEAD)),
+        ({"trains_vision": False}, {}, (2 * TOWER, 3 * FORWARD + 4 * 30 * HEAD)),
+        ({"head_frozen": True}, {}, (4 * 2 * TOWER, 3 * FORWARD + 2 * 30 * HEAD)),
+        ({"checkpointing": "full"}, {}, (5 * 2 * TOWER, 4 * FORWARD + 4 * 30 * HEAD)),
+        # A reference, a teacher of the same size, two other passes, and two updates.
+        (
+            {},
+            {"uses_reference": True, "teacher_weights": 3000, "extra_passes": 2, "iterations": 2},
+            ((4 + 6) * 2 * TOWER, (6 + 4) * FORWARD + (8 + 4) * 30 * HEAD),
+        ),
+        # Old log-probabilities of the second of two mini-batches.
+        ({}, {"mini_batches": 2}, (4 * 2 * TOWER, 3.5 * FORWARD + 4.5 * 30 * HEAD)),
+    ],
+)
+def test_each_term_of_the_flops_is_counted_once(model, work, expected):
+    vision, update = expected
+    flops = count_flops(replace(SHAPE, **model), replace(WORK, **work))
+    assert flops == PhaseCosts(vision, 2 * PROMPT, 6 * (ANSWER + 5 * HEAD), update)
+
+
+def test_adapters_add_their_products():
+    # Inputs and outputs of a layer's matrices: 16 + 12 + 12 + 16 + 3 · 24.
+    adapted = replace(SHAPE, lora_rank=3)
+    assert count_token_flops(adapted, 0, 20) == PROMPT + 2 * 20 * 2 * 3 * 128
+    assert count_flops(adapted, WORK).update == pytest.approx(
+        2 * (FORWARD + 64 * 2 * 2 * 3 * 128) + 4 * 30 * HEAD
+    )
+
+
+def test_decoding_takes_the_longest_of_reading_computing_and_launching():
+    decoding = 6 * (ANSWER + 5 * HEAD)
+    # Five times: weights of two layers and of the head, keys and values of two prompts of 20 tokens
+    # with 3 · 5 / 2 on average.
+    read = 5 * (2 * 576 + 800 + 2 * 2 * 4 * 2 * 27.5) * 2
+    for bandwidth, rate, layer, expected in (
+        (10.0, 1e12, 0.0, read / 10),
+        (1e12, 1000.0, 0.0, decoding / (1000 * 0.5)),
+        (1e12, 1e12, 3.0, 5 * 2 * 3.0),
+    ):
+        rates = {"float32": 1.0, "bfloat16": rate}
+        device = Device("d", 1, rates, bandwidth, layer, efficiency=0.25, decode_efficiency=0.5)
+        seconds = estimate_seconds(SHAPE, WORK, device)
+        flops = count_flops(SHAPE, WORK)
+        assert seconds is not None
+        assert seconds.decode == pytest.approx(expected)
+        assert seconds.vision == pytest.approx(flops.vision / (rate / 4))
+        assert seconds.prefill == pytest.approx(flops.prefill / (rate / 4))
+        assert seconds.update == pytest.approx(flops.update / (rate / 4))

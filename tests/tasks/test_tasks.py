@@ -82,6 +82,23 @@ def test_a_gold_completion_earns_the_full_reward(case):
         assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0, frame
 
 
+def test_the_threshold_of_hits_moves_from_loose_to_strict():
+    task = load_task("grounding", loose=0.5, strict=0.9, weights={"hit": 1.0})
+    example = Example("1", (IMAGE,), "the cat", {"boxes": [[0, 0, 100, 100]]})
+    answer = ((0.0, 0.0, 100.0, 70.0),)  # an IoU of 0.7
+    scores = [task.with_progress(p).hit(answer, example) for p in (0.0, 0.5, 0.51, 1.0)]
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_the_gold_reward_of_several_boxes_is_that_of_the_smallest():
+    task = load_task("detection", frame=FRAMES["permille"])
+    boxes = [[0, 0, 640, 480], [0, 0, 3.5, 480]]
+    sizes = [{"boxes": few, "labels": ["cat"] * len(few)} for few in (boxes, boxes[:1], boxes[1:])]
+    rewards = [task.gold_reward(Example("1", (IMAGE,), "cats", answer)) for answer in sizes]
+    # A box 5.5 units wide may lose one of them: an IoU of 0.82, which reaches 0.50 to 0.80.
+    assert rewards == [0.7, 1.0, 0.7]
+
+
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_default_weights_sum_to_one(case):
     task = load_task(case[0])
