@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,20 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import get_model_source, load_model
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning import plan as plans
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
+from vlm_grpo.planning.known import KnownPlanner, build_known_settings
+from vlm_grpo.planning.memory import Memory
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.plan import CARDS, SHARDING, Planner, plan, with_changes
+from vlm_grpo.planning.plan import (
+    CARDS,
+    OFFLOADING,
+    SHARDING,
+    Planner,
+    build_planner,
+    plan,
+    with_changes,
+)
 from vlm_grpo.planning.sizes import estimate_workload
 from vlm_grpo.types import Prompt
 
@@ -112,11 +125,51 @@ def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion):
     assert "fsdp2.yaml --num_processes 8 -m vlm_grpo.cli train" in text
     assert "policy.lora" not in text
     small = str(plan(settings, "24GB", devices=8))
-    assert "policy.lora.r=64 optim.lr=1e-5, without FSDP2" in small
-    assert "fsdp2.yaml" not in small
+    assert f"  {OFFLOADING}" in small
+    assert "fsdp2.yaml" in small
+    assert "policy.lora" not in small
     alone = str(plan(settings, "H100"))
     assert SHARDING not in alone
     assert "policy.lora.r=64" in alone
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "expected"),
+    [
+        # 64 GiB of weights in bfloat16 leave no room beside their shards.
+        ([], ("80GB", 8), [SHARDING, OFFLOADING]),
+        ([], ("80GB", 1), ["optim.name=adamw_8bit", "policy.lora.r=64"]),
+        (["policy.load_in=4bit", "policy.lora.r=64"], ("12GB", 1), []),
+    ],
+)
+def test_each_proposal_lowers_the_peak_and_is_valid(overrides, device, expected):
+    settings = build_known_settings("Qwen/Qwen2.5-VL-32B-Instruct", overrides)
+    found = build_planner(KnownPlanner, settings, *device, "replicated", 0.0).plan()
+    peaks = [found.step.memory.peak, *(step.memory.peak for _, step in found.changes)]
+    assert peaks == sorted(set(peaks), reverse=True)
+    texts = " ".join(text for text, _ in found.changes)
+    assert all(text in texts for text in expected)
+    for _, step in found.changes:
+        Settings.model_validate_json(step.settings.model_dump_json(exclude_unset=True))
+
+
+def test_changes_are_combined_where_one_is_not_enough(planner, monkeypatch):
+    def take(*values: tuple[str, str]) -> list[Any]:
+        """Return proposals of these names, each of which lowers one of two equal peaks."""
+        return [
+            lambda planner, step, name=name, place=place: (
+                name,
+                replace(step, memory=replace(step.memory, **{place: 0})),
+            )
+            for name, place in values
+        ]
+
+    step = planner.estimate_step(planner.settings)
+    zero = dict.fromkeys(vars(step.memory), 0)
+    step = replace(step, memory=Memory(**zero | {"cache": 9, "update": 9}))
+    monkeypatch.setattr(plans, "CHANGES", take(("a", "cache"), ("b", "host"), ("c", "update")))
+    tiny = planner.on(Device("tiny", 5, is_cpu=True))
+    assert [text for text, _ in plans.suggest_changes(tiny, step)] == ["a c"]
 
 
 def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):

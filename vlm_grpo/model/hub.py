@@ -1,15 +1,34 @@
-"""A fast answer to whether the Hugging Face hub can be used at all."""
+"""A fast answer to whether the Hugging Face hub can be used at all, and names of models on it."""
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.request
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants, try_to_load_from_cache
 
+from vlm_grpo.errors import nearest
+
 SECONDS = 5.0  # time limit of a connection to the hub
+
+
+@cache
+def load_known_models() -> dict[str, Any]:
+    """Return well-known models by name, with the public values of their configurations and shapes
+    for a plan (written by ``perf/known_models.py``)."""
+    return json.loads(files("vlm_grpo").joinpath("model/known_models.json").read_text("utf-8"))
+
+
+def suggest_model(source: str) -> str:
+    """Return a hint at the well-known model whose name is nearest, unless ``source`` is right."""
+    known = load_known_models()
+    return "" if source in known or Path(source).is_dir() else nearest(source, known)
 
 
 def check_reachable(source: str, revision: str = "main") -> None:
@@ -29,6 +48,6 @@ def check_reachable(source: str, revision: str = "main") -> None:
         socket.create_connection((address.hostname or "", port), timeout=SECONDS).close()
     except OSError as error:
         raise ConnectionError(
-            f"it is neither a folder nor in the hub's cache, and {constants.ENDPOINT} cannot be "
-            f"reached ({error})"
+            f"it is neither a folder nor in the hub's cache, and this machine is offline: "
+            f"{constants.ENDPOINT} cannot be reached ({error})"
         ) from error

@@ -44,7 +44,7 @@ from vlm_grpo.model.adapters import (
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
-from vlm_grpo.model.hub import check_reachable
+from vlm_grpo.model.hub import check_reachable, suggest_model
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 from vlm_grpo.utils import trust
 
@@ -271,7 +271,8 @@ def _load(kind: Any, source: str, settings: Settings) -> Any:
         return kind.from_pretrained(source, **arguments)
     except _ERRORS as error:
         reason = error if str(error) else type(error).__name__
-        raise UserError(f"model {source} cannot be loaded: {reason}") from error
+        hint = suggest_model(source)
+        raise UserError(f"model {source} cannot be loaded{hint}: {reason}") from error
 
 
 def _hub_arguments(settings: Settings) -> dict[str, Any]:

@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from itertools import combinations
 from typing import Any, Literal, Self, get_args
 
 from PIL import Image
+from pydantic import ValidationError
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS, VllmSettings
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import filter_examples, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
 from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.families import PixelBudget, load_family
+from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
 from vlm_grpo.planning.activations import measure_layers
@@ -51,10 +54,10 @@ Weights = Literal["replicated", "sharded", "offloaded"]
 """How the weights are held: all on each device, sharded over the devices by FSDP2, or these shards
 in main memory."""
 CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)  # memory of common GPUs in GB
-COUNTED_LATER = (
+_COUNTED_LATER = {
     *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens"),
     *("min_pixels", "max_pixels"),
-)
+}
 """Settings of the policy that do not change what ``Planner.read_shape`` returns."""
 PIXEL_STEP, MAX_PIXELS = 28 * 28, 1 << 25  # step and limit of the search for the largest image
 
@@ -81,7 +84,7 @@ class Plan:
     """Memory and time of a recipe on a device; as text, the output of ``vlm-grpo plan``.
 
     Attributes:
-        rows: number of rows of the training data.
+        rows: number of rows of the training data; 0: prompts are assumed.
         largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
         changes: changes of settings that make the recipe fit, each in addition to those before it
             and with the resulting step; empty if the recipe fits.
@@ -142,7 +145,8 @@ def _format(plan: Plan) -> Iterator[str]:
         size = shape.quantized_bytes / GIB
         held = f"{shape.quantized_weights:,} weights in {size:.2f} GiB"
         yield f"           policy.load_in={step.settings.policy.load_in}: {held}"
-    yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
+    data = f"{plan.rows:,} rows, {len(sizes):,} counted"
+    yield f"data       {data if plan.rows else 'prompts with one image, assumed'}"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
         ("prompt", [size.tokens for size in sizes]),
@@ -228,7 +232,7 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         yield f"           not even then: use {more}"
         return
     yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
-    if plan.changes[-1][1].weights == "sharded":
+    if plan.changes[-1][1].weights != "replicated":
         yield (
             f"           FSDP2: accelerate launch --config_file FOLDER/fsdp2.yaml --num_processes "
             f"{plan.num_devices} -m vlm_grpo.cli train …"
@@ -261,6 +265,21 @@ def plan(
             cannot be loaded, or the configuration lacks a size; or there are more devices than
             prompts, or the weights cannot be held so.
     """
+    return build_planner(
+        Planner, settings, gpu, devices, weights, reserved, Objects(task, data)
+    ).plan()
+
+
+def build_planner(
+    kind: type[Planner],
+    settings: Settings,
+    gpu: str | None,
+    devices: int,
+    weights: Weights,
+    reserved: float,
+    objects: Objects = NO_OBJECTS,
+) -> Planner:
+    """Return a planner of this kind for the arguments of ``plan``, which are checked."""
     check_settings(settings)
     if gpu is not None and not isinstance(gpu, str):
         raise UserError(f"gpu must be text such as '24GB', not {gpu!r}")
@@ -272,7 +291,7 @@ def plan(
         raise UserError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
     device = detect_device() if gpu is None else find_device(gpu)
     device = replace(device, reserved=reserved)
-    return Planner(settings, device, devices, weights, Objects(task, data)).plan()
+    return kind(settings, device, devices, weights, objects)
 
 
 class Planner:
@@ -302,22 +321,29 @@ class Planner:
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
         self.teacher_weights = 0  # number of weights of the models of methods
+        for name in (own.extra_model for own in settings.used_methods):
+            if name is not None:
+                changes = {"model": name, "model_revision": None}
+                teacher = load_config(settings.model_copy(update=changes))
+                self.teacher_weights += read_model_shape(teacher, PolicySettings()).num_weights
+        self.read(objects)
+
+    def read(self, objects: Objects) -> None:
+        """Read the model's configuration and the data's prompts."""
+        settings = self.settings
         task = load_run_task(settings, objects)
         rows = load_split(settings, task, "train", objects)
         examples, _ = filter_examples(rows, settings.data)
         try:
             self.config, processor = load_config(settings), load_processor(settings)
         except UserError as error:
+            hint = f"; vlm-grpo plan {settings.model} plans it without them, for assumed prompts"
+            hint = hint if settings.model in load_known_models() else ""
             raise UserError(
                 f"{error}; a plan needs no weights: a folder with the model's config.json and the "
-                "files of its tokenizer and processor suffices"
+                "files of its tokenizer and processor suffices" + hint
             ) from error
         self.family = load_family(self.config)
-        for name in (own.extra_model for own in settings.used_methods):
-            if name is not None:
-                changes = {"model": name, "model_revision": None}
-                teacher = load_config(settings.model_copy(update=changes))
-                self.teacher_weights += read_model_shape(teacher, PolicySettings()).num_weights
         prompts = PromptBuilder(ChatTemplate(processor, settings.prompt), self.family, None, None)
         self.task = prompts.adapt(task)
         budget = self.family.pixel_budget(processor)
@@ -343,7 +369,7 @@ class Planner:
         """Estimate a step under these settings; ``weights`` None: held as in the planner."""
         weights = weights or self.weights
         policy = settings.policy
-        key = policy.model_dump_json(exclude=set(COUNTED_LATER))
+        key = get_shape_key(policy)
         if key not in self._shapes:
             self._shapes[key] = self.read_shape(policy)
         shape = replace(
@@ -385,7 +411,7 @@ class Planner:
     def plan(self) -> Plan:
         step = self.estimate_step(self.settings)
         fits = self.device.holds(step.memory.peak)
-        changes = [] if fits else list(_suggest_changes(self, step))
+        changes = [] if fits else list(suggest_changes(self, step))
         return Plan(
             self.device,
             self.num_devices,
@@ -450,20 +476,52 @@ def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 MIN_PIXELS = 128 * 28 * 28  # the least that is suggested; below it images lose too much detail
+OFFLOADING = "their shards in main memory (fsdp_offload_params)"  # of FSDP2's configuration
 SHARDING = "weights sharded over the devices (FSDP2)"  # not a setting but another launch
 Change = tuple[str, StepEstimate]
 """Settings as they are written on the command line, and the step with them."""
 _Proposal = Callable[[Planner, StepEstimate], Change | None]
 
 
-def _suggest_changes(planner: Planner, step: StepEstimate) -> Iterator[Change]:
-    """Yield cumulative changes with the resulting steps, until a step fits."""
-    for change in _CHANGES:
-        if (changed := change(planner, step)) is not None:
-            yield changed
-            step = changed[1]
-            if planner.device.holds(step.memory.peak):
-                return
+def suggest_changes(planner: Planner, step: StepEstimate) -> Iterator[Change]:
+    """Yield cumulative changes, each of which lowers the peak, with the resulting steps, until a
+    step fits.
+
+    A change that lowers nothing yet is tried again after those that do, and then with another one:
+    both may lower one of two equal peaks, of the rollout and of the update.
+    """
+    left, checks = list(CHANGES), _is_valid(step.settings)
+    while not planner.device.holds(step.memory.peak):
+        groups = (group for size in (1, 2) for group in combinations(left, size))
+        for group in groups:
+            texts, changed = [], step
+            for change in group:
+                if (found := change(planner, changed)) is not None:
+                    texts.append(found[0])
+                    changed = found[1]
+            is_valid = len(texts) == len(group) and (_is_valid(changed.settings) or not checks)
+            if is_valid and changed.memory.peak < step.memory.peak:
+                break
+        else:
+            return
+        yield " ".join(texts), changed
+        step = changed
+        for change in group:
+            left.remove(change)
+
+
+def _is_valid(settings: Settings) -> bool:
+    # Python objects in place of names, which it would not find, make none of them valid.
+    try:
+        Settings.model_validate_json(settings.model_dump_json(exclude_unset=True))
+    except ValidationError:
+        return False
+    return True
+
+
+def get_shape_key(policy: PolicySettings) -> str:
+    """Return the policy's settings that change what ``Planner.read_shape`` returns."""
+    return policy.model_dump_json(exclude=_COUNTED_LATER)
 
 
 def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
@@ -502,20 +560,51 @@ def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
 
 
 def _shard(planner: Planner, step: StepEstimate) -> Change | None:
-    if planner.num_devices == 1 or step.weights != "replicated":
+    settings = step.settings
+    is_whole = settings.optim.name != "adamw" or settings.policy.activation_offloading
+    if planner.num_devices == 1 or step.weights != "replicated" or is_whole:
         return None
     return SHARDING, planner.estimate_step(step.settings, "sharded")
+
+
+def _has_moments(step: StepEstimate) -> bool:
+    is_full = not step.shape.lora_rank and step.weights == "replicated"
+    return is_full and step.settings.optim.name == "adamw"
+
+
+def _offload_activations(planner: Planner, step: StepEstimate) -> Change | None:
+    if planner.device.is_cpu or step.weights != "replicated" or step.shape.offloads:
+        return None
+    return _change(planner, step, "policy", activation_offloading=True)
+
+
+def _offload(planner: Planner, step: StepEstimate) -> Change | None:
+    if step.weights != "sharded":
+        return None
+    return OFFLOADING, planner.estimate_step(step.settings, "offloaded")
+
+
+def _sample_elsewhere(planner: Planner, step: StepEstimate) -> Change | None:
+    is_small = planner.device.holds(step.memory.rollout)
+    if planner.device.is_cpu or step.settings.rollout.vllm is not None or is_small:
+        return None
+    vllm = VllmSettings(urls=("http://HOST:8000",))
+    new = with_changes(step.settings, "rollout", sampler="vllm", vllm=vllm)
+    text = "rollout.sampler=vllm rollout.vllm.urls=[http://HOST:8000]"
+    return text, planner.estimate_step(new, step.weights)
 
 
 def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
     if step.settings.policy.lora is not None:
         return None
     new = with_changes(step.settings, "policy", lora=LoraSettings(), freeze=())
+    rollout = planner.settings.rollout
     new = with_changes(new, "optim", lr=1e-5)
+    new = with_changes(new, "rollout", sampler=rollout.sampler, vllm=rollout.vllm)
     # The rollout needs the full base weights on each device, so that sharding them saves little.
-    is_sharded = step.weights == "sharded"
-    text = "policy.lora.r=64 optim.lr=1e-5" + (", without FSDP2" if is_sharded else "")
-    return text, planner.estimate_step(new, "replicated")
+    is_alone = step.weights == "replicated" and step.settings.rollout.vllm == rollout.vllm
+    note = "" if is_alone else " (without FSDP2 and another sampler)"
+    return f"policy.lora.r=64 optim.lr=1e-5{note}", planner.estimate_step(new, "replicated")
 
 
 def _can_quantize(step: StepEstimate) -> bool:
@@ -541,7 +630,7 @@ def _set(applies: Callable[[StepEstimate], bool], block: str, **values: Any) -> 
 
 
 # In this order: free changes, changes that cost time, changes of the training, smaller images.
-_CHANGES: tuple[_Proposal, ...] = (
+CHANGES: tuple[_Proposal, ...] = (
     _reduce_batches,
     _reduce_rollouts,
     _set(
@@ -551,6 +640,11 @@ _CHANGES: tuple[_Proposal, ...] = (
     ),
     _use_checkpointing,
     _shard,
+    # Their moments and activations cannot be sharded.
+    _set(_has_moments, "optim", name="adamw_8bit"),
+    _offload_activations,
+    _offload,
+    _sample_elsewhere,
     _set(lambda s: s.settings.policy.dtype != "bfloat16", "policy", dtype="bfloat16"),
     _set(
         lambda s: s.settings.objective.needs_reference,
