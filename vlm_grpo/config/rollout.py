@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.section import Frozen
+from vlm_grpo.utils.http_json import split_address
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
 RESIDENT_SHARE = 0.25
@@ -54,8 +55,7 @@ class VllmSettings(Frozen):
     @classmethod
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} must start with http:// or https://")
+            split_address(url)
         if len(set(urls)) < len(urls):
             raise ValueError("an address is listed twice")
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)

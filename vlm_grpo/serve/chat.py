@@ -18,7 +18,13 @@ from vlm_grpo.media.images import encode_data_url, encode_png
 from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn
-from vlm_grpo.utils.http_json import ServiceError, build_authorization, get_json, post_json
+from vlm_grpo.utils.http_json import (
+    ServiceError,
+    build_authorization,
+    get_json,
+    post_json,
+    split_address,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +44,10 @@ class Endpoint:
     retries: int = 6
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"server {self.url!r} must start with http:// or https://")
+        try:
+            parts = split_address(self.url)
+        except ValueError as error:
+            raise UserError(f"server {error}") from None
         if parts.username or parts.query:  # which may be secrets, and errors name the address
             raise UserError(
                 f"server {parts.scheme}://{parts.hostname}/…: an address has no user, password or "

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vlm_grpo.errors import printable
@@ -84,6 +85,16 @@ def post_command(url: str, body: Any = None, timeout: float = 60.0, retries: int
     """Send a POST whose response says nothing; arguments and errors as in ``post_json``."""
     data = b"" if body is None else json.dumps(body).encode()
     _send(url, data, None, timeout, retries, read=len)
+
+
+def split_address(url: str) -> urllib.parse.SplitResult:
+    """Return the parts of a service's address; ``ValueError``: it is none."""
+    with suppress(ValueError):  # of brackets, or of a port that is no number
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    shown = url.rpartition("@")[2].partition("?")[0]  # without a password or a key
+    raise ValueError(f"{shown!r} must start with http:// or https:// and a host")
 
 
 def build_authorization(variable: str) -> dict[str, str]:
