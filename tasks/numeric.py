@@ -51,7 +51,7 @@ _SIGNS = (
     ("min", re.compile(r"mins?|minutes?")),
     ("h", re.compile(r"hrs?|hours?")),
 )
-_ATTACHED = re.compile(r"[%°$€£¥₹]|°[CF]|[kcm]m|kg|[kMGT]Wh?|[KMGT]B|percent")
+_ATTACHED = re.compile(r"[%°$€£¥₹]|°[CF]|[kcm]m|m?[lL]|m?g|kg|[kMGT]Wh?|[KMGT]B|percent")
 """Units that may follow a number without a space; others would make "4G" and "1st" numbers."""
 _UNIT = re.compile(r"(?:[^\W\d_]|°)[^\W\d_]*[²³]?(?:[/ ][^\W\d_]+[²³]?)?")
 _POWER = re.compile(r"(?<=[a-zA-Z])\^\{?([23])\}?")

@@ -50,7 +50,7 @@ class Temporal(Task):
         """
         if len(text) > _MAX_CHARACTERS:
             return None
-        text = " ".join(fold(text).lower().split())
+        text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", " ".join(fold(text).lower().split()))
         rest = _INTERVAL.sub("|", text)
         intervals = (
             Candidate(found.start(), found.end(), (float(found[1]), float(found[2])))

@@ -55,6 +55,7 @@ _SIDES = [
 # Words before a box that are no part of its label.
 _NO_LABELS = re.compile(
     r"\b(?:an?|the|and|at|is|are|of|in|on|here|there|one|located|found|with|position|coordinates"
+    r"|visible|sits|seen"
     r"|label|object|bbox|bbox_2d|box)\b",
     re.IGNORECASE,
 )
@@ -356,7 +357,7 @@ def find_json(text: str) -> tuple[list[Any], list[str]]:
     read too. There are no values if one is malformed or there are more than ``MAX_ITEMS``.
     """
     if '"' not in text:
-        text = re.sub("['“”]", '"', text)
+        text = re.sub(r"(?<![^\W\d_])['“”]|['“”](?![^\W\d_])", '"', text)  # not the one of "can't"
     if (found := _decode(text)) is None:
         for pattern, replacement in _REPAIRS:
             text = pattern.sub(replacement, text)

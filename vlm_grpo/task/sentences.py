@@ -37,7 +37,7 @@ _UNSURE = re.compile(
     r"|alternatively|vs|versus|maybe|perhaps|possibly|probably|might|could(?! (?:see|count|find))"
     r"|(?-i:may)|guess\w*"
     r"|unsure|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction"
-    r"|wait(?=[,.!:])|suppose|pretend"
+    r"|wait(?=[,.!:])|suppose|pretend|refus\w*|sorry|equally|whichever"
     r"|(?:for|an|the|format) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form)\b"
     r"|n['’]t\b|~~|<!--|不|没|或",
     re.IGNORECASE,
