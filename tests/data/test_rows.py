@@ -102,6 +102,10 @@ def test_few_bad_boxes_are_no_other_form(tmp_path):
 def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_path):
     source = write_boxes(tmp_path, lambda x, y, u, v: [x, y, x + 0.5, v])
     assert "is smaller than a pixel of its image of 640x480" in get_load_error(source, "grounding")
+    exactly_one = write_boxes(
+        tmp_path, lambda x, y, u, v: [1.3, y, 2.3, v] if x < 99 else [x, y, u, v]
+    )
+    assert len(load_examples(exactly_one, GROUNDING)) == 48
     coco = write_format(tmp_path, "coco")
     message = get_load_error(coco, "detection", box_format="xywh")
     assert "its boxes are edges in pixels in any case: remove box_format and box_scale" in message

@@ -205,7 +205,8 @@ def _find_format(path: Path) -> Format:
             return candidate
     raise UserError(
         f"{path} is not a data source: give {', '.join(f.form for f in FORMATS)}, a glob of such "
-        "files, hf:NAME[:SPLIT[:CONFIG]], or embedded:counting"
+        "files, hf:NAME[:SPLIT[:CONFIG]] (hf:./FOLDER for a subfolder of images per class), or "
+        "embedded:counting"
     )
 
 
