@@ -144,7 +144,8 @@ def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion):
 )
 def test_each_proposal_lowers_the_peak_and_is_valid(overrides, device, expected):
     settings = build_known_settings("Qwen/Qwen2.5-VL-32B-Instruct", overrides)
-    found = build_planner(KnownPlanner, settings, *device, "replicated", 0.0).plan()
+    card, devices = device
+    found = build_planner(KnownPlanner, settings, card, devices, "replicated", 0.0).plan()
     peaks = [found.step.memory.peak, *(step.memory.peak for _, step in found.changes)]
     assert peaks == sorted(set(peaks), reverse=True)
     texts = " ".join(text for text, _ in found.changes)

@@ -201,9 +201,12 @@ from vlm_grpo.utils.folder_lock import lock_folder
 folder = Path(sys.argv[1])
 with lock_folder(folder):
     (folder / ".lock").open().close()  # a record lock would be gone
+    ready, tell = os.pipe()
     if os.fork() == 0:
         os.close(1)
+        os.write(tell, b"x")
         time.sleep(60)
+    os.read(ready, 1)
     print("held", flush=True)
     input()
     os._exit(0)  # before the child
@@ -212,8 +215,8 @@ with lock_folder(folder):
 
 def test_only_the_end_of_the_holder_frees_a_folder_and_no_fork_keeps_it(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "process_group": 0}
-    with subprocess.Popen(command, **pipes, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
