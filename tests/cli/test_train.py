@@ -48,7 +48,7 @@ def test_a_recipe_is_trained_on_its_gold_answers(capsys, tmp_path):
     words = "sft", tmp_path / "tiny.yaml", f"output_dir={tmp_path}", "warm_start.lr=1e-3"
     status, out, _ = run(capsys, *words)
     assert status == 0
-    assert "warm start 2 steps on the gold answers of 2 prompts, lr 0.001; then the run ends" in out
+    assert "warm start 2 steps on the gold answers of 2 prompts, lr 0.001, linear; then" in out
     folder = tmp_path / "tiny-sft"  # that of train is tiny
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all("mean_token_accuracy" in row and "reward" not in row for row in rows)

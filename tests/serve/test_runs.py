@@ -126,7 +126,7 @@ def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
     # one: the check's, and the same prompt's again.
     plan = {"faults": {GENERATE: {"3": "die", "5": "die"}}}
     build = settings(plan, optim={"prompts_per_step": 1}, vllm={"max_restarts": 1})
-    error = fails(capsys, "train", write(build, tmp_path))
+    error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
     log = build.run_dir / "vllm-0.log"
     assert "failed 2 times in one rollout (rollout.vllm.max_restarts=1)" in error
     assert f"its log {log} ends with:" in error
@@ -151,7 +151,7 @@ def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
 def test_what_the_user_is_told(settings, fake, capsys, tmp_path, plan, message):
     timeout = 0.5 if "never" in str(plan) else 60.0
     build = settings(plan, vllm={"startup_timeout": timeout, "max_restarts": 1})
-    error = fails(capsys, "train", write(build, tmp_path))
+    error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
     assert re.search(message, error, re.DOTALL), error
     assert error.count("error: ") == 1
     assert_nothing_is_left(build, fake)
@@ -163,7 +163,7 @@ def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
         port = other.getsockname()[1]
         monkeypatch.setattr(sampler, "find_free_port", lambda: port)
         build = settings()
-        error = fails(capsys, "train", write(build, tmp_path))
+        error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
     assert "the vLLM server ended while it started" in error
     assert "Address already in use" in error
 
@@ -182,7 +182,9 @@ def test_ctrl_c_saves_the_run_and_ends_its_servers(settings, fake, tmp_path, whe
         {"faults": {GENERATE: {"6": "hang"}}} if when == "rollout" else {"starts": {"1": "never"}}
     )
     build = settings({**plan, "has_child": True}, vllm={"request_timeout": 200.0})
-    process = forked.start(tmp_path / "output", call_cli, ["train", str(write(build, tmp_path))])
+    process = forked.start(
+        tmp_path / "output", call_cli, ["train", str(write(build, tmp_path)), "--trust-code"]
+    )
     try:
         if when == "rollout":
             wait_for(lambda: len(read_calls(fake, GENERATE)) == 7)  # the other two are answered

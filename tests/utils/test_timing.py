@@ -87,7 +87,7 @@ def start(run: Settings) -> Command:
     recipe = run.output_dir.parent / f"{run.run_dir.name}.yaml"
     run.save(recipe)
     output = recipe.with_suffix(".log")
-    return Command(forked.start(output, main, ["train", str(recipe)]), output)
+    return Command(forked.start(output, main, ["train", str(recipe), "--trust-code"]), output)
 
 
 def count_steps(run: Settings) -> int:

@@ -204,7 +204,8 @@ def suggest_key(key: str, keys: Sequence[str]) -> str:
     # Names are compared without their blocks, which would make any two of a block alike.
     leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
     siblings = {leaf: known for leaf, known in leaves.items() if known.rpartition(".")[0] == block}
-    if leaf := find_nearest(last, siblings):
+    least = 0.5 if len(last) <= 2 else 0.6  # "rl" and "lr" share one letter in order
+    if leaf := find_nearest(last, siblings, least):
         return f" (did you mean {siblings[leaf]}?)"
     others = [setting.name.rpartition(".")[2] for setting in list_other_settings()]
     if name := find_nearest(last, others, least=0.85):

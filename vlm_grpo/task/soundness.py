@@ -17,9 +17,9 @@ _ROUNDING = 1e-6  # Tolerance for floating-point rounding in a reward between 0 
 _LEAST_SHARE, _MAX_POOR = 0.5, 0.1
 """At most this share of the gold answers may earn less than half of the full reward, as boxes do
 that are smaller than the units in which a model writes them."""
-_BOUNDS = {"two answers with or between": 0.5, "two answers, listed": 0.5}
+_BOUNDS = {"two answers with or between": 0.5, "two answers, listed": 0.67}
 """The share of the full reward that exploits may earn if it is not 0: of two answers at once, half
-are right if several are requested."""
+are right if several are requested, and the F1 of a right and a wrong object is 2/3."""
 _EXPLOIT_ROWS = 200
 """Rows on which exploits are tried; a reward with a flaw shows it within a few rows."""
 _BATCH_ROWS = 20
