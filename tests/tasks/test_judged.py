@@ -139,7 +139,10 @@ def test_a_verdict_in_another_form_is_none(reply):
         (Reply(body=b'{"error": "overloaded"}'), "the judge's response has no text"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
         (Reply(status=500), "2 attempts failed, the last with status 500"),
-        (Reply("Score: 5", seconds=1.0), "2 attempts failed, the last with TimeoutError"),
+        (
+            Reply("Score: 5", seconds=1.0),
+            "2 attempts failed, the last with no response within 0.5 s",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
