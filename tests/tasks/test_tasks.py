@@ -83,7 +83,7 @@ def test_a_gold_completion_earns_the_full_reward(case):
 
 
 def test_the_threshold_of_hits_moves_from_loose_to_strict():
-    task = load_task("grounding", loose=0.5, strict=0.9, weights={"hit": 1.0})
+    task: Any = load_task("grounding", loose=0.5, strict=0.9, weights={"hit": 1.0})
     example = Example("1", (IMAGE,), "the cat", {"boxes": [[0, 0, 100, 100]]})
     answer = ((0.0, 0.0, 100.0, 70.0),)  # an IoU of 0.7
     scores = [task.with_progress(p).hit(answer, example) for p in (0.0, 0.5, 0.51, 1.0)]
