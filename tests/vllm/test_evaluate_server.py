@@ -102,7 +102,7 @@ def test_a_prediction_is_that_of_the_model_in_this_process(served_url, tmp_path)
 def test_requests_that_the_server_refuses_are_one_message(served_url, tmp_path):
     given = [f"output_dir={tmp_path}", "data.eval_limit=20"]
     settings = load_settings("counting", [*given, "rollout.max_completion_length=5000"])
-    reason = r"example shapes-counting-eval-0 and 7 others: .*max_model_len=1024"
+    reason = r"example shapes-counting-eval-0: .*max_model_len=1024.*\n    7 more like it: example "
     with pytest.raises(UserError, match=rf"no output for 20 .* after 8 .*:\n  - {reason}"):
         evaluate(settings, None, Endpoint(served_url, concurrency=1))
     with pytest.raises(UserError, match=r"no model other, .*it serves\n  - policy"):
