@@ -95,7 +95,7 @@ def test_an_unsound_task_is_named(capsys, write_letters, letters_data, methods, 
 
 
 def test_gold_answers_that_no_completion_can_write_are_an_error():
-    image = ImageRef("a", (4000, 4000), (4000, 4000))  # of which thousandths have 4 pixels
+    image = ImageRef("a", (4000, 4000), (4000, 4000))  # a thousandth of a side is 4 pixels
     examples = [
         Example(str(n), (image,), "the cup", {"boxes": [[n, n, n + 2, n + 2]]}) for n in range(20)
     ]

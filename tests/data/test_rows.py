@@ -56,7 +56,7 @@ FORMS = {  # of a box with the edges x, y, u, v in an image of 640x480
 
 
 def write_boxes(folder: Path, form: Any, size: tuple[int, int] = (640, 480)) -> str:
-    """Write 48 rows with a box in a form; images are drawn anew."""
+    """Write 48 rows, each with a new image and a box in this form."""
     random = Random(0)
     edges = []
     for _ in range(48):

@@ -38,7 +38,7 @@ class TracedStep(TorchDispatchMode):
     """The operations of one step on its tensors, as a CUDA graph captures them.
 
     A replay does not run the step's Python code: a step that depends on Python values gives wrong
-    results, and tracing a step that reads a value from the device raises an error.
+    results. A step that reads a value from the device raises an error when it is traced.
     """
 
     traces = 0

@@ -43,7 +43,7 @@ LIMIT = 60
 TEMPORARY = re.compile(r"\.tmp|\.partial|\.old$|\.lock-")
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 RECORD = re.compile(r"runs/[^/]+/(metrics\.jsonl|checkpoints|sampled)")
-"""What shows that a run had begun: it keeps its files, however it ends."""
+"""Files that show that a run has begun. It may keep its files however it ends."""
 
 # Files of others.
 
@@ -52,7 +52,7 @@ SMALL = (
     "optim.prompts_per_step=2", "optim.max_steps=1", "optim.warmup_steps=0",
     "rollout.max_completion_length=2", "rollout.num_generations=2", "logging.trackers=[]",
 )  # fmt: skip
-"""Settings of a run that takes a second or two."""
+"""Settings of a run of one or two seconds."""
 RUNS = (
     ["train", "counting", *SMALL, "checkpoint.keep_best=true", "evaluation.every=1"],
     ["train", "counting", *SMALL, "checkpoint.keep_best=true", "evaluation.every=1", "name=mine",
@@ -171,7 +171,7 @@ SLOW = re.compile(
     "max_steps|num_train_epochs|prompts_per_step|num_generations|max_completion_length|samples|pool"
     "|_timeout|max_restarts|max_resample|steps|eval_limit|num_workers|reward_workers|eval$|train$"
 )
-"""Settings and options of which a large value rightly takes long."""
+"""Settings and options that may take long with a large value."""
 MODEL_FREE = ("report", "tasks", "settings", "new-task", "check", "plan")
 FILES = (
     *("train.jsonl", "test.jsonl", "rows.json", "rows.csv", "train.parquet", "solved.jsonl"),

@@ -168,12 +168,13 @@ def test_a_response_without_an_answer_is_a_failure(body):
     [
         (("a", None, "org/a", "a-2025"), False, None),
         (("x.gguf", "x.gguf"), True, None),  # some servers know the name of a file only
+        (("a", "a-mini"), False, "asked for a, and a-mini answered"),
         (("a", "b"), False, "asked for a, and b answered: give the name .* with --served-model"),
         (("x.gguf", "y.gguf"), True, "asked for x.gguf, and y.gguf answered"),
     ],
 )
 def test_another_model_that_answers_is_named(replies, warned, message, caplog):
-    turns, model = iter(replies), ChatModel(models=("a", "b"))
+    turns, model = iter(replies), ChatModel(models=("a", "a-mini", "b"))
 
     def respond(body):
         reply = json.loads(model.respond(body).body or b"")

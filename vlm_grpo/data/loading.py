@@ -33,6 +33,7 @@ from vlm_grpo.data.rows import Row, list_boxes, to_example
 from vlm_grpo.data.store import ExampleStore, ExampleView
 from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.task import Rule, Task
+from vlm_grpo.task.coordinates import BoxError
 from vlm_grpo.task.registry import (
     SET_BY_LIBRARY,
     check_trainable,
@@ -121,7 +122,7 @@ def read_source(
     """Return the good rows of a source as examples, and one problem for each bad row.
 
     A problem with a box names the settings that read all boxes of the first rows, if there are any;
-    ``is_trial`` tries such settings on these rows.
+    ``is_trial`` tries such settings on these rows, and returns the problems with boxes alone.
     """
     limit, columns = source.limit, dict(source.columns)
     name = source.source if given is None else given
@@ -152,7 +153,9 @@ def read_source(
                 raise ValueError(f"id {example.id!r} is a duplicate of {where}")
         except ValueError as error:
             has_own_form = row.problem is None and row.example is None and not row.in_pixels
-            is_bad_box = str(error).startswith("box ") and "four numbers" not in str(error)
+            is_bad_box = isinstance(error, BoxError)
+            if is_trial and not is_bad_box:
+                continue
             if bad_box is None and has_own_form and is_bad_box:
                 bad_box = len(problems)
             problems.append(f"{row.location}: {error}")
@@ -211,12 +214,11 @@ def _suggest_boxes(
         update = {"box_format": form, "box_scale": scale, "limit": None}
         other = source.model_copy(update=update)
         examples, problems = read_source(other, task, data, split, label, given, is_trial=True)
-        bad = sum(": box " in problem for problem in problems)
         changes = [f"box_format={form}"] * (form != source.box_format)
         changes += [f"box_scale={scale or 'null'}"] * (scale != source.box_scale)
-        if not changes and bad < len(examples) / 4:  # they are only bad boxes
+        if not changes and len(problems) < len(examples) / 4:  # they are only bad boxes
             return ""
-        if changes and examples and not bad:
+        if changes and examples and not problems:
             found.append(" ".join(change if label else f"data.{change}" for change in changes))
     if found:
         look = ": look at them with check --preview" if len(found) > 1 else ""

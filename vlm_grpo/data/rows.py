@@ -27,7 +27,7 @@ from vlm_grpo.data.messages import (
 )
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
-from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.coordinates import Box, BoxError, gold_boxes
 from vlm_grpo.types import Example, ImageRef, TableCell
 from vlm_grpo.utils.chat import Turn, place_images
 
@@ -282,7 +282,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     ``ValueError``: the task accepts none, in which case the message is that for the first; it
     cannot write the prompt; or the texts have another number of ``<image>`` than images.
     """
-    problems = []
+    problems: list[ValueError] = []
     turns = *examples[0].history, Turn("user", examples[0].question)
     place_images(turns, len(examples[0].images))
     for example in examples:
@@ -290,20 +290,18 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
             task.check(example)
             _check_boxes(example, task)
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(error)
         except Exception as error:  # a user's check may raise anything
-            problems.append(
-                f"the answer {shorten(example.answer)} cannot be checked: "
-                f"{type(error).__name__}: {error}"
-            )
+            reason = f"cannot be checked: {type(error).__name__}: {error}"
+            problems.append(ValueError(f"the answer {shorten(example.answer)} {reason}"))
         else:
             write_prompt(task, example)
             return example
-    raise ValueError(problems[0])
+    raise problems[0]
 
 
 def _check_boxes(example: Example, task: Task) -> None:
-    """Raise a ``ValueError`` if a gold box is not in pixels of its image."""
+    """Raise a ``BoxError`` if a gold box is not in pixels of its image."""
     if not (boxes := list_boxes(example)):
         return
     width, height = size = task.target_image(example).size
@@ -312,7 +310,7 @@ def _check_boxes(example: Example, task: Task) -> None:
     # Large datasets have single boxes that are too thin; official evaluations keep them. Edges in
     # decimals are not exact: 2.3 - 1.3 is a little less than 1.
     if all(min(x2 - x1, y2 - y1) < 1 - 1e-6 for x1, y1, x2, y2 in boxes):
-        raise ValueError(
+        raise BoxError(
             f"box {list(boxes[0])} is smaller than a pixel of its image of {width}x{height}"
         )
 
@@ -355,12 +353,10 @@ def _is_number(value: Any) -> bool:
 
 
 def check_inside(box: Sequence[float], size: tuple[int, int]) -> None:
-    """Raise a ``ValueError`` if a box reaches beyond its image."""
+    """Raise a ``BoxError`` if a box reaches beyond its image."""
     (x1, y1, x2, y2), (width, height) = box, size
     if min(x1, y1) < -_TOLERANCE or x2 > width + _TOLERANCE or y2 > height + _TOLERANCE:
-        raise ValueError(
-            f"box {list(box)} (x1, y1, x2, y2) is outside its image of {width}x{height}"
-        )
+        raise BoxError(f"box {list(box)} (x1, y1, x2, y2) is outside its image of {width}x{height}")
 
 
 def _parse_boxes(value: Any) -> dict[str, Any] | None:

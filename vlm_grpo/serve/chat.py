@@ -6,6 +6,7 @@ import base64
 import logging
 import mimetypes
 import os
+import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,8 +130,9 @@ class ChatClient:
 
         Servers answer ``gpt-4o`` as ``gpt-4o-2024-08-06``, and some by the name of a file.
         """
-        known = {self.model, self._name}
-        if not isinstance(name, str) or any(name in own or own in name for own in known):
+        if not isinstance(name, str) or any(
+            _is_same(name, own) for own in (self.model, self._name)
+        ):
             return
         name = printable(name)
         if name in self._served or self._name != self.model:
@@ -201,6 +203,12 @@ def encode_clip(clip: VideoRef) -> str:
     # As PNG, which vLLM reads, too, without loss.
     frames = (encode_png(frame, compress_level=1) for frame in clip.load_frames())
     return "data:video/jpeg;base64," + ",".join(base64.b64encode(f).decode() for f in frames)
+
+
+def _is_same(name: str, asked: str) -> bool:
+    """Return whether a name is the one asked for, but for a folder before it or a date behind."""
+    own = asked.rpartition("/")[2]
+    return re.fullmatch(re.escape(own) + r"(-\d{4}[\d-]*)?", name.rpartition("/")[2]) is not None
 
 
 def _read_answer(response: Any, url: str, tags: ThinkingTags) -> Answer:

@@ -61,6 +61,10 @@ def _write_y_first(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) ->
     return _write_json([(y1, x1, y2, x2) for x1, y1, x2, y2 in boxes], labels, "box_2d")
 
 
+class BoxError(ValueError):
+    """Four numbers are no box of their image, perhaps because they have another form."""
+
+
 def gold_boxes(answer: Any) -> tuple[Box, ...]:
     """Return the boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}`` in original pixels.
 
@@ -81,7 +85,7 @@ def gold_boxes(answer: Any) -> tuple[Box, ...]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"box {row!r} must be four numbers x1, y1, x2, y2") from error
         if not (math.isfinite(x1 + y1 + x2 + y2) and x1 < x2 and y1 < y2):
-            raise ValueError(
+            raise BoxError(
                 f"box {row!r} must be finite with x1 < x2 and y1 < y2 (corners, not a width and "
                 "a height), in pixels of the original image"
             )

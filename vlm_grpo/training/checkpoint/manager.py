@@ -128,7 +128,7 @@ class CheckpointManager:
             if free < (wanted - len(list_checkpoints(self.folder))) * size:
                 logger.warning(
                     "%s, and %s, which is less than the %d that checkpoint.keep_last=%d needs: "
-                    "make room, or lower it", needs, room, wanted, settings.keep_last,
+                    "make room, or keep fewer", needs, room, wanted, settings.keep_last,
                 )  # fmt: skip
 
     def _estimate_bytes(self) -> int:
