@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -56,7 +57,7 @@ FORMS = {  # of a box with the edges x, y, u, v in an image of 640x480
 
 
 def write_boxes(folder: Path, form: Any, size: tuple[int, int] = (640, 480)) -> str:
-    """Write 48 rows, each with a new image and a box in this form."""
+    """Write an image of this size, and 48 rows with a box in this form."""
     random = Random(0)
     edges = []
     for _ in range(48):
@@ -75,6 +76,10 @@ def test_boxes_in_another_form_are_refused_with_the_settings_that_read_them(tmp_
     message = get_load_error(source, "grounding")
     settings = " ".join(f"data.{option}" for option in options)
     assert f"the first 100 rows are read without such a box by {settings}" in message
+    with Path(source).open("a") as file:  # a row that is bad in every form
+        file.write(json.dumps(make_row(id="bad", answer={"boxes": [[1, 2, 3]]})) + "\n")
+    assert f"without such a box by {settings}" in get_load_error(source, "grounding")
+    source = write_boxes(tmp_path, form)
     given: Any = dict(option.split("=") for option in options)
     found = load_examples(
         source, GROUNDING, DataSettings.model_validate({"train": source, **given})

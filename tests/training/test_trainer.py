@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -47,6 +49,15 @@ def test_equal_settings_give_equal_runs_also_if_one_is_saved_by_time(settings):
         train(run)
         assert [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")] == steps
     assert_same_run(runs[0].run_dir, runs[1].run_dir)
+
+
+def test_the_time_to_the_next_save_begins_with_a_save(settings, monkeypatch):
+    minutes = count(step=11)  # a clock that moves on when it is read
+    clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
+    monkeypatch.setattr("vlm_grpo.training.checkpoint.manager.time", clock)
+    run = settings(checkpoint={"keep_last": 0})
+    train(run)
+    assert [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2, 4]
 
 
 def test_runs_are_saved_every_20_minutes_unless_by_steps():
