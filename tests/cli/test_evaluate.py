@@ -10,7 +10,6 @@ from commands import fails, run, write_jsonl
 
 from vlm_grpo import cli
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.eval.outputs import LAYOUTS
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 
@@ -102,8 +101,6 @@ SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
         (["tallyqa", *ROWS], "model has no value: add model="),
         (["tallyqa", *ROWS, "--frame", "permille"], "--frame needs --predictions"),
         (["counting", "--task", "ocr"], "there is no option --task: settings have no dashes"),
-        (["tallyqa", *ROWS, "--format", "r1_v"], "--format needs --predictions"),
-        (["tallyqa", *SCORED, "--format", "r1v"], "did you mean r1_v"),
         (["tallyqa", *SCORED, "--checkpoint", "runs"], "leave out --checkpoint"),
         (["tallyqa", *SCORED, "--frame", "permil"], "did you mean permille"),
         (["tallyqa", *ROWS, "model=embedded", "--checkpoint", "no"], "no is not a folder"),
@@ -147,7 +144,6 @@ SERVER = ["--server", "http://127.0.0.1:1"]
         (["--server", "localhost:8000"], "'localhost:8000' must start with http://"),
         ([*SERVER, "--frame", "permil"], "did you mean permille"),
         ([*SERVER, "--frame", "permille", "model=embedded"], "the frame of embedded is known"),
-        ([*SERVER, "--format", "r1_v"], "--format needs --predictions"),
         ([*SERVER, "model=nothing/such/here"], "there is no such folder"),
         (["--served-model", "a"], "--served-model needs --server"),
         (["--concurrency", "3", "--predictions", "p.jsonl"], "--concurrency needs --server"),
@@ -173,10 +169,10 @@ def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
     assert [given[2:] for given in benchmark_calls] == [(None, endpoint)] * 2
 
 
-def test_help_names_every_format_and_frame(capsys):
+def test_help_names_every_frame(capsys):
     _, out, _ = run(capsys, "evaluate", "--help")
     words = {*out.replace(",", " ").replace(".", " ").split()}
-    assert {*LAYOUTS, *FRAMES} <= words
+    assert {*FRAMES} <= words
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from chat_model import ChatModel, serve
 from dataset_files import encode_image, png, write_files, write_table
 from guide_commands import GUIDES, ROOT, read_commands
 from PIL import Image
-from published_formats import COCO, IMAGES, lmms_eval_sample, r1_v_result, vlm_r1_result
+from published_formats import COCO, IMAGES, lmms_eval_sample
 
 from vlm_grpo import cli
 from vlm_grpo.data_scripts import make_shapes
@@ -212,28 +212,21 @@ def _write_benchmarks() -> None:
 def _write_outputs() -> None:
     rows = map(json.loads, Path("refcoco_val.jsonl").read_text("utf-8").splitlines())
     output = '```json\n[{"bbox_2d": [1, 2, 300, 400]}]\n```'
-    lines = [json.dumps({"id": row["id"], "output": output}) + "\n" for row in rows]
+    given = {"output": output, "seen": [[320, 240]]}
+    lines = [json.dumps({"id": row["id"], **given}) + "\n" for row in rows]
     Path("outputs.jsonl").write_text("".join(lines), "utf-8")
 
 
 def _write_foreign_results() -> None:
-    """Write one result in the layout of each supported evaluation."""
+    """Write data, and one sample as lmms-eval logs it."""
     write_files(Path("images"), {"7.jpg": png(640, 480)})
     answers: dict[str, tuple[str, Any]] = {
         "refcoco_val.jsonl": ("the cup", {"boxes": [[64, 48, 320, 240]]}),
-        "superclevr.jsonl": ("How many items?", 3),
         "docvqa_val.jsonl": ("What does the sign say?", ["EXIT"]),
     }
     for name, (question, answer) in answers.items():
         row = {"id": "1", "images": ["images/7.jpg"], "question": question, "answer": answer}
         Path(name).write_text(json.dumps(row) + "\n", "utf-8")
-    box = '<answer>[{"bbox_2d": [32, 24, 160, 120]}]</answer>'
-    found = {
-        "rec_results_refcoco_val_r1_500.json": vlm_r1_result("the cup", [64, 48, 320, 240], box),
-        "counting_results.json": r1_v_result("./images/7.jpg", 3, "<answer>3</answer>"),
-    }
-    for name, row in found.items():
-        Path(name).write_text(json.dumps({"accuracy": 100.0, "results": [row]}), "utf-8")
     sample = lmms_eval_sample(0, "What does the sign say?", resps=[["EXIT"]])
     name = "20260101_000000_samples_docvqa_val.jsonl"
     Path(name).write_text(json.dumps(sample) + "\n", "utf-8")

@@ -194,7 +194,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "preview": ("out.html",), "gpu": ("H100", "24GB", "0GB", "x"), "image": ("photo.png", "frames"),
     "question": ("How many?",), "server": ("http://127.0.0.1:9", "localhost:9", "ftp://a", "http://["),
     "name": ("read_clock", "a b", "class"), "frame": ("permille", "resized", "x"),
-    "layout": ("predictions", "vlm_r1", "r1_v", "lmms_eval"), "dtype": ("float32", "bfloat16"),
+    "dtype": ("float32", "bfloat16"),
     "predictions": ("outputs.jsonl",), "argument": ("--x",), "step": ("1",),
 }  # fmt: skip
 """Texts of options by name; others are drawn from the files."""

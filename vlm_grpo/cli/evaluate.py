@@ -60,17 +60,13 @@ def evaluate(
         typer.Option(help="Rows of the benchmark, as its converter wrote them, or of the task."),
     ] = None,
     predictions: Annotated[
-        Path | None, typer.Option(help="Outputs to score instead of running a model.")
-    ] = None,
-    frame: FrameName = None,
-    layout: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
-            "--format",
-            help="Format of --predictions: predictions (the default: JSON Lines of id and output), "
-            "or the output of an evaluation by vlm_r1, r1_v or lmms_eval.",
+            help="Outputs to score instead of running a model: JSON Lines of id and output, or "
+            "the samples that lmms-eval logs."
         ),
     ] = None,
+    frame: FrameName = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
     concurrency: Concurrency = None,
@@ -101,13 +97,11 @@ def evaluate(
     vlm-grpo evaluate refcoco --data val.jsonl model=Qwen/Qwen2.5-VL-3B-Instruct
     vlm-grpo evaluate refcoco --data val.jsonl --checkpoint DIR       and its base model
     vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl --frame permille
-    vlm-grpo evaluate super_clevr_200 --data rows.jsonl --predictions log.json --format r1_v
     vlm-grpo evaluate refcoco --data val.jsonl --server http://localhost:8000 model=Qwen/…
     vlm-grpo evaluate refcoco --data val.jsonl --server https://api.openai.com/v1 \\
         --served-model gpt-4o
     vlm-grpo evaluate counting --data test.jsonl --predictions outputs.jsonl --json
-    vlm-grpo evaluate grounding --data test.jsonl --predictions rec_results_500.json \\
-        --format vlm_r1 --frame resized
+    vlm-grpo evaluate grounding --data test.jsonl --predictions outputs.jsonl --frame resized
     accelerate launch -m vlm_grpo.cli evaluate refcoco --data val.jsonl model=…
 
     On a benchmark, the model and the prompt settings of a checkpoint come from its config.yaml.
@@ -137,7 +131,6 @@ def evaluate(
             "--server answers with its own weights: leave out --checkpoint and --predictions; the "
             "settings of a run are those of its config.yaml, given as the recipe",
         ),
-        (layout is not None and not scores, "--format needs --predictions, whose format it is"),
         (scores and data is None, "--predictions needs rows: give --data"),
         (
             (tags is not None or as_json) and not is_task,
@@ -169,13 +162,13 @@ def evaluate(
             options = parse_task_options(values)
             rows = DataSettings(train=data, **options.pop("data", {}))
             loaded = _load_task(recipe, options, frame, tags)
-            _score_outputs(loaded, rows, predictions, layout, as_json)
+            _score_outputs(loaded, rows, predictions, as_json)
         else:
             from vlm_grpo.eval.benchmark import score_benchmark
 
             settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
             written_frame = None if frame is None else get_frame(frame)
-            score_benchmark(recipe, settings, predictions, layout, written_frame)
+            score_benchmark(recipe, settings, predictions, written_frame)
 
 
 def _refuse_benchmark(name: str) -> None:
@@ -285,14 +278,12 @@ def _load_task(name: str, values: dict[str, Any], frame: str | None, tags: bool 
     return build_task(task_class, name, values | {"tags": bool(tags), "frame": own_frame})
 
 
-def _score_outputs(
-    task: Task, data: DataSettings, path: Path, layout: str | None, as_json: bool
-) -> None:
+def _score_outputs(task: Task, data: DataSettings, path: Path, as_json: bool) -> None:
     from vlm_grpo.eval.benchmark import format_unread
     from vlm_grpo.eval.evaluate import score_outputs
     from vlm_grpo.eval.scored import format_row
 
-    scored, unanswered = score_outputs(task, data, path, layout)
+    scored, unanswered = score_outputs(task, data, path)
     if as_json:
         for row in scored.rows:
             typer.echo(format_row({key: value for key, value in row.items() if key != "output"}))

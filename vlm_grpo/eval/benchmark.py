@@ -270,19 +270,18 @@ def score_benchmark(
     name: str,
     settings: Settings,
     path: Path,
-    layout: str | None = None,
     frame: CoordinateFrame | None = None,
 ) -> Report:
     """Score the outputs of any model as ``evaluate_benchmark``, and print the report.
 
-    ``results-predictions.json`` is written to the run's folder. ``path`` and ``layout`` are those
-    of ``read_outputs``; ``frame`` is that of the outputs' boxes, by default pixels of the original
+    ``results-predictions.json`` is written to the run's folder. ``path`` is that of
+    ``read_outputs``; ``frame`` is that of the outputs' boxes, by default pixels of the original
     image.
     """
     benchmark = load_benchmark(name)
     task = benchmark.load_task(frame, **settings.task_options)
     examples = _load_examples(settings, task)
-    resized, texts = read_outputs(path, layout, examples, task.frame == RESIZED)
+    resized, texts = read_outputs(path, examples, task.frame == RESIZED)
     report = _score(benchmark, task, resized, texts, settings)
     if len(resized) < len(examples):
         print(f"{len(examples) - len(resized)} more examples have no output in the file")

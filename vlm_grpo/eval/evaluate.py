@@ -128,15 +128,13 @@ def evaluate(
     return replace(evaluation, path=folder / f"{name}.jsonl")
 
 
-def score_outputs(
-    task: Task, data: DataSettings, path: Path, layout: str | None = None
-) -> tuple[Scored, int]:
+def score_outputs(task: Task, data: DataSettings, path: Path) -> tuple[Scored, int]:
     """Score the outputs of any model for ``data.train`` by a task; see ``read_outputs``.
 
     Also return the number of examples that have no output in the file.
     """
     loaded = load_examples(data.train, task, data)
-    examples, texts = read_outputs(path, layout, loaded, task.frame == RESIZED)
+    examples, texts = read_outputs(path, loaded, task.frame == RESIZED)
     with RewardScorer() as scorer:
         scores = scorer(task, texts, examples)
     FailureGuard().check(task, scores, examples)
