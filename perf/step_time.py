@@ -26,7 +26,7 @@ from typing import Any
 
 from trace_gaps import print_gaps
 
-from vlm_grpo.utils.openmp import WAITING
+from vlm_grpo.cli.app import WAITING
 
 ENGINES = {"shared": [], "repeated": [], "trl": ["trl"], "trl-vllm": ["trl", "vllm"]}
 """The engines, and the packages that each needs."""

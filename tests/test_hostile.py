@@ -189,13 +189,11 @@ def test_code_runs_if_the_command_says_so(word, tmp_path, marker, monkeypatch):
 
 # Calls in the toolkit's code.
 
-# A worker process unpickles what its parent process sends, which unpickles its answers, and a
-# process the examples that it wrote to a file without a name, which no other can open. The reader
+# A worker process unpickles what its parent process sends, which unpickles its answers. The reader
 # of published pickles finds no class (tests/data_scripts/test_converters.py).
 ALLOWED = {
     *((f"vlm_grpo/utils/worker_{name}.py", "pickle.loads") for name in ("pool", "process")),
     ("vlm_grpo/task/scorer.py", "pickle.loads"),
-    ("vlm_grpo/data/store.py", "pickle.Unpickler"),
     ("data_scripts/readers.py", "pickle.Unpickler"),
 }
 REFUSED = {

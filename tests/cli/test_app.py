@@ -12,6 +12,7 @@ import pytest
 from commands import fails, run
 from pydantic import ValidationError
 
+from vlm_grpo.cli import app as app_module
 from vlm_grpo.cli.app import MOVED, app, explain
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.errors import UserError
@@ -68,6 +69,19 @@ def test_version_is_printed_when_run_as_a_module():
     command = [sys.executable, "-m", "vlm_grpo.cli", "--version"]  # as launchers run it
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"vlm-grpo {version('vlm-grpo')}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "passive"}, {"LD_PRELOAD": "libomp.so"}])
+def test_threads_wait_awake_unless_the_user_says_how(given, monkeypatch):
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    app_module._wait_awake()  # noqa: SLF001
+    assert environment == given  # torch has read its settings already
+    monkeypatch.delitem(sys.modules, "torch")
+    app_module._wait_awake()  # noqa: SLF001
+    assert environment == (given or app_module.WAITING)
 
 
 @pytest.mark.parametrize("words", ["train nothing --debug", "--debug train nothing"])

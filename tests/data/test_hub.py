@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+from typing import Any
+
 import datasets
 import pytest
 from dataset_files import get_load_error, png, write_table
@@ -102,3 +106,32 @@ def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path):
     assert f"{path} row 100: the answer -1 must be" in message
     examples = load_examples(str(path), COUNTING, DataSettings(train=str(path), on_bad_row="skip"))
     assert [examples[99].id, examples[99].name] == ["row-101", f"{path} row 101: example row-101"]
+
+
+def open_table(tmp_path: Path, form: str) -> Any:
+    rows = [
+        {"image": {"bytes": png(8 + n, 6), "path": None}, "question": "?", "answer": n}
+        for n in range(3)
+    ]
+    if form == "shards":
+        for n in range(2):
+            write_table(tmp_path / f"train-{n}.parquet", rows)
+        return str(tmp_path / "train-*.parquet")
+    if form == "parquet":
+        return str(write_table(tmp_path / "rows.parquet", rows))
+    dataset = datasets.Dataset.from_list(rows)
+    if form == "lists":
+        dataset = dataset.map(lambda row: {"image": [row["image"], row["image"]]})
+    return dataset.cast_column("image", datasets.Image()) if form == "dataset" else dataset
+
+
+@pytest.mark.parametrize("form", ["parquet", "shards", "dataset", "lists"])
+def test_images_of_a_table_are_read_when_they_are_needed(tmp_path, form):
+    examples = load_examples(open_table(tmp_path, form), COUNTING)
+    sizes = [image.load().size for example in examples for image in example.images]
+    times = {"shards": [8, 9, 10, 8, 9, 10], "lists": [8, 8, 9, 9, 10, 10]}
+    assert sizes == [(width, 6) for width in times.get(form, [8, 9, 10])]
+    image = examples[1].images[0]
+    assert not isinstance(image.data, bytes)
+    sent = pickle.loads(pickle.dumps(image))  # as to a worker process
+    assert sent.data == image.read_bytes() == png(9, 6)

@@ -15,6 +15,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +36,6 @@ from vlm_grpo.cli.serve import serve
 from vlm_grpo.cli.settings import settings, tasks
 from vlm_grpo.cli.train import sft, train
 from vlm_grpo.errors import UserError, printable
-from vlm_grpo.utils.openmp import spin_between_kernels
 from vlm_grpo.utils.trust import trust_code
 
 app = typer.Typer(
@@ -67,6 +68,10 @@ MOVED = {
     "data": "vlm-grpo check TASK --data DATA, which draws rows with --preview FILE",
 }
 """The command that replaces each earlier one."""
+
+
+WAITING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000"}
+"""Settings of GNU's OpenMP library, which reads them when torch loads it."""
 
 
 @app.callback(invoke_without_command=True)
@@ -123,6 +128,16 @@ def _make_safe(stream: Any, wrapper: type[io.TextIOWrapper] = io.TextIOWrapper) 
     )
 
 
+def _wait_awake() -> None:
+    """Let idle threads of GNU's OpenMP library, which PyTorch's wheels for Linux bring, check for
+    the next kernel 1000 instead of 100 times before they sleep, if there are more threads than
+    processors (``perf/README.md``). Other libraries would check without end."""
+    is_late = any(name in os.environ for name in (*WAITING, "LD_PRELOAD")) or "torch" in sys.modules
+    spec = None if is_late else find_spec("torch")
+    if spec is not None and (Path(spec.origin or "").parent / "lib/libgomp.so.1").is_file():
+        os.environ.update(WAITING)
+
+
 def explain(error: Exception) -> str | None:
     """Return the message for an error that the user can fix; None for a bug of the program."""
     if isinstance(error, UserError):
@@ -141,7 +156,7 @@ def explain(error: Exception) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit: status 0, 2 for a user error, 130 if interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    spin_between_kernels()
+    _wait_awake()
     if sys.stdout is not None and sys.stdout is sys.__stdout__:
         sys.stdout = _make_safe(sys.stdout, _Printable)
     if sys.stderr is not None and sys.stderr is sys.__stderr__:

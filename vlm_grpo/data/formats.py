@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -118,16 +118,13 @@ FORMATS: tuple[Format, ...] = (
 """All formats; the first that fits a path reads it."""
 
 
-class OpenSource(NamedTuple):
-    rows: Iterable[Row]
-    folders: Sequence[Path]  # folders that the paths of its images may be relative to
-    is_memory: bool = False  # it is in memory anyway, and may contain any object
-
-
-def open_source(source: str | Rows, task: Task, limit: int | None, split: Split) -> OpenSource:
+def open_source(
+    source: str | Rows, task: Task, limit: int | None, split: Split
+) -> tuple[Iterable[Row], Sequence[Path]]:
     """Open a source: a path, a glob or a brace list of paths, ``hf:NAME[:SPLIT[:CONFIG]]``,
     ``embedded:NAME[:DIALS]``, or rows in memory.
 
+    Return its rows, and the folders that the paths of its images may be relative to.
     ``task`` asks about the objects of detection datasets, ``limit`` is the number of examples of
     embedded data, and ``split`` selects the part of a source that has several.
     """
@@ -136,10 +133,10 @@ def open_source(source: str | Rows, task: Task, limit: int | None, split: Split)
         if hasattr(rows, "cast_column"):  # a Dataset, whose library is slow to import
             from vlm_grpo.data.hub import read_dataset
 
-            return OpenSource(read_dataset(rows, f"data.{split}"), [Path()])
-        return OpenSource(_read_memory(source, split), [Path()], is_memory=True)
+            return read_dataset(rows, f"data.{split}"), [Path()]
+        return _read_memory(source, split), [Path()]
     if source.startswith("embedded:"):
-        return OpenSource(_read_embedded(source, task, limit, split), [], is_memory=True)
+        return _read_embedded(source, task, limit, split), []
     if source == PYTHON or source.startswith("<in memory: "):  # as in earlier versions
         raise UserError(
             f"data.{split}={source}: these rows are an argument of the Python program that wrote "
@@ -152,10 +149,10 @@ def open_source(source: str | Rows, task: Task, limit: int | None, split: Split)
 
         name = source.removeprefix("hf:")
         folder = Path(name.partition(":")[0])
-        return OpenSource(read_hub(name, split), [folder] if folder.is_dir() else [])
+        return read_hub(name, split), [folder] if folder.is_dir() else []
     paths = [_enter_split(path, split) for path in _expand(source)]
     folders = chain.from_iterable(_find_format(path).list_folders(path) for path in paths)
-    return OpenSource(_read_all(paths, task, split), list(dict.fromkeys(folders)))
+    return _read_all(paths, task, split), list(dict.fromkeys(folders))
 
 
 def _enter_split(path: Path, split: Split) -> Path:

@@ -30,7 +30,6 @@ from vlm_grpo.data.formats import open_source
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_rows
 from vlm_grpo.data.rows import Row, list_boxes, to_example
-from vlm_grpo.data.store import ExampleStore, ExampleView
 from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.task import Rule, Task
 from vlm_grpo.task.coordinates import BoxError
@@ -126,14 +125,14 @@ def read_source(
     """
     limit, columns = source.limit, dict(source.columns)
     name = source.source if given is None else given
-    rows, folders, is_memory = open_source(name, task, limit, split)
+    rows, folders = open_source(name, task, limit, split)
     rows = islice(rows, _TRIED) if is_trial else rows
     if source.image_root is not None:
         folders = [source.image_root, *folders]
     reader = MediaReader(folders, data.max_image_pixels, data.video)
     task_column = columns.pop("task", None)
     own = source.model_copy(update={"columns": columns})
-    examples = [] if is_memory else ExampleStore()
+    examples: list[Example] = []
     problems: list[str] = []
     first_with_id: dict[str, int] = {}
     extent, bad_box = _Extent(), None  # the first row with a bad box of the source's own form
@@ -165,8 +164,6 @@ def read_source(
             name = f"{label}/{name}" if name else label
             example = replace(example, id=f"{label}/{example.id}", source=name)
         examples.append(example)
-    if isinstance(examples, ExampleStore):
-        examples.flush()
     if is_trial:
         return [] if extent.is_short else examples, problems
     if bad_box is not None:
@@ -328,7 +325,7 @@ def load_split(
     A mixture as ``task`` gives the examples the names of their sources. Errors are those of
     ``load_examples``.
     """
-    parts = []
+    found: list[Example] = []
     for source in settings.data.get_sources(split):
         own, label = task, source.label if isinstance(task, Mixed) else ""
         if isinstance(task, Mixed) and source.tasks:
@@ -336,8 +333,8 @@ def load_split(
         elif isinstance(task, Mixed):
             own = task.members[label]
         rows = objects.train if split == "train" else objects.eval
-        parts.append(load_source(source, own, settings.data, split, label, rows))
-    return parts[0] if len(parts) == 1 else ExampleView(*parts)
+        found += load_source(source, own, settings.data, split, label, rows)
+    return found
 
 
 def load_run(
@@ -479,12 +476,12 @@ def filter_examples(
     chosen = Filter(data.filter)
     known = {} if data.difficulty is None else _read_difficulty(data.difficulty)
     kept, problems = [], []
-    for index, example in enumerate(examples):
+    for example in examples:
         values = {**example.meta, **known.get(example.id, {})}
         missing = chosen.find_missing(values)
         problems += (f"{example.name}: it has no number {name}" for name in missing)
         if not missing and chosen.accepts(values):
-            kept.append(index)
+            kept.append(example)
     if problems:
         where = "its rows" if data.difficulty is None else f"{data.difficulty} or its rows"
         raise UserError(
@@ -498,7 +495,7 @@ def filter_examples(
             f"they have {_describe_range(examples, known, chosen.names)}"
         )
     line = f"data.filter={data.filter!r} keeps {len(kept):,} of {len(examples):,} training examples"
-    return ExampleView(examples, chosen=kept), line
+    return kept, line
 
 
 def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
@@ -546,8 +543,8 @@ def split_by_image(
             f"data.eval_share={share:g} cannot split the {len(examples)} training examples, which "
             f"have {len(sets)} separate sets of images: give data.eval"
         )
-    kept = (index for index in range(len(examples)) if index not in held_out)
-    return ExampleView(examples, chosen=kept), ExampleView(examples, chosen=sorted(held_out))
+    kept = [example for index, example in enumerate(examples) if index not in held_out]
+    return kept, [examples[index] for index in sorted(held_out)]
 
 
 def _join_by_image(examples: Sequence[Example]) -> dict[str, list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -19,7 +18,6 @@ from jinja2.sandbox import SandboxedEnvironment
 from PIL import Image
 
 from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings, check_numbers
-from vlm_grpo.data.store import ExampleView
 from vlm_grpo.errors import UserError, list_bad_rows, nearest
 from vlm_grpo.model.engine.batch import RECENT_IMAGES
 from vlm_grpo.model.families import Family, PixelBudget
@@ -236,8 +234,9 @@ class PromptWriter:
         ``check`` raises ``UserError`` for an example that cannot be used for another reason. With
         ``skip`` unusable examples are left out, but not if all are.
         """
-        usable, problems = array("Q"), []
-        for index, example in enumerate(examples):
+        usable: list[Example] = []
+        problems: list[str] = []
+        for example in examples:
             try:
                 resized = self.with_resized_sizes(example)
                 self.write(resized, task)
@@ -247,7 +246,7 @@ class PromptWriter:
             except ValueError as error:  # of the resizing
                 problems.append(f"{example.name}: {error}")
             else:
-                usable.append(index)
+                usable.append(example)
         if problems and not (skip and usable):
             remedy = "remove them, or skip them with data.on_bad_row=skip" if usable else "fix them"
             raise UserError(
@@ -260,7 +259,7 @@ class PromptWriter:
                 len(problems),
                 list_bad_rows(problems, 5),
             )
-        return ExampleView(examples, chosen=usable) if problems else examples
+        return usable if problems else examples
 
     def _resized_size(self, size: tuple[int, int], budget: PixelBudget) -> tuple[int, int]:
         pixels = size[0] * size[1]
