@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from types import NoneType
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.requirements import _COMPARISON, _UNARY, Requirement, _read_table, list_notes
+from vlm_grpo.config.requirements import Requirement, _read_table, list_notes, parse
 from vlm_grpo.config.rollout import VllmSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import Frozen, get_blocks
@@ -97,7 +98,7 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("policy.min_pixels=9 policy.max_pixels=4", "min_pixels=9 exceeds max_pixels=4"),
         ("optim.schedule=constant optim.warmup_steps=5", "warmup_steps has no effect with optim.s"),
         ("optim.max_steps=5 optim.warmup_steps=9", "warmup_steps=9 exceeds optim.max_steps=5"),
-        ("optim.betas=[0.9,1.0]", r"optim.betas=\[0.9, 1.0\]: each must be in \[0, 1\)"),
+        ("optim.betas=[0.9,1.0]", "optim.betas=1.0 should be less than 1"),
         ("optim.name=adafactor optim.eps=1e-6", "optim.eps has no effect .* default, 1e-08"),
         ("optim.mini_batches=3", "optim.mini_batches=3 must divide optim.prompts_per_step"),
         ("optim.min_lr=1e-7", "needs a min_lr above 0 and at most lr"),
@@ -266,12 +267,12 @@ def test_every_key_of_the_table_exists():
     blocks |= {"SourceSettings": type(load_settings("counting").data.get_sources("train")[0])}
     for name, rows in _read_table().items():
         for row in rows:
-            conditions = (row.when,) if isinstance(row.when, str) else row.when
-            keys = {*row.each.split(), *filter(None, [row.of])}
-            for clause in (clause for text in conditions for clause in text.split(" and ")):
-                match = _COMPARISON.fullmatch(clause) or _UNARY.fullmatch(clause)
-                assert match is not None, clause
-                keys |= {*(match[1] if match.re is _COMPARISON else match[3]).split("|")}
+            nodes = [*ast.walk(parse(row.when))]
+            inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+            inner |= {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+            names = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute)]
+            keys = {ast.unparse(node) for node in names if id(node) not in inner}
+            keys |= {*row.each.split(), *filter(None, [row.of])}
             for key in keys:
                 assert has_key(blocks[name], key), (name, key)
 

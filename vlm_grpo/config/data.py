@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vlm_grpo.config.methods import CurriculumSettings
+from vlm_grpo.config.requirements import evaluate, parse
 from vlm_grpo.config.section import FREE, SAME_ROWS, Frozen
 from vlm_grpo.task.registry import get_short_name
 
@@ -271,26 +272,24 @@ def is_mixture(given: object) -> TypeGuard[tuple[SourceSettings, ...]]:
     return isinstance(given, tuple)
 
 
-# Filters of training examples: comparisons of numbers.
-
-_COMPARE = {
-    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    **{"==": operator.eq, "!=": operator.ne},
-}
-_SIGNS = re.compile("(<=|>=|==|!=|<|>)")
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-
-
 class Filter:
-    """A filter of examples; ``names`` are the columns that it compares."""
+    """Comparisons of training examples' numbers; ``names`` are the columns that they compare."""
 
     def __init__(self, text: str) -> None:
-        parts = [_SIGNS.split(chain) for chain in re.split(r"\band\b", text)]
-        self._chains = [[_read(part.strip()) for part in chain] for chain in parts]
-        operands = [operand for chain in self._chains for operand in chain[::2]]
-        self.names = tuple(dict.fromkeys(name for name in operands if isinstance(name, str)))
-        if None in operands or min(map(len, self._chains)) < 3 or not self.names:
+        try:
+            self._condition = parse(text)
+            nodes = [*ast.walk(self._condition)]
+        except ValueError:
+            nodes = []
+        self.names = tuple(dict.fromkeys(n.id for n in nodes if isinstance(n, ast.Name)))
+        parts = nodes[0].values if nodes and isinstance(nodes[0], ast.BoolOp) else nodes[:1]
+        numbers = (node.value for node in nodes if isinstance(node, ast.Constant))
+        if (
+            not self.names
+            or not all(isinstance(node, _FILTER_NODES) for node in nodes)
+            or not all(isinstance(part, ast.Compare) for part in parts)
+            or not all(type(number) in (int, float) for number in numbers)
+        ):
             raise ValueError(
                 "is no filter: write comparisons of columns with numbers, such as "
                 '"0.1 < pass_rate < 0.9", joined by and'
@@ -302,15 +301,8 @@ class Filter:
         return [name for name in self.names if name not in numbers]
 
     def accepts(self, values: Mapping[str, float]) -> bool:
-        return all(
-            _COMPARE[sign](values.get(left, left), values.get(right, right))
-            for chain in self._chains
-            for left, sign, right in zip(chain[::2], chain[1::2], chain[2::2], strict=False)
-        )
+        return evaluate(self._condition, values)
 
 
-def _read(text: str) -> Any:
-    """Return a number, or the name of a column, or a sign; None for other text."""
-    if text in _COMPARE or _NAME.fullmatch(text):
-        return text
-    return float(text) if _NUMBER.fullmatch(text) else None
+_FILTER_NODES = (ast.And, ast.BoolOp, ast.Compare, ast.Name, ast.Load, ast.Constant)
+_FILTER_NODES += (ast.UnaryOp, ast.USub, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)

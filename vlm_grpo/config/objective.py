@@ -27,7 +27,6 @@ SamplerCorrection = Literal["none", "token", "sequence", "token_mask", "sequence
 
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators whose advantages depend on the rewards of the group alone."""
-_ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 class ObjectiveSettings(Frozen):
@@ -134,26 +133,9 @@ class ObjectiveSettings(Frozen):
     """Lower bound of the sampler correction's weight; None: no bound."""
 
     @property
-    def own_loss(self) -> str:
-        """``loss_type``, or ``none`` with a function of the user's."""
-        return self.loss_type if self.loss is None else "none"
-
-    @property
-    def is_loss_file(self) -> bool:
-        return self.loss is not None and ".py:" in self.loss
-
-    @property
-    def is_known_estimator(self) -> bool:
-        return self.advantage_estimator in _ESTIMATORS or ".py:" in self.advantage_estimator
-
-    @property
     def upper_epsilon(self) -> float:
         """Upper clip bound: the ratio is clipped at 1 + this value (``cispo``: at this value)."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
-    def upper_bound(self) -> float:
-        return 1.0 + self.upper_epsilon
 
     @property
     def sampler_correction_bounds(self) -> tuple[float, float]:

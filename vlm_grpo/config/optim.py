@@ -26,6 +26,9 @@ WarmupSteps = Annotated[
 """A number of steps, or below 1, as in transformers, a share of all steps, rounded up."""
 
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimSettings(Frozen):
     """The optimizer, its learning rate schedule, and the size of a step."""
 
@@ -42,7 +45,7 @@ class OptimSettings(Frozen):
     """Peak learning rate of the projector; None: ``lr``."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; 0: none."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moments (``muon``: for its other weights)."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's term that prevents division by zero."""
@@ -68,14 +71,6 @@ class OptimSettings(Frozen):
     divide ``prompts_per_step``. 1: each update is on the whole step."""
     max_tokens_per_batch: int = Field(default=16_384, ge=1)
     """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
-
-    @property
-    def divides_evenly(self) -> bool:
-        return self.prompts_per_step % self.mini_batches == 0
-
-    @property
-    def are_betas_valid(self) -> bool:
-        return all(0 <= beta < 1 for beta in self.betas)
 
     @property
     def part_rates(self) -> dict[str, float]:

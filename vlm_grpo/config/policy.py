@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -59,10 +59,6 @@ class LoraSettings(Frozen):
     """Folder of a trained adapter that the training starts from, with the same settings; None: a
     new adapter."""
 
-    @property
-    def has_odd_rank(self) -> bool:
-        return self.r % 2 == 1
-
 
 class PolicySettings(Frozen):
     """The model: how it is loaded, which parts are trained, and how its images are resized."""
@@ -106,7 +102,3 @@ class PolicySettings(Frozen):
     ``auto``: shared if the model family supports it."""
     head_chunk_tokens: Annotated[int, FREE] = Field(default=1024, ge=0)
     """Number of tokens whose logits are computed at once in the update; 0: all of a micro-batch."""
-
-    @property
-    def freezes_every_part(self) -> bool:
-        return {*self.freeze} == {*get_args(ModelPart)}

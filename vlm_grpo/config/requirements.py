@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from importlib import resources
 from typing import Any
 
 import yaml
 
-_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_COMPARISON = re.compile(r"(\S+) ([=!<>]=|[<>]) (\S+)")
-_UNARY = re.compile(r"(not )?(changed |given )?(\S+)")
-_CONSTANTS = {"null": None, "true": True, "false": False}
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
+    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Add: operator.add, ast.Mod: operator.mod},
+    **{ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items},
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Requirement:
     and explains each field."""
 
     say: str
-    when: str | Sequence[str] = ()
+    when: str = "True"
     each: str = ""
     of: str = ""
 
@@ -35,8 +38,7 @@ class Requirement:
         return re.sub(r"\{.*?\}", "…", self.say.replace("{item}", items))
 
     def find(self, block: Any) -> Iterator[str]:
-        conditions = [self.when] if isinstance(self.when, str) else self.when
-        if conditions and not any(_holds(condition, block) for condition in conditions):
+        if not evaluate(parse(self.when), _Names(block)):
             return
         if self.of:
             for item in get(block, self.of):
@@ -94,32 +96,59 @@ def get(block: Any, key: str) -> Any:
     return block
 
 
-def _holds(condition: str, block: Any) -> bool:
-    return all(_holds_alone(clause, block) for clause in condition.split(" and "))
+@lru_cache(maxsize=512)
+def parse(text: str) -> ast.expr:
+    """Parse a condition in Python's syntax; ``ValueError``: it is none."""
+    try:
+        return ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} is no condition: {error}") from error
 
 
-def _holds_alone(clause: str, block: Any) -> bool:
-    if match := _COMPARISON.fullmatch(clause):
-        key, sign, text = match.groups()
-        value = get(block, key)
-        if sign in _COMPARE:
-            other = float(text) if text.isdigit() else get(block, text)
-            are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
-            return are_numbers and _COMPARE[sign](value, other)
-        found = any(_is_same(value, word) for word in text.split("|"))
-        return found == (sign == "==")
-    match = _UNARY.fullmatch(clause)
-    if match is None:
-        raise ValueError(f"{clause!r} is no condition of settings")
-    negation, question, keys = match.groups()
-    test = {"changed ": _is_changed, "given ": _is_given, None: get}[question]
-    return any(test(block, key) for key in keys.split("|")) != bool(negation)
+def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    """Return the value of a parsed condition, without running Python.
+
+    A comparison of values that have no order does not hold. A call is that of a function for each
+    of the keys that are its arguments; one that returns True suffices.
+    """
+    match node:
+        case ast.BoolOp(op, parts):
+            values = (evaluate(part, names) for part in parts)
+            return all(values) if isinstance(op, ast.And) else any(values)
+        case ast.UnaryOp(ast.Not(), part):
+            return not evaluate(part, names)
+        case ast.UnaryOp(ast.USub(), part):
+            return -evaluate(part, names)
+        case ast.Compare(first, signs, others):
+            operands = [evaluate(part, names) for part in (first, *others)]
+            pairs = zip(signs, operands, operands[1:], strict=False)
+            with suppress(TypeError):
+                return all(_OPERATORS[type(sign)](left, right) for sign, left, right in pairs)
+            return False
+        case ast.BinOp(left, sign, right):
+            return _OPERATORS[type(sign)](evaluate(left, names), evaluate(right, names))
+        case ast.Call(function, keys):
+            return any(evaluate(function, names)(ast.unparse(key)) for key in keys)
+        case ast.Attribute(owner, name):
+            return get(evaluate(owner, names), name)
+        case ast.Tuple(parts):
+            return tuple(evaluate(part, names) for part in parts)
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return names[name]
+    raise ValueError(f"{ast.unparse(node)!r} is no condition")
 
 
-def _is_same(value: Any, word: str) -> bool:
-    if word in _CONSTANTS:
-        return value is _CONSTANTS[word]
-    return value == (int(word) if word.isdigit() else word)
+class _Names(dict[str, Any]):
+    """The names in a condition of a block: its settings, ``changed`` and ``given``."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__(changed=partial(_is_changed, block), given=partial(_is_given, block))
+        self._block = block
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self._block, name)
 
 
 def _split(block: Any, key: str) -> tuple[Any, str]:

@@ -118,10 +118,6 @@ class RolloutSettings(Frozen):
         """Whether some tokens are never sampled, so that the distribution is not the policy's."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
 
-    @property
-    def stops_at_once(self) -> bool:
-        return "" in self.stop
-
 
 def choose_adapter_level(weights: int, memory: int) -> int:
     """Return the sleep level for base weights and a GPU's memory of these sizes in bytes.
