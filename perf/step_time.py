@@ -69,7 +69,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trl-batch", type=int, help="completions per micro-batch (TRL); default: all"
     )
-    parser.add_argument("--workers", type=int, default=0, help="data.dataloader_num_workers (ours)")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model in this process: does it run at all?"

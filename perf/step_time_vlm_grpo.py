@@ -57,10 +57,7 @@ def build_trainer(
         {
             "task": "noise",
             "model": "random",
-            "data": {
-                "train": "unused",
-                "dataloader_num_workers": vars(options).get("workers", 0),
-            },
+            "data": {"train": "unused"},
             "output_dir": OUTPUT.name,
             "policy": {
                 "dtype": options.dtype,

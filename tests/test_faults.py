@@ -5,20 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 from PIL import Image
 from processes import small_disk
 from small_runs import (
-    StopAt,
-    assert_same_run,
     make_trainer,
     read_metrics,
     save_tiny_model,
@@ -29,7 +25,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.checkpoint.manager import CheckpointManager
@@ -111,19 +107,6 @@ def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skip
     assert [row["replaced_prompts"] for row in read_metrics(run.run_dir)] == [0, 0, 1, 0]
     assert f"image {path.name} cannot be read" in caplog.text
     assert caplog.text.count("using the next example instead") == 1
-
-
-def test_a_run_with_prompt_workers_is_the_same_and_resumes_bit_for_bit(settings):
-    forked.start_server()
-    alone, run = settings(name="alone"), settings(data={"dataloader_num_workers": 2})
-    train(alone)
-    before = multiprocessing.active_children()
-    with pytest.raises(Stopped):
-        make_trainer(run).run(StopAt(2, 3))
-    resumed = run.model_copy(update={"resume": True, "data": alone.data})
-    train(resumed)
-    assert_same_run(run.run_dir, alone.run_dir)
-    assert multiprocessing.active_children() == before
 
 
 def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(settings):

@@ -260,7 +260,7 @@ if __name__ == "__main__":  # a class that no file defines
 
 run = vlm_grpo.load_settings("counting", {
     "name": "run", "optim.max_steps": 1, "optim.prompts_per_step": 2, "optim.warmup_steps": 0,
-    "rollout.num_generations": 2, "rollout.reward_workers": 1, "data.dataloader_num_workers": 1,
+    "rollout.num_generations": 2, "rollout.reward_workers": 1,
     "data.train_limit": 4, "data.eval_limit": 2, "logging.trackers": [],
 })
 vlm_grpo.train(run, task=Filed)
@@ -272,9 +272,8 @@ try:
     vlm_grpo.train(run.model_copy(update={"name": "refused"}), task=Own)
 except vlm_grpo.UserError as error:
     print(error)
-settings = vlm_grpo.load_settings("runs/run/config.yaml", {
-    "name": "own", "rollout.reward_workers": 0, "data.dataloader_num_workers": 0,
-})
+changes = {"name": "own", "rollout.reward_workers": 0}
+settings = vlm_grpo.load_settings("runs/run/config.yaml", changes)
 vlm_grpo.train(settings, task=Own)
 vlm_grpo.predict("runs/own", "image.png", "How many?")
 """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from dataclasses import replace
 
 import pytest
 from family_models import BUILDERS
 from family_policies import build_family_policy
-from tiny_models import FAMILIES, assert_same_prompt, make_prompt, noise_example, tiny_model
+from tiny_models import FAMILIES, make_prompt, noise_example, tiny_model
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
@@ -123,14 +122,6 @@ def test_the_tokens_of_answers_may_be_in_a_prompt(prompts):
     for name in ("qwen2_vl", "resized", "permille"):
         task = load_task("grounding", frame=FRAMES[name])
         assert FRAMES[name].form in prompts.write(ask("the cat"), task)[0].text
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *BUILDERS])
-def test_a_builder_builds_the_same_prompts_in_another_process(family):
-    prompts = build_family_policy(family).prompts
-    example = prompts.with_resized_sizes(noise_example("a", [(112, 84), (56, 28)]))
-    sent = pickle.loads(pickle.dumps(prompts))
-    assert_same_prompt(sent.build(example, TASK), prompts.build(example, TASK))
 
 
 def test_unusable_examples_are_an_error_that_names_all_of_them(prompts):

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 from tiny_models import assert_same_prompt, noise_example, tiny_policy
@@ -24,7 +19,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.training.methods.noise import NoisyImages
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS, PromptLoader
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +51,9 @@ class RecordingStream(ExampleStream):
 
 @contextmanager
 def open_loader(
-    policy: Policy, stream: Any, skip_unreadable: bool = False, workers: int = 0
+    policy: Policy, stream: Any, skip_unreadable: bool = False, threads: int = 1
 ) -> Iterator[Any]:
-    loader = PromptLoader(policy, PlainQuestion(), stream, skip_unreadable, workers)
+    loader = PromptLoader(policy, PlainQuestion(), stream, skip_unreadable, threads)
     try:
         yield loader
     finally:
@@ -143,56 +138,21 @@ def test_an_error_in_the_loading_thread_is_raised(policy):
             loader.load([3])
 
 
-# Worker processes.
-
-
-@pytest.fixture(scope="module")
-def fifo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipe in place of an image, on which a worker waits for as long as a test wants."""
-    path = tmp_path_factory.mktemp("pipes") / "image.png"
-    os.mkfifo(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def with_workers(policy: Policy, fifo: Path) -> Iterator[PromptLoader]:
-    """A loader with two workers; examples 1 and 2 cannot be read, and 4 is the pipe."""
-    forked.start_server()
-    good = [
-        noise_example("0", [(112, 84), (56, 28)]),
-        *(spoil(example) for example in make_examples(2)),
-        replace(noise_example("3", [(28, 56)]), answer=7, meta={"unpicklable": lambda: None}),
-        replace(noise_example("4", []), images=(ImageRef("pipe", (56, 28), (56, 28), fifo),)),
-        noise_example("5", []),
-    ]
-    with open_loader(policy, RecordingStream(good), True, workers=2) as loader:
-        yield loader
-
-
-def test_workers_prepare_the_same_prompts(policy, with_workers):
-    indices, before = [5, 0, 3, 6], policy.counters.image_decodes
-    with_workers.prefetch(indices)
-    prompts = with_workers.load(indices)
-    counted = policy.counters.image_decodes - before
-    with open_loader(policy, with_workers.stream) as loader:
-        expected = loader.load(indices)
-    for prompt, other in zip(prompts, expected, strict=True):
-        assert_same_prompt(prompt, other)
-    assert counted in (3, 5)  # index 6 is example 0 again: its images may be in the worker's cache
-
-
-def test_noisy_prompts_are_those_of_the_example_that_is_used(policy, with_workers):
-    """Also from a worker, and in place of an example that cannot be read; texts have none."""
+def test_noisy_prompts_are_those_of_the_example_that_is_used(policy):
+    """Also in place of an example that cannot be read; texts have none. With several threads."""
+    good = make_examples(4)
+    stream = RecordingStream([good[0], spoil(good[1]), good[2], noise_example("3", [])])
     variant = NoisyImages(DiffusionNoise(300, (5,)))
-    text, _, _, replaced = prompts = with_workers.load([5, 0, 3, 1], variant)
+    with open_loader(policy, stream, True, threads=2) as loader:
+        first, replaced, text = loader.load([0, 1, 3], variant)
     assert text.variant is None
-    for index, prompt in zip([0, 3, 1], prompts[1:], strict=True):
+    for index, prompt in ((0, first), (1, replaced)):
         own = prompt.example.with_noise(DiffusionNoise(300, (5, index)))
         noisy = prompt.variant
         assert noisy is not None
         assert_same_prompt(noisy, policy.prompts.build(own, PlainQuestion()))
         assert not torch.equal(noisy.vision["pixel_values"], prompt.vision["pixel_values"])
-    assert replaced.example.id == "3"
+    assert replaced.example.id == "2"
 
 
 def test_prompts_are_prefetched_for_the_noise_of_their_step(policy):
@@ -204,58 +164,3 @@ def test_prompts_are_prefetched_for_the_noise_of_their_step(policy):
         assert loader.stream.indices == [1, 1]  # the second was prefetched
     assert prompt.variant.example.images[0].noise == DiffusionNoise(5, (0, 1, 0))
     assert again.variant.example.images[0].noise == DiffusionNoise(900, (0, 1, 0))
-
-
-def test_errors_in_workers_are_raised_or_replaced(policy, with_workers, caplog):
-    before = policy.counters.replaced_prompts
-    with caplog.at_level(logging.WARNING):
-        (prompt,) = with_workers.load([1])
-    assert prompt.example.id == "3"
-    assert policy.counters.replaced_prompts == before + 1
-    assert caplog.text.count("cannot be read") == 2
-    with_workers.skip_unreadable = False
-    with pytest.raises(UserError, match=r"example 1: image 1-0 cannot be read"):
-        with_workers.load([2])
-    with_workers.skip_unreadable = True
-
-
-def kill_reader(fifo: Path) -> None:
-    """Kill the worker that waits for the pipe's content."""
-    pid = find_reader(fifo)
-    os.kill(pid, signal.SIGKILL)
-    while find_reader(fifo, 0.0) == pid:
-        time.sleep(0.01)
-
-
-def find_reader(fifo: Path, seconds: float = 60.0) -> int:
-    """Return the id of the worker that waits for the pipe's content; 0: none does."""
-    deadline = time.monotonic() + seconds
-    while True:
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with suppress(OSError):  # the process has ended
-                if os.readlink(link) == str(fifo) and link.parts[2] != str(os.getpid()):
-                    return int(link.parts[2])
-        if time.monotonic() > deadline:
-            return 0
-        time.sleep(0.02)
-
-
-def test_a_killed_worker_is_replaced_and_two_end_the_run_with_one_message(
-    with_workers, fifo, caplog
-):
-    with caplog.at_level(logging.WARNING), os.fdopen(os.open(fifo, os.O_RDWR), "wb") as pipe:
-        with_workers.prefetch([4])
-        kill_reader(fifo)
-        kill_reader(fifo)
-        with pytest.raises(UserError, match="example 4: two workers ended") as caught:
-            with_workers.load([4])
-        assert "(exit code -9)" in str(caught.value)
-        assert "lower data.dataloader_num_workers" in str(caught.value)
-
-        with_workers.prefetch([4])
-        kill_reader(fifo)
-        assert find_reader(fifo)
-        pipe.write(noise_example("4", [(56, 28)]).images[0].read_bytes())
-    (prompt,) = with_workers.load([4])
-    assert prompt.example.id == "4"
-    assert caplog.text.count("the worker of its prompt ended (exit code -9)") == 3

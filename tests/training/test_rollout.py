@@ -69,16 +69,15 @@ def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings):
     # Now all totals are 0: two rounds of 3 new prompts, then the step continues with the first 3.
     assert rollout.resampled == 6
     assert sampler.cursor.position == position + 9
-    assert [len(indices) for indices in rollout.rounds] == [3, 3, 3]
     expected = [sampler.stream[position + place].id for place in range(3)]
     assert [group.id for group in rollout.groups] == expected
 
 
 @pytest.mark.parametrize(
-    ("spread", "chosen", "rounds"), [({1, 2}, [1, 2, 0], [3, 1]), ({2, 3}, [2, 3, 0], [3, 2])]
+    ("spread", "chosen", "resampled"), [({1, 2}, [1, 2, 0], 1), ({2, 3}, [2, 3, 0], 2)]
 )
 def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
-    settings, monkeypatch, spread, chosen, rounds
+    settings, monkeypatch, spread, chosen, resampled
 ):
     """A step of three groups, those with a spread by their index, and one round of replacement."""
     run = settings(rollout={"dynamic_sampling": True, "max_resample": 1})
@@ -87,8 +86,7 @@ def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
     monkeypatch.setattr(rollout_module, "has_spread", lambda group, *_: ids[group.id] in spread)
     rollout = sampler.sample(0)
     assert [ids[group.id] for group in rollout.groups] == chosen
-    assert [len(indices) for indices in rollout.rounds] == rounds
-    assert rollout.resampled == rounds[1]
+    assert (rollout.resampled, sampler.cursor.position) == (resampled, 3 + resampled)
 
 
 def test_ranks_share_the_prompts_of_a_step(settings, monkeypatch):
@@ -101,8 +99,9 @@ def test_ranks_share_the_prompts_of_a_step(settings, monkeypatch):
         monkeypatch.setattr(sampler, "accelerator", ranks)
         monkeypatch.setattr(sampler, "world_size", 2)
         sampler.sample(0)
-        shares += sampler.sample(0).rounds[0]
-    assert sorted(shares) == [3, 4, 5]  # prompts_per_step=3, the second step
+        shares += [group.id for group in sampler.sample(0).groups]
+    # prompts_per_step=3, the second step
+    assert sorted(shares) == sorted(sampler.stream[index].id for index in (3, 4, 5))
 
 
 def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(settings, monkeypatch):
@@ -251,9 +250,8 @@ def make_groups(lengths: dict[int, int]) -> dict[int, Group]:
 def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch):
     groups = [make_groups({0: 10, 3: 6, 5: 9}), make_groups({1: 2, 4: 1})]
     # 25 and 3 tokens: moving 10 leaves 15 and 13, more even than moving 9 or exchanging 10 for 1.
-    (first, none, parts), (second, received, _) = run_ranks(monkeypatch, groups)
+    (first, parts), (second, _) = run_ranks(monkeypatch, groups)
     assert parts == dict.fromkeys([0, 1, 3, 4, 5], 0)
-    assert (none, received) == ((), (0,))
     assert (list(first), list(second)) == ([3, 5], [0, 1, 4])
     moved, original = second[0], groups[0][0]
     assert (moved.completions, moved.scores) == (original.completions, original.scores)
@@ -264,13 +262,13 @@ def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch):
 def test_even_groups_stay(monkeypatch):
     groups = [make_groups({0: 10, 3: 6}), make_groups({1: 8, 4: 8})]
     parts = dict.fromkeys([0, 1, 3, 4], 0)
-    assert run_ranks(monkeypatch, groups) == [(groups[0], (), parts), (groups[1], (), parts)]
+    assert run_ranks(monkeypatch, groups) == [(groups[0], parts), (groups[1], parts)]
 
 
 def test_each_mini_batch_is_balanced(monkeypatch):
     """The ranks' sums are equal at first, but each has one mini-batch to itself."""
     groups = [make_groups({0: 5, 1: 5}), make_groups({2: 5, 3: 5})]
-    (first, _, parts), (second, _, same) = run_ranks(monkeypatch, groups, mini_batches=2)
+    (first, parts), (second, same) = run_ranks(monkeypatch, groups, mini_batches=2)
     assert parts == same == {0: 0, 1: 0, 2: 1, 3: 1}
     for own in (first, second):
         assert sorted(parts[index] for index in own) == [0, 1]
@@ -286,6 +284,6 @@ def test_a_prompt_that_cannot_be_read_again_ends_all_ranks(monkeypatch):
 def test_one_rank_exchanges_nothing():
     groups = make_groups({3: 1, 1: 5})
     ranks: Any = SimpleNamespace(process_index=0, num_processes=1)
-    own, received, parts = balance_groups(groups, {3: 1, 1: 5}, lambda _: [], ranks, 2)
-    assert (list(own), own, received) == ([3, 1], groups, ())  # in the same order
+    own, parts = balance_groups(groups, {3: 1, 1: 5}, lambda _: [], ranks, 2)
+    assert (list(own), own) == ([3, 1], groups)  # in the same order
     assert parts == {1: 0, 3: 1}

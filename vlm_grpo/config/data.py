@@ -193,8 +193,8 @@ class DataSettings(Frozen):
     video: VideoSettings | None = None
     """Which frames of videos are taken; None: the defaults of these settings."""
     dataloader_num_workers: Annotated[int, FREE] = Field(default=0, ge=0)
-    """Number of processes, per device, that prepare the images of training prompts one step ahead;
-    0: a thread of the training process does it."""
+    """Number of threads, per device, that prepare the images of training prompts one step ahead;
+    0: one."""
 
     def get_sources(self, split: Split) -> tuple[SourceSettings, ...]:
         """Return the sources of a split, with the defaults that ``data`` sets for all of them."""

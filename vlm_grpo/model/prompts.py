@@ -298,10 +298,6 @@ class PromptBuilder(PromptWriter):
                 "remove or rewrite it"
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = self.chat, self.family, self.budget, self.max_tokens
-        return type(self), arguments  # without the images
-
     def estimate_tokens(self, example: Example, task: Task) -> int:
         """Estimate the tokens of the example's prompt, without reading its images.
 
@@ -350,10 +346,7 @@ class PromptBuilder(PromptWriter):
 
     def build(self, example: Example, task: Task) -> Prompt:
         """Build the prompt of an example that has the resized sizes of its images."""
-        return self.encode(example, self.write(example, task))
-
-    def encode(self, example: Example, turns: Sequence[Turn]) -> Prompt:
-        """Build the prompt of a chat, as from ``write``."""
+        turns = self.write(example, task)
         try:
             text = self.chat.render(turns, (image.kind for image in example.images))
         except (ValueError, TemplateError) as error:

@@ -93,9 +93,6 @@ class Rollout:
     # number of groups, over all ranks, that were sampled to replace groups whose rewards were all
     # equal
     resampled: int = 0
-    # for each round of sampling, the stream's indices that this rank sampled, including indices of
-    # replaced groups; then those of the groups that it got from other ranks, and of recalled ones
-    rounds: tuple[tuple[int, ...], ...] = ()
     num_tokens: int = 0  # number of tokens that this rank sampled
     step: int = 0  # number of steps done before it
     # the number, from 0, of the mini-batch of each group, then of each recalled one; empty: all are

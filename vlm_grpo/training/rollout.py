@@ -112,8 +112,8 @@ class RolloutSampler:
         self._last_end, self._stop_request, self._is_ready = 0.0, StopRequest(), False
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
-        skip, workers = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
-        self.loader = PromptLoader(self.policy, task, stream, skip, workers)
+        skip, threads = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
+        self.loader = PromptLoader(self.policy, task, stream, skip, max(1, threads))
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
         if self._author_of(0) is None:
@@ -173,16 +173,15 @@ class RolloutSampler:
         return self._author if self._author is not None and self._author.writes(step) else None
 
     def _write_step(self, step: int, author: Method) -> Rollout:
-        groups, own = [], []
+        groups = []
         with self.strategy.gathered():
             with self._fail_together():
                 begun = self._begin_round(self.settings.optim.prompts_per_step, step)
-                own = begun.own
                 groups = author.write(begun.prompts, self.task)
                 self.policy.check_form(begun.prompts)
                 self._encode_images(begun.prompts)
             self._check_form(groups)
-        return Rollout(tuple(groups), rounds=(tuple(own),), step=step, author=author.name)
+        return Rollout(tuple(groups), step=step, author=author.name)
 
     def _sample_step(self, step: int) -> Rollout:
         rollout, optim = self.settings.rollout, self.settings.optim
@@ -192,9 +191,8 @@ class RolloutSampler:
         )
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
         groups = self._sample_round(lambda: self._begin_step(ahead, step), task)
-        rounds = [tuple(groups)]
         if not (rollout.dynamic_sampling or self._find("recall")):
-            return self._learn(task, groups, self._balance(step, task, groups, 0, rounds))
+            return self._learn(task, groups, self._balance(step, task, groups, 0))
         kept, uniform = self._split_by_spread(groups, task)
         resampled = 0
         for _ in range((rollout.max_resample or 3) if rollout.dynamic_sampling else 0):
@@ -205,10 +203,9 @@ class RolloutSampler:
             resampled += missing
             kept += self._split_by_spread(fresh, task)[0]
             groups |= fresh
-            rounds.append(tuple(fresh))
         chosen = [*kept, *uniform[: wanted - len(kept)]]
         own = {index: groups[index] for index in chosen if index in groups}
-        balanced = self._balance(step, task, own, resampled, rounds)
+        balanced = self._balance(step, task, own, resampled)
         return self._learn(task, groups, balanced, wanted - len(kept))
 
     def _learn(
@@ -234,19 +231,11 @@ class RolloutSampler:
         pairs = zip(prompts, own, strict=True)
         places = range(ranks.process_index, len(every), ranks.num_processes)
         numbers = (*rollout.mini_batches, *(place % count for place in places))
-        rounds = (*rollout.rounds, tuple(group.index for group in own)) if own else rollout.rounds
         again = tuple(Group(p, kept.completions, kept.scores) for p, kept in pairs)
-        return replace(
-            rollout, recalled=again, rounds=rounds, mini_batches=numbers, metrics=metrics
-        )
+        return replace(rollout, recalled=again, mini_batches=numbers, metrics=metrics)
 
     def _balance(
-        self,
-        step: int,
-        task: Task,
-        groups: Mapping[int, Group],
-        resampled: int,
-        rounds: Sequence[tuple[int, ...]],
+        self, step: int, task: Task, groups: Mapping[int, Group], resampled: int
     ) -> Rollout:
         weights, shared = task.reward_weights(), self.policy.shared
         costs = {
@@ -254,11 +243,9 @@ class RolloutSampler:
             for index, group in groups.items()
         }
         count, ranks = self.settings.optim.mini_batches, self.accelerator
-        own, received, parts = balance_groups(groups, costs, self.load_prompts, ranks, count)
-        every = (*rounds, received) if received else tuple(rounds)
+        own, parts = balance_groups(groups, costs, self.load_prompts, ranks, count)
         numbers = tuple(parts[index] for index in own)
-        groups_now = tuple(own.values())
-        return Rollout(groups_now, weights, resampled, every, step=step, mini_batches=numbers)
+        return Rollout(tuple(own.values()), weights, resampled, step=step, mini_batches=numbers)
 
     def load_prompts(self, indices: Sequence[int]) -> list[Prompt]:
         """Load prompts, and encode their images as the policy does when it samples them."""
@@ -503,7 +490,7 @@ def balance_groups(
     load: Callable[[Sequence[int]], list[Prompt]],
     accelerator: Accelerator,
     mini_batches: int = 1,
-) -> tuple[dict[int, Group], tuple[int, ...], dict[int, int]]:
+) -> tuple[dict[int, Group], dict[int, int]]:
     """Divide the groups into mini-batches, and move them between the ranks so that the costs of
     each mini-batch are about equal. All ranks must call it.
 
@@ -512,8 +499,7 @@ def balance_groups(
     update. Completions and scores are sent; the receiver loads the prompt from the data, with
     ``load``, which also encodes the images. Groups and costs have the stream's indices.
     ``mini_batches`` divides the number of groups of all ranks. It returns this rank's groups now by
-    index, the indices of those that it has received, and the number of each index's mini-batch,
-    from 0, for all ranks' groups.
+    index, and the number of each index's mini-batch, from 0, for all ranks' groups.
     """
     rank, shares = accelerator.process_index, gather_object([dict(costs)])
     every = sorted(index for share in shares for index in share)
@@ -522,17 +508,17 @@ def balance_groups(
     for part in range(mini_batches):
         moves |= plan_moves([{i: c for i, c in s.items() if parts[i] == part} for s in shares])
     if not moves:
-        return dict(groups), (), parts
+        return dict(groups), parts
     leaving = [index for index in moves if index in groups]
     parcels = gather_object([(i, groups[i].completions, groups[i].scores) for i in leaving])
     received = sorted(parcel for parcel in parcels if moves[parcel[0]] == rank)
-    indices, prompts = [index for index, *_ in received], []
+    prompts = []
     with fail_together(accelerator):
-        prompts = load(indices)
+        prompts = load([index for index, *_ in received])
     kept = {index: group for index, group in groups.items() if index not in moves}
     for prompt, (index, completions, scores) in zip(prompts, received, strict=True):
         kept[index] = Group(prompt, completions, scores)
-    return dict(sorted(kept.items())), tuple(indices), parts
+    return dict(sorted(kept.items())), parts
 
 
 def select_usable(
