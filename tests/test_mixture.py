@@ -158,8 +158,9 @@ def test_what_a_source_learns_may_not_change_on_a_resume(finished, change, named
     values["data"]["train"][0] |= change
     changed = Settings.model_validate(values)
     with pytest.raises(UserError) as caught:
-        check_same_settings(flatten_settings(finished), changed, "step-4")
+        check_same_settings(flatten_settings(finished), changed, "step-4", MEMBERS["count"])
     assert named in str(caught.value)
     values = finished.model_dump(mode="json")
     values["data"]["train"][0]["source"] = "elsewhere.jsonl"  # the rows decide
-    check_same_settings(flatten_settings(finished), Settings.model_validate(values), "step-4")
+    moved = Settings.model_validate(values)
+    check_same_settings(flatten_settings(finished), moved, "step-4", MEMBERS["count"])

@@ -118,6 +118,8 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("evaluation.samples=4 evaluation.temperature=1 data.eval=null", "samples has no effect"),
         ("rollout.noise={} objective.beta=0.1", "rollout.noise needs objective.beta=0"),
         ("rollout.noise={} objective.replay={}", "rollout.noise needs .* no replay"),
+        ("rollout.noise={} objective.top_entropy_quantile=0.2", "raises them for some completions"),
+        ("warm_start.steps=all rollout.noise={}", "rollout.noise has no effect in a run of super"),
         ("warm_start.steps=0", "warm_start.steps must be at least 1"),
         ("warm_start.lr=1e-4", "warm_start.steps has no value"),
         ("warm_start.steps=all data.curriculum={}", "supervised.*set data.curriculum=null"),

@@ -47,7 +47,7 @@ from vlm_grpo.serve import weights
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import trainer
-from vlm_grpo.training.checkpoint.store import CheckpointState, write_sharded_checkpoint
+from vlm_grpo.training.checkpoint.store import write_checkpoint
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
 from vlm_grpo.types import Example
@@ -303,9 +303,9 @@ def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
         if accelerator.is_last_process:
             raise OSError("no space")
 
-    state = CheckpointState({}, {})
+    state = {}, {}
     try:
-        write_sharded_checkpoint(accelerator, checkpoints, 1, state, write_weights)
+        write_checkpoint(accelerator, checkpoints, 1, state, write_weights, sharded=True)
     except (OSError, UserError) as error:
         return [str(error), [path.name for path in checkpoints.iterdir()]]
     return []

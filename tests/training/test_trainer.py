@@ -86,22 +86,16 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
     assert not (run.run_dir / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("parts", "frozen"),
-    [
-        (["vision", "projector"], "visual"),
-        (["projector"], "visual.merger"),
-        (["vision"], "visual.blocks"),
-    ],
-)
-def test_frozen_parts_stay_bit_identical_and_others_change(settings, model_folder, parts, frozen):
+def test_frozen_parts_stay_bit_identical_and_others_change(settings, model_folder):
+    """Which weights a part has is tested in ``tests/model/families/test_facts.py``."""
+    parts, frozen = ["vision"], "visual.blocks"
     before = load_file(model_folder / "model.safetensors")
     run = settings(policy={"freeze": parts}, optim={"max_steps": 1})
     after = load_weights(train(run).checkpoint)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not {name for name in changed if frozen in name}
-    for other in ("visual.blocks", "visual.merger", "layers."):
-        assert other.startswith(frozen) or any(other in name for name in changed)
+    for other in ("visual.merger", "layers."):
+        assert any(other in name for name in changed)
 
 
 def test_each_step_is_a_new_rollout_with_its_own_updates(settings):
@@ -115,20 +109,6 @@ def test_each_step_is_a_new_rollout_with_its_own_updates(settings):
         assert metrics["skipped_updates"] == 0
         assert trainer.global_step == step
         assert trainer.sampler.cursor.position == 3 * step  # prompts_per_step=3
-
-
-def test_lora_trains_only_the_adapter(settings):
-    trainer = make_trainer(settings(policy=LORA))
-    before = {n: w.clone() for n, w in trainer.policy.model.state_dict().items()}
-    trainer.step()
-    after = trainer.policy.model.state_dict()
-    assert all(torch.equal(w, after[n]) for n, w in before.items() if "lora_" not in n)
-    changed = [
-        w
-        for n, w in trainer.policy.trainable_parameters()
-        if "lora_B" in n and bool((w != 0).any())
-    ]
-    assert changed
 
 
 def test_trackers_are_checked_before_anything_is_loaded(settings, monkeypatch):
@@ -420,7 +400,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
 def test_a_step_that_is_stopped_leaves_the_state_before_it(settings, monkeypatch):
     """Also that of random numbers, which the rewards may have used."""
     trainer = make_trainer(settings())
-    before = trainer.checkpoints._collect(trainer.state).metadata  # noqa: SLF001
+    before, _ = trainer.checkpoints._collect(trainer.state)  # noqa: SLF001
     make_groups = trainer.sampler._make_groups  # noqa: SLF001
 
     def make_groups_and_stop(*arguments: Any) -> Any:
@@ -430,7 +410,7 @@ def test_a_step_that_is_stopped_leaves_the_state_before_it(settings, monkeypatch
     monkeypatch.setattr(trainer.sampler, "_make_groups", make_groups_and_stop)
     with pytest.raises(StepInterrupted):
         trainer.step()
-    assert trainer.checkpoints._collect(trainer.state).metadata == before  # noqa: SLF001
+    assert trainer.checkpoints._collect(trainer.state)[0] == before  # noqa: SLF001
 
 
 def test_the_format_of_a_checkpoint_is_kept(settings):
@@ -440,7 +420,7 @@ def test_the_format_of_a_checkpoint_is_kept(settings):
     checkpoint = train(run).checkpoint
     assert set(read_metadata(checkpoint)) == {
         *("format", "step", "position", "best", "overflows", "max_tokens"),
-        *("settings", "pixel_budget", "scheduler", "random", "versions"),
+        *("settings", "scheduler", "random", "versions"),
     }
     assert {*read_tensors(checkpoint, "examples")} == {"train"}
 

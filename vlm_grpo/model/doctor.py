@@ -13,9 +13,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_distribution
-from vlm_grpo.model.loading import load_model
-from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef, Prompt
 
@@ -42,14 +41,11 @@ def diagnose(
             "rollout": {"num_generations": GROUP_SIZE, "min_new_tokens": COMPLETION_LENGTH},
         }
     )
-    loaded = load_model(settings, training=False)
-    loaded.model.to(device)
-    distribution = build_sampling_distribution(
-        loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
-    )
-    policy = Policy(loaded, distribution)
-    config = loaded.model.config
-    weights = sum(weight.numel() for weight in loaded.model.parameters())
+    policy = load_policy(settings, training=False)
+    policy.form_check = None  # which would replace a form that differs
+    policy.model.to(device)
+    config = policy.model.config
+    weights = sum(weight.numel() for weight in policy.model.parameters())
     yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
     name = type(policy.family).__name__
     name = "none of the known ones" if name == "Family" else name
@@ -64,9 +60,10 @@ def diagnose(
         low, high = policy.budget.min_pixels, policy.budget.max_pixels
         yield f"pixel budget {low:,} to {high:,} pixels per image"
         resized = ", resized to {} × {}".format(*example.images[0].resized_size)
+    tokens, banned = prompt.token_ids, policy.distribution.banned
     yield (
-        f"image        {width} × {height} pixels{resized}; {len(prompt.token_ids)} prompt tokens, "
-        f"{sum(token in distribution.banned for token in prompt.token_ids)} of them for the image"
+        f"image        {width} × {height} pixels{resized}; {len(tokens)} prompt tokens, "
+        f"{sum(token in banned for token in tokens)} of them for the image"
     )
     reason = policy.family.why_not_shared(config)
     if reason is None and (problem := policy.try_form(prompt)) is not None:

@@ -38,6 +38,7 @@ from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.objective import load_estimator
 from vlm_grpo.training.rollout import RolloutSampler, select_usable
 from vlm_grpo.training.run_dir import RunDir, check_gradients, lock_run
+from vlm_grpo.training.schedule import get_rates
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run, describe_start
 from vlm_grpo.training.update import build_updater, pack_step
@@ -138,7 +139,8 @@ class Trainer:
                 )
                 batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
                 metrics = rollout_metrics(rollout, advantages)
-                metrics = {**self.updater.update(batch), **metrics, **self.updater.learning_rates}
+                metrics = {**self.updater.update(batch), **metrics}
+                metrics |= get_rates(self.updater.scheduler)
                 self.policy.engine.clear_image_features()
                 groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
                 is_skipped = bool(metrics["skipped_updates"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.dist.strategy import Strategy, build_strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.activations import offload_activations
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.model.engine.batch import MicroBatch, pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.training.batch import (
@@ -28,7 +28,6 @@ from vlm_grpo.training.batch import (
     StepAdvantages,
     StepBatch,
     TokenBudget,
-    TokenLayout,
     Values,
     build_slices,
     is_masked,
@@ -43,9 +42,8 @@ from vlm_grpo.training.objective import (
     completion_weights,
     compute_loss,
     load_surrogate,
-    needs_update,
 )
-from vlm_grpo.training.schedule import build_scheduler, get_rates
+from vlm_grpo.training.schedule import build_scheduler
 
 
 @dataclass
@@ -65,19 +63,15 @@ class Updater:
     def policy(self) -> Policy:
         return self.strategy.policy
 
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        return get_rates(self.scheduler)
-
     def score(self, rollout: Rollout) -> Values:
         """Score the completions in the passes that the methods need besides the update's."""
         if rollout.author is not None:
             return {}
         for method in self.methods.values():
             method.begin(rollout, self.scheduler)
-        layout = rollout.layout
-        every = build_slices((*rollout.groups, *rollout.recalled), [True] * len(layout.lengths))
-        passes = Passes(rollout, every, self.strategy, functools.partial(self.logprobs, layout))
+        count = len(rollout.completions)
+        every = build_slices((*rollout.groups, *rollout.recalled), [True] * count)
+        passes = Passes(rollout, every, self.strategy, self.budget.limit)
         values: dict[str, Tensor] = {}
         for method in self.methods.values():
             if overrides(method, "score"):
@@ -87,20 +81,7 @@ class Updater:
         given = [factors for factors in found if factors is not None]
         if given:
             values["token_factors"] = functools.reduce(torch.mul, given)
-        known = passes.known_logprobs
-        if known is not None and self.settings.optim.mini_batches > 1:
-            values["old_logprobs"] = known
         return values
-
-    def logprobs(
-        self,
-        layout: TokenLayout,
-        slices: Sequence[GroupSlice],
-        others: Tensor | None = None,
-        model: Policy | None = None,
-    ) -> Tensor:
-        """Return the (T,) log-probs of slices under the current weights of the policy or model."""
-        return score_slices(model or self.policy, slices, layout, self.budget.limit, others)
 
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Make the updates of a step; return their metrics over all ranks. All ranks call it."""
@@ -133,15 +114,12 @@ class Updater:
         dtype = torch.promote_types(self.policy.model.dtype, torch.float32)
         sampled = batch.values["sampler_logprobs"]  # what recalled groups keep
         old = copy_to(self.policy.device, sampled).to(dtype, copy=True)
-        known, recalled = batch.values.get("old_logprobs"), batch.recalled
-        if known is not None:
-            old[:recalled] = known[:recalled]
-        elif len(batch.mini_batches) > 1:
-            end = batch.layout.total if recalled is None else recalled
+        if len(batch.mini_batches) > 1:
+            end = batch.layout.total if batch.recalled is None else batch.recalled
             later = [piece for part in batch.mini_batches[1:] for piece in part]
             own = [piece for piece in later if batch.layout.starts[piece.rows[0]] < end]
             with self.strategy.gathered():
-                old = self.logprobs(batch.layout, own, old)
+                old = score_slices(self.policy, own, batch.layout, self.budget.limit, old)
         return old
 
     def _accumulate(
@@ -246,8 +224,8 @@ def pack_step(
     if advantages.tokens is not None:
         values["token_advantages"] = advantages.tokens
         signal = torch.stack([part.abs().max() for part in layout.split(advantages.tokens)])
-    can_skip = settings.can_skip_zero_advantages
-    keep = needs_update(signal, active, objective) if can_skip else active
+    # The totals count those without a gradient, so that the others' gradients stay the same.
+    keep = active & (signal != 0) if settings.can_skip_zero_advantages else active
     count = 1 if author is not None else settings.optim.mini_batches
     numbers = rollout.mini_batches or (0,) * len(groups)
     sizes = [len(group.completions) for group in groups]

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from vlm_grpo.dist.collectives import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.checkpoint.store import (
-    CheckpointState,
     CorruptCheckpoint,
     commit,
     create_tmp_dir,
@@ -29,7 +28,6 @@ from vlm_grpo.training.checkpoint.store import (
     verify_checkpoint,
     write_checkpoint,
     write_files,
-    write_sharded_checkpoint,
 )
 from vlm_grpo.utils.folder_lock import lock_folder
 
@@ -43,8 +41,9 @@ def write_weights(folder: Path) -> None:
 
 
 def write(folder: Path, step: int, value: int = 0) -> Path:
-    state = CheckpointState({"value": value}, {"optimizer": TENSORS, "reference": {}})
-    return write_checkpoint(folder, step, state, write_weights)
+    state = {"value": value}, {"optimizer": TENSORS, "reference": {}}
+    write_checkpoint(Accelerator(cpu=True), folder, step, state, write_weights)
+    return folder / f"step-{step}"
 
 
 def list_names(folder: Path) -> list[str]:
@@ -217,7 +216,7 @@ def test_shards_are_merged_into_one_checkpoint(tmp_path):
     for rank, half in enumerate(halves):
         shard = f"{rank + 1:05d}-of-00002"
         (tmp_dir / shard).mkdir()
-        state = CheckpointState({"rank": rank}, {"optimizer": half})
+        state = {"rank": rank}, {"optimizer": half}
         shards[shard] = write_files(
             tmp_dir / shard, state, lambda path, h=half: save_file(h, path / "model.safetensors")
         )
@@ -237,11 +236,12 @@ def test_shards_are_merged_into_one_checkpoint(tmp_path):
     }
 
 
-def test_a_rank_that_fails_leaves_no_files(tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_that_fails_leaves_no_files(tmp_path, sharded):
     def fail(folder: Path) -> None:
         (folder / "model.safetensors").touch()
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_sharded_checkpoint(Accelerator(cpu=True), tmp_path, 1, CheckpointState({}, {}), fail)
+        write_checkpoint(Accelerator(cpu=True), tmp_path, 1, ({}, {}), fail, sharded)
     assert list(tmp_path.iterdir()) == []

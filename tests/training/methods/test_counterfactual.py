@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import StopAt, assert_same_run, make_trainer
+from small_runs import make_trainer
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -16,10 +16,8 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.errors import UserError
 from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.trainer import train
 
 THRESHOLD = 0.8
 METHOD = {"file": "counterfactual", "options": {"threshold": THRESHOLD, "kl_coef": 0.5}}
@@ -100,18 +98,6 @@ def test_a_step_is_that_of_an_attention_with_replaced_values(settings, model_fol
     )  # fmt: skip
     term = trainer.methods["counterfactual"].term(inputs)
     assert term.tolist() == pytest.approx([0.0, 0.36788], abs=1e-5)  # 1 / e + 1 - 1
-
-
-def test_a_run_resumes_bit_for_bit(settings, monkeypatch):
-    optim = {"max_steps": 2}
-    whole, parts = (settings(name=n, methods=[METHOD], optim=optim) for n in ("whole", "parts"))
-    train(whole)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2))
-        with pytest.raises(Stopped, match="step-1"):
-            train(parts)
-    train(parts.model_copy(update={"resume": True}))
-    assert_same_run(whole.run_dir, parts.run_dir, "step-2")
 
 
 def test_other_engines_and_replayed_groups_are_refused(settings):

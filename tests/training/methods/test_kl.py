@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.training.batch import Rollout, TokenLayout, build_slices, score_slices
+from vlm_grpo.training.batch import Rollout, build_slices, score_slices
 from vlm_grpo.training.methods import Passes, Run
 from vlm_grpo.training.methods.kl import ReferenceKL
 from vlm_grpo.training.trainer import Trainer
@@ -161,50 +160,21 @@ def test_the_reference_is_the_policy_at_its_last_refresh(tmp_path, weights, ever
     assert max(differences) > 0.01  # nats: the policy has changed, or the test would be empty
 
 
-@both_kinds
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_a_reference_refreshed_in_every_step_costs_nothing(
-    tmp_path, monkeypatch, weights, iterations
-):
-    """k = 1: no snapshot, no reference pass, and the work of a run without a reference."""
-    works = {}
-    for beta in (0, 0.05):
+def test_a_reference_refreshed_in_every_step_costs_nothing_and_another_one_a_pass(tmp_path):
+    works = []
+    for beta, every in ((0, 1), (0.05, 1), (0.05, 5)):
         trainer = make_embedded_trainer(
             tmp_path,
             f"objective.beta={beta}",
-            "objective.entropy_coef=1e-9",  # so that no group is left out in either run
-            f"objective.num_iterations={iterations}",
-            *weights,
+            f"objective.reference_refresh_every={every}",
+            "objective.entropy_coef=1e-9",  # so that no group is left out in any run
         )
-        calls: list[int] = []
-        score = trainer.policy.score
-
-        def count_calls(*arguments: Any, score: Any = score, calls: list[int] = calls) -> Any:
-            calls.append(arguments[0].num_tokens)
-            return score(*arguments)
-
-        monkeypatch.setattr(trainer.policy, "score", count_calls)
-        rows = run_steps(trainer, 2)
-        assert not trainer.methods
-        names = [name for name in rows[0] if name.startswith("work/")]
-        assert "work/update_tokens" in names
-        assert len(calls) == 2 * iterations  # one forward pass per update, no others
-        # Only the first step: the completions of the second depend on β.
-        works[beta] = ({name: rows[0][name] for name in names}, calls[:iterations])
-    assert works[0] == works[0.05]
+        works.append(trainer.step()["work/update_tokens"])
+        assert [*trainer.methods] == ["kl"] * (every == 5)
+    assert works[0] == works[1] == works[2] / 2
 
 
-def test_a_snapshot_costs_one_pass_per_step(tmp_path):
-    """The test above would find this cost if there were a snapshot with k = 1."""
-    works = []
-    for every in (1, 5):
-        trainer = make_embedded_trainer(tmp_path, KL, f"objective.reference_refresh_every={every}")
-        works.append(run_steps(trainer, 1)[0]["work/update_tokens"])
-    assert works[1] == 2 * works[0]
-
-
-@both_kinds
-def test_a_snapshot_on_the_host_gives_the_same_run(tmp_path, weights):
+def test_a_snapshot_on_the_host_gives_the_same_run(tmp_path):
     runs = []
     for device in ("model", "cpu"):
         trainer = make_embedded_trainer(
@@ -212,7 +182,6 @@ def test_a_snapshot_on_the_host_gives_the_same_run(tmp_path, weights):
             KL,
             "objective.reference_refresh_every=2",
             f"objective.reference_device={device}",
-            *weights,
         )
         rows = run_steps(trainer, 4)
         weights_after = [(n, w.detach()) for n, w in trainer.policy.trainable_parameters()]
@@ -231,7 +200,6 @@ def test_gathered_weights_are_dropped_around_the_reference_pass(tmp_path, monkey
     monkeypatch.setattr(trainer.strategy, "release", lambda: dropped.append(bool(weight.any())))
     kl = trainer.methods["kl"]
     assert isinstance(kl, ReferenceKL)
-    strategy, score = trainer.strategy, partial(trainer.updater.logprobs, TokenLayout.of([]))
-    Passes(Rollout(()), (), strategy, score).logprobs(weights=kl.in_place())
+    Passes(Rollout(()), (), trainer.strategy, 100).logprobs(weights=kl.in_place())
     assert dropped == [False, True]
     assert not weight.any()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task import Task, reward
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training.methods import Method
-from vlm_grpo.training.methods.warm_start import TargetWriter, find_end_token, write_groups
+from vlm_grpo.training.methods.warm_start import TargetWriter, find_end_token
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
@@ -100,18 +100,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(warm, stop, weights):
     stop_run(resumed, *stop)
     train(resumed.model_copy(update={"resume": True}))
     assert_same_run(whole.run_dir, resumed.run_dir)
-
-
-def test_the_supervised_steps_of_sft_and_of_a_warm_start_are_equal(warm):
-    runs = [warm(name="warm"), warm(name="sft", warm_start={**WARM, "steps": "all"})]
-    for run in runs:
-        train(run)
-    first, second = (read_metrics(run.run_dir)[:2] for run in runs)
-    for row in first:
-        del row["learning_rate"]  # that of the next step, after the second one GRPO's
-    for row in second:
-        del row["learning_rate"]
-    assert first == second
 
 
 def copy_state(method: Method) -> dict[str, torch.Tensor]:
@@ -321,17 +309,6 @@ def test_targets_that_cannot_be_trained_on_name_their_row(policy, answer, meta, 
         writer.write(make_example(answer, meta), Copy())
 
 
-def test_the_limit_counts_the_end_token(policy):
-    length = len(TargetWriter(policy, make_settings()).write(make_example("abc"), Copy()).token_ids)
-    for limit, fits in ((length, True), (length - 1, False)):
-        writer = TargetWriter(policy, make_settings(f"rollout.max_completion_length={limit}"))
-        if fits:
-            assert len(writer.write(make_example("abc"), Copy()).token_ids) == limit
-        else:
-            with pytest.raises(UserError, match="raise it"):
-                writer.write(make_example("abc"), Copy())
-
-
 TURN = "{% for m in messages %}{% set c = m['content'] %}{{ c if c is string else c[0]['text'] }}"
 
 
@@ -348,65 +325,25 @@ def test_the_end_token_is_that_of_the_chat_template(after, expected):
     assert find_end_token(policy) == policy.tokenizer.convert_tokens_to_ids(expected)
 
 
-def test_equal_prompts_share_a_group_and_an_image_its_pass(policy):
-    writer = TargetWriter(policy, make_settings())
-    questions, answers = ["Why?", "Where?", "Why?"], ["a", "bc", "raise"]
-    examples = [
-        noise_example(name, [(56, 56)], question, seed=1)
-        for name, question in zip("123", questions, strict=True)
-    ]
+def test_targets_are_read_as_answers_without_a_reward(settings):
+    warm_start = make_trainer(settings(rollout=LIMIT, warm_start=WARM)).methods["warm_start"]
     prompts = [
-        make_prompt(policy, Example(e.id, examples[0].images, e.question, answer))
-        for e, answer in zip(examples, answers, strict=True)
+        make_prompt(warm_start.run.policy, replace(noise_example(text, []), answer=text))
+        for text in ("a", "raise")
     ]
-    groups = write_groups(prompts, writer, Copy())
-    assert [[c.text for c in group.completions] for group in groups] == [["a", "raise"], ["bc"]]
-    assert [group.id for group in groups] == ["1", "2"]
-    (first, failed), (second,) = (group.scores for group in groups)
-    assert (first.answer, second.answer, failed.answer) == ("a", "bc", None)
+    groups = warm_start.write(prompts, Copy())
+    assert [[c.text for c in group.completions] for group in groups] == [["a"], ["raise"]]
+    (first,), (failed,) = (group.scores for group in groups)
+    assert (first.answer, failed.answer) == ("a", None)
     assert "KeyError" in failed.failures["parse"]
     assert not first.rewards
     assert first.total is None
 
 
-def make_rows_trainer(settings: Any, folder: Path, rows: list[Any], **changes: Any) -> Trainer:
-    path = folder / "rows.jsonl"
+def test_a_target_that_is_too_long_ends_the_run_before_its_first_step(settings, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"id": str(n), "question": "?", "answer": "ab" * 9 * n} for n in (1, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": str(path), "train_limit": None, **changes.pop("data", {})}
-    return make_trainer(settings(data=data, warm_start={"steps": 2, "lr": 1e-2}, **changes))
-
-
-def test_rows_of_one_image_encode_it_once(settings, tmp_path):
-    image = noise_example("a", [(56, 56)]).images[0]
-    image.load().save(tmp_path / "a.png")
-    rows = [
-        {"id": str(n), "images": ["a.png"], "question": question, "answer": answer}
-        for n, (question, answer) in enumerate([("Why?", "a"), ("Where?", "b"), ("Why?", "c")])
-    ]
-    trainer = make_rows_trainer(settings, tmp_path, rows)
-    sizes: list[int] = []
-    write_groups = trainer.run_dir.write_groups
-    trainer.run_dir.write_groups = lambda step, groups, *rest: (  # type: ignore[method-assign]
-        sizes.extend(len(g.completions) for g in groups),
-        write_groups(step, groups, *rest),
-    )[1]
-    metrics = trainer.step()
-    assert sorted(sizes) == [1, 2]
-    assert metrics["work/encoder_passes"] == 1
-    assert metrics["work/image_decodes"] == 1
-
-
-@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_a_target_that_is_too_long_ends_or_leaves_the_run_before_its_first_step(
-    settings, tmp_path, on_bad_row
-):
-    rows = [
-        {"id": str(n), "question": "?", "answer": text} for n, text in enumerate(["a", "ab" * 9])
-    ]
-    arguments = settings, tmp_path, rows
-    if on_bad_row == "skip":
-        trainer = make_rows_trainer(*arguments, data={"on_bad_row": "skip"})
-        assert [example.id for example in trainer.train_examples] == ["0"]
-        return
-    with pytest.raises(UserError, match=r"rows.jsonl:2: example 1: its target .* tokens"):
-        make_rows_trainer(*arguments)
+    run = settings(data={"train": str(path), "train_limit": None}, warm_start=WARM)
+    with pytest.raises(UserError, match=r"rows.jsonl:1: example 1: its target .* tokens"):
+        make_trainer(run)

@@ -280,28 +280,6 @@ def test_equal_rewards_differ_from_trl_by_being_exactly_zero():
     assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 1.0
 
 
-def test_zero_spread_is_counted_by_group_under_batch_scaling():
-    """TRL tests the batch's deviation there, and so never reports a group without spread."""
-    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    _, metrics = run_trl_scoring(rewards[:, None], num_generations=2, scale_rewards="batch")
-    assert metrics["frac_reward_zero_std"] == [0.0]
-    ours = group_advantages(rewards, list("aabb"), scale_rewards="batch")
-    assert ours.frac_reward_zero_std == 0.5  # group a of a and b
-
-
-def test_a_group_of_one_has_zero_spread():
-    """TRL has groups of one only in evaluation; their advantage is 0.
-
-    Here groups of different sizes are valid, so one may appear among others with advantages.
-    """
-    alone, _ = run_trl_scoring(torch.tensor([[0.5]]), num_generations=1)
-    assert alone["advantages"].tolist() == [0.0]
-    ours = group_advantages(torch.tensor([0.5, 1.0, 0.0]), list("abb"), scale_rewards="batch")
-    assert ours.values[0] == 0
-    assert ours.values[1] == -ours.values[2] > 0
-    assert ours.zero_spread.tolist() == [True, False]
-
-
 def test_the_logged_kl_differs_from_trl_at_sequence_level():
     """TRL logs k3 times the completion's ratio there; here it is always the token's ratio.
 

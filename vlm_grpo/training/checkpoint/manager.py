@@ -24,7 +24,6 @@ from torch import Tensor
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import GONE, OnResume, find_on_resume, flatten, known_keys
-from vlm_grpo.data import load_run_task
 from vlm_grpo.dist.collectives import (
     Deferred,
     any_rank,
@@ -36,10 +35,9 @@ from vlm_grpo.dist.collectives import (
 )
 from vlm_grpo.dist.optimizer import count_state
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.training.checkpoint.store import (
-    CheckpointState,
+    Contents,
     find_newest_checkpoint,
     get_name,
     list_checkpoints,
@@ -47,7 +45,6 @@ from vlm_grpo.training.checkpoint.store import (
     read_metadata,
     read_tensors,
     write_checkpoint,
-    write_sharded_checkpoint,
 )
 from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.schedule import set_rates
@@ -160,12 +157,10 @@ class CheckpointManager:
             self.policy.save(folder, weights)
             self.settings.save(folder / "config.yaml")
 
-        if settings.sharded:
-            write_sharded_checkpoint(accelerator, self.folder, step, contents, write_weights)
+        arguments = accelerator, self.folder, step, contents, write_weights
+        write_checkpoint(*arguments, sharded=settings.sharded)
         with fail_together(accelerator):
             if accelerator.is_main_process:
-                if not settings.sharded:
-                    write_checkpoint(self.folder, step, contents, write_weights)
                 prune_checkpoints(self.folder, settings.keep_last, keep)
         self.last_saved, self.saved_at = step, time.monotonic()
 
@@ -175,7 +170,7 @@ class CheckpointManager:
             return gather_full(tensors, get_local_names(self.accelerator, tensors))
         return gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
 
-    def _collect(self, state: RunState) -> CheckpointState:
+    def _collect(self, state: RunState) -> Contents:
         """Collect the contents of a checkpoint except the weights. All ranks must call it."""
         updater = self.updater
         metadata: dict[str, Any] = {
@@ -186,7 +181,6 @@ class CheckpointManager:
             # Lower than the settings if memory ran out; the batch size changes the rounding.
             "max_tokens": [self.sampler.budget.tokens, updater.budget.tokens],
             "settings": flatten_settings(self.settings),
-            "pixel_budget": _get_pixel_budget(self.policy),
             "scheduler": updater.scheduler.state_dict(),
             "random": gather_object([get_rng_states()]),
             "versions": get_versions(),
@@ -204,17 +198,11 @@ class CheckpointManager:
             metadata["unevaluated"] = state.unevaluated
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
-        return CheckpointState(metadata, tensors)
+        return metadata, tensors
 
     def restore(self, checkpoint: Path) -> RunState:
         """Restore everything but the weights, which ``load_policy`` has loaded."""
         metadata = read_metadata(checkpoint)
-        budget = _get_pixel_budget(self.policy)
-        if budget != metadata["pixel_budget"]:
-            raise UserError(
-                f"{checkpoint} was trained with the pixel budget {metadata['pixel_budget']}, the "
-                f"model now has {budget}: restore the files of its processor"
-            )
         updater, now = self.updater, flatten_settings(self.settings)
         updater.strategy.load_optimizer_tensors(read_tensors(checkpoint, "optimizer"))
         updater.scheduler.load_state_dict(metadata["scheduler"])
@@ -275,13 +263,6 @@ def check_resumable(
     warn_about_versions(metadata["versions"], get_versions())
 
 
-def _get_pixel_budget(policy: Policy) -> dict[str, int] | None:
-    """Return the bounds that the processor's files may set; that of videos is a setting alone."""
-    budget = policy.budget
-    names = "min_pixels", "max_pixels"
-    return None if budget is None else {name: getattr(budget, name) for name in names}
-
-
 def get_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that can affect a run's results."""
     return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
@@ -305,14 +286,12 @@ def flatten_settings(settings: Settings) -> dict[str, Any]:
 
 
 def check_same_settings(
-    saved: Mapping[str, Any], settings: Settings, checkpoint: str, task: Task | None = None
+    saved: Mapping[str, Any], settings: Settings, checkpoint: str, task: Task
 ) -> None:
     """Check that the settings of a run fit the checkpoint that it resumes from.
 
-    ``saved`` has ``flatten_settings`` of the run that wrote it; the task None is that of the
-    settings.
+    ``saved`` has ``flatten_settings`` of the run that wrote it.
     """
-    task = load_run_task(settings) if task is None else task
     changes = list_changes(saved, settings).items()
     if problems := [text for key, text in changes if not _may_change(key, task)]:
         raise UserError(

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,35 +39,14 @@ INDEX = "model.safetensors.index.json"
 """transformers' index of a model in several files, which maps each weight to its file."""
 Checksums = dict[str, dict[str, Any]]
 """The ``size`` in bytes and the ``sha256`` of each file by name."""
+Contents = tuple[Mapping[str, Any], Mapping[str, Mapping[str, torch.Tensor]]]
+"""What a checkpoint holds besides the weights: values that JSON can hold, and tensors by file
+(without suffix) and name; a file without tensors is not written."""
 _SHARD = re.compile(r"-\d+-of-\d+$")
-
-
-@dataclass(frozen=True)
-class CheckpointState:
-    """The contents of a checkpoint other than the weights: values that JSON can hold, and tensors
-    by file (without suffix) and name; a file without tensors is not written."""
-
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class CorruptCheckpoint(UserError):
     """The error that a checkpoint's file differs from the one that was written."""
-
-
-def write_checkpoint(
-    folder: Path, step: int, state: CheckpointState, write_weights: Callable[[Path], None]
-) -> Path:
-    """Write a checkpoint to a temporary folder, flush it, rename it and return it.
-
-    ``write_weights`` writes weights, processor and settings into the given folder."""
-    tmp_dir = create_tmp_dir(folder, step)
-    try:
-        checksums = write_files(tmp_dir, state, write_weights)
-        return commit(folder, step, checksums)
-    except BaseException:  # on a full disk, an incomplete checkpoint takes space that is needed
-        shutil.rmtree(tmp_dir, ignore_errors=True)
-        raise
 
 
 def get_name(step: int) -> str:
@@ -92,16 +70,17 @@ def create_tmp_dir(folder: Path, step: int) -> Path:
 
 
 def write_files(
-    folder: Path, state: CheckpointState, write_weights: Callable[[Path], None]
+    folder: Path, contents: Contents, write_weights: Callable[[Path], None]
 ) -> Checksums:
     """Write a checkpoint's files, flush them, and return their checksums."""
     write_weights(folder)
-    for name, tensors in state.tensors.items():
+    metadata, files_of_tensors = contents
+    for name, tensors in files_of_tensors.items():
         if tensors:
             plain = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
             save_file(plain, folder / f"{name}.safetensors")
-    metadata = {"format": FORMAT, **state.metadata}
-    (folder / STATE).write_text(json.dumps(metadata), encoding="utf-8")
+    text = json.dumps({"format": FORMAT, **metadata})
+    (folder / STATE).write_text(text, encoding="utf-8")
     share_weights(folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in files:
@@ -125,34 +104,37 @@ def commit(folder: Path, step: int, checksums: Checksums) -> Path:
     return target
 
 
-def write_sharded_checkpoint(
+def write_checkpoint(
     accelerator: Accelerator,
     folder: Path,
     step: int,
-    state: CheckpointState,
+    contents: Contents,
     write_weights: Callable[[Path], None],
+    sharded: bool = False,
 ) -> None:
-    """Write a checkpoint with one shard per rank, which share the folder. All ranks must call it.
+    """Write a checkpoint to a temporary folder, flush it and rename it. All ranks must call it.
 
-    Each rank writes and flushes its shard of the weights and of ``state``, whose metadata is taken
-    from the first rank. Then the first rank merges them into a checkpoint. If
+    ``write_weights`` writes weights, processor and settings into the given folder. The first rank
+    writes all files; with ``sharded``, each rank writes and flushes its shard of the weights and
+    tensors, and the first one, whose metadata count, merges them. The ranks share the folder. If
     one rank fails, all of them raise and nothing remains on the disk."""
     tmp_dir, is_first = get_tmp_dir(folder, step), accelerator.is_main_process
-    world = accelerator.num_processes
+    world, checksums = accelerator.num_processes, Checksums()
     shards = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
     try:
         with fail_together(accelerator):
             if is_first:
                 create_tmp_dir(folder, step)
         with fail_together(accelerator):
-            shard_dir = tmp_dir / shards[accelerator.process_index]
-            shard_dir.mkdir()
-            checksums = write_files(shard_dir, state, write_weights)
+            own = tmp_dir / shards[accelerator.process_index] if sharded else tmp_dir
+            if sharded or is_first:
+                own.mkdir(exist_ok=True)
+                checksums = write_files(own, contents, write_weights)
         gathered = dict(zip(shards, gather_object([checksums]), strict=True))
         with fail_together(accelerator):
             if is_first:
-                commit(folder, step, merge_shards(tmp_dir, gathered))
-    except BaseException:
+                commit(folder, step, merge_shards(tmp_dir, gathered) if sharded else checksums)
+    except BaseException:  # on a full disk, an incomplete checkpoint takes space that is needed
         if is_first:
             shutil.rmtree(tmp_dir, ignore_errors=True)
         raise

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -28,6 +27,7 @@ from vlm_grpo.config.methods import (
 )
 from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
+from vlm_grpo.training.batch import score_slices
 
 if TYPE_CHECKING:
     from vlm_grpo.config.objective import ObjectiveSettings
@@ -78,9 +78,7 @@ class Passes:
     rollout: Rollout
     slices: Sequence[GroupSlice]  # this rank's completions by group
     strategy: Strategy
-    # returns the (T,) log-probs of slices under the current weights; its ``others`` are those of
-    # completions that are not in the slices
-    _score: Callable[..., Tensor]
+    max_tokens: int  # number of tokens to score at once
 
     def logprobs(
         self,
@@ -97,27 +95,16 @@ class Passes:
             weights: puts other weights into the policy; None: it has the current ones.
             model: another model that scores; None: the policy.
         """
-        slices = self.slices if slices is None else slices
+        slices, layout = self.slices if slices is None else slices, self.rollout.layout
         if model is not None:
-            return self._score(slices, others, model)
-        if weights is None:
-            with self.strategy.gathered():
-                return self._score(slices, others)
-        self.strategy.release()
-        with weights, self.strategy.gathered():
-            found = self._score(slices, others)
+            return score_slices(model, slices, layout, self.max_tokens, others)
+        if weights is not None:
             self.strategy.release()
+        with weights or nullcontext(), self.strategy.gathered():
+            found = score_slices(self.strategy.policy, slices, layout, self.max_tokens, others)
+            if weights is not None:
+                self.strategy.release()
         return found
-
-    @cached_property
-    def old_logprobs(self) -> Tensor:
-        """(T,) log-probs under the policy, which the update then need not score."""
-        return self.logprobs()
-
-    @property
-    def known_logprobs(self) -> Tensor | None:
-        """``old_logprobs`` if a method has asked for them."""
-        return vars(self).get("old_logprobs")
 
 
 class Method:

@@ -79,7 +79,7 @@ class ReferenceKL(Method):
         if self.own.kl_in == "loss":
             return {"reference_logprobs": reference}
         estimate = KL_ESTIMATORS[self.own.kl_estimator]
-        penalties = self.own.beta * estimate(passes.old_logprobs.cpu(), reference.cpu())
+        penalties = self.own.beta * estimate(passes.logprobs().cpu(), reference.cpu())
         return {"reference_logprobs": reference, "penalties": penalties}
 
     def state_dict(self) -> tuple[None, dict[str, Any]]:

@@ -43,7 +43,11 @@ class WarmStart(Method):
         return self.run.settings.is_supervised(step)
 
     def write(self, prompts: Sequence[Prompt], task: Task) -> list[Group]:
-        return write_groups(prompts, self.writer, task)
+        groups = []
+        for prompt in prompts:
+            target = self.writer.write(prompt.example, task)
+            groups.append(Group(prompt, (target,), (_read(target.text, prompt.example, task),)))
+        return groups
 
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         """Start the first sampled step like a new run, without a state of the optimizer."""
@@ -127,20 +131,6 @@ def find_end_token(policy: Policy) -> int:
         if is_written and found:
             return found[0]
     return ends[0]
-
-
-def write_groups(prompts: Sequence[Prompt], writer: TargetWriter, task: Task) -> list[Group]:
-    """Write the target of each prompt; equal prompts share a group, and so one pass."""
-    alike: dict[Any, list[Prompt]] = {}
-    for prompt in prompts:
-        alike.setdefault((prompt.token_ids, prompt.example.images), []).append(prompt)
-    groups = []
-    for members in alike.values():
-        completions = tuple(writer.write(prompt.example, task) for prompt in members)
-        pairs = zip(completions, members, strict=True)
-        scores = tuple(_read(completion.text, prompt.example, task) for completion, prompt in pairs)
-        groups.append(Group(members[0], completions, scores))
-    return groups
 
 
 def _read(text: str, example: Example, task: Task) -> Score:

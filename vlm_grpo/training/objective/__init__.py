@@ -26,6 +26,5 @@ from vlm_grpo.training.objective.losses import (
     compute_loss,
     image_dependency,
     k3,
-    needs_update,
     policy_loss,
 )

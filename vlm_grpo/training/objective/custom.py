@@ -17,8 +17,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.registry import load_file
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.training.objective.losses import Surrogate, policy_loss
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.losses import Surrogate
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the completions that a loss is checked on."""
@@ -118,10 +118,11 @@ def _find_problem(loss: Surrogate, settings: ObjectiveSettings) -> str | None:
     if not values.requires_grad:
         return "its values have no gradient: use the ratio or batch.logprobs without detaching them"
     every, half = range(len(LENGTHS)), len(LENGTHS) // 2
-    whole = _compute_gradient([every], loss, settings)
+    whole, halves = (
+        _compute_gradient(cuts, loss, settings) for cuts in ([every], [every[:half], every[half:]])
+    )
     if not whole.isfinite().all():
         return "its gradient is not finite on ordinary values"
-    halves = _compute_gradient([every[:half], every[half:]], loss, settings)
     difference = (halves - whole).abs().max().item()
     if difference <= TOLERANCE * whole.abs().max().clamp(min=1).item():
         return None
@@ -179,9 +180,8 @@ def _compute_gradient(
     cuts: Sequence[range], loss: Surrogate, settings: ObjectiveSettings
 ) -> Tensor:
     """Return the gradient of the log-probs of a step that is cut into these completions."""
-    batch = _draw_batch()
-    totals = StepTotals(len(LENGTHS), sum(LENGTHS[:3]), 2 * max(LENGTHS))
-    # Only the policy loss is the user's: the terms of methods need none of this check.
-    plain = settings.model_copy(update=dict.fromkeys(settings.method_terms))
-    parts = [policy_loss(_select(batch, rows), totals, plain, loss).loss for rows in cuts]
-    return torch.autograd.grad(torch.stack(parts).sum(), batch.logprobs)[0]
+    batch, total = _draw_batch(), torch.zeros(())
+    for part in (_select(batch, rows) for rows in cuts):
+        assert part.old_logprobs is not None
+        total = total + loss((part.logprobs - part.old_logprobs).exp(), part, settings).sum()
+    return torch.autograd.grad(total, batch.logprobs)[0]

@@ -65,9 +65,13 @@ class LossInputs:
     def correction(self) -> Float[Tensor, " M"] | None:
         return sampler_weights(replace(self.batch, old_logprobs=self.old), self.settings)
 
-    @cached_property
+    @property
     def reference(self) -> Float[Tensor, " M"] | None:
-        return get_reference_logprobs(self.batch, self.old, self.settings)
+        """The reference's log-probs; the old policy's if that is the reference."""
+        if self.batch.reference_logprobs is not None:
+            return self.batch.reference_logprobs
+        fresh = self.settings.beta > 0 and self.settings.reference_refresh_every == 1
+        return self.old.detach() if fresh else None
 
 
 class Shares(NamedTuple):
@@ -304,27 +308,6 @@ def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Ten
     if form == "mask":
         return weights.where((weights >= low) & (weights <= high), 0.0)
     return weights.clamp(low, high)
-
-
-def get_reference_logprobs(
-    batch: TokenBatch, old: Float[Tensor, " M"], settings: ObjectiveSettings
-) -> Float[Tensor, " M"] | None:
-    """Return the reference's log-probs; the old policy's if that is the reference."""
-    if batch.reference_logprobs is not None:
-        return batch.reference_logprobs
-    fresh = settings.beta > 0 and settings.reference_refresh_every == 1
-    return old.detach() if fresh else None
-
-
-def needs_update(
-    advantages: Float[Tensor, " n"], active: Bool[Tensor, " n"] | None, settings: ObjectiveSettings
-) -> Bool[Tensor, " n"]:
-    """Return which completions have a gradient.
-
-    Skipping the others leaves the step's gradient unchanged, as long as ``StepTotals`` counts them.
-    """
-    counted = torch.ones_like(advantages, dtype=torch.bool) if active is None else active
-    return counted & (advantages != 0) if settings.can_skip_zero_advantages else counted
 
 
 @torch.no_grad()
