@@ -24,8 +24,6 @@ FULL: tuple[str, ...] = ()
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
 KL = "objective.beta=0.05"
 
-both_kinds = pytest.mark.parametrize("weights", [FULL, LORA], ids=["full", "lora"])
-
 
 def make_reference(device: str, weight: torch.nn.Parameter) -> ReferenceKL:
     fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
@@ -128,8 +126,7 @@ class FrozenPolicy:
         return score_slices(self.policy, slices, rollout.layout, self.budget.limit)
 
 
-@both_kinds
-@pytest.mark.parametrize("every", [2, "never"])
+@pytest.mark.parametrize(("weights", "every"), [(FULL, 2), (LORA, "never")], ids=["full", "lora"])
 def test_the_reference_is_the_policy_at_its_last_refresh(tmp_path, weights, every):
     """Over 5 steps: the log-probs of a deep copy made before steps 0, 2, 4, or 0 alone."""
     trainer = make_embedded_trainer(
