@@ -180,7 +180,7 @@ def test_masked_completions_have_no_gradient_and_no_metric(loss_type):
     assert output.metrics.values() == pytest.approx(alone, abs=1e-6)
 
 
-def test_a_masked_sampler_weight_counts_in_the_means():
+def test_shares_of_capped_and_rejected_sampler_weights_count_all_tokens():
     """Differences of log 2 and log 8 at two tokens: weights 2, and 0 for 8, above the cap of 3.
 
     TRL has neither the mean of the squares nor the share of rejected tokens."""
@@ -204,6 +204,8 @@ def test_a_masked_sampler_weight_counts_in_the_means():
     assert weights == pytest.approx(
         {"mean": 1, "mean_square": 2, "rejected": 0.5, "min": 0, "max": 2}
     )
+    capped = policy_loss(batch, StepTotals(1, 2, 2), ObjectiveSettings(sampler_correction="token"))
+    assert capped.metrics.values()["sampling/importance_sampling_ratio/capped"] == 0.5
 
 
 @pytest.mark.parametrize(
