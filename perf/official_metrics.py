@@ -89,8 +89,6 @@ COMPARISONS = [
          outputs.draw_choosing, "exact"),
         ("ocrbench", "MultimodalOCR", "OCRBench/example.py", scripts.load_ocrbench,
          outputs.draw_ocrbench),
-        ("ocrbench_v2", "MultimodalOCR", "OCRBench_v2/eval_scripts/eval.py",
-         scripts.load_ocrbench_v2, outputs.draw_ocrbench_v2),
         ("textvqa", "mmf", "mmf/utils/m4c_evaluators.py", scripts.load_textvqa,
          outputs.draw_annotated),
         ("docvqa", "lmms-eval", _ANLS, scripts.load_anls, outputs.draw_reading),

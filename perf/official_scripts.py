@@ -9,10 +9,8 @@ import ast
 import atexit
 import importlib
 import importlib.util
-import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import textwrap
 import types
@@ -194,25 +192,6 @@ def load_ocrbench(checkout: Checkout, file: str) -> Score:
         row = {"type": "", "dataset_name": example.meta["dataset_name"], "predict": text}
         code.loop([row := row | {"answers": list(example.answer)}])
         return float(row["result"])
-
-    return score
-
-
-def load_ocrbench_v2(checkout: Checkout, file: str) -> Score:
-    sys.modules.setdefault("ipdb", types.ModuleType("ipdb"))  # its debugger
-    metric = checkout.load(str(Path(file).with_name("vqa_metric.py")))
-    names = ("process_predictions", "is_nan_value", "get_value_or_zero")
-    code = checkout.load(file, *names, header="import json")
-    vars(code).update({name: value for name, value in vars(metric).items() if name[0] != "_"})
-    code.tqdm, code.TEDS = list, lambda n_jobs: None  # tables, which are not scored here
-    source, result = checkout.folder / "in.json", checkout.folder / "out.json"
-
-    def score(text: str, example: Example) -> float:
-        row = {"type": example.meta["type"], "predict": text, "answers": list(example.answer)}
-        rule = {} if example.meta["eval"] is None else {"eval": example.meta["eval"]}
-        source.write_text(json.dumps([row | rule]))
-        code.process_predictions(source, result)
-        return float(json.loads(result.read_text())[0]["score"])
 
     return score
 

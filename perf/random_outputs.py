@@ -207,28 +207,6 @@ def draw_word_image(rng: random.Random) -> tuple[Example, str]:
     return make_example([gold]), wrap(rng, draw_text(rng, gold))
 
 
-KINDS_V2 = (
-    ("text recognition en", None), ("text recognition en", "case sensitive"),
-    ("science QA en", "multiple choice"), ("cognition VQA cn", None),
-    ("reasoning VQA cn", "case sensitive"), ("formula recognition en", None),
-    ("formula recognition cn", None), ("text counting en", "regression"),
-    ("text counting en", "exact match"),
-)  # fmt: skip
-
-
-def draw_ocrbench_v2(rng: random.Random) -> tuple[Example, str]:
-    kind, rule = rng.choice(KINDS_V2)
-    if kind == "text counting en":
-        gold = str(rng.randint(1, 30))
-        text = rng.choice([draw_count(rng, int(gold)), "0" * 25 + gold, "9" * rng.randint(1, 30)])
-        return make_example([gold], type=kind, eval=rule), text
-    example, text = draw_reading(rng, type=kind, eval=rule)
-    if rule == "multiple choice" or kind.startswith("formula"):
-        gold = rng.choice(["B", "AB", r"\text{m} = 1", "x^{2}"])
-        return make_example([gold], type=kind, eval=rule), rng.choice([gold, f"({gold})", text])
-    return example, text
-
-
 def draw_scene(rng: random.Random, crowds: bool, most: int) -> tuple[Example, str]:
     """Draw an image's gold objects, and its detections near them or anywhere."""
     labels = ["cat", "red dog", "bus"]

@@ -76,6 +76,8 @@ class Choice(Task):
             return order[place]
         if _normalize(text) in options:
             return options.index(_normalize(text))
+        if "no" in options and re.match("(?i:no)[,.;] ", text):  # what it denies is no doubt
+            text = text[:4] + re.sub(r"\b(?:no|not)\b|n['’]t\b", "", text[4:])
         return choose(text, self._find_candidates(text, options, order))
 
     def _find_candidates(

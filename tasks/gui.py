@@ -28,9 +28,9 @@ ACTIONS = {
 DIRECTIONS = ("up", "down", "left", "right")
 _FORMS = {"text": ', "text": "…"', "direction": f', "direction": "{"|".join(DIRECTIONS)}"', "": ""}
 _TOOLS = ("computer_use", "mobile_use")
-# Actions that the words around a place or an action make of it.
+# Actions that the words around a place or an action make of it, or that follow it.
 _OTHER = re.compile(
-    r"\b(?:then|double.?click|right.?click|long.?press|drag|hover|swipe)", re.IGNORECASE
+    r"(?is)\b(?:then(?!.*[\d|])|double.?click|right.?click|long.?press|drag|hover|swipe)"
 )
 
 
@@ -110,7 +110,7 @@ class GUI(Task):
             return None
         if any(isinstance(value, dict) and {"action", "name"} & value.keys() for value in values):
             is_one = all(value == values[0] for value in values) and is_sure(words)
-            is_one = is_one and not re.search(r"[{}\[\]\d]", words)
+            is_one = is_one and not re.search(r"[{}\[\]\d]|(?i:then)", words)
             return self._read_action(values[0], image) if is_one else None
         units = self.frame.describe_units(image.size)
         points = parse_points(text, units, self.frame.y_first) or ()
@@ -147,7 +147,7 @@ class GUI(Task):
     def write(self, answer: Action, example: Example) -> str:
         image = self.target_image(example)
         if self.box and answer.box is not None:
-            return self.frame.write(answer.box, image.size, image.resized_size)
+            return self.frame.write_all([answer.box], image.size, image.resized_size)
         key, place = ACTIONS[answer.name], ""
         if answer.point is not None:
             place = self.frame.write_points([answer.point], image.size, image.resized_size)

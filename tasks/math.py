@@ -106,6 +106,7 @@ def read_answer(text: str) -> str | None:
         return clean(text)
     # The words of its sentence must not deny the box; those before it derive it.
     before, after = re.split(r"[.,;:\n]", words[0])[-1], re.split(r"[.;\n]", words[-1])[0]
+    before = re.sub(r"\b(?:if|whether)\b", "", before, flags=re.IGNORECASE)
     return clean(boxed[0]) if is_sure(f"{before}|{after}") else None
 
 

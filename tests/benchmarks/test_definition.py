@@ -47,8 +47,6 @@ def test_every_kind_of_task_has_a_benchmark():
         ("frame: permill", "no frame permill .did you mean permille"),
         ("reader: bare_cuont", "no reader bare_cuont .did you mean bare_count"),
         ("prompt: How many?", "prompt must contain .question."),
-        ("average: groups", "average: groups needs groups"),
-        ("average: groups\ngroups: [kind]", "average: groups needs a rule"),
         ("published: [{model: x, value: 1, split: all, source: y}]", "of unknown splits: all"),
         ("metrik: exact", "metrik: Extra inputs"),
         ("title: [", "is not valid YAML"),

@@ -359,7 +359,6 @@ FILES = {
     "mathvista": ["source.json"],
     "mmk12": ["train-0.parquet"],
     "ocrbench": ["source.json"],
-    "ocrbench_v2": ["source.json"],
     "olmocr_bench": ["tests.jsonl"],
     "olmocr_mix": ["eval-0.parquet"],
     "omnidocbench": ["OmniDocBench.json"],
@@ -422,7 +421,6 @@ def test_a_broken_source_is_one_message_and_no_output(name, tmp_path, capsys):
 WITHOUT_NUMBER = {
     "clevr": "most questions are left out, and the number of the others is not published",
     "flickr30k": "its number of images is published, not that of phrases",
-    "ocrbench_v2": "types of questions are left out",
     "reason_seg": "its number of images is published, not that of questions",
     "ovdeval": "each of its parts is a benchmark of its own",
     "sroie": "fields without a value are left out",

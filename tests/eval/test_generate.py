@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import tiny_policy
 
-from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import make_shapes
@@ -18,8 +19,8 @@ from vlm_grpo.eval import generate
 from vlm_grpo.eval.generate import (
     LocalModel,
     PredictionLog,
-    build_request,
     generate_all,
+    open_log,
     split_into_chunks,
 )
 from vlm_grpo.eval.outputs import read_outputs
@@ -135,16 +136,20 @@ def test_a_log_of_another_request_is_refused(tmp_path):
         PredictionLog(tmp_path, REQUEST | {"seed": 1})
 
 
-def test_a_request_has_the_prompts_in_full():
-    settings, task = load_settings("counting"), load_task("counting")
-    chat = replace(EXAMPLES[0], history=(Turn("user", "a"), Turn("assistant", "b")))
-    with_system = settings.model_copy(update={"prompt": PromptSettings(system="Be brief.")})
-    requests = [
-        build_request(settings, None, task, EXAMPLES[:1]),
-        build_request(settings, None, task, [chat]),
-        build_request(with_system, None, task, EXAMPLES[:1]),
-    ]
-    assert len({json.dumps(request, sort_keys=True) for request in requests}) == 3
+def test_a_request_has_the_prompts_in_full(tmp_path):
+    task, chat = load_task("counting"), (Turn("user", "a"), Turn("assistant", "b"))
+
+    def open_one(example: Example, *overrides: str) -> PredictionLog:
+        model: Any = SimpleNamespace(
+            settings=load_settings("counting", overrides), served_name=None
+        )
+        return open_log(tmp_path, model, None, task, [example])
+
+    open_one(EXAMPLES[0])
+    with pytest.raises(UserError, match=r"questions was .* and is now"):
+        open_one(replace(EXAMPLES[0], history=chat))
+    with pytest.raises(UserError, match=r"prompt.system was None and is now 'Be brief.'"):
+        open_one(EXAMPLES[0], "prompt.system=Be brief.")
 
 
 def test_each_process_writes_its_file_and_reads_all(tmp_path):

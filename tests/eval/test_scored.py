@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from small_tasks import Distance
 
-from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.scored import (
     Row,
@@ -70,19 +69,6 @@ def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path):
     row = Row(id="1", output="", answer=answer, reward=1.0, rewards={}, metrics={})
     Scored((row,), "x", {"x": 1}).write(tmp_path / "p.jsonl")
     assert json.loads((tmp_path / "p.jsonl").read_text()) == row
-
-
-def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path):
-    definition = tmp_path / "groups.yaml"
-    definition.write_text(
-        "title: Words\ntask: ocr\nmetric: word_recognition\naverage: groups\ngroups: [kind]\n"
-    )
-    task = load_benchmark(str(definition)).load_task()
-    examples = [Example(kind, (), "?", "YES", {"kind": kind[0]}) for kind in ("a1", "a2", "b")]
-    found = evaluate(task, examples, ["YES", "YES", "NO"])
-    assert found.value == pytest.approx(0.5)  # the mean over groups; over examples it is 2/3
-    assert math.isnan(found.interval[0])
-    assert str(found) == "word_recognition 50.0% (n = 3)"
 
 
 # Several sources.

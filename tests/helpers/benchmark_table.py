@@ -15,7 +15,7 @@ ORDER = [
     *("flickr30k", "coco", "ovdeval"),
     *("clevr", "super_clevr_200", "tallyqa", "countbenchqa", "pixmo_count", "fsc147"),
     "charades_sta",
-    *("ocrbench", "ocrbench_v2", "textvqa", "docvqa", "infovqa", "stvqa", "iiit5k"),
+    *("ocrbench", "textvqa", "docvqa", "infovqa", "stvqa", "iiit5k"),
     *("icdar2015", "sroie", "chartqa"),
     *("mathvista", "mathverse", "geometry3k"),
 ]

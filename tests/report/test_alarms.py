@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from vlm_grpo.report.alarms import RULES, SHORT, WINDOW, Alarm, AlarmContext, AlarmMonitor, Row
+from vlm_grpo.report.alarms import CONDITIONS, SHORT, WINDOW, AlarmMonitor, Row
 
-CONTEXT = AlarmContext({"exact": 1.0, "format": 0.2}, "exact", 100)
+WEIGHTS = {"exact": 1.0, "format": 0.2}
 STEPS = 80
 
 
@@ -38,9 +38,24 @@ def healthy(step: int) -> dict[str, float]:
     }
 
 
-def collect_alarms(rows: Sequence[Row], context: AlarmContext = CONTEXT) -> list[Alarm]:
-    monitor = AlarmMonitor(context)
-    alarms = [alarm for step, row in enumerate(rows) for alarm in monitor.update(step, row)]
+class Alarm(NamedTuple):
+    """An alarm and the step in which it is raised."""
+
+    step: int
+    name: str
+    message: str
+    remedy: str
+
+
+def collect_alarms(
+    rows: Sequence[Row],
+    weights: dict[str, float] = WEIGHTS,
+    metric: str = "exact",
+    completions: int = 100,
+    **facts: Any,
+) -> list[Alarm]:
+    monitor = AlarmMonitor(weights, metric, completions, **facts)
+    alarms = [Alarm(i, **found) for i, row in enumerate(rows) for found in monitor.update(row)]
     assert max(len(monitor.first), len(monitor.last)) <= WINDOW  # what it keeps does not grow
     return alarms
 
@@ -59,7 +74,7 @@ def test_a_recorded_quickstart_raises_nothing():
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
     # 32 prompts with 8 completions each.
-    assert collect_alarms(rows, AlarmContext({"exact": 1.0}, "exact", 256)) == []
+    assert collect_alarms(rows, {"exact": 1.0}, completions=256) == []
 
 
 FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
@@ -93,7 +108,7 @@ SHRINKING: dict[str, Callable[[float], float]] = {"completions/mean_length": lam
 
 
 def test_every_rule_has_its_failure():
-    assert set(FAILURES) == {rule.name for rule in RULES}
+    assert list(FAILURES) == list(CONDITIONS)
 
 
 @pytest.mark.parametrize(("name", "changes"), [*FAILURES.items(), ("length drift", SHRINKING)])
@@ -136,20 +151,20 @@ def test_a_run_that_goes_well_raises_nothing(name):
 def test_a_mismatch_of_an_outside_sampler_is_measured_on_fresh_completions():
     """It is always corrected for, and completions of older weights are meant to differ."""
 
-    def collect(staleness: list[int], context: AlarmContext = CONTEXT) -> list[int]:
+    def collect(staleness: list[int], truncates: bool = False) -> list[int]:
         rows = [healthy(0) for _ in staleness]
         for row, steps in zip(rows, staleness, strict=True):
             row["sampling/importance_sampling_ratio/mean"] = 1.0
             row["sampling/sampling_logp_difference/mean"] = 0.1
             row["staleness/max"] = steps
-        found = collect_alarms(rows, context)
+        found = collect_alarms(rows, truncates=truncates)
         assert {alarm.name for alarm in found} <= {"sampler mismatch"}
         return [alarm.step for alarm in found]
 
     assert collect([0] * 10) == [2]  # the third of five rows
     assert collect([1] * 10) == []
     assert collect([0] + [1] * 40) == [1]  # the first step's are always fresh
-    assert collect([0] * 10, replace(CONTEXT, truncates=True)) == []
+    assert collect([0] * 10, truncates=True) == []
 
 
 def test_an_alarm_is_raised_again_only_after_it_was_cleared():
@@ -181,7 +196,6 @@ def test_a_primary_metric_that_is_an_error_is_better_if_lower():
     """The format is learned while the answers get worse: the error rises from 0.5 to 1.5."""
 
     def messages(errors: list[float], lower_is_better: bool) -> list[str]:
-        weights = {"exact": 1.0, "format": 0.2}
         rows = [
             {
                 "metrics/absolute_error": error,
@@ -190,8 +204,8 @@ def test_a_primary_metric_that_is_an_error_is_better_if_lower():
             }
             for step, error in enumerate(errors)
         ]
-        context = AlarmContext(weights, "absolute_error", 64, lower_is_better)
-        return [alarm.message for alarm in collect_alarms(rows, context)]
+        facts = {"metric": "absolute_error", "lower_is_better": lower_is_better}
+        return [alarm.message for alarm in collect_alarms(rows, WEIGHTS, completions=64, **facts)]
 
     rising = [0.5] * 20 + [0.5 + step / 30 for step in range(31)]
     assert any("absolute_error went from 0.50 to" in text for text in messages(rising, True))
@@ -201,8 +215,7 @@ def test_a_primary_metric_that_is_an_error_is_better_if_lower():
 
 def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps():
     changes = FAILURES["groups without a reward"]
-    context = replace(CONTEXT, recipe="runs/zero/config.yaml")
-    (alarm,) = collect_alarms(make_rows(**changes), context)
+    (alarm,) = collect_alarms(make_rows(**changes), recipe="runs/zero/config.yaml")
     assert alarm.step == 2  # three of the last five steps suffice
     assert "mean over 300 completions is 0.02, 5% of them have an answer" in alarm.message
     for command in ("train", "sft", "sample"):

@@ -9,7 +9,6 @@ import select
 from pathlib import Path
 
 import forked
-import pytest
 from commands import run
 from rich.text import Text
 
@@ -47,12 +46,8 @@ def train_in_terminal(folder: Path) -> str:
     return b"".join(parts).decode()
 
 
-@pytest.mark.parametrize(
-    ("columns", "ending"),
-    [("200", "1.5 GiB"), ("80", "length 12.0"), ("60", "held-out edit_distance 0.250")],
-)
-def test_the_live_line_fits_the_terminal(columns, ending, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
+def test_the_live_line_has_the_phase_and_the_last_step(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
     stopwatch = Stopwatch()
     progress = Progress(load_settings("quickstart"), "edit_distance", stopwatch, 0, enabled=True)
@@ -61,9 +56,11 @@ def test_the_live_line_fits_the_terminal(columns, ending, monkeypatch):
     with stopwatch("evaluation"):
         _, line = progress.bar.get_renderables()
     assert isinstance(line, Text)
-    assert line.cell_len <= int(columns)
     assert line.plain.startswith("evaluation reward 0.500  held-out edit_distance 0.250")
-    assert line.plain.endswith(ending)
+    assert line.plain.endswith("1.5 GiB")
+    with progress.bar.console.capture() as shown:
+        progress.bar.console.print(line)
+    assert [len(row) for row in shown.get().splitlines()] == [60]  # cut at the terminal's width
 
 
 def test_a_terminal_shows_live_progress(tmp_path):

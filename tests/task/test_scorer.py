@@ -13,7 +13,7 @@ import pytest
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, reward
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.task.scorer import FailureGuard, RewardScorer, SentTask
+from vlm_grpo.task.scorer import FailureGuard, RewardScorer
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.http_json import post_json
 
@@ -128,8 +128,8 @@ def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monk
     scorer, item = RewardScorer(LIMIT), ("good", EXAMPLE, 1)
     good, unread = (failing.apply_rules(t, EXAMPLE, 1) for t in ("good", "the parser raises"))
     results = {"parse": good, "right": good, "trouble": unread, "letters": good}
-    monkeypatch.setattr(scorer, "_run", lambda _, jobs, limit: [results[job[2]] for job in jobs])
-    found = scorer._apply_each_rule(failing, SentTask(b"", None), item)  # noqa: SLF001
+    monkeypatch.setattr(scorer, "_run", lambda *given: [results[name] for _, name in given[2]])
+    found = scorer._apply_each_rule(failing, item)  # noqa: SLF001
     assert (found["right"], found["trouble"][0]) == (good["right"], None)
     assert "unreadable" in (found["trouble"][1] or "")
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vlm_grpo.benchmarks.metrics import CORPUS_RULES, RULES, apply_rule, mean_over_groups
+from vlm_grpo.benchmarks.metrics import CORPUS_RULES, RULES
 from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
@@ -39,14 +39,12 @@ def build_benchmark_task(
     base: type[Task],
     prompt: str = "{question}",
     metrics: Sequence[str] = (),
-    group: str | None = None,
     reader: str | None = None,
 ) -> type[Task]:
     """Return a subclass of a task with the prompt, the metrics and the reader of a benchmark.
 
     ``metrics`` are rewards or metrics of ``base``, or rules of ``metrics``; the first is the
-    official one and becomes the primary metric. With ``group``, it is the mean of the means of
-    these groups instead of the mean over examples. Without ``reader``, a key of ``READERS``, the
+    official one and becomes the primary metric. Without ``reader``, a key of ``READERS``, the
     parser of ``base`` also reads an answer in ``<answer>`` tags that were not asked for.
     """
 
@@ -64,16 +62,13 @@ def build_benchmark_task(
         self: Task, answers: Sequence[Any | None], examples: Sequence[Example]
     ) -> dict[str, float]:
         values = base.corpus_metrics(self, answers, examples)
-        values |= {m: CORPUS_RULES[m](answers, examples) for m in metrics if m in CORPUS_RULES}
-        if group is not None:
-            scores = apply_rule(metrics[0], answers, examples)
-            values[metrics[0]] = mean_over_groups(scores, examples, group)
-        return values
+        own = {m: CORPUS_RULES[m](answers, examples) for m in metrics if m in CORPUS_RULES}
+        return {**values, **own}
 
     def reduce(self: Task) -> tuple[Callable[..., Task], tuple[Any, ...]]:
         names = [field.name for field in fields(self) if field.init]
         options = {name: getattr(self, name) for name in names}
-        return _rebuild, (options, base, prompt, tuple(metrics), group, reader)
+        return _rebuild, (options, base, prompt, tuple(metrics), reader)
 
     members = {
         "__doc__": base.__doc__,
@@ -133,8 +128,6 @@ class Benchmark(Frozen):
     frame: str | None = None  # of the outputs' boxes; None: that of the model family
     metric: str  # the official one: a reward or metric of the task, or a rule of ``metrics``
     variants: tuple[str, ...] = ()  # other metrics to report
-    # average over examples, or over the means of the groups by ``groups[0]``
-    average: Literal["examples", "groups"] = "examples"
     # from a mean to the published unit: 100 for percent, 1000 for points of OCRBench
     scale: float = 100.0
     # groupings to report: keys of meta, "answer", "size" or "size_128"
@@ -158,10 +151,6 @@ class Benchmark(Frozen):
                 raise ValueError(f"there is no {kind} {name}{nearest(name, known)}")
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}")
-        if self.average == "groups" and not self.groups:
-            raise ValueError("average: groups needs groups; it averages by the first")
-        if self.average == "groups" and self.metric not in RULES:
-            raise ValueError(f"average: groups needs a rule as its metric: {', '.join(RULES)}")
         if unknown := sorted({p.split for p in self.published} - set(self.splits)):
             raise ValueError(f"published results are of unknown splits: {', '.join(unknown)}")
         return self
@@ -173,9 +162,8 @@ class Benchmark(Frozen):
         the task over those of the benchmark.
         """
         base = load_task_class(self.task)
-        group = self.groups[0] if self.average == "groups" else None
         metrics = (self.metric, *self.variants)
-        task = build_benchmark_task(base, self.prompt, metrics, group, self.reader)
+        task = build_benchmark_task(base, self.prompt, metrics, self.reader)
         frame = frame if self.frame is None else FRAMES[self.frame]
         frames = {} if frame is None else {"frame": frame}
         plain = {"instruction": None}  # the benchmark's prompt says how to answer

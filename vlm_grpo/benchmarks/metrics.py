@@ -31,59 +31,8 @@ def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
     0.0
     """
     if dataset == "HME100k":
-        return float(any(_join_lines(a).replace(" ", "") in _compact(text) for a in answers))
+        return float(any(_compact(a) in _compact(text) for a in answers))
     return float(any(_join_lines(a.lower()) in _join_lines(text.lower()) for a in answers))
-
-
-def ocrbench_v2(text: str, answers: Sequence[str], kind: str, rule: str | None = None) -> float:
-    """Compute OCRBench v2 for the types of questions in ``OCRBENCH_V2``, which have short answers.
-
-    ``kind`` is the question's ``type``, ``rule`` its ``eval`` field: "multiple choice", "case
-    sensitive", "exact match", "regression", or None.
-    Source: Fu et al. 2025, OCRBench v2; the authors' eval.py and vqa_metric.py.
-
-    >>> ocrbench_v2("the answer is B", ["B"], "science QA en", "multiple choice")
-    0.0
-    >>> ocrbench_v2("8", ["10"], "text counting en", "regression")
-    0.8
-    """
-    if kind.startswith("formula recognition"):
-        plain = _remove_text_tags if kind.endswith("cn") else str
-        return float(any(_compact(plain(answer)) in _compact(plain(text)) for answer in answers))
-    if rule == "multiple choice":
-        return float("".join(c for c in text if c.isalpha()) == answers[0])
-    if kind == "text counting en":
-        return max(_score_count(text, answer, rule) for answer in answers)
-    if kind.endswith("cn") and rule is None:
-        compact = _compact(text.lower())
-        return max(_match_or_anls(compact, _compact(a.lower()), ",", 4) for a in answers)
-    case = str if rule == "case sensitive" else str.lower
-    line = _join_lines(case(text))
-    return max(_match_or_anls(line, _join_lines(case(a)), None, 5) for a in answers)
-
-
-OCRBENCH_V2: Mapping[str, str] = {
-    "text recognition en": "text recognition",
-    "formula recognition en": "element parsing",
-    "math QA en": "mathematical calculation",
-    "text counting en": "mathematical calculation",
-    "document classification en": "visual text understanding",
-    "cognition VQA en": "visual text understanding",
-    "diagram QA en": "visual text understanding",
-    "reasoning VQA en": "knowledge reasoning",
-    "science QA en": "knowledge reasoning",
-    "APP agent en": "knowledge reasoning",
-    "ASCII art classification en": "knowledge reasoning",
-    "formula recognition cn": "element parsing cn",
-    "cognition VQA cn": "visual text understanding cn",
-    "reasoning VQA cn": "knowledge reasoning cn",
-}
-"""Types of questions that ``ocrbench_v2`` scores, and their categories.
-
-The other types (tables, documents, charts, key information, spotting, grounding, full pages,
-translation) are scored by tree edit distance, spotting scripts, BLEU or METEOR, which are not
-implemented: a mean over these categories is not the OCRBench v2 score.
-"""
 
 
 def vqa_accuracy(text: str, answers: Sequence[str], annotators: int = 10) -> float:
@@ -174,36 +123,12 @@ def error_rate(texts: Sequence[str], golds: Sequence[str], words: bool = False) 
     return sum(Levenshtein.distance(text, gold) for text, gold in pairs) / length
 
 
-def _match_or_anls(text: str, answer: str, separator: str | None, short: int) -> float:
-    """Return 1 if the text contains a short answer; for a long one ANLS, if at least 0.5."""
-    if len(answer.split(separator)) < short:
-        return float(answer in text)
-    longest = max(len(text), len(answer))
-    similarity = 1.0 - Levenshtein.distance(text, answer) / longest
-    return similarity if similarity >= 0.5 else 0.0
-
-
-def _score_count(text: str, answer: str, rule: str | None) -> float:
-    if rule == "exact match":
-        return float(_join_lines(answer.lower()) in text)
-    number = re.search(r"\d+", text)
-    # More digits than Python converts (4,300) are a number far from any count.
-    if number is None or len(number[0]) > 4_000 or (count := int(number[0])) == 0:
-        return 0.0
-    similarity = 1.0 - abs(count - int(answer)) / int(answer)
-    return similarity if similarity > 0.5 else 0.0
-
-
 def _join_lines(text: str) -> str:
     return text.strip().replace("\n", " ")
 
 
 def _compact(text: str) -> str:
     return _join_lines(text).replace(" ", "")
-
-
-def _remove_text_tags(formula: str) -> str:
-    return re.sub(r"\\text\{([^{}]*)\}", r"\1", formula)
 
 
 def _keep_alphanumeric(text: str) -> str:
@@ -418,9 +343,6 @@ def _circular(answers: Sequence[int | None], examples: Sequence[Example]) -> flo
 
 RULES: dict[str, ExampleRule] = {
     "ocrbench": lambda a, e: ocrbench(a or "", _get_golds(e), e.meta.get("dataset_name", "")),
-    "ocrbench_v2": lambda a, e: ocrbench_v2(
-        a or "", _get_golds(e), e.meta["type"], e.meta.get("eval")
-    ),
     "vqa_accuracy": lambda a, e: vqa_accuracy(a or "", _get_annotations(e)),
     "anls": lambda a, e: anls(a or "", _get_golds(e)),
     "anls_rrc": lambda a, e: anls_rrc(a or "", _get_golds(e)),

@@ -82,27 +82,19 @@ def build_report(
     groups = {name: [get_group(name, e) for e in examples] for name in benchmark.groups}
     tables = {name: build_group_table(values, groups[name], seed) for name in groups}
     low, high = scored.interval
-    if benchmark.average == "groups":
-        strata = _group(values, groups[benchmark.groups[0]])
-        low, high = bootstrap_interval(*strata.values(), seed=seed)
     value, interval = scored.value * scale, (low * scale, high * scale)
     return Report(benchmark, scored, value, values, interval, metrics, tables, baseline)
-
-
-def _group(values: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:
-    """Return the values that are not None of each group."""
-    found: dict[str, list[float]] = {}
-    for value, group in zip(values, groups, strict=True):
-        if value is not None:
-            found.setdefault(group, []).append(value)
-    return found
 
 
 def build_group_table(
     values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> list[dict[str, Any]]:
     """Return n, mean and interval of every group: numbers by size, then names."""
-    parts, rows = _group(values, groups), []
+    parts: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        if value is not None:
+            parts.setdefault(group, []).append(value)
+    rows = []
     for group in sorted(parts, key=lambda g: (0, float(g), "") if g.isdecimal() else (1, 0.0, g)):
         mean = float(np.mean(parts[group]))
         low, high = bootstrap_interval(parts[group], seed=seed)

@@ -489,26 +489,16 @@ def open_log(
     examples: Sequence[Example],
     split: Split = "eval",
 ) -> PredictionLog:
-    """Open the log of a model's outputs on every rank."""
-    request = build_request(model.settings, weights, task, examples, split)
+    """Open the log of a model's outputs on every rank.
+
+    Its request has everything that determines the outputs: settings, weights and prompts.
+    """
+    settings = model.settings
+    request = settings.model_dump(mode="json", include=_REQUEST_SETTINGS)
+    request["evaluation"] = settings.evaluation.model_dump(mode="json", exclude={"every"})
+    request["data"] = settings.data.model_dump(mode="json", include={split, f"{split}_limit"})
     if model.served_name is not None:
         request["served_model"] = model.served_name
-    state = initialize_distributed()
-    with state.main_process_first():
-        return PredictionLog(folder, request, state.process_index)
-
-
-def build_request(
-    settings: Settings,
-    weights: Path | None,
-    task: Task,
-    examples: Sequence[Example],
-    split: Split = "eval",
-) -> dict[str, Any]:
-    """Return everything that determines the outputs: settings, weights and prompts."""
-    chosen = settings.model_dump(mode="json", include=_REQUEST_SETTINGS)
-    chosen["evaluation"] = settings.evaluation.model_dump(mode="json", exclude={"every"})
-    chosen["data"] = settings.data.model_dump(mode="json", include={split, f"{split}_limit"})
     prompts = hashlib.sha256()
     for example in examples:
         sizes = [image.size for image in example.images]
@@ -517,5 +507,7 @@ def build_request(
     files = sorted(weights.iterdir()) if weights else []
     states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     digest = hashlib.sha256(repr(states).encode()).hexdigest()
-    more = {"weights": str(weights), "files": digest, "questions": prompts.hexdigest()}
-    return {**chosen, **more}
+    request |= {"weights": str(weights), "files": digest, "questions": prompts.hexdigest()}
+    state = initialize_distributed()
+    with state.main_process_first():
+        return PredictionLog(folder, request, state.process_index)

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -18,10 +17,9 @@ from markupsafe import Markup
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import is_number
 from vlm_grpo.eval.statistics import format_value
-from vlm_grpo.report.charts import Chart, build_charts, build_comparison_charts, pack_charts
+from vlm_grpo.report.charts import build_charts, build_comparison_charts, pack_charts
 from vlm_grpo.report.comparison import (
     IDENTITY,
-    Pair,
     build_pairs,
     build_sweep_charts,
     choose_swept,
@@ -46,30 +44,12 @@ TILES = {
 """Label and unit of the metrics that are at the top of the page."""
 
 
-@dataclass(frozen=True)
-class Content:
-    """The content of a page, besides the summaries and the gallery.
-
-    ``settings`` are those of a single run; ``differences`` has, by key, the text in each run of
-    those that differ.
-    """
-
-    title: str
-    charts: Sequence[Chart]
-    sweeps: Sequence[Chart] = ()
-    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    pairs: Sequence[Pair] = ()
-    settings: str = ""
-
-
 def build_report(run_dir: Path) -> Path:
     """Write ``report.html`` into a run's folder, atomically; the run may be unfinished.
 
     ``UserError``: the folder is not that of a run."""
     run = read_run(run_dir)
-    title, settings = f"{run.name} · {run.task}", display_text(run.config_text, 50_000)
-    content = Content(title, build_charts(run), settings=settings)
-    return _write(run_dir / "report.html", content, [("", run)])
+    return _write(run_dir / "report.html", f"{run.name} · {run.task}", [("", run)])
 
 
 def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
@@ -83,22 +63,14 @@ def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
         if folder.resolve() in [other.resolve() for other in folders[:number]]:
             raise UserError(f"the run {folder} is given twice: a comparison needs different runs")
     runs = list(zip(_name_runs(folders), map(read_run, folders), strict=True))
-    swept = choose_swept([run for _, run in runs], sweep)
     names = [run.name for _, run in runs]
     title = " and ".join(names) if len(runs) == 2 else f"{len(runs)} runs"
-    content = Content(
-        title,
-        build_comparison_charts(runs),
-        [*build_sweep_charts(runs, swept, together=bool(sweep))],
-        list_differences([run for _, run in runs]),
-        build_pairs(runs),
-    )
     joined = "-".join(names)
     if len(joined) > 100:  # a file name has at most 255 bytes
         digest = hashlib.sha256("\n".join(names).encode("utf-8", "replace")).hexdigest()[:8]
         joined = f"{len(runs)}-runs-{digest}"
     path = folders[0].resolve().parent / f"compare-{joined}.html"
-    return _write(path, content, runs)
+    return _write(path, title, runs, sweep)
 
 
 def _name_runs(folders: Sequence[Path]) -> list[str]:
@@ -108,7 +80,14 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
     return [display_text(name, 200) for name in names]
 
 
-def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]]) -> Path:
+def _write(
+    path: Path, title: str, runs: Sequence[tuple[str, Run]], sweep: Sequence[str] = ()
+) -> Path:
+    comparing, read = len(runs) > 1, [run for _, run in runs]
+    charts = build_comparison_charts(runs) if comparing else build_charts(read[0])
+    swept = choose_swept(read, sweep)
+    sweeps = [*build_sweep_charts(runs, swept, together=bool(sweep))]
+    differences, pairs = list_differences(read), build_pairs(runs)
     gallery = build_gallery(runs)
     files = resources.files("vlm_grpo.report")
     script = "\n".join(files.joinpath(name).read_text("utf-8") for name in SCRIPTS)
@@ -117,19 +96,24 @@ def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]]) -> Pat
         "entries": gallery.entries,
         "pictures": gallery.pictures,
         "kinds": KINDS,
-        "runs": [summary["label"] for summary in summaries] if len(runs) > 1 else [],
-        "pairs": content.pairs,
-        **pack_charts([*content.sweeps, *content.charts]),
+        "runs": [summary["label"] for summary in summaries] if comparing else [],
+        "pairs": pairs,
+        **pack_charts([*sweeps, *charts]),
     }
     html = _load_template().render(
-        content=content,
+        title=title,
+        charts=charts,
+        sweeps=sweeps,
+        differences=differences,
+        pairs=pairs,
+        settings="" if comparing else display_text(read[0].config_text, 50_000),
         summaries=summaries,
         few=len(runs) <= MAX_CARDS,
         tile_labels=list(dict.fromkeys(t["label"] for s in summaries for t in s["tiles"])),
-        columns=[key for key in content.differences if key not in IDENTITY][:MAX_COLUMNS],
-        alarms=[_escape_alarm(row, run) for _, run in runs for row in run.alarms],
-        comparing=len(runs) > 1,
-        unreadable=sum(run.unreadable for _, run in runs) + gallery.skipped,
+        columns=[key for key in differences if key not in IDENTITY][:MAX_COLUMNS],
+        alarms=[_escape_alarm(row, run) for run in read for row in run.alarms],
+        comparing=comparing,
+        unreadable=sum(run.unreadable for run in read) + gallery.skipped,
         omitted=gallery.omitted,
         entries=len(gallery.entries),
         gold_color=GOLD_COLOR,

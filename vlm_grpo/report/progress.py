@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -84,7 +84,7 @@ class _TwoLines(Bar):
     """The bar, and below it the phase and the last step's metrics."""
 
     def __init__(self, progress: Progress, console: Console, disable: bool) -> None:
-        self.progress, self.terminal = progress, console
+        self.progress = progress
         done = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn()
         left = TextColumn("left"), TimeRemainingColumn()
         super().__init__(*done, *left, console=console, disable=disable)
@@ -92,20 +92,5 @@ class _TwoLines(Bar):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         phase = self.progress.stopwatch.phase or ""
-        line = f"{phase:<10} {fit_fields(self.progress.fields, self.terminal.width - 11)}"
+        line = f"{phase:<10} {'  '.join(self.progress.fields)}"
         yield Text(line, no_wrap=True, overflow="ellipsis")
-
-
-def fit_fields(fields: Sequence[str], width: int) -> str:
-    """Join as many of the first fields as fit into the width; the most important come first.
-
-    >>> fit_fields(["reward 0.5", "length 12", "1.5 GiB"], width=22)
-    'reward 0.5  length 12'
-    """
-    shown = ""
-    for number, field in enumerate(fields):
-        longer = f"{shown}  {field}" if number else field
-        if number and len(longer) > width:
-            break
-        shown = longer
-    return shown

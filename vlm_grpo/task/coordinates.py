@@ -115,13 +115,13 @@ class CoordinateFrame:
     #: a function that writes rounded boxes, with or without labels
     grammar: Callable[[Sequence[RoundedBox], Sequence[str] | None], str] = _write_json
 
-    def describe(self, size: Size, form: str | None = None) -> str:
-        """Return the prompt's description of a box, or of another ``form``, in this frame.
+    def describe(self, size: Size) -> str:
+        """Return the prompt's description of a box in this frame.
 
         >>> PERMILLE.describe((640, 480))
         '{"bbox_2d": [x1, y1, x2, y2]} scaled to 0-1000'
         """
-        return f"{form or self.form} {self.describe_units(size)}"
+        return f"{self.form} {self.describe_units(size)}"
 
     def describe_point(self, size: Size) -> str:
         """Return the prompt's description of a point, which is JSON in every frame.
@@ -129,7 +129,8 @@ class CoordinateFrame:
         >>> GEMMA4.describe_point((640, 480))
         '{"point": [y, x]} scaled to 0-1000'
         """
-        return self.describe(size, '{"point": [y, x]}' if self.y_first else '{"point_2d": [x, y]}')
+        form = '{"point": [y, x]}' if self.y_first else '{"point_2d": [x, y]}'
+        return f"{form} {self.describe_units(size)}"
 
     def describe_units(self, size: Size) -> str:
         """Return the description of the units in ``describe``, whose numbers answers may repeat."""
@@ -147,14 +148,6 @@ class CoordinateFrame:
         x, y = width / size[0], height / size[1]
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
-    def write(self, box: Box, size: Size, resized_size: Size) -> str:
-        """Write one box, given in original pixels, in the family's grammar.
-
-        >>> PERMILLE.write((64, 48, 320, 480), (640, 480), (644, 476))
-        '{"bbox_2d": [100, 100, 500, 1000]}'
-        """
-        return self.write_all([box], size, resized_size)
-
     def write_all(
         self,
         boxes: Sequence[Box],
@@ -166,6 +159,9 @@ class CoordinateFrame:
 
         Coordinates are rounded to ``decimals``. A box thinner than one unit gets one, because a
         box without area is invalid. PaliGemma's largest coordinate is 1023, its last token.
+
+        >>> PERMILLE.write_all([(64, 48, 320, 480)], (640, 480), (644, 476))
+        '{"bbox_2d": [100, 100, 500, 1000]}'
         """
         if not boxes:
             return "[]"

@@ -100,7 +100,7 @@ def extract_answer(text: str, tags: bool) -> str | None:
 
 
 _NUMBER = re.compile(
-    r"(?<![^\W_])(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?!\d)"
+    r"(?<![^\W_一-鿿])(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?!\d)"
     rf"|\b(?:({TENS})(?:[ -](one|two|three|four|five|six|seven|eight|nine))?|({ONES}))\b"
 )
 _NO_COUNT_BEFORE = re.compile(r"(?:\bno ?|[-‐‑‒–—−] ?|[.,])\Z")
@@ -113,6 +113,7 @@ _STATED_ZERO = re.compile(
     r"|\b(there (?:is|are))n['’]t (?:any|a single)(?= [a-z])"
 )
 _EXPLANATION = re.compile(r"[:([]")
+_OF_THEM = re.compile(r" of (?:which|whom|them|these|those)\b")
 
 
 def parse_integer(text: str) -> int | None:
@@ -142,6 +143,9 @@ def parse_integer(text: str) -> int | None:
     # Digits outside the numbers belong to text such as "x3".
     if any(value is None for *_, value in numbers) or re.search(r"\d", _NUMBER.sub("", text)):
         return None
+    # Of a number of things, a part of them: "6 chairs, 4 of which are brown".
+    parts = [n for n in numbers[1:] if _OF_THEM.match(text, n.end) and n.value < numbers[0].value]
+    numbers = [number for number in numbers if number not in parts]
     explanation = _EXPLANATION.search(text, numbers[0].end) if numbers else None
     if explanation is not None:
         explained = [value for start, _, value in numbers if start > explanation.start()]

@@ -124,10 +124,6 @@ class RewardScorer:
         """Stop the workers; a later call starts new ones."""
         self._pool.close()
 
-    @property
-    def _uses_workers(self) -> bool:
-        return bool(self.workers) or not (self.seconds is None or can_interrupt())
-
     def _apply_batch_rule(
         self, task: Task, name: str, candidates: tuple[Candidate, ...]
     ) -> list[Outcome]:
@@ -136,10 +132,7 @@ class RewardScorer:
             seconds = self.seconds * len(candidates)
         seconds = None if seconds == math.inf else seconds
         batch = Batch(candidates, self.cache)
-        if not self._uses_workers:
-            with time_limit(seconds) as call:
-                return call_batch_rule(getattr(task, name), batch, call)
-        (result,) = self._run(_apply_batch_rule, [(_pickle_task(task), name, batch)], seconds)
+        (result,) = self._run(_apply_batch_rule, task, [(name, batch)], seconds)
         if isinstance(result, BaseException):
             return [(None, _describe_end(result, seconds))] * len(batch)
         return result
@@ -158,20 +151,16 @@ class RewardScorer:
                 )
 
     def _find_outcomes(self, task: Task, items: Sequence[Item]) -> list[dict[str, Outcome]]:
-        if not self._uses_workers:
-            with time_limit(self.seconds) as call:
-                return [task.apply_rules(*item, call) for item in items]
-        sent = _pickle_task(task)
-        results = self._run(_apply_rules, [(sent, item) for item in items], self.seconds)
+        results = self._run(_apply_rules, task, [(item,) for item in items], self.seconds)
         return [
-            self._apply_each_rule(task, sent, item) if isinstance(result, BaseException) else result
+            self._apply_each_rule(task, item) if isinstance(result, BaseException) else result
             for result, item in zip(results, items, strict=True)
         ]
 
-    def _apply_each_rule(self, task: Task, sent: SentTask, item: Item) -> dict[str, Outcome]:
+    def _apply_each_rule(self, task: Task, item: Item) -> dict[str, Outcome]:
         """Score a completion that ended its worker, with a separate job for each rule."""
         names = ["parse", *task.applicable_rules(item[2])]
-        results = self._run(_apply_rules, [(sent, item, name) for name in names], self.seconds)
+        results = self._run(_apply_rules, task, [(item, name) for name in names], self.seconds)
         outcomes: dict[str, Outcome] = {
             name: (None, _describe_end(result, self.seconds))
             if isinstance(result, BaseException)
@@ -183,11 +172,13 @@ class RewardScorer:
         return outcomes
 
     def _run(
-        self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], seconds: float | None
+        self, function: Callable[..., Any], task: Task, jobs: Sequence[tuple], seconds: float | None
     ) -> list[Any]:
-        """Return the results of ``function(seconds, *job)`` in the workers, or what it raised."""
-        limit = None if seconds is None else seconds + _GRACE
-        futures = [self._pool.schedule(function, (seconds, *job), limit) for job in jobs]
+        """Return the results of ``function(seconds, task, *job)``, or what ended its worker."""
+        if not self.workers and (self.seconds is None or can_interrupt()):
+            return [function(seconds, task, *job) for job in jobs]
+        sent, limit = _send_task(task), None if seconds is None else seconds + _GRACE
+        futures = [self._pool.schedule(function, (seconds, sent, *job), limit) for job in jobs]
         results = [future.exception() or future.result() for future in futures]
         for result in results:
             if isinstance(result, WorkerError):
@@ -239,7 +230,7 @@ def measure_pass(task: Task, example: Example, score: Score) -> float:
     return value
 
 
-def _pickle_task(task: Task) -> SentTask:
+def _send_task(task: Task) -> SentTask:
     try:
         return SentTask(dump(task), get_task_source(type(task)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

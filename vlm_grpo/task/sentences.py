@@ -32,10 +32,10 @@ NUMBER_WORDS = {word: number for number, word in enumerate(ONES.split("|"))} | {
 
 # Words that deny an answer, offer another, doubt it, or quote it.
 _UNSURE = re.compile(
-    r"(?!\Ano,)\b(?:not|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false"
-    r"|except|exclud\w+|avoid|ignore|reject\w*|instead|rather than|opposite|unlike|contrary"
-    r"|alternatively|vs|versus|maybe|perhaps|possibly|probably|might|could(?! (?:see|count|find))"
-    r"|(?-i:may)|guess\w*"
+    r"(?!\Ano,)\b(?:not(?! (?:counting|including))|n?or|no|never|n?either|none|nothing|cannot"
+    r"|wrong(?:ly)?|incorrect(?:ly)?|false|except|exclud\w+|avoid|ignore|reject\w*|instead"
+    r"|rather than|opposite|unlike|contrary|alternatively|vs|versus|maybe|perhaps|possibly"
+    r"|probably|might|could(?! (?:see|count|find))|(?-i:may)|guess\w*"
     r"|unsure|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction"
     r"|wait(?=[,.!:])|suppose|pretend|refus\w*|sorry|equally|whichever"
     r"|(?:for|an|the|format) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form)\b"
@@ -50,9 +50,10 @@ _POLITE = re.compile(
 )
 # Words that make a number a bound, a guess or a part, or that change its value.
 _INEXACT = re.compile(
-    r"\b(?:least|most|more|less|fewer|than|between|up to|exceed\w*|approx\w*|roughly|circa|nearly"
-    r"|almost|several|minus|negative|plus|point|dozens?|hundreds?|thousands?|lakhs?|crores?"
-    r"|[mbtr]+illions?|percent)\b|[<>~≈±≤≥+%‰/^]",
+    r"\b(?:least|most|more|less|fewer|than|between(?! (?!and\b)(?:the )?[a-z])|up to|exceed\w*"
+    r"|approx\w*|roughly|circa|nearly|almost|several|minus|negative|plus|point|dozens?"
+    r"|hundreds?|thousands?|lakhs?|crores?|[mbtr]+illions?|percent)\b|[<>~≈±≤≥+%‰/^]"
+    r"|[二两三四五六七八九十百千万亿半几约第负减]|至少|至多|最多|最少|超过|不到|以[上下内]|左右|\|[对双倍点]",
     re.IGNORECASE,
 )
 # Words directly before a place, a time or a number that make it another one.

@@ -17,7 +17,7 @@ from vlm_grpo.dist.collectives import fail_together
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Scored, read_scored
 from vlm_grpo.report import build_report
-from vlm_grpo.report.alarms import AlarmContext, AlarmMonitor
+from vlm_grpo.report.alarms import AlarmMonitor
 from vlm_grpo.report.samples import (
     build_completion_rows,
     draw_answers,
@@ -80,14 +80,12 @@ class RunDir:
         )
         rollout = settings.rollout
         self.monitor = AlarmMonitor(
-            AlarmContext(
-                task.reward_weights(),
-                self.monitored.primary_metric,
-                settings.optim.prompts_per_step * rollout.num_generations,
-                self.monitored.lower_is_better,
-                rollout.top_p < 1 or rollout.top_k > 0 or bool(rollout.min_p),
-                str(self.path / "config.yaml"),
-            )
+            task.reward_weights(),
+            self.monitored.primary_metric,
+            settings.optim.prompts_per_step * rollout.num_generations,
+            self.monitored.lower_is_better,
+            rollout.top_p < 1 or rollout.top_k > 0 or bool(rollout.min_p),
+            str(self.path / "config.yaml"),
         )
         self.trackers = Trackers(settings.logging.trackers, self.path)
         self.report_time = time.monotonic()
@@ -107,7 +105,7 @@ class RunDir:
         if step and (before := self.read_evaluation(0)) is not None:
             self._monitor_before(before)
         for row in self.metrics.read():  # active alarms must not be raised again
-            self.monitor.update(row["step"], row)
+            self.monitor.update(row)
         config = flatten(self.settings.model_dump())
         self.trackers.start({key: str(value) for key, value in config.items()}, resume_at=step)
 
@@ -117,10 +115,9 @@ class RunDir:
             return
         check_lock(self.path)
         self.metrics.write(step, metrics)
-        for alarm in self.monitor.update(step, metrics):
-            row = {"name": alarm.name, "message": alarm.message, "remedy": alarm.remedy}
-            self.alarms.write(step, row)
-            logger.warning("step %d: %s: %s; %s", step, alarm.name, alarm.message, alarm.remedy)
+        for alarm in self.monitor.update(metrics):
+            self.alarms.write(step, alarm)
+            logger.warning("step %d: %s: %s; %s", step, *alarm.values())
         self.trackers.log(step + 1, metrics)
 
     def close(self) -> None:
