@@ -14,7 +14,6 @@ from vlm_grpo.benchmarks.metrics import (
     CORPUS_RULES,
     RULES,
     anls_rrc,
-    apply_rule,
     error_rate,
     get_group,
     mathvista,
@@ -225,8 +224,8 @@ def test_accuracy_at_least_and_above(box, at_least, above, mean_above):
     task = load_benchmark("refcoco").load_task()
     answer = (tuple(map(float, box)),)
     assert task.score(f"{box}", row).metrics["accuracy_50"] == at_least
-    assert apply_rule("accuracy_above_50", [answer], [row]) == [above]
-    assert apply_rule("mean_accuracy_above", [answer], [row]) == pytest.approx([mean_above])
+    assert RULES["accuracy_above_50"](answer, row) == above
+    assert RULES["mean_accuracy_above"](answer, row) == pytest.approx(mean_above)
 
 
 def test_a_missing_answer_earns_nothing_by_any_rule():
@@ -235,7 +234,7 @@ def test_a_missing_answer_earns_nothing_by_any_rule():
         row = make_example(
             golds[name.startswith(("accuracy", "mean_accuracy"))], type="science QA en"
         )
-        assert apply_rule(name, [None], [row]) == [0.0]
+        assert RULES[name](None, row) == 0.0
 
 
 def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():

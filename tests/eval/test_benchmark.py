@@ -195,16 +195,6 @@ def test_a_stopped_evaluation_resumes_with_the_same_result(rows, benchmark, tmp_
     assert content["comparison"] is None
 
 
-def test_an_evaluation_of_other_questions_is_not_resumed(rows, benchmark, tmp_path):
-    settings = make_settings(rows, tmp_path)
-    evaluate_benchmark(benchmark, settings)
-    often = settings.evaluation.model_copy(update={"every": 5})  # does not change the outputs
-    evaluate_benchmark(benchmark, settings.model_copy(update={"evaluation": often}))
-    rows.write_text(rows.read_text().replace("How many", "Say how many"))
-    with pytest.raises(UserError, match=r"questions was .* and is now"):
-        evaluate_benchmark(benchmark, settings)
-
-
 def test_the_written_predictions_score_the_same_again(tmp_path):
     definition = tmp_path / "boxes.yaml"
     definition.write_text("title: Boxes\ntask: grounding\nmetric: accuracy_50\n")

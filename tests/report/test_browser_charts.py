@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from random import Random
 
@@ -188,31 +187,3 @@ def test_runs_are_switched_in_all_charts(browser, runs):
         ".dispatchEvent(new MouseEvent('click', { shiftKey: true }))"
     )
     assert all(series == [0] for series in browser.run(shown))  # alone
-
-
-def test_page_of_ten_long_runs_opens_quickly(browser, tmp_path):
-    names = [f"rewards/{number}/mean" for number in range(3)]
-    names += ["reward", "entropy", "kl", "loss", "grad_norm", "completions/mean_length"]
-    names += ["frac_reward_zero_std", "time/step"]
-    folders = []
-    for number in range(10):
-        folder = tmp_path / f"run-{number}"
-        folder.mkdir()
-        (folder / "config.yaml").write_text(f"task: counting\noptim: {{lr: 1.0e-{number}}}\n")
-        rows = (
-            {"step": step, **dict.fromkeys(names, (step * 7919 + number) % 997 / 997)}
-            for step in range(2000)
-        )
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        folders.append(folder)
-    page = compare_runs(folders)
-    assert page.stat().st_size < 4e6  # 220,000 values of about 7 characters, and the steps once
-    browser.open(page)
-    assert browser.run("return charts.length") == len(names)
-    loading = browser.run(
-        "const [times] = performance.getEntriesByType('navigation');"
-        "return times.domContentLoadedEventEnd - times.startTime;"
-    )
-    assert loading < 20_000  # milliseconds; quadratic work would take minutes
-    colors = "[...document.querySelectorAll('#runs line')].map((l) => getComputedStyle(l).stroke)"
-    assert browser.run(f"return new Set({colors}).size") == 10

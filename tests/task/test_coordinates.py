@@ -123,11 +123,6 @@ def test_integer_coordinates_lose_nothing():
     assert FRAMES["original"].least_iou((10.5, 10, 20.5, 20), SIZE, RESIZED) == pytest.approx(0.81)
 
 
-def test_a_description_names_the_units():
-    assert "pixels of the 640x480 image" in FRAMES["original"].describe(SIZE)
-    assert "0-1000" in FRAMES["permille"].describe(SIZE)
-
-
 def test_gold_boxes_become_tuples_of_floats():
     answer = {"boxes": [[1, 2, 3, 4], [-5, 0.5, 6, 7]], "labels": ["a", "b"]}
     assert gold_boxes(answer) == ((1.0, 2.0, 3.0, 4.0), (-5.0, 0.5, 6.0, 7.0))
@@ -153,10 +148,3 @@ def test_gold_boxes_become_tuples_of_floats():
 def test_a_bad_gold_answer_is_refused_with_the_reason(answer, reason):
     with pytest.raises(ValueError, match=reason):
         gold_boxes(answer)
-
-
-def test_conversion_is_linear_in_both_directions():
-    box: Box = (-20.0, 0.0, 5000.0, 480.0)  # not clipped to the image
-    for frame in FRAMES.values():
-        units = frame.from_pixels(box, SIZE, RESIZED)
-        assert frame.to_pixels(units, SIZE, RESIZED) == pytest.approx(box, abs=1e-9)

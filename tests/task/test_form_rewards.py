@@ -1,7 +1,5 @@
 """Thinking in each family's own tags; the penalty ``overlong``, and settings that defeat it."""
 
-# Apart from test_task.py, whose module the workers of a scorer import: TRL takes ten seconds.
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 from small_runs import make_embedded_trainer
-from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -21,13 +18,15 @@ from vlm_grpo.utils.chat import ThinkingTags
 EXAMPLE = Example("1", (), "How many?", 3)
 
 
-@pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100, 101, 500])
 @pytest.mark.parametrize("cache", [1, 20, 100])
-def test_the_penalty_equals_trls(tokens, cache):
+def test_the_penalty_is_that_of_dapo(cache):
+    """TRL's get_soft_overlong_punishment gives the same values."""
     task = load_task("counting", weights={"overlong": 1}, overlong_cache=cache, token_limit=100)
-    (trl,) = get_soft_overlong_punishment(100, cache)(completion_ids=[[0] * tokens])
-    found = task.score("3", EXAMPLE, tokens).rewards["overlong"]
-    assert found == pytest.approx(trl, abs=1e-12)
+    for tokens in (1, 79, 80, 81, 90, 99, 100, 101, 500):
+        expected = 0.0 if tokens <= 100 - cache else -1.0  # equation 13
+        if 100 - cache < tokens <= 100:
+            expected = (100 - cache - tokens) / cache
+        assert task.score("3", EXAMPLE, tokens).rewards["overlong"] == pytest.approx(expected)
 
 
 def test_a_completion_without_an_answer_is_penalized_and_one_without_a_length_not():

@@ -224,18 +224,8 @@ def mathvista(text: str, answer: str, meta: Mapping[str, Any]) -> float:
     return float(text == answer)
 
 
-ExampleRule = Callable[[Any, Example], float]
-"""Maps ``(answer, example)`` to a value; the answer is None if the output holds none."""
-CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
-"""Maps ``(answers, examples)`` of a dataset to one value."""
-
 _ROUNDING = 1e-9  # margin at a threshold of IoU, so that floating-point rounding does not decide
 _THRESHOLDS = np.arange(0.5, 1.0, 0.05)
-
-
-def apply_rule(name: str, answers: Sequence[Any | None], examples: Sequence[Example]) -> list:
-    """Return the value of a key of ``RULES`` for the result of ``Task.read`` of each example."""
-    return [float(RULES[name](a, e)) for a, e in zip(answers, examples, strict=True)]
 
 
 def get_group(name: str, example: Example) -> str:
@@ -341,7 +331,7 @@ def _circular(answers: Sequence[int | None], examples: Sequence[Example]) -> flo
     return float(np.mean([min(hits) for hits in circles.values()]))
 
 
-RULES: dict[str, ExampleRule] = {
+RULES: dict[str, Callable[[Any, Example], float]] = {
     "ocrbench": lambda a, e: ocrbench(a or "", _get_golds(e), e.meta.get("dataset_name", "")),
     "vqa_accuracy": lambda a, e: vqa_accuracy(a or "", _get_annotations(e)),
     "anls": lambda a, e: anls(a or "", _get_golds(e)),
@@ -361,15 +351,15 @@ RULES: dict[str, ExampleRule] = {
     "recall_70": lambda a, e: _compute_temporal_iou(a, e) >= 0.7,
     "mae": lambda a, e: abs((len(a) if isinstance(a, tuple) else a or 0) - e.answer),
 }
-"""Rules for single answers: OCR; charts; IoU > t, whereas the accuracy of the tasks is IoU ≥ t; and
-the error of a count, where an output without a count counts as 0."""
+"""Rules for single answers, which are None if the output holds none: OCR; charts; IoU > t, whereas
+the accuracy of the tasks is IoU ≥ t; and the error of a count, where none counts as 0."""
 
-CORPUS_RULES: dict[str, CorpusRule] = {
+CORPUS_RULES: dict[str, Callable[[Sequence[Any], Sequence[Example]], float]] = {
     "cv_bench": lambda a, e: mean_over_groups(_find_hits(a, e), e, "type", "source"),
     "blink": lambda a, e: mean_over_groups(_find_hits(a, e), e, "task"),
     "circular": _circular,
     "nms_ap": _nms_ap,
-    "rmse_all": lambda a, e: float(np.sqrt(np.mean(np.square(apply_rule("mae", a, e))))),
+    "rmse_all": lambda a, e: float(np.sqrt(np.mean(np.square(list(map(RULES["mae"], a, e)))))),
     "cer_micro": lambda a, e: _compute_error_rate(a, e, words=False),
     "wer_micro": lambda a, e: _compute_error_rate(a, e, words=True),
 }

@@ -315,16 +315,10 @@ def _finish(path: Path, name: str, reports: Mapping[str, Report]) -> None:
         if len(reports) > 1:
             print(f"\nthe {title}")
         print(*format_report(report), sep="\n")
-        results[title] = {
-            "n": report.scored.n,
-            "value": report.value,
-            "interval": report.interval,
-            "answered": report.scored.metrics["answered"],
-            "strict": report.strict,
-            "baseline": report.baseline,
-            "metrics": report.metrics,
-            "tables": report.tables,
-        }
+        names = ("value", "interval", "strict", "baseline", "metrics", "tables")
+        found = {name: getattr(report, name) for name in names}
+        answered = report.scored.metrics["answered"]
+        results[title] = {"n": report.scored.n, "answered": answered, **found}
     values = [report.values for report in reports.values()]
     results["comparison"] = None
     if len(values) > 1 and values[0] is not None and values[1] is not None:

@@ -195,8 +195,10 @@ def parse_boxes(
     [((1.0, 2.0, 3.0, 4.5), 'cat')]
     """
     rows = _parse_rows(text, 4, units, y_first, named)
-    boxes = [box for row in rows or () if (box := _make_box(*row)) is not None]
-    return boxes if rows is not None and len(boxes) == len(rows) else None
+    if rows is None or not all(len(row) == 4 and _in_range(row) for row, _ in rows):
+        return None
+    boxes = [((x1, y1, x2, y2), label) for (x1, y1, x2, y2), label in rows]
+    return boxes if all(x1 < x2 and y1 < y2 for (x1, y1, x2, y2), _ in boxes) else None
 
 
 def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Point] | None:
@@ -477,15 +479,6 @@ _BARE = {
     ),
     2: (rf"\b[xX]\W{{1,4}}{_X1}{_NEXT}[yY]\W{{1,4}}{_Y1}", rf"{_BEFORE}{_X1}{_COMMA}{_Y1}{_AFTER}"),
 }
-
-
-def _make_box(numbers: Sequence[str | float], label: str | None) -> LabeledBox | None:
-    if len(numbers) != 4:
-        return None
-    x1, y1, x2, y2 = box = tuple(map(float, numbers))
-    if not (_in_range(box) and x1 < x2 and y1 < y2):
-        return None
-    return (x1, y1, x2, y2), label
 
 
 def _in_range(numbers: Sequence[float]) -> bool:
