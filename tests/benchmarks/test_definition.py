@@ -44,7 +44,6 @@ def test_every_kind_of_task_has_a_benchmark():
     ("change", "message"),
     [
         ("metric: exakt", "no metric exakt .did you mean exact"),
-        ("frame: permill", "no frame permill .did you mean permille"),
         ("reader: bare_cuont", "no reader bare_cuont .did you mean bare_count"),
         ("prompt: How many?", "prompt must contain .question."),
         ("published: [{model: x, value: 1, split: all, source: y}]", "of unknown splits: all"),

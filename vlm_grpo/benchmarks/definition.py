@@ -16,7 +16,7 @@ from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task, metric
-from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.task.registry import build_task, load_task_class
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
@@ -125,7 +125,6 @@ class Benchmark(Frozen):
     # parser of the official script, a key of ``official.READERS``; None: that of the task
     reader: str | None = None
     differences: str = ""  # how and why results can differ from the official script's
-    frame: str | None = None  # of the outputs' boxes; None: that of the model family
     metric: str  # the official one: a reward or metric of the task, or a rule of ``metrics``
     variants: tuple[str, ...] = ()  # other metrics to report
     # from a mean to the published unit: 100 for percent, 1000 for points of OCRBench
@@ -145,7 +144,6 @@ class Benchmark(Frozen):
         for kind, name, known in (
             *(("metric", name, metrics) for name in (self.metric, *self.variants)),
             ("reader", self.reader, READERS),
-            ("frame", self.frame, FRAMES),
         ):
             if name is not None and name not in known:
                 raise ValueError(f"there is no {kind} {name}{nearest(name, known)}")
@@ -158,13 +156,12 @@ class Benchmark(Frozen):
     def load_task(self, frame: CoordinateFrame | None = None, **options: Any) -> Task:
         """Build the task with this benchmark's prompt and metrics, ``metric`` as its primary one.
 
-        The benchmark's frame has precedence over ``frame``, that of the model, and ``options`` of
-        the task over those of the benchmark.
+        ``frame`` is that of the model; ``options`` of the task have precedence over those of the
+        benchmark.
         """
         base = load_task_class(self.task)
         metrics = (self.metric, *self.variants)
         task = build_benchmark_task(base, self.prompt, metrics, self.reader)
-        frame = frame if self.frame is None else FRAMES[self.frame]
         frames = {} if frame is None else {"frame": frame}
         plain = {"instruction": None}  # the benchmark's prompt says how to answer
         return build_task(task, self.task, {**plain, **frames, **self.options, **options})

@@ -125,8 +125,9 @@ def parse_integer(text: str) -> int | None:
     does, because a refusal to answer must not earn anything.
 
     The rule for several numbers: all must be equal. Only what follows the first number after a
-    colon or an opening bracket may instead add up to it ("3 dogs: one black and two white"). Hedges
-    ("2 or 3", "at least 3"), and negative or fractional numbers give None.
+    colon or an opening bracket may instead add up to it ("3 dogs: one black and two white"), and a
+    part of it may follow ("6 chairs, 4 of which are brown"). Hedges ("2 or 3", "at least 3"), and
+    negative or fractional numbers give None.
 
     >>> parse_integer("1,234 apples"), parse_integer("Twenty-two (22)"), parse_integer("2 or 3")
     (1234, 22, None)
@@ -143,7 +144,6 @@ def parse_integer(text: str) -> int | None:
     # Digits outside the numbers belong to text such as "x3".
     if any(value is None for *_, value in numbers) or re.search(r"\d", _NUMBER.sub("", text)):
         return None
-    # Of a number of things, a part of them: "6 chairs, 4 of which are brown".
     parts = [n for n in numbers[1:] if _OF_THEM.match(text, n.end) and n.value < numbers[0].value]
     numbers = [number for number in numbers if number not in parts]
     explanation = _EXPLANATION.search(text, numbers[0].end) if numbers else None

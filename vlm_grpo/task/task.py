@@ -467,13 +467,7 @@ class Task:
         inner = extract_answer(self.thinking_tags.normalize(text), tags=self.tags)
         return None if inner is None else self.parse(inner, example)
 
-    def score(
-        self,
-        text: str,
-        example: Example,
-        tokens: int | None = None,
-        call: Callable[..., Any] = operator.call,
-    ) -> Score:
+    def score(self, text: str, example: Example, tokens: int | None = None) -> Score:
         """Score one completion; failures of rules are reported in the score, not raised.
 
         Batch rules score it as a batch of one.
@@ -482,13 +476,12 @@ class Task:
             text: the completion.
             example: the example that it answers.
             tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
-            call: calls the parser and each rule; may raise ``CallTimeout``.
         """
-        outcomes = self.apply_rules(text, example, tokens, call)
+        outcomes = self.apply_rules(text, example, tokens)
         candidate = Candidate(outcomes["parse"][0], example, text, tokens, group=0)
 
         def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
-            return call_batch_rule(getattr(self, name), Batch(chosen), call)
+            return call_batch_rule(getattr(self, name), Batch(chosen), operator.call)
 
         return self.build_scores([candidate], [outcomes], apply)[0]
 
@@ -501,7 +494,7 @@ class Task:
         only: str | None = None,
     ) -> dict[str, Outcome]:
         """Return the outcome of parsing one completion, as "parse", and of each rule that scores
-        it alone, or of ``only`` one."""
+        it alone, or of ``only`` one; ``call`` calls each and may raise ``CallTimeout``."""
         answer, failure = attempt(call, self.read, text, example)
         outcomes: dict[str, Outcome] = {"parse": (answer, failure)}
         arguments = (answer, example, text, tokens)
