@@ -127,7 +127,7 @@ def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     resumed.finish(KEYS, examples, GOLDS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "request.json"]
     assert [*PredictionLog(tmp_path, REQUEST).outputs] == KEYS
-    assert read_outputs(resumed.path, None, EXAMPLES) == (examples, GOLDS)
+    assert read_outputs(resumed.path, EXAMPLES) == (examples, GOLDS)
 
 
 def test_a_request_has_the_prompts_in_full(tmp_path):
