@@ -193,11 +193,24 @@ class Prompt:
     variant: Prompt | None = None
     #: of another form of a prompt, the name and strength of the change
     label: tuple[str, int] | None = None
+    #: of a prompt that continues another: it, and its observations; their images are encoded apart
+    parts: tuple[Prompt, ...] = ()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answered within a completion: tokens that the policy reads only."""
+
+    start: int  #: number of the completion's tokens before it, at least 1 and fewer than all
+    prompt: Prompt  #: its text, tokens and images
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion of a prompt; a server that returns only texts gives no tokens."""
+    """One sampled completion of a prompt; a server that returns only texts gives no tokens.
+
+    Behind a prompt with an environment it is an episode: ``observations`` stand between its tokens.
+    """
 
     token_ids: tuple[int, ...]  #: (T,) the sampled tokens, including the end-of-sequence token
     #: (T,) log-probability of each token under the sampling distribution, in nats
@@ -211,6 +224,7 @@ class Completion:
     version: int | None = None
     #: label of the form of the prompt that it was sampled for; None: its group's own
     variant: tuple[str, int] | None = None
+    observations: tuple[Observation, ...] = ()  #: in their order; none of their tokens is its own
 
 
 @dataclass(frozen=True)

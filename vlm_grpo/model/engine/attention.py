@@ -27,6 +27,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -220,11 +221,18 @@ def find_mask(masks: Masks, kind: str) -> Tensor | None:
 class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``, that the spans cover.
 
-    ``masks`` has each group's masks of layers in which its prompt is not causal (``PromptLayout``).
+    ``masks`` has each group's masks of layers in which its prompt is not causal (``PromptLayout``);
+    ``path_masks`` those of each of its completions, (n, T + n) over the prompt and its own tokens.
     """
 
-    def __init__(self, spans: Sequence[GroupSpan], masks: Sequence[Masks] | None = None) -> None:
+    def __init__(
+        self,
+        spans: Sequence[GroupSpan],
+        masks: Sequence[Masks] | None = None,
+        path_masks: Sequence[Sequence[Masks]] | None = None,
+    ) -> None:
         self.spans, self.masks = spans, masks or [{}] * len(spans)
+        self.path_masks = path_masks or [[{}] * len(span.completion_lengths) for span in spans]
         self._plan: VarlenPlan | None = None
         self._lengths = [
             n for span in spans for n in (span.prompt_length, sum(span.completion_lengths))
@@ -238,28 +246,36 @@ class PackedAttention:
         value: Float[Tensor, "1 key_heads T width"],
     ) -> Float[Tensor, "1 T heads width"]:
         masks = [find_mask(masks, layer.kind) for masks in self.masks]
+        path_masks = [[find_mask(own, layer.kind) for own in group] for group in self.path_masks]
         row: Tensor | None = None
         if kernels.has_varlen(query) and layer.cap is None:
             self._plan = self._plan or VarlenPlan(self.spans, query.device)
             row = self._plan.attend(layer, query, key, value)
-            if all(mask is None for mask in masks):
+            if all(mask is None for mask in (*masks, *itertools.chain(*path_masks))):
                 return row
             row = row.transpose(1, 2)
         # Split, not sliced: the gradient of a slice has the size of the entire row.
         tensors = (query, key, value) if row is None else (query, key, value, row)
         parts = zip(*(x.split(self._lengths, dim=2) for x in tensors), strict=True)
         outputs = []
-        for span, mask in zip(self.spans, masks, strict=True):
+        for span, mask, own_masks in zip(self.spans, masks, path_masks, strict=True):
             prompt, completions = next(parts), next(parts)
             if row is None or mask is not None:
                 outputs.append(kernels.attend_prompt(layer, prompt[:3], mask))
             else:
                 outputs.append(prompt[3])
-            if row is not None:
-                outputs.append(completions[3])
-            elif completions[0].shape[2]:
-                lengths = span.completion_lengths
-                outputs.append(kernels.attend_completions(layer, prompt, completions, lengths))
+            lengths = span.completion_lengths
+            pieces = [(completions, lengths, None)]
+            if any(mask is not None for mask in own_masks):  # observed images that see themselves
+                own = zip(*(x.split(lengths, dim=2) for x in completions), strict=True)
+                pieces = [(x, (n,), m) for x, n, m in zip(own, lengths, own_masks, strict=True)]
+            for own, lengths, mask in pieces:
+                if mask is not None:
+                    outputs.append(kernels.attend_path(layer, prompt, own, mask))
+                elif row is not None:
+                    outputs.append(own[3])
+                elif own[0].shape[2]:
+                    outputs.append(kernels.attend_completions(layer, prompt, own, lengths))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:

@@ -3,10 +3,14 @@ held at once; a plan reads them without torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from vlm_grpo.types import ImageRef, Prompt
+import numpy as np
+
+from vlm_grpo.types import ImageRef, Observation, Prompt
 
 PREFILL_TOKENS = 16_384  # maximum number of tokens prefilled at once, or those of one longer prompt
 ENCODER_PATCHES = 65_536
@@ -17,6 +21,31 @@ of the probabilities."""
 RECENT_IMAGES = 64  # number of decoded images kept for other examples that use them
 ROUNDED_AT_ONCE = 1 << 24
 """Number of updated values that are rounded stochastically at once, with 4 random bytes each."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A completion's T tokens and what it observed between them, in the order of reading."""
+
+    tokens: tuple[int, ...]
+    observations: tuple[Observation, ...] = ()
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """(n,) the tokens with those of the observations."""
+        starts = [observation.start for observation in self.observations]
+        own = np.split(np.array(self.tokens, dtype=np.int64), starts)
+        observed = [np.array(o.prompt.token_ids, dtype=np.int64) for o in self.observations]
+        pairs = itertools.zip_longest(own, observed, fillvalue=np.empty(0, np.int64))
+        return np.concatenate([part for pair in pairs for part in pair])
+
+    @cached_property
+    def sampled(self) -> np.ndarray:
+        """(T,) index in ``token_ids`` of each of the completion's own tokens."""
+        places = np.arange(len(self.tokens))
+        for observation in self.observations:
+            places[observation.start :] += len(observation.prompt.token_ids)
+        return places
 
 
 @dataclass(frozen=True)
@@ -31,6 +60,8 @@ class GroupSlice:
     completions: tuple[tuple[int, ...], ...]
     """Token ids of each completion, at least one token each."""
     rows: tuple[int, ...]  # index of each completion among all completions of the step
+    # what stands between the tokens of each completion; empty: nothing does in any of them
+    observations: tuple[tuple[Observation, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not all(map(len, self.completions)):  # the others' places would be counted wrongly
@@ -39,7 +70,18 @@ class GroupSlice:
     @property
     def num_tokens(self) -> int:
         """Tokens in the packed row: a completion's last token is predicted, never fed."""
-        return len(self.prompt.token_ids) + sum(len(c) - 1 for c in self.completions)
+        observed = sum(len(o.prompt.token_ids) for own in self.observations for o in own)
+        return len(self.prompt.token_ids) + sum(len(c) - 1 for c in self.completions) + observed
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The tokens of each completion with those of its observations."""
+        observations = self.observations or ((),) * len(self.completions)
+        return tuple(map(Path, self.completions, observations))
+
+    def select(self, chosen: slice) -> GroupSlice:
+        parts = self.completions[chosen], self.rows[chosen], self.observations[chosen]
+        return GroupSlice(self.prompt, *parts)
 
 
 @dataclass(frozen=True)
@@ -58,7 +100,9 @@ class MicroBatch:
 
     @property
     def images(self) -> set[ImageRef]:
-        return {image for piece in self.slices for image in piece.prompt.example.images}
+        observed = (o.prompt for s in self.slices for own in s.observations for o in own)
+        prompts = (*(piece.prompt for piece in self.slices), *observed)
+        return {image for prompt in prompts for image in prompt.example.images}
 
     @property
     def num_tokens(self) -> int:
@@ -97,8 +141,7 @@ def _split(piece: GroupSlice, max_tokens: int) -> Iterator[GroupSlice]:
         return
     middle = len(piece.rows) // 2
     for half in (slice(middle), slice(middle, None)):
-        part = GroupSlice(piece.prompt, piece.completions[half], piece.rows[half])
-        yield from _split(part, max_tokens)
+        yield from _split(piece.select(half), max_tokens)
 
 
 def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]) -> int:

@@ -217,6 +217,14 @@ def attend_completions(
     return repack(_attend_masked(layer, unpack(query, lengths), keys, values, mask), lengths)
 
 
+def attend_path(
+    layer: Layer, prompt: Sequence[Tensor], own: Sequence[Tensor], mask: Bool[Tensor, "n m"]
+) -> Float[Tensor, "1 heads n width"]:
+    """Compute attention of one completion to its prompt and itself by a mask."""
+    keys, values = (torch.cat([x, y], dim=2) for x, y in zip(prompt[1:3], own[1:3], strict=True))
+    return _attend_masked(layer, own[0], keys, values, mask)
+
+
 def _attend_masked(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     key, value = expand_heads(query, key), expand_heads(query, value)
     if layer.cap is None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine.attention import plain_attention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.graphs import GraphCapture
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_logits
 from vlm_grpo.model.engine.sampling import SamplerState
@@ -112,15 +113,21 @@ class Engine:
     ) -> TokenScores:
         """Score a micro-batch's completion tokens."""
         prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
-        counters.encoder_passes += sum(len(p.example.images) for p in prompts)
+        paths = [path for piece in batch.slices for path in piece.paths]
+        observed = [o.prompt for path in paths for o in path.observations]
+        counters.encoder_passes += sum(len(p.example.images) for p in (*prompts, *observed))
         counters.update_tokens += sum(len(p.token_ids) for p in prompts)
-        counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
+        counters.update_tokens += sum(len(path.token_ids) - 1 for path in paths)
         # Prompts together would need padded images, for which not every model has a mask, and
         # padding on the left, which shifts the positions of many.
         with plain_attention(self.model):
             return TokenScores.join([self._score(piece, settings) for piece in batch.slices])
 
     def _score(self, piece: GroupSlice, settings: ScoringSettings) -> TokenScores:
+        if any(piece.observations):
+            return TokenScores.join(
+                [self._score_path(piece.prompt, path, settings) for path in piece.paths]
+            )
         completions = piece.completions
         prompts = [piece.prompt] * len(completions)
         inputs = self._build_inputs(prompts, [tokens[:-1] for tokens in completions])
@@ -132,6 +139,16 @@ class Engine:
         real = steps < lengths[:, None]
         targets = torch.tensor([token for tokens in completions for token in tokens], device=device)
         return score_logits(logits[real], targets, steps.expand_as(real)[real], settings)
+
+    def _score_path(self, prompt: Prompt, path: Path, settings: ScoringSettings) -> TokenScores:
+        whole = extend_prompt(prompt, path, self.family.completion_type)
+        inputs = self._build_inputs([whole], [()])
+        predictors = len(prompt.token_ids) - 1 + path.sampled
+        logits = self.model(**inputs, use_cache=False).logits[0]
+        device = logits.device
+        targets = copy_to(device, np.array(path.tokens))
+        steps = torch.arange(len(targets), device=device)
+        return score_logits(logits[copy_to(device, predictors)], targets, steps, settings)
 
     def _build_inputs(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]
@@ -179,6 +196,38 @@ class Engine:
 
     def release(self) -> None:
         """Free the memory that is kept for the next rollout's captured steps."""
+
+
+def extend_prompt(prompt: Prompt, path: Path, kind: int | None) -> Prompt:
+    """Return the prompt of a path behind a prompt, with the images of both.
+
+    ``kind``: the token type of sampled tokens; None: that of the token before them.
+    """
+    parts = (prompt, *(observation.prompt for observation in path.observations))
+    starts = [observation.start for observation in path.observations]
+    counts = np.diff([0, *starts, len(path.tokens)]).tolist()
+    vision: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.vision):
+        known = next(part for part in parts if name in part.vision)
+        if _is_per_token(name, known.vision[name], known):
+            first, pieces = known.vision[name][:, :1], []
+            for part, count in zip(parts, counts, strict=True):
+                no_image = torch.zeros_like(first).repeat_interleave(len(part.token_ids), 1)
+                values = part.vision.get(name, no_image)
+                last = values[:, -1:] if kind is None else torch.full_like(first, kind)
+                pieces += [values, last.repeat_interleave(count, 1)]
+            vision[name] = torch.cat(pieces, dim=1)
+        else:
+            vision[name] = torch.cat([p.vision[name] for p in parts if name in p.vision])
+    return replace(
+        prompt,
+        example=replace(
+            prompt.example, images=tuple(i for part in parts for i in part.example.images)
+        ),
+        token_ids=(*prompt.token_ids, *path.token_ids.tolist()),
+        vision=vision,
+        parts=(*(prompt.parts or (prompt,)), *parts[1:]),
+    )
 
 
 def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
-from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch
+from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch, Path
 from vlm_grpo.model.engine.graphs import DecodeStep, GraphCapture, find_cause
 from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.kv_cache import (
@@ -32,11 +32,11 @@ from vlm_grpo.model.engine.kv_cache import (
     SlotScheduler,
 )
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
-from vlm_grpo.model.engine.repeated import Counters, Engine
+from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.engine.vision import ImageEncoder
 from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
-from vlm_grpo.model.families.family import Unit
+from vlm_grpo.model.families.family import Masks, Unit
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt
@@ -73,10 +73,13 @@ class PackedRow:
     """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M targets."""
 
     token_ids: Int[np.ndarray, " T"]
-    """Prompts, and each completion without its last token, which is never fed."""
+    """Prompts, and each completion, with what it observed, without its last token, which is never
+    fed."""
     position_ids: Int[np.ndarray, "axes T"]
     """Rotary positions; each completion starts at its prompt's last + 1."""
     spans: tuple[GroupSpan, ...]
+    features: tuple[ImageFeatures, ...]
+    """Of the images of prompts and paths, in the order of their placeholders."""
     predictors: Int[np.ndarray, " M"]
     """Index in the row of the hidden state that predicts each target: the prompt's last one for the
     first token of each completion."""
@@ -84,35 +87,58 @@ class PackedRow:
     target_positions: Int[np.ndarray, " M"]  # index of each target within its completion
 
 
+@dataclass(frozen=True)
+class PathInputs:
+    """A completion, ready to be run: its path, and what the observations on it need."""
+
+    path: Path
+    layout: PromptLayout | None = None  # of the prompt and the path; None: nothing was observed
+    features: tuple[ImageFeatures, ...] = ()  # of the observed images
+
+    def find_masks(self, prompt_length: int) -> Masks:
+        """Return (n, T) which tokens of the prompt and the path the path's fed tokens see."""
+        if self.layout is None:
+            return {}
+        return {kind: mask[prompt_length:-1, :-1] for kind, mask in self.layout.masks.items()}
+
+
 def pack_row(
-    prefixes: Sequence[PrefixInputs], completions: Sequence[Sequence[Sequence[int]]]
+    prefixes: Sequence[PrefixInputs], completions: Sequence[Sequence[PathInputs]]
 ) -> PackedRow:
-    axes = max(len(prefix.layout.positions) for prefix in prefixes)
+    layouts = [i.layout for group in completions for i in group if i.layout is not None]
+    axes = max(len(layout.positions) for layout in (*(p.layout for p in prefixes), *layouts))
     token_ids: list[Any] = []
     position_ids: list[np.ndarray] = []
     spans: list[GroupSpan] = []
+    features: list[ImageFeatures] = []
     predictors, target_positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     start = 0
     for prefix, group in zip(prefixes, completions, strict=True):
         length = len(prefix.token_ids)
-        fed = tuple(len(completion) - 1 for completion in group)
+        fed = tuple(len(inputs.path.token_ids) - 1 for inputs in group)
         spans.append(GroupSpan(start, length, fed))
         token_ids.append(prefix.token_ids)
         position_ids.append(np.broadcast_to(prefix.layout.positions, (axes, length)))
+        features += prefix.features
         next_position, last = prefix.next_position, start + length - 1
         start += length
-        for completion, count in zip(group, fed, strict=True):
-            order = np.arange(count + 1)
-            token_ids.append(completion[:-1])
-            position_ids.append(np.broadcast_to(next_position + order[:-1], (axes, count)))
-            predictors.append(np.where(order > 0, start - 1 + order, last))
-            target_positions.append(order)
+        for inputs, count in zip(group, fed, strict=True):
+            sampled = inputs.path.sampled
+            positions = next_position + np.arange(count)
+            if inputs.layout is not None:
+                positions = inputs.layout.positions[:, length:-1]
+            token_ids.append(inputs.path.token_ids[:-1])
+            position_ids.append(np.broadcast_to(positions, (axes, count)))
+            features += inputs.features
+            predictors.append(np.where(sampled > 0, start - 1 + sampled, last))
+            target_positions.append(np.arange(len(sampled)))
             start += count
-    targets = [token for group in completions for completion in group for token in completion]
+    targets = [token for group in completions for inputs in group for token in inputs.path.tokens]
     return PackedRow(
         np.concatenate(token_ids).astype(np.int64),
         np.concatenate(position_ids, axis=1),
         tuple(spans),
+        tuple(features),
         np.concatenate(predictors),
         np.array(targets, dtype=np.int64),
         np.concatenate(target_positions),
@@ -163,35 +189,60 @@ class SharedEngine(Engine):
     def score(
         self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
-        prefixes = self.build_prefixes([piece.prompt for piece in batch.slices], counters)
+        observed = (o.prompt for s in batch.slices for own in s.observations for o in own)
+        prompts = [piece.prompt for piece in batch.slices]
+        features = self.encoder([*prompts, *observed], counters)
+        prefixes = [self._build_prefix(prompt, features) for prompt in prompts]
+        paths = [[self._build_path(s.prompt, p, features) for p in s.paths] for s in batch.slices]
         counters.update_tokens += batch.num_tokens
-        row = pack_row(prefixes, [piece.completions for piece in batch.slices])
-        attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+        row = pack_row(prefixes, paths)
+        masks = [prefix.layout.masks for prefix in prefixes]
+        path_masks = [
+            [path.find_masks(span.prompt_length) for path in group]
+            for span, group in zip(row.spans, paths, strict=True)
+        ]
+        attend = PackedAttention(row.spans, masks, path_masks)
         head = self.family.head(self.model)
-        hidden = self.run_row(row, prefixes, attend)
+        hidden = self.run_row(row, attend)
         arrays = (row.predictors, row.targets, row.target_positions)
         predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
         return score_tokens(head, hidden[predictors], targets, positions, settings)
 
-    def run_row(
-        self, row: PackedRow, prefixes: Sequence[PrefixInputs], attend: PackedAttention
-    ) -> Float[Tensor, "T width"]:
+    def run_row(self, row: PackedRow, attend: PackedAttention) -> Float[Tensor, "T width"]:
         device = self.model.get_output_embeddings().weight.device
-        features = [images for prefix in prefixes for images in prefix.features]
         positions = copy_to(device, row.position_ids[:, None])
-        return self.family.run(self.model, row.token_ids[None], positions, features, attend)[0]
+        tokens = row.token_ids[None]
+        return self.family.run(self.model, tokens, positions, row.features, attend)[0]
 
     def build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
-        features, prefixes = self.encoder(prompts, counters), []
-        for prompt in prompts:
-            images = prompt.example.images
-            key = prompt.token_ids, tuple(image.clean for image in images)
-            if key not in self._layouts:
-                self._layouts[key] = self.family.lay_out(self.model, prompt)
-            token_ids = np.array(prompt.token_ids, dtype=np.int64)
-            units = tuple(features[unit] for unit in self.family.units(images))
-            prefixes.append(PrefixInputs(token_ids, self._layouts[key], units))
-        return prefixes
+        features = self.encoder(prompts, counters)
+        return [self._build_prefix(prompt, features) for prompt in prompts]
+
+    def _build_prefix(self, prompt: Prompt, features: Mapping[Unit, ImageFeatures]) -> PrefixInputs:
+        token_ids = np.array(prompt.token_ids, dtype=np.int64)
+        return PrefixInputs(token_ids, self._lay_out(prompt), self._find(prompt, features))
+
+    def _build_path(
+        self, prompt: Prompt, path: Path, features: Mapping[Unit, ImageFeatures]
+    ) -> PathInputs:
+        if not path.observations:
+            return PathInputs(path)
+        whole = extend_prompt(prompt, path, self.family.completion_type)
+        observed = (f for o in path.observations for f in self._find(o.prompt, features))
+        return PathInputs(path, self._lay_out(whole), tuple(observed))
+
+    def _find(
+        self, prompt: Prompt, features: Mapping[Unit, ImageFeatures]
+    ) -> tuple[ImageFeatures, ...]:
+        parts = prompt.parts or (prompt,)
+        units = (unit for part in parts for unit in self.family.units(part.example.images))
+        return tuple(features[unit] for unit in units)
+
+    def _lay_out(self, prompt: Prompt) -> PromptLayout:
+        key = prompt.token_ids, tuple(image.clean for image in prompt.example.images)
+        if key not in self._layouts:
+            self._layouts[key] = self.family.lay_out(self.model, prompt)
+        return self._layouts[key]
 
     def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
         if not self.encoder.is_trained:
@@ -346,7 +397,7 @@ class _Rollout:
             prefixes = [self.prefixes[p] for p in prompts[part]]
             row = pack_row(prefixes, [()] * len(prefixes))
             attend = PrefillAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
-            hidden = self.engine.run_row(row, prefixes, attend)
+            hidden = self.engine.run_row(row, attend)
             self.cache.store_prompts(part, attend)
             last = np.array([start + length - 1 for start, length, _ in row.spans])
             hidden = hidden[copy_to(hidden.device, last)]

@@ -40,10 +40,10 @@ class ImageEncoder:
             for encoder_pass in self._passes or ():
                 known |= encoder_pass.leaves
         todo: dict[Unit, dict] = {}
-        for prompt in prompts:
-            units = self.family.units(prompt.example.images)
+        for part in (part for prompt in prompts for part in prompt.parts or (prompt,)):
+            units = self.family.units(part.example.images)
             if any(unit not in known for unit in units):
-                pairs = zip(units, self.family.split_images(prompt), strict=True)
+                pairs = zip(units, self.family.split_images(part), strict=True)
                 todo |= {unit: values for unit, values in pairs if unit not in known}
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
             noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})

@@ -1,0 +1,112 @@
+"""Completions with observed tokens and images between their own equal plain transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_policies import build_family_policy, build_prompts
+from gpu_standins import use_plain_varlen
+from gradients import relative_distance, use_float64
+from torch import Tensor
+
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import Observation, Prompt
+
+# Positions on three axes, features inside the tower, recurrent layers, images that see themselves,
+# windows, tiles, short convolutions.
+NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "internvl", "lfm2_vl")
+OWN = ((70, 71, 72, 73), (80, 81), (82, 83, 84))
+
+
+def make_groups(policy: Policy, name: str) -> tuple[GroupSlice, ...]:
+    """Build groups whose completions observe two images, one, a text, and nothing."""
+    first, second, third, text = build_prompts(policy, name, 4)
+    two = Observation(2, first), Observation(3, third)
+    observed = two, (), (Observation(1, text),)
+    return (
+        GroupSlice(first, OWN, (0, 1, 2), observed),
+        GroupSlice(text, ((90, 91, 92),), (3,), ((Observation(1, second),),)),
+        GroupSlice(third, ((75,), (76, 77)), (4, 5)),
+    )
+
+
+def score_plainly(policy: Policy, groups: tuple[GroupSlice, ...]) -> Tensor:
+    """Score each completion by a forward pass of the model on it alone, joined by hand."""
+    found = []
+    for group in groups:
+        for number, own in enumerate(group.completions):
+            parts: list[tuple[Prompt, tuple[int, ...]]] = [(group.prompt, own)]
+            for observation in group.observations[number] if group.observations else ():
+                (prompt, rest), start = (
+                    parts.pop(),
+                    observation.start - sum(len(tokens) for _, tokens in parts),
+                )
+                parts += [(prompt, rest[:start]), (observation.prompt, rest[start:])]
+            found.append(score_parts(policy, parts))
+    return torch.cat(found)
+
+
+def score_parts(policy: Policy, parts: list[tuple[Prompt, tuple[int, ...]]]) -> Tensor:
+    tokens, is_own, vision = list[int](), list[bool](), dict[str, list[Tensor]]()
+    types = [name for prompt, _ in parts for name in prompt.vision if name.endswith("type_ids")]
+    for prompt, own in parts:
+        tokens += [*prompt.token_ids, *own]
+        is_own += [False] * len(prompt.token_ids) + [True] * len(own)
+        for name, values in prompt.vision.items():
+            if name not in types:
+                vision.setdefault(name, []).append(values)
+        for name in set(types):
+            none = torch.zeros(1, len(prompt.token_ids), dtype=torch.int64)
+            vision.setdefault(name, []).append(prompt.vision.get(name, none))
+            vision[name].append(torch.zeros(1, len(own), dtype=torch.int64))
+    inputs = {n: torch.cat(values, dim=int(n in types)) for n, values in vision.items()}
+    row = torch.tensor([tokens])
+    logits = policy.model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits
+    predicted = logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+    return predicted[torch.tensor(is_own[1:])]
+
+
+def run(policy: Policy, score: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return scores, and the gradient of a weighted sum of them."""
+    (score * torch.linspace(-1, 1, len(score), dtype=score.dtype)).sum().backward()
+    weights = policy.trainable_parameters()
+    gradient = {n: w.grad.clone() for n, w in weights if w.grad is not None and w.grad.any()}
+    policy.model.zero_grad()
+    return score.detach(), gradient
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
+    policies = [
+        build_family_policy(
+            name, torch.float64, shared=shared, policy={"dtype": "float32"}, banned=()
+        )
+        for shared in (False, True, True)
+    ]
+    use_float64(monkeypatch, *(policy.model for policy in policies))
+    plain, merged, in_one = policies
+    groups = make_groups(plain, name)
+    expected, expected_gradient = run(plain, score_plainly(plain, groups))
+    results = [run(policy, policy.score(MicroBatch(groups)).logprobs) for policy in (plain, merged)]
+    use_plain_varlen(monkeypatch)
+    results.append(run(in_one, in_one.score(MicroBatch(groups)).logprobs))
+    for scores, gradient in results:
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-11)
+        assert relative_distance(gradient, expected_gradient) < 1e-10
+
+
+def test_a_group_is_cut_with_its_observations():
+    policy = build_family_policy("qwen2_5_vl", torch.float64, shared=True, banned=())
+    groups = make_groups(policy, "qwen2_5_vl")
+    whole = policy.score(MicroBatch(groups)).logprobs
+    first = groups[0]
+    # A budget of the first completion, the longest, leaves it alone.
+    batches = pack([first], first.select(slice(1)).num_tokens)
+    assert sorted(batch.rows for batch in batches) == [(0,), (1, 2)]
+    order = sorted(batches, key=lambda batch: batch.rows)
+    cut = torch.cat([policy.score(batch).logprobs for batch in order])
+    torch.testing.assert_close(cut, whole[: len(cut)], rtol=0, atol=1e-6)
+    prompt_length = len(first.prompt.token_ids)
+    assert sum(batch.num_tokens for batch in order) == first.num_tokens + prompt_length
+    assert {image for batch in order for image in batch.images} == MicroBatch((first,)).images
