@@ -117,6 +117,7 @@ class Policy:
         seeds: Sequence[Sequence[int | str]],
         max_tokens: int | None = None,
         check: Callable[[], None] = lambda: None,
+        begun: Sequence[int] = (),
     ) -> list[tuple[Completion, ...]]:
         """Sample completions of each prompt, which depend only on its seed and the weights.
 
@@ -125,17 +126,21 @@ class Policy:
             seeds: seed of each prompt's random streams, which a completion's number extends.
             max_tokens: most tokens cached at once; None: as many as fit into the GPU's free memory.
             check: called every few tokens; may raise to end the sampling.
+            begun: number of tokens that each completion has already, at the end of its prompt: it
+                continues their random stream, up to the same length; empty: none.
         """
         self.check_form(prompts)
         if isinstance(num_generations, int):
             num_generations = [range(num_generations)] * len(prompts)
-        uniforms = [
-            draw_uniforms((*seed, index), sampling.max_completion_length)
-            for seed, own in zip(seeds, num_generations, strict=True)
-            for index in own
-        ]
-        uniform, sizes = copy_to(self.device, np.stack(uniforms)), [*map(len, num_generations)]
-        state = SamplerState(uniform, sampling, self.decode, sizes, check)
+        pairs = zip(seeds, num_generations, strict=True)
+        streams = [(*seed, index) for seed, own in pairs for index in own]
+        uniforms = np.zeros((len(streams), sampling.max_completion_length - min(begun, default=0)))
+        for row, count, stream in zip(uniforms, begun or (0,) * len(streams), streams, strict=True):
+            row[: sampling.max_completion_length - count] = draw_uniforms(
+                stream, sampling.max_completion_length
+            )[count:]
+        uniform, sizes = copy_to(self.device, uniforms), [*map(len, num_generations)]
+        state = SamplerState(uniform, sampling, self.decode, sizes, check, begun)
         with (
             eval_mode(self.model),
             self._autocast(),

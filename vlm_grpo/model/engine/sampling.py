@@ -129,6 +129,8 @@ class SamplerState:
         decode: returns the text of tokens, which is searched for ``settings.stop``.
         sizes: number of completions of each prompt, in the order of rows; empty: each has one.
         check: called whenever the finished completions are read; may raise to end the sampling.
+        begun: number of tokens that each completion has already, behind its prompt, which count
+            against ``max_completion_length``; empty: none.
 
     Attributes:
         tokens: (N + 1, longest), valid up to ``lengths``.
@@ -146,6 +148,7 @@ class SamplerState:
         decode: Callable[[Sequence[int]], str] = lambda tokens: "",
         sizes: Sequence[int] = (),
         check: Callable[[], None] = lambda: None,
+        begun: Sequence[int] = (),
     ) -> None:
         device, shape = uniform.device, (len(uniform) + 1, uniform.shape[1])
         self.settings, self.decode, self.count = settings, decode, len(uniform)
@@ -157,6 +160,10 @@ class SamplerState:
         self.lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)
         self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
         self.active[-1:].fill_(False)
+        before = np.array(begun or (0,) * self.count)
+        self._begun = copy_to(device, np.append(before, 0))
+        # The numbers are as many as are left for the completion that has the fewest tokens.
+        self._limits = copy_to(device, np.append(shape[1] + before.min() - before, 0))
         self.stopped: set[int] = set()
         self._checked = np.zeros(self.count, dtype=np.int64)  # tokens searched for stop strings
 
@@ -167,7 +174,7 @@ class SamplerState:
         is_active = self.active[rows]
         rows = rows.where(is_active, self.count)
         positions = self.lengths[rows]
-        adjusted = self.settings.distribution(logits, positions)
+        adjusted = self.settings.distribution(logits, positions + self._begun[rows])
         probs = adjusted.softmax(-1)
         if self.settings.with_entropies:
             self.entropies[rows, positions] = _compute_entropy(adjusted, probs).float()
@@ -182,7 +189,7 @@ class SamplerState:
         self.logprobs[rows, positions] = probs.gather(1, tokens[:, None])[:, 0].log().float()
         self.lengths[rows] = positions + is_active
         done = torch.isin(tokens, _to_index(self.settings.distribution.eos, tokens.device))
-        done |= positions + 1 >= self.tokens.shape[1]
+        done |= positions + 1 >= self._limits[rows]
         self.active[rows] = is_active & ~done
         return tokens
 

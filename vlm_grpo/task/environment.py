@@ -1,0 +1,365 @@
+"""The base class of environments: tools that a model calls before it answers.
+
+An environment is one class in one file. A task reads and rewards the final answer; an environment
+beside it answers the model's calls with text and images::
+
+    class Zoom(Environment):
+        \"\"\"Look closer at parts of the image.\"\"\"
+
+        @tool
+        def zoom(self, bbox_2d: Box, label: str = "") -> Image.Image:
+            \"\"\"Return an enlarged part of the image.\"\"\"
+            return self.image.crop(bbox_2d)
+
+Each method marked as a tool is described to the model by its name, the hints of its arguments and
+its docstring. Boxes and points arrive in pixels of the original image, whatever frame the model
+writes. What a tool returns, text or images, is what the model reads next; an exception is read as
+its message.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
+
+from PIL import Image
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame
+from vlm_grpo.task.task import FAILURES, check_names
+from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.utils.chat import IMAGE
+
+Point = tuple[float, float]  # x and y
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+MAX_CALL = 20_000  # characters of a call that are read
+MAX_TEXT = 8_000  # characters of an observation's text; longer ones are cut
+MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 2**25, 200, 2  # of an observed image
+_LARGEST = 1e6  # absolute value of a coordinate
+_NUMBERS = {Box: 4, Point: 2}
+_FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_SECTION = re.compile(r"\s*(Args|Arguments|Returns|Raises|Yields|Examples?):\s*")
+_ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.+)", re.DOTALL)
+
+
+class ToolError(Exception):
+    """A call that a tool refuses; the model reads the message."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the model reads after a call."""
+
+    text: str  #: with ``<image>`` for each image
+    images: tuple[ImageRef, ...] = ()
+    is_error: bool = False
+
+
+@dataclass(frozen=True)
+class EpisodeTurn:
+    """One text that the model sampled, and what it read next."""
+
+    text: str
+    call: ToolCall | None  #: None: it answered, or its call could not be read
+    observed: Observed | None  #: None: the episode ended with this turn
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A method that the model can call."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]  #: the hints of its arguments by name
+    required: tuple[str, ...]
+    notes: Mapping[str, str]  #: descriptions of arguments, from the docstring
+
+    def describe(self, frame: CoordinateFrame, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the JSON schema of a call, as chat templates take it, for an image of a size."""
+        properties = {}
+        for name, hint in self.parameters.items():
+            schema, note = _describe_hint(hint), self.notes.get(name, "")
+            if hint in _NUMBERS:
+                form = "[y1, x1, y2, x2]" if frame.y_first else "[x1, y1, x2, y2]"
+                form = form if hint is Box else ("[y, x]" if frame.y_first else "[x, y]")
+                note = " ".join(filter(None, (note, f"{form}, {frame.describe_units(size)}.")))
+            properties[name] = {**schema, **({"description": note} if note else {})}
+        parameters = {"type": "object", "properties": properties, "required": [*self.required]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+def tool(method: Callable) -> Callable:
+    """Mark a method of an environment as a tool.
+
+    Its arguments need hints, of which JSON can hold the values, or ``Box`` and ``Point``. The first
+    paragraph of its docstring describes it, and the section ``Args`` its arguments. ``TypeError``:
+    an argument has no hint, or takes any number of values.
+    """
+    name, found = method.__qualname__, [*inspect.signature(method).parameters.values()][1:]
+    if not inspect.getdoc(method):
+        raise TypeError(f"tool {name} has no docstring, from which the model learns what it does")
+    for parameter in found:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"tool {name}: write each argument instead of {parameter}")
+        if parameter.annotation is parameter.empty:
+            raise TypeError(f"tool {name}: the argument {parameter.name} has no type hint")
+    method.is_tool = True  # type: ignore[attr-defined]
+    return method
+
+
+@cache
+def find_tools(environment: type) -> dict[str, Tool]:
+    """Return the tools of a class and its bases by name, those of the bases first."""
+    found: dict[str, Tool] = {}
+    for base in reversed(environment.__mro__):
+        for name, member in vars(base).items():
+            if getattr(member, "is_tool", False):
+                found[name] = _read_tool(name, member)
+    return found
+
+
+def _read_tool(name: str, method: Callable) -> Tool:
+    hints = typing.get_type_hints(method)
+    parameters = [*inspect.signature(method).parameters.values()][1:]
+    required = tuple(p.name for p in parameters if p.default is p.empty)
+    doc = inspect.getdoc(method) or ""
+    summary, notes = " ".join(doc.partition("\n\n")[0].split()), {}
+    section, entries = "", list[str]()
+    for line in doc.splitlines():
+        if header := _SECTION.fullmatch(line):
+            section = header[1]
+        elif section.startswith("Arg") and line.strip():
+            indent = len(line) - len(line.lstrip())
+            if indent > 4 and entries:
+                entries[-1] += " " + line.strip()
+            else:
+                entries.append(line.strip())
+    for entry in entries:
+        if match := _ENTRY.fullmatch(entry):
+            notes[match[1]] = match[2]
+    return Tool(name, summary, {p.name: hints[p.name] for p in parameters}, required, notes)
+
+
+def _describe_hint(hint: Any) -> dict[str, Any]:
+    if (count := _NUMBERS.get(hint)) is not None:
+        numbers = {"type": "number"}
+        return {"type": "array", "items": numbers, "minItems": count, "maxItems": count}
+    schema = TypeAdapter(hint).json_schema()
+    schema.pop("title", None)
+    return schema
+
+
+def parse_call(text: str) -> ToolCall | None:
+    """Return the call at the end of a turn; None: it has none. ``ToolError``: it cannot be read.
+
+    Calls are JSON, or ``<function=…>`` with ``<parameter=…>``, between ``<tool_call>`` tags.
+    """
+    if END_OF_CALL not in text:
+        return None
+    inner = text[: text.index(END_OF_CALL)].rpartition(CALL)
+    if not inner[1]:
+        raise ToolError(f"the call does not begin with {CALL}")
+    body = inner[2].strip()
+    if len(body) > MAX_CALL:
+        raise ToolError(f"the call has {len(body)} characters, more than {MAX_CALL}")
+    if function := _FUNCTION.fullmatch(body):
+        pairs = _PARAMETER.findall(function[2])
+        return ToolCall(function[1], {name: _read_value(value) for name, value in pairs})
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the call is not JSON ({str(error)[:200]})") from error
+    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else 0
+    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+        form = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
+        raise ToolError(f"the call must have the form {form}")
+    return ToolCall(found["name"], arguments)
+
+
+def write_call(call: ToolCall) -> str:
+    """Return a call as a model writes it, in the form of JSON."""
+    body = {"name": call.name, "arguments": dict(call.arguments)}
+    return f"{CALL}\n{json.dumps(body, ensure_ascii=False)}\n{END_OF_CALL}"
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=False)
+@dataclass(kw_only=True)
+class Environment:
+    """Tools and their state during one episode.
+
+    A subclass defines at least one ``@tool``; its options are annotated class attributes. Other
+    attributes may change during an episode and are pickled between its turns.
+    """
+
+    max_turns: int = 6  #: number of texts that the model may sample in an episode
+    #: an episode that still calls in its last turn is left out of the loss ("mask"), or is scored
+    #: as any other ("score"), where a text that calls has no answer and earns nothing
+    over_turn: Literal["mask", "score"] = "mask"
+    frame: CoordinateFrame = ORIGINAL  #: coordinate frame of boxes; set from the model
+    example: Example = field(default=None, init=False, repr=False)  # type: ignore[assignment]
+
+    primary_reward: ClassVar[None] = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_names(cls, Environment)
+        dataclass(kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 2:
+            raise ValueError(f"max_turns is {self.max_turns}; a call and an answer are two turns")
+
+    # Methods that a subclass defines or overrides.
+
+    def reset(self, example: Example) -> Any:
+        """Begin an episode of an example; return text or images that the question ends with."""
+
+    def demonstrate(self, example: Example) -> Sequence[ToolCall]:
+        """Return the calls of a good episode, in original pixels, for warm starts and checks."""
+        return ()
+
+    # What a subclass uses.
+
+    @cached_property
+    def image(self) -> Image.Image:
+        """The example's first image, in its original size."""
+        return self.example.images[0].load()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "image"}
+
+    # What the library calls.
+
+    def begin(self, example: Example) -> Observed | None:
+        """Begin an episode; return what the prompt shows besides the question, or None."""
+        self.example = example
+        shown = self.reset(example)
+        return None if shown is None else self._observe(shown)
+
+    def describe(self, example: Example) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools, for the example's images."""
+        size = example.images[0].size if example.images else (1, 1)
+        return [found.describe(self.frame, size) for found in find_tools(type(self)).values()]
+
+    def step(self, text: str) -> tuple[ToolCall | None, Observed | None]:
+        """Return the call in a text that the model wrote, and what it reads next.
+
+        Nothing that a tool raises is raised; without a call there is nothing to read.
+        """
+        call = None
+        try:
+            call = parse_call(text)
+            if call is None:
+                return None, None
+            return call, self._observe(self._call(call))
+        except ToolError as error:
+            return call, Observed(f"Error: {error}"[:MAX_TEXT], is_error=True)
+        except FAILURES as error:  # the user's tool may raise anything
+            message = f"Error: {type(error).__name__}: {error}"
+            return call, Observed(message[:MAX_TEXT].replace(IMAGE, ""), is_error=True)
+
+    def _call(self, call: ToolCall) -> Any:
+        tools = find_tools(type(self))
+        if (found := tools.get(call.name)) is None:
+            raise ToolError(f"there is no tool {call.name[:100]!r}; there is {', '.join(tools)}")
+        if unknown := [name for name in call.arguments if name not in found.parameters]:
+            raise ToolError(
+                f"{call.name} has no argument {unknown[0][:100]!r}; "
+                f"it has {', '.join(found.parameters) or 'none'}"
+            )
+        if missing := [name for name in found.required if name not in call.arguments]:
+            raise ToolError(f"{call.name} needs the argument {missing[0]}")
+        values = {n: self._convert(n, v, found.parameters[n]) for n, v in call.arguments.items()}
+        return getattr(self, call.name)(**values)
+
+    def _convert(self, name: str, value: Any, hint: Any) -> Any:
+        if hint in _NUMBERS:
+            return self._to_pixels(name, value, _NUMBERS[hint])
+        try:
+            return _build_adapter(hint).validate_python(value)
+        except ValidationError as error:
+            raise ToolError(f"{name}: {error.errors()[0]['msg'].lower()}") from error
+
+    def _to_pixels(self, name: str, value: Any, count: int) -> tuple[float, ...]:
+        is_list = isinstance(value, list | tuple) and len(value) == count
+        if not is_list or not all(type(number) in (int, float) for number in value):
+            raise ToolError(f"{name} must be a list of {count} numbers")
+        if not all(math.isfinite(number) and abs(number) <= _LARGEST for number in value):
+            raise ToolError(f"{name} has a number that is not finite or too large")
+        numbers = [float(number) for number in value]
+        if self.frame.y_first:
+            numbers = [n for y, x in zip(numbers[::2], numbers[1::2], strict=True) for n in (x, y)]
+        image = self.example.images[0]
+        width, height = image.size
+        corners = (*numbers, *numbers)[:4]
+        x1, y1, x2, y2 = self.frame.to_pixels(corners, image.size, image.resized_size)  # type: ignore[arg-type]
+        if count == 2:
+            if not (0 <= x1 <= width and 0 <= y1 <= height):
+                raise ToolError(f"{name} is outside the image")
+            return (x1, y1)
+        box = max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height))
+        if not (box[0] < box[2] and box[1] < box[3]):
+            raise ToolError(f"{name} has no area inside the image: write x1 < x2 and y1 < y2")
+        return box
+
+    def _observe(self, shown: Any) -> Observed:
+        parts = list(shown) if isinstance(shown, list | tuple) else [shown]
+        texts, images = list[str](), list[ImageRef]()
+        for part in parts:
+            if isinstance(part, Image.Image):
+                images.append(_keep_image(part, f"observation {len(images)}"))
+                texts.append(IMAGE)
+            elif isinstance(part, str | int | float) or part is None:
+                text = "" if part is None else str(part)
+                texts.append(text[:MAX_TEXT].replace(IMAGE, ""))
+            else:
+                raise ToolError(f"the tool returned {type(part).__name__}, not text or an image")
+        return Observed("".join(texts), tuple(images))
+
+    def adapt(self, frame: CoordinateFrame) -> Self:
+        """Return a copy for a model that writes boxes in a frame."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), frame=frame)
+        return other
+
+
+@cache
+def _build_adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(strict=False))
+
+
+def _keep_image(image: Image.Image, name: str) -> ImageRef:
+    """Encode an observed image; ``ToolError``: it is too small, too large or too thin to be read."""
+    width, height = image.size
+    if min(width, height) < MIN_SIDE:
+        raise ToolError(f"the image has only {width}x{height} pixels")
+    if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
+        raise ToolError(f"an image of {width}x{height} pixels is too large or too thin")
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return ImageRef(name, image.size, image.size, data=buffer.getvalue())
