@@ -19,7 +19,7 @@ from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
 
-StopReason = Literal["eos", "stop", "length"]
+StopReason = Literal["eos", "stop", "length", "turns"]
 TARGET_COLUMN = "completion"
 """Column of ``Example.meta`` with the text that supervised steps train on."""
 
@@ -195,6 +195,43 @@ class Prompt:
     label: tuple[str, int] | None = None
     #: of a prompt that continues another: it, and its observations; their images are encoded apart
     parts: tuple[Prompt, ...] = ()
+    start: EpisodeStart | None = None  #: of its episodes; None: its completions call no tools
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """The environment of a prompt before its first completion, and its limits."""
+
+    state: Any  #: the environment, for a worker process
+    max_turns: int
+    masks_long: bool  #: whether an episode of more turns is left out of the loss
+    end_of_call: str  #: string with which a call ends
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the model reads after a call."""
+
+    text: str  #: with ``<image>`` for each image
+    images: tuple[ImageRef, ...] = ()
+    is_error: bool = False
+
+
+@dataclass(frozen=True)
+class EpisodeTurn:
+    """One text that the model sampled, and what it read next."""
+
+    text: str
+    call: ToolCall | None = None  #: None: it made none, or one that cannot be read
+    observed: Observed | None = None  #: None: the episode ended with this turn
 
 
 @dataclass(frozen=True)
@@ -216,7 +253,8 @@ class Completion:
     #: (T,) log-probability of each token under the sampling distribution, in nats
     logprobs: tuple[float, ...]
     text: str  #: the decoded tokens, without special tokens except those that belong to an answer
-    stop: StopReason  #: reason for the end: end-of-sequence token, stop string, or length limit
+    #: reason for the end: end-of-sequence token, stop string, length limit, or number of turns
+    stop: StopReason
     #: (T,) entropy of the sampling distribution at each token, in nats
     entropies: tuple[float, ...] = ()
     #: number of steps after which the weights that sampled it were published; None: they were the
@@ -225,6 +263,7 @@ class Completion:
     #: label of the form of the prompt that it was sampled for; None: its group's own
     variant: tuple[str, int] | None = None
     observations: tuple[Observation, ...] = ()  #: in their order; none of their tokens is its own
+    turns: tuple[EpisodeTurn, ...] = ()  #: of an episode; its ``text`` is that of the last one
 
 
 @dataclass(frozen=True)
@@ -261,6 +300,7 @@ class Candidate:
     text: str
     tokens: int | None  #: number of its tokens; None: unknown, as in evaluation
     group: int  #: number of its group within the batch; completions of one prompt have the same
+    turns: tuple[EpisodeTurn, ...] = ()  #: those of its episode; empty: it has no environment
 
 
 @dataclass(frozen=True)

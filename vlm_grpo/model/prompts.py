@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -23,7 +24,7 @@ from vlm_grpo.model.engine.batch import RECENT_IMAGES
 from vlm_grpo.model.families import Family, PixelBudget
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
-from vlm_grpo.types import Example, ImageRef, Prompt, VideoRef
+from vlm_grpo.types import Example, ImageRef, Observed, Prompt, VideoRef
 from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, Role, ThinkingTags, Turn
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,21 @@ _SET_BY_RENDERER = {
 }
 """Variables of a template that are no arguments of a user; special tokens are others."""
 _QUESTION, _PROBE = Turn("user", "?"), "Be brief."
+# Roles that templates give to the result of a tool, with the texts around it. Many leave out its
+# images in turns of a tool.
+_RESULT_FORMS = ("tool", "", ""), ("user", "<tool_response>\n", "\n</tool_response>")
+_TOOLS = """# Tools
+
+Before you answer you may call tools, one at a time. These are their signatures:
+<tools>
+{}
+</tools>
+
+To call one, end your text with its name and arguments as JSON between these tags:
+<tool_call>
+{{"name": NAME, "arguments": {{"ARGUMENT": VALUE}}}}
+</tool_call>
+You then read its result. When you know the answer, write it without a call."""
 
 
 class ChatTemplate:
@@ -70,6 +86,47 @@ class ChatTemplate:
             self.check_role(turn.role)
             messages.append(_build_message(turn, self._is_text.get(turn.role, False), parts))
         return self._render(messages, self.arguments)
+
+    def observe(self, text: str) -> str:
+        """Return what stands in the prompt between a call of the model and its next text.
+
+        ``ValueError``: the template has no place for a result behind a text of the model."""
+        self.check_role("assistant")
+        for role, before, after in _RESULT_FORMS:
+            content = Turn("user", f"{before}{text}{after}").build_content(
+                repeat({"type": "image"})
+            )
+            said = _build_message(Turn("assistant", _PROBE), self._is_text["assistant"])
+            messages = [_build_message(_QUESTION), said, {"role": role, "content": content}]
+            try:
+                rendered = self._render(messages, self.arguments).rpartition(_PROBE)[2]
+            except (TemplateError, TypeError, ValueError):
+                continue
+            if self._holds(rendered, text):
+                return rendered
+        raise ValueError("the model's chat template has no place for the images of a tool's result")
+
+    def _holds(self, rendered: str, text: str) -> bool:
+        """Return whether what a template wrote has a result's texts, and a place for each image."""
+        placeholder = str(getattr(self.processor, "image_token", None) or "<image>")
+        parts = Turn("user", text).parts
+        has_texts = all(part is None or part.strip() in rendered for part in parts)
+        return has_texts and rendered.count(placeholder) >= parts.count(None)
+
+    def describe_tools(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Return what the system message says of tools: what the model's template writes, if it
+        writes anything, or a description in the same form."""
+        own = _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas))
+        messages = [_build_message(Turn("system", _PROBE), is_text=True), _build_message(_QUESTION)]
+        try:
+            plain = self._render(messages, self.arguments).partition(_PROBE)[2]
+            written = self._render(messages, {**self.arguments, "tools": [*schemas]})
+        except (TemplateError, TypeError, ValueError):
+            return own
+        _, found, after = written.partition(_PROBE)
+        if not (plain and found and after.endswith(plain) and len(after) > len(plain)):
+            return own
+        return after.removesuffix(plain).strip()
 
     @cached_property
     def moves_images(self) -> bool:
@@ -188,7 +245,10 @@ class PromptWriter:
 
     def adapt(self, task: Task) -> Task:
         """Return the task with the model's coordinate frame and thinking tags."""
-        return replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
+        task = replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
+        if task.environment is None:
+            return task
+        return replace(task, environment=task.environment.adapt(self.frame))
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
         """Return the chat of an example, as ``PromptSettings.write_chat``."""
@@ -198,9 +258,20 @@ class PromptWriter:
                 "Qwen3.5 take here: give its frames as images"
             )
         try:
-            return self.settings.write_chat(example, task)
+            turns = self.settings.write_chat(example, task)
         except ValueError as error:
             raise UserError(f"{example.name}: {error}") from error
+        environment = task.resolve(example)[1].environment
+        if environment is None:
+            return turns
+        tools = self.describe_tools(environment.describe(example))
+        if turns[0].role == "system":
+            return (replace(turns[0], text=f"{turns[0].text}\n\n{tools}"), *turns[1:])
+        return (Turn("system", tools), *turns)
+
+    def describe_tools(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of the system message that describes tools."""
+        return _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas))
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's images with their noise, and whether this call decoded each."""
@@ -353,10 +424,20 @@ class PromptBuilder(PromptWriter):
             raise UserError(f"{example.name}: {error}") from error
         return self.encode_text(example, text)
 
-    def encode_text(self, example: Example, text: str) -> Prompt:
-        """Build the prompt of a text that the chat template wrote."""
+    def observe(self, observed: Observed) -> Prompt:
+        """Build what stands between a call of the model and its next text."""
+        example = Example("observation", observed.images, "", None)
+        text = self.chat.observe(self.remove_control_tokens(observed.text))
+        return self.encode_text(self.with_resized_sizes(example), text, add_special_tokens=False)
+
+    def describe_tools(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        return self.chat.describe_tools(schemas)
+
+    def encode_text(self, example: Example, text: str, **options: Any) -> Prompt:
+        """Build the prompt of a text that the chat template wrote; ``options`` are of the
+        tokenizer."""
         loaded, videos = self.load_images(example), self.load_videos(example)
-        arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
+        arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt", **options}
         if videos:
             arguments |= self.family.prepare_videos(text, videos, self.processor)
         if loaded:

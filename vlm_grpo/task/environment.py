@@ -35,11 +35,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame
 from vlm_grpo.task.task import FAILURES, check_names
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 
 Point = tuple[float, float]  # x and y
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 MAX_CALL = 20_000  # characters of a call that are read
 MAX_TEXT = 8_000  # characters of an observation's text; longer ones are cut
 MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 2**25, 200, 2  # of an observed image
@@ -53,32 +52,6 @@ _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.+)", re.DOTALL)
 
 class ToolError(Exception):
     """A call that a tool refuses; the model reads the message."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call as the model wrote it."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What the model reads after a call."""
-
-    text: str  #: with ``<image>`` for each image
-    images: tuple[ImageRef, ...] = ()
-    is_error: bool = False
-
-
-@dataclass(frozen=True)
-class EpisodeTurn:
-    """One text that the model sampled, and what it read next."""
-
-    text: str
-    call: ToolCall | None  #: None: it answered, or its call could not be read
-    observed: Observed | None  #: None: the episode ended with this turn
 
 
 @dataclass(frozen=True)
@@ -167,17 +140,18 @@ def _describe_hint(hint: Any) -> dict[str, Any]:
     return schema
 
 
-def parse_call(text: str) -> ToolCall | None:
+def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
     """Return the call at the end of a turn; None: it has none. ``ToolError``: it cannot be read.
 
-    Calls are JSON, or ``<function=…>`` with ``<parameter=…>``, between ``<tool_call>`` tags.
+    Calls are JSON, or ``<function=…>`` with ``<parameter=…>``, between the tags.
     """
-    if END_OF_CALL not in text:
+    before, end, _ = text.partition(tags[1])
+    if not end:
         return None
-    inner = text[: text.index(END_OF_CALL)].rpartition(CALL)
-    if not inner[1]:
-        raise ToolError(f"the call does not begin with {CALL}")
-    body = inner[2].strip()
+    _, begin, body = before.rpartition(tags[0])
+    if not begin:
+        raise ToolError(f"the call does not begin with {tags[0]}")
+    body = body.strip()
     if len(body) > MAX_CALL:
         raise ToolError(f"the call has {len(body)} characters, more than {MAX_CALL}")
     if function := _FUNCTION.fullmatch(body):
@@ -187,17 +161,19 @@ def parse_call(text: str) -> ToolCall | None:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the call is not JSON ({str(error)[:200]})") from error
-    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else 0
+    arguments = (
+        found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else 0
+    )
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         form = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
         raise ToolError(f"the call must have the form {form}")
     return ToolCall(found["name"], arguments)
 
 
-def write_call(call: ToolCall) -> str:
+def write_call(call: ToolCall, tags: tuple[str, str]) -> str:
     """Return a call as a model writes it, in the form of JSON."""
     body = {"name": call.name, "arguments": dict(call.arguments)}
-    return f"{CALL}\n{json.dumps(body, ensure_ascii=False)}\n{END_OF_CALL}"
+    return f"{tags[0]}\n{json.dumps(body, ensure_ascii=False)}\n{tags[1]}"
 
 
 def _read_value(text: str) -> Any:
@@ -216,14 +192,15 @@ class Environment:
     attributes may change during an episode and are pickled between its turns.
     """
 
+    call_tags: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")
+    """Texts before and after a call."""
+
     max_turns: int = 6  #: number of texts that the model may sample in an episode
     #: an episode that still calls in its last turn is left out of the loss ("mask"), or is scored
     #: as any other ("score"), where a text that calls has no answer and earns nothing
     over_turn: Literal["mask", "score"] = "mask"
     frame: CoordinateFrame = ORIGINAL  #: coordinate frame of boxes; set from the model
     example: Example = field(default=None, init=False, repr=False)  # type: ignore[assignment]
-
-    primary_reward: ClassVar[None] = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -273,7 +250,7 @@ class Environment:
         """
         call = None
         try:
-            call = parse_call(text)
+            call = parse_call(text, self.call_tags)
             if call is None:
                 return None, None
             return call, self._observe(self._call(call))
@@ -354,7 +331,7 @@ def _build_adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _keep_image(image: Image.Image, name: str) -> ImageRef:
-    """Encode an observed image; ``ToolError``: it is too small, too large or too thin to be read."""
+    """Encode an observed image; ``ToolError``: it is too small, too large or too thin."""
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise ToolError(f"the image has only {width}x{height} pixels")

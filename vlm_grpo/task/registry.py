@@ -16,19 +16,23 @@ import pkgutil
 import sys
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.environment import Environment, find_tools
 from vlm_grpo.utils import trust
 
+Built = TypeVar("Built")
+
+TOOLS = "vlm_grpo.environments"  # the package of the built-in environments
 BUILT_IN = "vlm_grpo.tasks"
 """The package of the built-in tasks, and the entry point group of tasks in other packages."""
 IN_SESSION = "<class "
@@ -73,6 +77,41 @@ def check_trainable(task: Task) -> Task:
     return task
 
 
+def load_environment(environment: Any) -> Environment:
+    """Load an environment.
+
+    ``environment`` is the name of a built-in one, the path of a ``.py`` file that defines one
+    (``file.py:ClassName`` if it defines several), a mapping of such a ``name`` and its options, a
+    subclass of ``Environment``, or an environment. ``UserError``: as for ``load_task``.
+    """
+    if isinstance(environment, Environment):
+        return environment
+    options = dict(environment) if isinstance(environment, Mapping) else {"name": environment}
+    name = options.pop("name", None)
+    if isinstance(name, type) and issubclass(name, Environment):
+        return build_object(name, name.__name__, options)
+    if not isinstance(name, str | Path):
+        raise UserError(f"environment must be a name or a path, perhaps with options, not {name!r}")
+    name = str(name)
+    path, _, class_name = name.partition(".py:")
+    if name.endswith(".py") or class_name:
+        module = load_file(Path(f"{path}.py" if class_name else path), "environment")
+        found = _find_class(module, name, class_name, Environment, "environment")
+    else:
+        names = [m.name for m in pkgutil.iter_modules(importlib.import_module(TOOLS).__path__)]
+        if name not in names:
+            raise UserError(
+                f"there is no environment {name!r}{nearest(name, names)}: "
+                f"give one of {', '.join(names)}, or the path of a .py file"
+            )
+        found = _find_class(
+            importlib.import_module(f"{TOOLS}.{name}"), name, "", Environment, "environment"
+        )
+    if not find_tools(found):
+        raise UserError(f"environment {name} has no method that is marked @tool")
+    return build_object(found, name, options, "environment")
+
+
 def load_task_class(task: str | Path | type[Task]) -> type[Task]:
     """Return the class of a task; arguments and errors are those of ``load_task``."""
     if isinstance(task, type) and issubclass(task, Task):
@@ -115,16 +154,25 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
     )
 
 
-def get_task_source(task: type[Task]) -> str | None:
-    """Return the ``file.py:Class`` that another process must load before it unpickles a task."""
-    is_file = task.__module__.startswith(_FILE_MODULE)
-    return f"{inspect.getfile(task)}:{task.__name__}" if is_file else None
+def get_file(kind: type) -> str | None:
+    """Return the user's file that another process must load before it unpickles an object."""
+    return inspect.getfile(kind) if kind.__module__.startswith(_FILE_MODULE) else None
 
 
 def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
     """Build a task with its options; the ``UserError`` names all that are wrong or missing."""
-    fields = [field for field in dataclasses.fields(task) if field.init]
-    hints = typing.get_type_hints(task)
+    if options.get("environment") is not None:
+        options = {**options, "environment": load_environment(options["environment"])}
+    return build_object(task, name, options)
+
+
+def build_object(
+    kind: type[Built], name: str, options: dict[str, Any], noun: str = "task"
+) -> Built:
+    """Build a task or an environment with its options, as ``build_task``."""
+    fields = [field for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    prefix = "task_options" if noun == "task" else "task_options.environment"
     known = {field.name: hints[field.name] for field in fields}
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -138,22 +186,23 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
             reasons = {simplify(problem["msg"]) for problem in error.errors()}
             problems.append(f"{option}={value!r} should {' or '.join(sorted(reasons))}")
     problems += [
-        f"task_options.{field.name} has no value: set task_options.{field.name}=…"
+        f"{prefix}.{field.name} has no value: set {prefix}.{field.name}=…"
         for field in fields
         if field.default is field.default_factory is dataclasses.MISSING
         and field.name not in options
     ]
     if problems:
         raise UserError(
-            f"task {name} has wrong options:\n{bullets(problems)}\n"
+            f"{noun} {name} has wrong options:\n{bullets(problems)}\n"
             f"it has {', '.join(option for option in known if option not in SET_BY_LIBRARY)}"
         )
     try:
-        return task(**values)
+        return kind(**values)
     except (ValueError, UserError) as error:
-        raise UserError(f"task {name}: {error}") from error
+        raise UserError(f"{noun} {name}: {error}") from error
     except FAILURES as error:  # the user's constructor may raise anything
-        raise UserError(f"task {name} cannot be built: {type(error).__name__}: {error}") from error
+        message = f"{noun} {name} cannot be built: {type(error).__name__}: {error}"
+        raise UserError(message) from error
 
 
 def _convert(value: Any, hint: Any) -> Any:
@@ -178,37 +227,43 @@ def _load(load: Callable[[], Any], source: str, remedy: str = "") -> Any:
 
 
 def _find_task(module: Any, source: str, class_name: str = "") -> type[Task]:
-    """Return a task class, or that which a module defines; imported classes do not count.
+    """Return a task class, or that which a module defines."""
+    is_class = inspect.isclass(module) and issubclass(module, Task)
+    return _check_class(module if is_class else _find_class(module, source, class_name), source)
+
+
+def _find_class(
+    module: Any, source: str, class_name: str = "", base: type = Task, noun: str = "task"
+) -> Any:
+    """Return the class of a kind that a module defines; imported classes do not count.
 
     A class whose name starts with an underscore counts only if ``class_name`` names it.
     """
-    if inspect.isclass(module) and issubclass(module, Task):
-        return _check_class(module, source)
     if not isinstance(module, ModuleType):
-        raise UserError(f"task {source} is not a subclass of Task but {module!r}")
+        raise UserError(f"{noun} {source} is not a subclass of {base.__name__} but {module!r}")
     found = {
         name: member
         for name, member in vars(module).items()
         if inspect.isclass(member)
-        and issubclass(member, Task)
+        and issubclass(member, base)
         and member.__module__ == module.__name__
         and (name == class_name or not name.startswith("_"))
     }
     if class_name:
         if class_name not in found:
             raise UserError(
-                f"{source}: there is no task class {class_name}{nearest(class_name, found)}; "
+                f"{source}: there is no {noun} class {class_name}{nearest(class_name, found)}; "
                 f'it defines {", ".join(found) or "none"}, apart from if __name__ == "__main__"'
             )
-        return _check_class(found[class_name], source)
+        return found[class_name]
     if len(found) != 1:
         remedy = (
             f"choose one, as in {source}:{next(iter(found))}"
             if found
-            else "define one: class MyTask(Task), see the tasks of this package"
+            else f"define one: class Mine({base.__name__}), see those of this package"
         )
-        raise UserError(f"{source} defines {len(found)} task classes, not one: {remedy}")
-    return _check_class(next(iter(found.values())), source)
+        raise UserError(f"{source} defines {len(found)} {noun} classes, not one: {remedy}")
+    return next(iter(found.values()))
 
 
 def _check_class(task: type[Task], source: str) -> type[Task]:
@@ -253,9 +308,12 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     if path.resolve() == Path(getattr(program, "__file__", None) or os.devnull).resolve():
         return program
     trust.check(path)
-    # The path is part of the name, so that two files called task.py do not collide.
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    name = f"{_FILE_MODULE}{path.stem}_{digest}"
+    # The path is part of the name, so that two files called task.py do not collide; and the content,
+    # so that objects of a file that is loaded again have the same classes, unless it has changed.
+    content = str(path.resolve()).encode() + b"\0" + path.read_bytes()
+    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(content).hexdigest()[:12]}"
+    if name in sys.modules and name not in _LOADING:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UserError(f"{kind} file {path} cannot be loaded")

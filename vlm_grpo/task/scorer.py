@@ -17,9 +17,9 @@ from typing import Any
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES, Task
-from vlm_grpo.task.registry import get_task_source, load_task_class
+from vlm_grpo.task.registry import get_file, load_file
 from vlm_grpo.task.task import Outcome, call_batch_rule
-from vlm_grpo.types import Batch, Candidate, Example, Score
+from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, dump
@@ -33,21 +33,21 @@ if most completions had no answer for it."""
 _ROUNDING = 1e-6
 _GRACE = 1.0  # Seconds after the time limit at which an unresponsive worker is killed
 
-Item = tuple[str, Example, int | None]
-"""A completion's text, its example, and its number of tokens (None: unknown)."""
+Item = tuple[str, Example, int | None, Sequence[EpisodeTurn]]
+"""A completion's text, its example, its number of tokens (None: unknown), its episode's turns."""
 
 
 @dataclass(frozen=True)
-class SentTask:
-    """A pickled task, and what a worker must load before unpickling it, by ``load_task_class``.
+class Sent:
+    """A pickled task or environment, and the files that a worker must load before unpickling it.
 
-    Unpickling this gives the task, before the time limit of a call begins."""
+    Unpickling this gives the object, before the time limit of a call begins."""
 
     pickled: bytes
-    source: str | None
+    files: tuple[str, ...] = ()
 
-    def __reduce__(self) -> tuple[Callable[..., Task], tuple[bytes, str | None]]:
-        return _unpickle_task, (self.pickled, self.source)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes, tuple[str, ...]]]:
+        return _unpickle, (self.pickled, self.files)
 
 
 class RewardScorer:
@@ -84,6 +84,7 @@ class RewardScorer:
         examples: Sequence[Example],
         tokens: Sequence[int] | None = None,
         groups: Sequence[int] | None = None,
+        turns: Sequence[Sequence[EpisodeTurn]] | None = None,
     ) -> list[Score]:
         """Score each completion, given its text and example.
 
@@ -91,11 +92,14 @@ class RewardScorer:
             tokens: number of tokens of each completion; None: unknown.
             groups: number of each completion's group, for batch rules; None: each is a group of
                 its own.
+            turns: those of each completion's episode; None: there are no episodes.
 
         Raises:
             UserError: the workers do not start, or the task cannot be pickled.
         """
-        items = list(zip(texts, examples, tokens or [None] * len(texts), strict=True))
+        count = len(texts)
+        columns = texts, examples, tokens or [None] * count, turns or [()] * count
+        items = list(zip(*columns, strict=True))
         numbers = range(len(items)) if groups is None else groups
         found: dict[int, Score] = {}
         for name, part, indices in group_by_source(task, examples):
@@ -109,8 +113,10 @@ class RewardScorer:
     def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
         outcomes = self._find_outcomes(task, items)
         candidates = [
-            Candidate(own["parse"][0], example, text, length, group)
-            for own, (text, example, length), group in zip(outcomes, items, numbers, strict=True)
+            Candidate(own["parse"][0], example, text, length, group, tuple(turns))
+            for own, (text, example, length, turns), group in zip(
+                outcomes, items, numbers, strict=True
+            )
         ]
         return task.build_scores(candidates, outcomes, partial(self._apply_batch_rule, task))
 
@@ -177,7 +183,7 @@ class RewardScorer:
         """Return the results of ``function(seconds, task, *job)``, or what ended its worker."""
         if not self.workers and (self.seconds is None or can_interrupt()):
             return [function(seconds, task, *job) for job in jobs]
-        sent, limit = _send_task(task), None if seconds is None else seconds + _GRACE
+        sent, limit = send(task, task.environment), None if seconds is None else seconds + _GRACE
         futures = [self._pool.schedule(function, (seconds, sent, *job), limit) for job in jobs]
         results = [future.exception() or future.result() for future in futures]
         for result in results:
@@ -230,23 +236,28 @@ def measure_pass(task: Task, example: Example, score: Score) -> float:
     return value
 
 
-def _send_task(task: Task) -> SentTask:
+def send(value: Any, *parts: Any) -> Sent:
+    """Return a task or an environment for a worker; ``parts`` may be of other files than it.
+
+    ``UserError``: it cannot be pickled.
+    """
+    files = dict.fromkeys(get_file(type(part)) for part in (value, *parts))
     try:
-        return SentTask(dump(task), get_task_source(type(task)))
+        return Sent(dump(value), tuple(file for file in files if file is not None))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
-            f"task {type(task).__name__} cannot be sent to the reward workers ({error}): define it "
-            "in a file of its own, or set rollout.reward_workers=0"
+            f"{type(value).__name__} cannot be sent to worker processes ({error}): define it in a "
+            "file of its own; rollout.reward_workers=0 scores in this process"
         ) from error
 
 
-_load_source = lru_cache(load_task_class)
+_load_once = lru_cache(load_file)
 
 
 @lru_cache(maxsize=2)  # one for training, which changes with the progress, and one for evaluation
-def _unpickle_task(pickled: bytes, source: str | None) -> Task:
-    if source is not None:
-        _load_source(source)
+def _unpickle(pickled: bytes, files: tuple[str, ...]) -> Any:
+    for file in files:
+        _load_once(Path(file))
     return pickle.loads(pickled)  # written by the process that started this one
 
 

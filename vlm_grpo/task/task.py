@@ -41,7 +41,7 @@ from PIL import Image
 from vlm_grpo.task.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.task.parsing import extract_answer
 from vlm_grpo.task.scores import repeated_share
-from vlm_grpo.types import Batch, Candidate, Example, ImageRef, LabeledBoxes, Score
+from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
 from vlm_grpo.utils.http_json import ServiceError
 from vlm_grpo.utils.timing import CallTimeout
@@ -123,10 +123,11 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: Any) -
         if is_batch and arguments != ("batch",):
             raise TypeError(f"{kind} {name}{arguments} must take (self, batch)")
         takes_one = len(arguments) >= 2 and arguments == _ARGUMENTS[: len(arguments)]
-        if not is_batch and not takes_one:
+        if not is_batch and not takes_one and arguments != ("episode",):
             raise TypeError(
                 f"{kind} {name}{arguments} must take (self, answer, example), then text and "
-                f"tokens if it needs them; or (self, batch), with @{kind}(batch=True)"
+                f"tokens if it needs them; (self, episode); or (self, batch), with "
+                f"@{kind}(batch=True)"
             )
         if more.get("seconds") is not None and not (is_batch and more["seconds"] > 0):
             raise TypeError(f"{kind} {name}: seconds must be positive, and needs batch=True")
@@ -146,6 +147,9 @@ def reward(
     seconds: float | None = None,
 ) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
+
+    A method ``(self, episode)``, of a task or of its environment, gets a ``Candidate``, with the
+    turns of the episode.
 
     Evaluation and scoring from a file know only the text, and leave out rewards that take
     ``tokens``, the completion's number of tokens.
@@ -319,6 +323,9 @@ class Task:
     #: ``weights`` name that reward
     overlong_cache: int = 0
     token_limit: int = 0  #: maximum number of tokens of a completion; set by the trainer
+    #: tools that the model may call before it answers: the name of an environment, the path of its
+    #: ``.py`` file, or a mapping of ``name`` and the environment's options. None: there are none
+    environment: Any = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -467,7 +474,13 @@ class Task:
         inner = extract_answer(self.thinking_tags.normalize(text), tags=self.tags)
         return None if inner is None else self.parse(inner, example)
 
-    def score(self, text: str, example: Example, tokens: int | None = None) -> Score:
+    def score(
+        self,
+        text: str,
+        example: Example,
+        tokens: int | None = None,
+        turns: Sequence[EpisodeTurn] = (),
+    ) -> Score:
         """Score one completion; failures of rules are reported in the score, not raised.
 
         Batch rules score it as a batch of one.
@@ -476,9 +489,10 @@ class Task:
             text: the completion.
             example: the example that it answers.
             tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
+            turns: those of its episode.
         """
-        outcomes = self.apply_rules(text, example, tokens)
-        candidate = Candidate(outcomes["parse"][0], example, text, tokens, group=0)
+        outcomes = self.apply_rules(text, example, tokens, turns)
+        candidate = Candidate(outcomes["parse"][0], example, text, tokens, 0, tuple(turns))
 
         def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
             return call_batch_rule(getattr(self, name), Batch(chosen), operator.call)
@@ -490,6 +504,7 @@ class Task:
         text: str,
         example: Example,
         tokens: int | None = None,
+        turns: Sequence[EpisodeTurn] = (),
         call: Callable[..., Any] = operator.call,
         only: str | None = None,
     ) -> dict[str, Outcome]:
@@ -498,13 +513,15 @@ class Task:
         answer, failure = attempt(call, self.read, text, example)
         outcomes: dict[str, Outcome] = {"parse": (answer, failure)}
         arguments = (answer, example, text, tokens)
+        episode = Candidate(answer, example, text, tokens, 0, tuple(turns))
         for name, rule in self.applicable_rules(tokens).items():
             if failure is not None or only not in (None, name):
                 outcomes[name] = None, None
             elif answer is None and rule.needs_answer:
                 outcomes[name] = rule.without_answer, None
             else:
-                chosen = getattr(self, name), *arguments[: rule.arguments]
+                given = arguments[: rule.arguments] if rule.arguments > 1 else (episode,)
+                chosen = getattr(self._find_owner(name), name), *given
                 outcomes[name] = attempt(lambda chosen=chosen: to_finite(call(*chosen)))
         return outcomes
 
@@ -558,13 +575,23 @@ class Task:
 
     def reward_rules(self) -> dict[str, Rule]:
         """Return the rules of all rewards by name, also of the optional ones."""
-        return {**self.rules("reward"), **self.rules("optional")}
+        return {name: rule for name, rule in self._find_rules().items() if rule.kind == "reward"}
+
+    def _find_rules(self) -> dict[str, Rule]:
+        """Return the rules of the task and of its environment."""
+        own, others = find_rules(type(self)), find_rules(type(self.environment))
+        if shared := sorted(own.keys() & others.keys()):
+            raise ValueError(f"the task and its environment both have {', '.join(shared)}")
+        return {**own, **others}
+
+    def _find_owner(self, name: str) -> Any:
+        return self if name in find_rules(type(self)) else self.environment
 
     def reward_weights(self) -> dict[str, float]:
         """Return the weight of each reward in use at the ``progress``, by name."""
         return {
             name: get_scheduled(self.weights.get(name, rule.weight), self.progress)
-            for name, rule in find_rules(type(self)).items()
+            for name, rule in self._find_rules().items()
             if rule.kind == "reward" and (name in self.weights or not rule.optional)
         }
 
@@ -583,7 +610,7 @@ class Task:
         weights = self.reward_weights()
         return {
             name: rule
-            for name, rule in find_rules(type(self)).items()
+            for name, rule in self._find_rules().items()
             if rule.batch == batch and (rule.kind == "metric" or name in weights)
         }
 

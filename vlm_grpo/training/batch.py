@@ -338,7 +338,8 @@ def score_groups(
     examples = [prompt.example for prompt, members in pairs for _ in members]
     lengths = [len(completion.token_ids) for _, members in pairs for completion in members]
     numbers = [number for number, (_, members) in enumerate(pairs) for _ in members]
-    scores = iter(scorer(task, texts, examples, lengths, numbers))
+    turns = [completion.turns for _, members in pairs for completion in members]
+    scores = iter(scorer(task, texts, examples, lengths, numbers, turns))
     return [
         Group(prompt, members, tuple(itertools.islice(scores, len(members))))
         for prompt, members in pairs
@@ -346,7 +347,8 @@ def score_groups(
 
 
 def is_masked(completion: Completion, objective: ObjectiveSettings) -> bool:
-    return objective.mask_truncated_completions and completion.stop == "length"
+    is_truncated = completion.stop == "length" and objective.mask_truncated_completions
+    return is_truncated or completion.stop == "turns"
 
 
 @torch.no_grad()
@@ -379,8 +381,12 @@ def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSl
     for group in groups:
         rows = [row for row in range(start, start + len(group.completions)) if keep[row]]
         if rows:
-            tokens = tuple(group.completions[row - start].token_ids for row in rows)
-            slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
+            own = [group.completions[row - start] for row in rows]
+            observed = (
+                tuple(c.observations for c in own) if any(c.observations for c in own) else ()
+            )
+            tokens = tuple(completion.token_ids for completion in own)
+            slices.append(GroupSlice(group.prompt, tokens, tuple(rows), observed))
         start += len(group.completions)
     return tuple(slices)
 

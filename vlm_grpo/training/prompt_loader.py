@@ -11,8 +11,10 @@ from torch import Tensor
 
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
+from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.training.methods import Variant
 from vlm_grpo.types import Example, Prompt
 
@@ -27,7 +29,8 @@ class PromptLoader:
 
     Reading, resizing and splitting an image into patches needs no model, so a thread does it ahead
     of time, or several do; image decoders and tensor operations release the interpreter's lock.
-    With ``skip_unreadable``, an example that cannot be read is replaced by a later one. The
+    With ``skip_unreadable``, an example that cannot be read is replaced by a later one. ``runner``
+    begins the episodes of prompts with an environment. The
     policy's ``counters`` count the work.
     """
 
@@ -38,7 +41,9 @@ class PromptLoader:
         stream: ExampleStream,
         skip_unreadable: bool,
         threads: int = 1,
+        runner: EnvironmentRunner | None = None,
     ) -> None:
+        self.runner = runner
         self.policy, self.task, self.stream = policy, task, stream
         self.skip_unreadable = skip_unreadable
         self._pending: dict[tuple[int, Variant | None], Future[tuple[Prompt, bool]]] = {}
@@ -76,8 +81,9 @@ class PromptLoader:
         position = index
         while True:
             try:
-                example = self.policy.prompts.with_resized_sizes(self.stream[position])
-                prompt = self._build(example)
+                builder, own = self.policy.prompts, self.stream[position]
+                example, start = begin_episodes(builder, self.runner, own, self.task)
+                prompt = replace(self._build(example), start=start)
                 other = None if variant is None else variant.change(example, index)
                 if variant is not None and other is not None:
                     changed = replace(self._build(other), label=variant.label)

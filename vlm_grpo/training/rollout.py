@@ -32,15 +32,18 @@ from vlm_grpo.model.engine.sampling import (
     SamplingSettings,
     build_sampling_settings,
 )
+from vlm_grpo.model.episodes import Seeds, sample_episodes
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
+from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.scorer import FailureGuard
 from vlm_grpo.training.batch import (
     Rollout,
     TokenBudget,
     build_slices,
     has_spread,
+    is_masked,
     is_out_of_memory,
     score_groups,
 )
@@ -113,7 +116,10 @@ class RolloutSampler:
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         skip, threads = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
-        self.loader = PromptLoader(self.policy, task, stream, skip, max(1, threads))
+        self.runner = EnvironmentRunner(settings.rollout.reward_workers)
+        self.loader = PromptLoader(
+            self.policy, task, stream, skip, max(1, threads), self.runner
+        )
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
         if self._author_of(0) is None:
@@ -127,6 +133,7 @@ class RolloutSampler:
             self.outside.close()
         self.loader.close()
         self.scorer.close()
+        self.runner.close()
 
     @property
     def unused(self) -> list[int]:
@@ -394,17 +401,44 @@ class RolloutSampler:
         self, prompts: Sequence[Prompt], indices: Sequence[int]
     ) -> list[tuple[Completion, ...]]:
         """Sample with a token budget that is halved if memory runs out; the result is the same."""
+        asked, sampling, numbers, seeds = self._build_arguments(prompts, indices)
+        starts = [prompt.start for prompt in prompts if prompt.start is not None]
+        if not starts:
+            return self._sample_within_memory(asked, sampling, numbers, seeds)
+        ends = dict.fromkeys(start.end_of_call for start in starts)
+        sampling, longest = (
+            replace(sampling, stop=(*sampling.stop, *ends)),
+            sampling.max_completion_length,
+        )
+
+        def sample(
+            behind: list[Prompt], own: list[range], streams: Seeds, begun: list[int]
+        ) -> list[tuple[Completion, ...]]:
+            return self._sample_within_memory(behind, sampling, own, streams, begun)
+
+        builder = self.policy.prompts
+        return sample_episodes(asked, numbers, seeds, sample, builder, self.runner, longest)
+
+    def _sample_within_memory(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        numbers: Sequence[range],
+        seeds: Seeds,
+        begun: Sequence[int] = (),
+    ) -> list[tuple[Completion, ...]]:
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
         minimum = longest + rollout.num_generations * rollout.max_completion_length
-        arguments = self._build_arguments(prompts, indices)
         # FSDP2 does not reshard a rank's weights after an error within a forward pass, and its
         # ranks would then gather other tensors: they stop at the end of the round.
         is_fsdp = not self.strategy.may_retry
         check = (lambda: None) if is_fsdp else self._stop_request.check
         while True:
             try:
-                return self.policy.sample(*arguments, self.budget.tokens, check)
+                return self.policy.sample(
+                    prompts, sampling, numbers, seeds, self.budget.tokens, check, begun
+                )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -414,7 +448,7 @@ class RolloutSampler:
                         f"of one prompt of {longest} tokens: lower rollout.num_generations, "
                         "rollout.max_completion_length or policy.max_pixels"
                     ) from error
-            self.budget.halve(minimum * len(arguments.prompts), minimum)
+            self.budget.halve(minimum * len(prompts), minimum)
 
 
 class SamplingArguments(NamedTuple):
@@ -471,9 +505,8 @@ def estimate_cost(
     objective = settings.objective
     is_skipped = settings.can_skip_zero_advantages and objective.beta == 0
     is_skipped = is_skipped and not has_spread(group, reward_weights, objective)
-    masked = objective.mask_truncated_completions
     every = [True] * len(group.completions)
-    active = [not (is_skipped or (masked and c.stop == "length")) for c in group.completions]
+    active = [not (is_skipped or is_masked(c, objective)) for c in group.completions]
 
     def count(keep: Sequence[bool]) -> int:
         repeated = 0 if shared else max(0, sum(keep) - 1) * len(group.prompt.token_ids)

@@ -1,0 +1,147 @@
+"""Episodes: completions behind prompts with an environment, sampled turn by turn.
+
+Tokens go in as they came out: a turn is sampled behind the tokens of the prompt, of the turns
+before it and of what was observed in between, and nothing is decoded and tokenized again. The
+numbers from which the tokens are sampled are one stream per episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vlm_grpo.model.engine.batch import Path
+from vlm_grpo.model.engine.repeated import extend_prompt
+from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
+from vlm_grpo.task import Task
+from vlm_grpo.task.episodes import EnvironmentRunner
+from vlm_grpo.types import (
+    Completion,
+    EpisodeStart,
+    EpisodeTurn,
+    Example,
+    Observation,
+    Prompt,
+)
+
+Seeds = Sequence[Sequence[int | str]]
+Sample = Callable[[list[Prompt], list[range], Seeds, list[int]], Sequence[tuple[Completion, ...]]]
+"""Samples behind prompts, given the numbers of the completions, the seeds, and the numbers of
+tokens that each completion has already."""
+
+
+def begin_episodes(
+    builder: PromptWriter, runner: EnvironmentRunner | None, example: Example, task: Task
+) -> tuple[Example, EpisodeStart | None]:
+    """Return an example with the resized sizes of its images and what its environment shows at the
+    start, and the start of its episodes; None: it has no environment."""
+    example, environment = builder.with_resized_sizes(example), task.resolve(example)[1].environment
+    if environment is None or runner is None:
+        return example, None
+    example, start = runner.begin(environment, example)
+    return builder.with_resized_sizes(example), start
+
+
+@dataclass
+class _Episode:
+    prompt: Prompt
+    start: EpisodeStart
+    seed: Sequence[int | str]
+    number: int  # in its group
+    parts: list[Completion]  # what was sampled in each turn
+    state: object  # of the environment
+    turns: list[EpisodeTurn] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    stop: str | None = None  # why it ended, if not as its last part did
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for part in self.parts for token in part.token_ids)
+
+    def finish(self) -> Completion:
+        last, parts = self.parts[-1], self.parts
+        turns = (
+            (*self.turns, EpisodeTurn(last.text)) if len(self.turns) < len(parts) else self.turns
+        )
+        return Completion(
+            self.tokens,
+            tuple(value for part in parts for value in part.logprobs),
+            last.text,
+            self.stop or last.stop,  # type: ignore[arg-type]
+            tuple(value for part in parts for value in part.entropies),
+            min((p.version for p in parts if p.version is not None), default=None),
+            last.variant,
+            tuple(self.observations),
+            tuple(turns),
+        )
+
+
+def sample_episodes(
+    prompts: Sequence[Prompt],
+    numbers: Sequence[range],
+    seeds: Seeds,
+    sample: Sample,
+    builder: PromptBuilder,
+    runner: EnvironmentRunner,
+    max_tokens: int,
+) -> list[tuple[Completion, ...]]:
+    """Sample the completions of prompts, some of which have an environment.
+
+    An episode ends with a text that calls no tool, and is cut where the next turn would exceed its
+    ``max_tokens`` own tokens, the model's context, or the environment's turns; what it observed
+    last is then dropped whole.
+
+    Args:
+        numbers: the numbers of each prompt's completions in their group.
+        seeds: the seed of each prompt.
+        sample: samples the next part of some completions.
+        builder: writes what is observed in the model's chat template.
+        runner: calls the tools.
+        max_tokens: most tokens that an episode may sample, over all turns.
+    """
+    first = sample([*prompts], [*numbers], seeds, [0 for own in numbers for _ in own])
+    groups: list[list[Completion | _Episode]] = []
+    for prompt, own, seed, members in zip(prompts, numbers, seeds, first, strict=True):
+        if (start := prompt.start) is None:
+            groups.append([*members])
+            continue
+        pairs = zip(own, members, strict=True)
+        groups.append([_Episode(prompt, start, seed, n, [c], start.state) for n, c in pairs])
+    active = [e for group in groups for e in group if isinstance(e, _Episode)]
+    while active := _step(active, builder, runner, max_tokens):
+        kind = builder.family.completion_type
+        behind = [
+            extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations)), kind) for e in active
+        ]
+        ranges = [range(e.number, e.number + 1) for e in active]
+        own_seeds, begun = [e.seed for e in active], [len(e.tokens) for e in active]
+        for episode, (part,) in zip(active, sample(behind, ranges, own_seeds, begun), strict=True):
+            episode.parts.append(part)
+    return [tuple(e.finish() if isinstance(e, _Episode) else e for e in group) for group in groups]
+
+
+def _step(
+    episodes: list[_Episode], builder: PromptBuilder, runner: EnvironmentRunner, max_tokens: int
+) -> list[_Episode]:
+    """Call the tools that the last turns ask for; return the episodes that go on."""
+    calling = [e for e in episodes if e.start.end_of_call in e.parts[-1].text]
+    states = [episode.state for episode in calling]
+    steps = runner.step(states, [episode.parts[-1].text for episode in calling])  # type: ignore[arg-type]
+    following = []
+    for episode, (state, call, observed) in zip(calling, steps, strict=True):
+        assert observed is not None  # the text has a call
+        episode.state, text = state, episode.parts[-1].text
+        episode.turns.append(EpisodeTurn(text, call, observed))
+        if len(episode.parts) >= episode.start.max_turns:
+            episode.stop = "turns" if episode.start.masks_long else None
+            continue
+        seen = builder.observe(observed)
+        used = len(episode.tokens)
+        path = sum(len(o.prompt.token_ids) for o in episode.observations) + len(seen.token_ids)
+        longest = len(episode.prompt.token_ids) + path + used
+        if used >= max_tokens or (builder.max_tokens and longest >= builder.max_tokens):
+            episode.stop = "length"
+            continue
+        episode.observations.append(Observation(used, seen))
+        following.append(episode)
+    return following

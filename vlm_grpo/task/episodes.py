@@ -1,0 +1,115 @@
+"""The running of environments in worker processes, where nothing that a tool does stops a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.task.environment import Environment
+from vlm_grpo.task.scorer import Sent, send
+from vlm_grpo.types import EpisodeStart, Example, Observed, ToolCall
+from vlm_grpo.utils.chat import IMAGE
+from vlm_grpo.utils.timing import CallTimeout, time_limit
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool
+
+TOOL_TIMEOUT = 30.0  #: Time limit in seconds of one call of a tool
+_GRACE = 1.0  # seconds after the time limit at which an unresponsive worker is killed
+
+Step = tuple[Sent, ToolCall | None, Observed | None]
+"""The state of an environment after a text, the call in it, and what is read next, if anything."""
+
+
+class EnvironmentRunner:
+    """A runner of environments, whose tools are called in worker processes.
+
+    An environment is sent to a worker with its state, and comes back after the call. A call that
+    raises, takes longer than ``seconds`` or ends its process is answered by a message, and leaves
+    the state as it was. It may be used from several threads.
+    """
+
+    def __init__(self, workers: int = 1, seconds: float | None = TOOL_TIMEOUT) -> None:
+        self.seconds = seconds
+        self._pool = WorkerPool(max(1, workers), ("environment", "rollout.reward_workers"))
+
+    def __enter__(self) -> EnvironmentRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers; a later call starts new ones."""
+        self._pool.close()
+
+    def begin(self, environment: Environment, example: Example) -> tuple[Example, EpisodeStart]:
+        """Begin the episodes of an example; return it with what ``reset`` shows, and their start.
+
+        ``UserError``: ``reset`` fails.
+        """
+        sent = send(environment)
+        (result,) = self._run(_begin, [(sent, example)])
+        if isinstance(result, UserError):
+            raise result
+        if isinstance(result, BaseException):
+            raise UserError(
+                f"{example.name}: reset of {type(environment).__name__} failed: "
+                f"{self._describe(result)}"
+            ) from result
+        state, shown = result
+        start = EpisodeStart(
+            state, environment.max_turns, environment.over_turn == "mask", environment.call_tags[1]
+        )
+        if shown is None:
+            return example, start
+        text, question = shown.text, example.question
+        if IMAGE not in question and not example.history:
+            text = text.replace(IMAGE, "")  # all images stand before the question
+        question = "\n".join(filter(None, (question, text)))
+        images = (*example.images, *shown.images)
+        return replace(example, question=question, images=images), start
+
+    def step(self, states: Sequence[Sent], texts: Sequence[str]) -> list[Step]:
+        """Return what follows on the texts of several episodes, in their order."""
+        results = self._run(_step, list(zip(states, texts, strict=True)))
+        found: list[Step] = []
+        for state, result in zip(states, results, strict=True):
+            if isinstance(result, UserError):
+                raise result
+            if isinstance(result, BaseException):
+                message = f"Error: {self._describe(result)}"
+                found.append((state, None, Observed(message, is_error=True)))
+            else:
+                found.append(result)
+        return found
+
+    def _run(self, function: Any, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+        limit = None if self.seconds is None else self.seconds + _GRACE
+        futures = [self._pool.schedule(function, (self.seconds, *job), limit) for job in jobs]
+        results = [future.exception() or future.result() for future in futures]
+        for result in results:
+            if isinstance(result, WorkerError):
+                raise result
+        return results
+
+    def _describe(self, error: BaseException) -> str:
+        if isinstance(error, WorkerEnded):
+            return f"the tool's process ended ({error})"
+        if isinstance(error, TimeoutError | CallTimeout):
+            return f"the tool took longer than its limit of {self.seconds:g} s"
+        return f"{type(error).__name__}: {error}"[:1000]
+
+
+def _begin(
+    seconds: float | None, environment: Environment, example: Example
+) -> tuple[Sent, Observed | None]:
+    with time_limit(seconds) as call:
+        shown = call(environment.begin, example)
+    return send(environment), shown
+
+
+def _step(seconds: float | None, environment: Environment, text: str) -> Step:
+    with time_limit(seconds) as call:
+        found = call(environment.step, text)
+    return send(environment), *found
