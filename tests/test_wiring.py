@@ -15,6 +15,7 @@ import pytest
 import torch
 from gradients import relative_distance
 from plain_step import PlainModel, PlainStep, compute_gradient
+from small_environments import Peek
 from small_runs import small_run
 from tiny_models import noise_example, tiny_model
 from torch import Tensor
@@ -109,6 +110,12 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "optim": {"mini_batches": 2},
     },
+    "episodes with observed images, LoRA, masked, KL in the loss, in micro-batches": {
+        **LORA,
+        "objective": {"beta": 0.5, "mask_truncated_completions": True},
+        "optim": {"mini_batches": 2, "max_tokens_per_batch": 60},
+        "rollout": {"max_completion_length": 16},
+    },
 }  # fmt: skip
 """Settings under which the gradient of every update is compared with plain transformers."""
 ENDS = range(0, 256, 3)
@@ -188,12 +195,12 @@ def make_settings(model_folder: Path, tmp_path: Path) -> Any:
     return make
 
 
-def make_trainer(settings: Settings, **weights: float) -> Trainer:
+def make_trainer(settings: Settings, environment: Any = None, **weights: float) -> Trainer:
     """Build a trainer whose model computes in float64: a difference is then one of formulas."""
     torch.manual_seed(1)  # of the adapters, so that a test does not depend on those before it
     policy = load_policy(settings)
     policy.model.double()
-    trainer = Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
+    trainer = Trainer(settings, policy, Letters(weights=weights, environment=environment), EXAMPLES)
     for method in trainer.methods.values():
         if isinstance(method, Distillation):
             method.teacher.model.double()
@@ -236,15 +243,17 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     settings = make_settings(**merge({"objective": defaults}, CASES[case]))
     updates, every = settings.updates_per_step, settings.objective.reference_refresh_every
     parts = settings.optim.mini_batches
-    recorder = Recorder(make_trainer(settings))
+    environment = Peek() if case.startswith("episodes") else None
+    recorder = Recorder(make_trainer(settings, environment))
     recorder.attach(monkeypatch)
     plain = PlainModel(model_folder, settings)
+    rewards = {"letters": 1.0, "codes": -0.5, **({"turns": 0.5} if environment else {})}
     for step in range(2 if every == "never" else every + 1):
         metrics, losses = recorder.trainer.step(), []
         before, refreshed = step * updates, 0 if every == "never" else step - step % every
         raw = PlainStep(
             recorder.groups[step],
-            {"letters": 1.0, "codes": -0.5},
+            rewards,
             recorder.weights[before],
             recorder.weights[refreshed * updates],
             number=step,
@@ -256,8 +265,13 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
             # float64, but for the rewards, the advantages and the sampler's log-probs in float32.
             assert relative_distance(recorder.gradients[update], expected) < 5e-6
         assert metrics["loss"] == pytest.approx(sum(losses) / updates, rel=1e-5, abs=1e-6)
-    stops = {c.stop for groups in recorder.groups for group in groups for c in group.completions}
-    assert stops == {"eos", "length"}
+    completions = [c for groups in recorder.groups for g in groups for c in g.completions]
+    if environment is None:
+        assert {c.stop for c in completions} == {"eos", "length"}
+        return
+    observed = [o.prompt for c in completions for o in c.observations]
+    assert {len(prompt.example.images) for prompt in observed} == {0, 1}
+    assert max(len(c.turns) for c in completions) == environment.max_turns
 
 
 @pytest.mark.parametrize(("loss", "iterations"), [("grpo", 1), ("dapo", 2)])

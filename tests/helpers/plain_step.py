@@ -84,15 +84,29 @@ class PlainModel:
         """
         inputs = dict(self._process(prompt, change))
         assert inputs["input_ids"][0].tolist() == list(prompt.token_ids)
-        count = len(completion.token_ids)
-        tokens = torch.tensor([completion.token_ids])
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], dim=1)
+        tokens, count = torch.tensor([completion.token_ids]), len(completion.token_ids)
+        ends = [*(o.start for o in completion.observations), count]
+        own = [torch.zeros_like(inputs["input_ids"], dtype=torch.bool)]
+        inputs["mm_token_type_ids"] = inputs.get("mm_token_type_ids", own[0].long())
+        for place, start in enumerate([0, *ends[:-1]]):
+            sampled = tokens[:, start : ends[place]]
+            more = {"input_ids": sampled, "mm_token_type_ids": torch.zeros_like(sampled)}
+            own.append(torch.ones_like(sampled, dtype=torch.bool))
+            inputs |= {n: torch.cat([inputs[n], values], dim=1) for n, values in more.items()}
+            if place < len(completion.observations):
+                seen = dict(self._process(completion.observations[place].prompt, None))
+                own.append(torch.zeros_like(seen["input_ids"], dtype=torch.bool))
+                types = seen.setdefault("mm_token_type_ids", own[-1].long())
+                assert types.shape == seen["input_ids"].shape
+                for name in ("input_ids", "mm_token_type_ids"):
+                    inputs[name] = torch.cat([inputs[name], seen[name]], dim=1)
+                for name in ("pixel_values", "image_grid_thw"):
+                    both = [values[name] for values in (inputs, seen) if name in values]
+                    inputs |= {name: torch.cat(both)} if both else {}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if "mm_token_type_ids" in inputs:
-            types = inputs["mm_token_type_ids"]
-            inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(tokens)], dim=1)
         self.model.model.rope_deltas = None  # transformers keeps those of the previous prompt
-        logits = self.model(**inputs).logits[0, -count - 1 : -1] / self.rollout.temperature
+        predictors = torch.cat(own, dim=1)[0, 1:].nonzero()[:, 0]
+        logits = self.model(**inputs).logits[0, predictors] / self.rollout.temperature
         allowed = torch.ones_like(logits, dtype=torch.bool)
         allowed[:, self.banned] = False
         for position in range(min(self.rollout.min_new_tokens, count)):

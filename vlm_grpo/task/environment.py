@@ -19,6 +19,7 @@ its message.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import io
 import json
@@ -205,6 +206,10 @@ class Environment:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_names(cls, Environment)
+        known = {found.name: found.type for found in dataclasses.fields(cls)}
+        hints = cls.__dict__.get("__annotations__", {})
+        # A dataclass would ignore another default without a hint.
+        cls.__annotations__ = {**{n: known[n] for n in known if n in vars(cls)}, **hints}
         dataclass(kw_only=True)(cls)
 
     def __post_init__(self) -> None:
