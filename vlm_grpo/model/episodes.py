@@ -8,10 +8,11 @@ numbers from which the tokens are sampled are one stream per episode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vlm_grpo.model.engine.batch import Path
 from vlm_grpo.model.engine.repeated import extend_prompt
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.task import Task
 from vlm_grpo.task.episodes import EnvironmentRunner
@@ -25,9 +26,12 @@ from vlm_grpo.types import (
 )
 
 Seeds = Sequence[Sequence[int | str]]
-Sample = Callable[[list[Prompt], list[range], Seeds, list[int]], Sequence[tuple[Completion, ...]]]
-"""Samples behind prompts, given the numbers of the completions, the seeds, and the numbers of
-tokens that each completion has already."""
+Sample = Callable[
+    [Sequence[Prompt], SamplingSettings, Sequence[range], Seeds, Sequence[int]],
+    Sequence[tuple[Completion, ...]],
+]
+"""Samples behind prompts, given the settings, the numbers of the completions, the seeds, and the
+numbers of tokens that each completion has already."""
 
 
 def begin_episodes(
@@ -78,18 +82,18 @@ class _Episode:
 
 def sample_episodes(
     prompts: Sequence[Prompt],
+    sampling: SamplingSettings,
     numbers: Sequence[range],
     seeds: Seeds,
     sample: Sample,
     builder: PromptBuilder,
     runner: EnvironmentRunner,
-    max_tokens: int,
 ) -> list[tuple[Completion, ...]]:
-    """Sample the completions of prompts, some of which have an environment.
+    """Sample the completions of prompts, some or none of which have an environment.
 
-    An episode ends with a text that calls no tool, and is cut where the next turn would exceed its
-    ``max_tokens`` own tokens, the model's context, or the environment's turns; what it observed
-    last is then dropped whole.
+    An episode ends with a text that calls no tool. It is cut where the next turn would exceed the
+    maximum number of tokens that an episode may sample, the model's context, or the environment's
+    turns; what it observed last is then dropped whole.
 
     Args:
         numbers: the numbers of each prompt's completions in their group.
@@ -97,9 +101,11 @@ def sample_episodes(
         sample: samples the next part of some completions.
         builder: writes what is observed in the model's chat template.
         runner: calls the tools.
-        max_tokens: most tokens that an episode may sample, over all turns.
     """
-    first = sample([*prompts], [*numbers], seeds, [0 for own in numbers for _ in own])
+    ends = {prompt.start.end_of_call: None for prompt in prompts if prompt.start is not None}
+    sampling = replace(sampling, stop=(*sampling.stop, *ends))
+    longest = sampling.max_completion_length
+    first = sample(prompts, sampling, numbers, seeds, ())
     groups: list[list[Completion | _Episode]] = []
     for prompt, own, seed, members in zip(prompts, numbers, seeds, first, strict=True):
         if (start := prompt.start) is None:
@@ -108,14 +114,16 @@ def sample_episodes(
         pairs = zip(own, members, strict=True)
         groups.append([_Episode(prompt, start, seed, n, [c], start.state) for n, c in pairs])
     active = [e for group in groups for e in group if isinstance(e, _Episode)]
-    while active := _step(active, builder, runner, max_tokens):
+    while active := _step(active, builder, runner, longest):
         kind = builder.family.completion_type
         behind = [
             extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations)), kind) for e in active
         ]
         ranges = [range(e.number, e.number + 1) for e in active]
         own_seeds, begun = [e.seed for e in active], [len(e.tokens) for e in active]
-        for episode, (part,) in zip(active, sample(behind, ranges, own_seeds, begun), strict=True):
+        for episode, (part,) in zip(
+            active, sample(behind, sampling, ranges, own_seeds, begun), strict=True
+        ):
             episode.parts.append(part)
     return [tuple(e.finish() if isinstance(e, _Episode) else e for e in group) for group in groups]
 

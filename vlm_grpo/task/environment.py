@@ -207,7 +207,7 @@ class Environment:
         super().__init_subclass__()
         check_names(cls, Environment)
         known = {found.name: found.type for found in dataclasses.fields(cls)}
-        hints = cls.__dict__.get("__annotations__", {})
+        hints = inspect.get_annotations(cls)
         # A dataclass would ignore another default without a hint.
         cls.__annotations__ = {**{n: known[n] for n in known if n in vars(cls)}, **hints}
         dataclass(kw_only=True)(cls)

@@ -308,8 +308,8 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     if path.resolve() == Path(getattr(program, "__file__", None) or os.devnull).resolve():
         return program
     trust.check(path)
-    # The path is part of the name, so that two files called task.py do not collide; and the content,
-    # so that objects of a file that is loaded again have the same classes, unless it has changed.
+    # The path is part of the name, so that two files called task.py do not collide; so is the
+    # content: objects of an unchanged file that is loaded again have the same classes.
     content = str(path.resolve()).encode() + b"\0" + path.read_bytes()
     name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(content).hexdigest()[:12]}"
     if name in sys.modules and name not in _LOADING:

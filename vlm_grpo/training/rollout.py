@@ -401,23 +401,8 @@ class RolloutSampler:
         self, prompts: Sequence[Prompt], indices: Sequence[int]
     ) -> list[tuple[Completion, ...]]:
         """Sample with a token budget that is halved if memory runs out; the result is the same."""
-        asked, sampling, numbers, seeds = self._build_arguments(prompts, indices)
-        starts = [prompt.start for prompt in prompts if prompt.start is not None]
-        if not starts:
-            return self._sample_within_memory(asked, sampling, numbers, seeds)
-        ends = dict.fromkeys(start.end_of_call for start in starts)
-        sampling, longest = (
-            replace(sampling, stop=(*sampling.stop, *ends)),
-            sampling.max_completion_length,
-        )
-
-        def sample(
-            behind: list[Prompt], own: list[range], streams: Seeds, begun: list[int]
-        ) -> list[tuple[Completion, ...]]:
-            return self._sample_within_memory(behind, sampling, own, streams, begun)
-
-        builder = self.policy.prompts
-        return sample_episodes(asked, numbers, seeds, sample, builder, self.runner, longest)
+        arguments, builder = self._build_arguments(prompts, indices), self.policy.prompts
+        return sample_episodes(*arguments, self._sample_within_memory, builder, self.runner)
 
     def _sample_within_memory(
         self,
