@@ -206,10 +206,11 @@ class Environment:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_names(cls, Environment)
-        known = {found.name: found.type for found in dataclasses.fields(cls)}
-        hints = inspect.get_annotations(cls)
-        # A dataclass would ignore another default without a hint.
-        cls.__annotations__ = {**{n: known[n] for n in known if n in vars(cls)}, **hints}
+        known = typing.get_type_hints(Environment)
+        hints = {found.name: known[found.name] for found in dataclasses.fields(Environment)}
+        # A dataclass would ignore another default of an option that has no hint beside it.
+        again = {name: hint for name, hint in hints.items() if name in vars(cls)}
+        cls.__annotations__ = {**again, **inspect.get_annotations(cls)}
         dataclass(kw_only=True)(cls)
 
     def __post_init__(self) -> None:

@@ -117,9 +117,7 @@ class RolloutSampler:
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         skip, threads = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
         self.runner = EnvironmentRunner(settings.rollout.reward_workers)
-        self.loader = PromptLoader(
-            self.policy, task, stream, skip, max(1, threads), self.runner
-        )
+        self.loader = PromptLoader(self.policy, task, stream, skip, max(1, threads), self.runner)
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
         if self._author_of(0) is None:
