@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
         "objective": {
             "advantage_estimator": "reinforce_plus_plus_baseline", "num_iterations": 1,
             "mask_truncated_completions": True, "beta": 0.3, "kl_in": "reward",
-            "kl_estimator": "k1",
+            "kl_estimator": "k1", "advantage_clip": 0.7,
         },
         "optim": {"mini_batches": 2},
     },
