@@ -193,7 +193,8 @@ class Prompt:
     variant: Prompt | None = None
     #: of another form of a prompt, the name and strength of the change
     label: tuple[str, int] | None = None
-    #: of a prompt that continues another: it, and its observations; their images are encoded apart
+    #: of a prompt that continues another: it, what was sampled (without a text) and observed, in
+    #: turn; their images are encoded apart
     parts: tuple[Prompt, ...] = ()
     start: EpisodeStart | None = None  #: of its episodes; None: its completions call no tools
 

@@ -14,6 +14,7 @@ import base64
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -42,12 +43,19 @@ def build_request(
     sampling: SamplingSettings,
     numbers: range,
     seed: Sequence[int | str],
+    begun: int = 0,
 ) -> dict[str, Any]:
-    """Build the request for a prompt's completions with these ``numbers`` in their group."""
+    """Build the request for a prompt's completions with these ``numbers`` in their group, which
+    have ``begun`` tokens at the end of the prompt."""
+    tokenize = partial(policy.tokenizer, add_special_tokens=False)
+    first, *rest = prompt.parts or (prompt,)
+    tokens = policy.tokenizer(first.text)["input_ids"]
+    for part in rest:  # sampled tokens are sent as they are
+        tokens += tokenize(part.text)["input_ids"] if part.text else part.token_ids
     distribution = sampling.distribution
     request: dict[str, Any] = {
         "model": SERVED_NAME if policy.adapters is None else ADAPTER_NAME,
-        "token_ids": policy.tokenizer(prompt.text)["input_ids"],
+        "token_ids": tokens,
         "return_token_ids": True,
         "sampling_params": {
             "n": len(numbers),
@@ -55,9 +63,10 @@ def build_request(
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": derive_seed(seed) + numbers.start,  # vLLM adds 0, 1, …
-            "max_tokens": sampling.max_completion_length,
-            "min_tokens": distribution.min_new_tokens,
+            # vLLM adds 0, 1, … to it.
+            "seed": derive_seed((*seed, *([begun] if begun else []))) + numbers.start,
+            "max_tokens": sampling.max_completion_length - begun,
+            "min_tokens": max(0, distribution.min_new_tokens - begun),
             "stop": list(sampling.stop),
             # Only our end tokens end a completion, whatever the server's copy of the model says.
             "ignore_eos": True,

@@ -45,6 +45,7 @@ class _Job:
     sampling: SamplingSettings
     num_generations: Sequence[range]
     seeds: Sequence[Sequence[int | str]]
+    begun: Sequence[int]
     version: int
     future: Future[list[Completions]] = field(default_factory=Future)
 
@@ -124,9 +125,12 @@ class VllmSampler:
         sampling: SamplingSettings,
         num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
+        begun: Sequence[int] = (),
     ) -> Future[list[Completions]]:
-        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``."""
-        job = _Job(prompts, sampling, num_generations, seeds, self.version)
+        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``, but
+        those that have begun are one of each prompt."""
+        begun = begun or [0] * len(prompts)
+        job = _Job(prompts, sampling, num_generations, seeds, begun, self.version)
         self._jobs.put(job)
         self._last = job.future
         return job.future
@@ -204,9 +208,8 @@ class VllmSampler:
     def _ask(self, server: Server, job: _Job, index: int) -> Completions:
         """Return the completions of one prompt; a ``UserError`` would recur with any server."""
         prompt, sampling = job.prompts[index], job.sampling
-        request = build_request(
-            self.policy, prompt, sampling, job.num_generations[index], job.seeds[index]
-        )
+        own = job.num_generations[index], job.seeds[index], job.begun[index]
+        request = build_request(self.policy, prompt, sampling, *own)
         try:
             response = server.generate(request)
         except ServiceError as error:

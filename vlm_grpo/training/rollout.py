@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -117,6 +117,7 @@ class RolloutSampler:
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         skip, threads = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
         self.runner = EnvironmentRunner(settings.rollout.reward_workers)
+        self._episodes = ThreadPoolExecutor(1, "episodes")  # of an outside sampler
         self.loader = PromptLoader(self.policy, task, stream, skip, max(1, threads), self.runner)
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
@@ -132,6 +133,7 @@ class RolloutSampler:
         self.loader.close()
         self.scorer.close()
         self.runner.close()
+        self._episodes.shutdown(wait=False, cancel_futures=True)
 
     @property
     def unused(self) -> list[int]:
@@ -327,7 +329,17 @@ class RolloutSampler:
         self.loader.prefetch(self._own_indices(following), then)
         if self.outside is None or not prompts:
             return PendingRollout(indices, own, prompts)
-        completions = self.outside.start(*self._build_arguments(prompts, own))
+        outside, arguments = self.outside, self._build_arguments(prompts, own)
+        if all(prompt.start is None for prompt in prompts):
+            return PendingRollout(indices, own, prompts, outside.start(*arguments))
+        # The turns of the rounds that have begun are asked for in turn.
+        completions = self._episodes.submit(
+            sample_episodes,
+            *arguments,
+            lambda *turn: outside.start(*turn).result(),
+            self.policy.prompts,
+            self.runner,
+        )
         return PendingRollout(indices, own, prompts, completions)
 
     def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:

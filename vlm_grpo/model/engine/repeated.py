@@ -7,6 +7,7 @@ model, and tests compare the shared form with it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_l
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.types import ImageRef, Prompt
+from vlm_grpo.types import Example, ImageRef, Prompt
 
 
 @dataclass
@@ -204,18 +205,19 @@ def extend_prompt(prompt: Prompt, path: Path, kind: int | None) -> Prompt:
     ``kind``: the token type of sampled tokens; None: that of the token before them.
     """
     parts = (prompt, *(observation.prompt for observation in path.observations))
-    starts = [observation.start for observation in path.observations]
-    counts = np.diff([0, *starts, len(path.tokens)]).tolist()
+    starts = [0, *(observation.start for observation in path.observations), len(path.tokens)]
+    own = [path.tokens[start:stop] for start, stop in itertools.pairwise(starts)]
+    sampled = [Prompt(Example("sampled", (), "", None), "", tokens, {}) for tokens in own]
     vision: dict[str, Any] = {}
     for name in dict.fromkeys(name for part in parts for name in part.vision):
         known = next(part for part in parts if name in part.vision)
         if _is_per_token(name, known.vision[name], known):
             first, pieces = known.vision[name][:, :1], []
-            for part, count in zip(parts, counts, strict=True):
+            for part, tokens in zip(parts, own, strict=True):
                 no_image = torch.zeros_like(first).repeat_interleave(len(part.token_ids), 1)
                 values = part.vision.get(name, no_image)
                 last = values[:, -1:] if kind is None else torch.full_like(first, kind)
-                pieces += [values, last.repeat_interleave(count, 1)]
+                pieces += [values, last.repeat_interleave(len(tokens), 1)]
             vision[name] = torch.cat(pieces, dim=1)
         else:
             vision[name] = torch.cat([p.vision[name] for p in parts if name in p.vision])
@@ -226,7 +228,7 @@ def extend_prompt(prompt: Prompt, path: Path, kind: int | None) -> Prompt:
         ),
         token_ids=(*prompt.token_ids, *path.token_ids.tolist()),
         vision=vision,
-        parts=(*(prompt.parts or (prompt,)), *parts[1:]),
+        parts=tuple(part for pair in zip(parts, sampled, strict=True) for part in pair),
     )
 
 
