@@ -38,6 +38,12 @@ class Peek(Environment):
         return len(episode.turns) / self.max_turns
 
 
+class PeekAtDigits(Peek):
+    """The same for a model that writes numbers."""
+
+    call_tags = ("", "1")
+
+
 class Tools(Environment):
     """Tools with every kind of argument, and with every way to fail."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_environments
 import torch
 from small_runs import read_metrics
 from tiny_models import make_prompt, noise_example
@@ -125,6 +126,23 @@ def test_log_probs_are_the_trainers_after_each_of_ten_updates(tmp_path, server_p
     differences = [row["sampling/sampling_logp_difference/max"] for row in rows]
     assert max(differences) < 1e-4, differences
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_log_probs_of_episodes_are_the_trainers(tmp_path, server_processes):
+    settings = make_settings(
+        tmp_path,
+        [server_processes[0][0]],
+        "optim.max_steps=3",
+        "optim.prompts_per_step=8",
+        "rollout.num_generations=6",
+        "rollout.min_new_tokens=8",  # long enough for calls
+        "rollout.max_completion_length=24",
+        f"task_options.environment={small_environments.__file__}:PeekAtDigits",
+    )
+    train(settings)
+    for row in read_metrics(settings.run_dir):
+        assert row["rewards/turns/mean"] > 0.4  # some have two turns or three
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @pytest.mark.parametrize("resets", [True, False])
