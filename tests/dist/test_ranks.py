@@ -334,3 +334,9 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder):
     error, files = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["failed part"]
     assert error.startswith("another process of this run has failed")
     assert files == []
+
+
+def test_a_renamed_run_ends_on_all_ranks(folder):
+    errors = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["renamed run"]
+    assert "was renamed or removed: this run ends" in errors[0]
+    assert errors[1].startswith("another process of this run has failed")

@@ -113,6 +113,20 @@ def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
     assert problem in record.getMessage()
 
 
+def test_steps_that_are_no_longer_captured_are_told_if_eager_ones_do_not_fit(monkeypatch, caplog):
+    policy, _ = checked_policy()
+    policy.engine.use_capture(fail_to_capture)
+    ends = iter([RuntimeError("wrong"), torch.OutOfMemoryError("out")])
+
+    def fail(batch: MicroBatch) -> None:
+        raise next(ends)
+
+    monkeypatch.setattr(policy, "compare", fail)
+    policy.check_groups([])
+    assert policy.engine.capture is None
+    assert "decode steps run eagerly from now on" in caplog.text
+
+
 def make_group(prompt: Prompt, *lengths: int) -> Group:
     members = tuple(Completion(tuple(range(70, 70 + n)), (), "", "eos") for n in lengths)
     return Group(prompt, members, ())

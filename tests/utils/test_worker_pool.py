@@ -87,6 +87,13 @@ def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
     assert not is_worker()
 
 
+def test_an_argument_that_cannot_be_loaded_fails_its_call_only(pool):
+    worker, _ = pool.schedule(get_given, ()).result(60)
+    with pytest.raises(ValueError, match="no number"):
+        pool.schedule(int, [Unloadable()]).result(60)
+    assert pool.schedule(get_given, ()).result(60) == (worker, "value")
+
+
 def test_a_process_that_a_call_forks_ends_on_signals(pool):
     assert pool.schedule(terminate_fork, ()).result(60) == -signal.SIGTERM
 

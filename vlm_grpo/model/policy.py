@@ -249,12 +249,15 @@ class Policy:
         if problem is None or self.engine.capture is None:
             return problem
         self.engine.use_capture(None)
-        eager = find_failure(check)
-        if eager is None:
-            logger.warning(
-                "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
-                problem,
-            )
+        eager = None
+        try:
+            eager = find_failure(check)
+        finally:  # also if the repetition does not fit into the memory
+            if eager is None:
+                logger.warning(
+                    "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
+                    problem,
+                )
         return eager
 
     @torch.no_grad()

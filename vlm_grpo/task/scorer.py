@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import UserError, shorten
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.registry import get_task_source, load_task_class
 from vlm_grpo.task.task import Outcome, call_batch_rule
@@ -247,7 +247,10 @@ _load_source = lru_cache(load_task_class)
 def _unpickle_task(pickled: bytes, source: str | None) -> Task:
     if source is not None:
         _load_source(source)
-    return pickle.loads(pickled)  # written by the process that started this one
+    try:
+        return pickle.loads(pickled)  # written by the process that started this one
+    except FAILURES as error:  # the user's class may raise anything; no call can be made
+        raise UserError(f"its task: {type(error).__name__}: {error}") from error
 
 
 def _apply_rules(
@@ -267,7 +270,7 @@ def _describe_end(error: BaseException, seconds: float | None) -> str:
         return f"the process that scored it ended with {error}"
     if isinstance(error, TimeoutError) and seconds is not None:
         return f"it took longer than its limit of {seconds:g} s and was killed"
-    return repr(error)
+    return shorten(repr(error))
 
 
 class FailureGuard:

@@ -67,7 +67,8 @@ class WorkerPool:
         the function and the arguments.
 
         The future raises what the call raises; ``TimeoutError`` if it was killed; ``WorkerEnded``
-        if its worker ended; and ``WorkerError``. ``UserError``: a part of the call cannot be sent.
+        if its worker ended; what loading the call raises, or ``WorkerError`` if that is a
+        ``UserError``. ``UserError``: a part of the call cannot be sent.
         """
         call = _Call(self._dump((function, tuple(arguments))), seconds)
         with self._lock:
@@ -204,46 +205,50 @@ class _Crew:
             if not call.future.set_running_or_notify_cancel():
                 continue
             try:
-                worker = self._load(worker, call.content)
+                if self.failure is not None:
+                    raise self.failure
+                try:
+                    worker = worker or self._start()
+                    worker.load(call.content)
+                except WorkerEnded:  # since its last call
+                    worker = self._start()
+                    worker.load(call.content)
                 result, error = pickle.loads(worker.receive(call.seconds))
                 if error is not None:
                     raise error
                 call.future.set_result(result)
+            except _LoadError as failure:
+                # One argument that cannot be loaded is no fault of the other calls.
+                cause = failure.__cause__
+                is_of_all = isinstance(cause, UserError)
+                call.future.set_exception(self._fail(cause) if is_of_all else cause)
             except BaseException as error:  # somebody waits for the call, whatever it has raised
                 call.future.set_exception(error)
 
-    def _load(self, worker: _Worker | None, content: bytes) -> _Worker:
-        """Load a call in a worker, or in a new one if it has ended since its last call."""
-        if self.failure is not None:
-            raise self.failure
-        name, setting = self.names
+    def _fail(self, error: BaseException | None) -> WorkerError:
+        """Return the error of every call from now on: no worker can load what it needs."""
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        self.failure = WorkerError(f"the {self.names[0]} workers cannot load a call: {kind}{error}")
+        self.failure.__cause__ = error
+        return self.failure
+
+    def _start(self) -> _Worker:
         try:
-            if worker is not None:
-                with contextlib.suppress(WorkerEnded):
-                    worker.load(content)
-                    return worker
-            worker = self._start()
-            worker.load(content)
+            with self._lock:
+                if self._is_closed:
+                    raise WorkerEnded(0)
+                self.workers = {worker for worker in self.workers if worker.process.poll() is None}
+                self.workers.add(worker := _Worker())
+            worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
+            worker.load(self.first)
+            if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
+                raise self._fail(error)
         except _LoadError as failure:
-            error = failure.__cause__
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self.failure = WorkerError(f"the {name} workers cannot load a call: {kind}{error}")
-            raise self.failure from error
+            raise self._fail(failure.__cause__) from None
         except (OSError, WorkerEnded) as error:
+            name, setting = self.names
             self.failure = WorkerError(
                 f"the {name} workers did not start: {error}; lower {setting} (0: none)"
             )
             raise self.failure from error
-        return worker
-
-    def _start(self) -> _Worker:
-        with self._lock:
-            if self._is_closed:
-                raise WorkerEnded(0)
-            self.workers = {worker for worker in self.workers if worker.process.poll() is None}
-            self.workers.add(worker := _Worker())
-        worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
-        worker.load(self.first)
-        if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
-            raise _LoadError from error
         return worker
