@@ -47,8 +47,6 @@ def test_a_template_writes_the_user_message(template, expected):
         ("{{ question }}\n{{ qestion }}", r"line 2 has the unknown name qestion \(did you mean qu"),
         ("{{ answer }}", "line 1 has the unknown name answer; it may use question, "),
         ("{{ question | sqeeze }}", "line 1 is not Jinja: No filter named 'sqeeze'"),
-        ("{{ 'x' * 10 ** 10 }}", "line 1 is not Jinja: it has a power"),
-        ("{{ 'x' | center(2000000) }}", "line 1 is not Jinja: it has a number above 1,000,000"),
         ("{{ " + 3000 * "(" + "id" + 3000 * ")" + " }}", "is nested too deeply"),
     ],
 )
@@ -61,14 +59,10 @@ def test_a_wrong_template_is_refused_at_the_start_with_its_line(template, reason
     ("template", "reason"),
     [
         ("{{ meta.clue }}", "prompt.template: UndefinedError: 'dict object' has no attribute"),
-        ("{{ 9999 * ('x' * 9999) }}", "prompt.template: TemplateError: a product is longer than"),
-        (
-            "{% for _ in range(2000) %}{% for _ in range(2000) %}x{% endfor %}{% endfor %}",
-            "the message is longer than 1,000,000 characters",
-        ),
+        ("{{ 9999 * ('x' * 9999) }}", "prompt.template: TemplateError: an operation may make"),
         ("{{ question.__class__.__mro__ }}", "prompt.template: SecurityError"),
         ("{{ meta.update(x=1) }}", "prompt.template: SecurityError"),
-        ("{{ 1 / 0 }}", "prompt.template: ZeroDivisionError"),
+        ("{{ 1 / 0 }}", "prompt.template: TemplateError: ZeroDivisionError: division by zero"),
         ("<image> and <image>", "it has 2 <image> in its texts and 1 images"),
     ],
 )

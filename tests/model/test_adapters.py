@@ -279,3 +279,8 @@ def test_vllm_refuses_what_it_does_not_load(sources, name, tmp_path):
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     with pytest.raises(UserError, match="export the merged model first"):
         describe_adapter(settings, tmp_path)
+    contents = {"adapter_config.json": b'{"r": "x"}', "adapter_model.safetensors": b""}
+    for file, content in contents.items():
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(UserError, match=r"^adapter .* cannot be loaded: "):
+            describe_adapter(settings, tmp_path)
