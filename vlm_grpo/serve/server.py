@@ -179,7 +179,8 @@ class Server:
             if now - last > REPORT_SECONDS:
                 last = now
                 told = "" if process is None else f": {process.read_last_lines(1)}"
-                tell(f"waiting for vLLM at {self.url} ({now - start:.0f} s){told}")
+                wait = f"{now - start:.0f} of at most {timeout:g} s"
+                tell(f"waiting for vLLM at {self.url} ({wait}){told}")
             time.sleep(POLL_SECONDS)
         self.check()
 

@@ -229,7 +229,6 @@ class _Crew:
         """Return the error of every call from now on: no worker can load what it needs."""
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         self.failure = WorkerError(f"the {self.names[0]} workers cannot load a call: {kind}{error}")
-        self.failure.__cause__ = error
         return self.failure
 
     def _start(self) -> _Worker:
@@ -242,9 +241,9 @@ class _Crew:
             worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
             worker.load(self.first)
             if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
-                raise self._fail(error)
+                raise self._fail(error) from error
         except _LoadError as failure:
-            raise self._fail(failure.__cause__) from None
+            raise self._fail(failure.__cause__) from failure.__cause__
         except (OSError, WorkerEnded) as error:
             name, setting = self.names
             self.failure = WorkerError(
