@@ -45,7 +45,7 @@ def grow(start: str, step: str) -> str:
             "{% for _ in range(9999) %}{% for _ in range(9999) %}{% endfor %}{% endfor %}",
             "it takes more than",
         ),
-        ("{% for _ in range(99999) %}" + 99 * "x" + "{% endfor %}", "the text is longer than"),
+        ("{% for _ in range(99999) %}" + 99 * "x" + "{% endfor %}", "a value is longer than"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
             "{{ f(99) }}",

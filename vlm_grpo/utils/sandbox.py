@@ -63,14 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return call
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
-        found, length = [], 0
-        for part in parts:
-            found.append(part)
-            length += len(part)
-            self._spend(1 + len(part) // 100)
-            if length > LARGEST:
-                raise TemplateError(f"the text is longer than {LARGEST:,} characters")
-        return "".join(found)
+        return self._keep("".join(self._count_items(parts)))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -133,7 +126,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _count_items(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
-            self._spend(1)
+            self._spend(1 + (len(item) // 100 if isinstance(item, str) else 0))
             yield item
 
 
@@ -142,19 +135,16 @@ class _Bounds(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [
-            each if isinstance(each, nodes.TemplateData) else _apply(_JOIN, _pack([each]))
-            for each in node.nodes
-        ]
+        for at, part in enumerate(node.nodes):
+            if not isinstance(part, nodes.TemplateData):
+                node.nodes[at] = _apply(_JOIN, nodes.Tuple([part], "load"))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _apply(_JOIN, _pack(node.nodes))
+        return _apply(_JOIN, nodes.Tuple(self.generic_visit(node).nodes, "load"))
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = _apply(_EACH, node.iter)
+        self.generic_visit(node).iter = _apply(_EACH, node.iter)
         return node
 
     def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
@@ -163,10 +153,6 @@ class _Bounds(NodeTransformer):
         return node if is_target else _apply(_KEEP, node)
 
     visit_Dict = visit_Tuple = visit_List
-
-
-def _pack(parts: list[nodes.Expr]) -> nodes.Tuple:
-    return nodes.Tuple(parts, "load", lineno=parts[0].lineno)
 
 
 def _apply(name: str, node: nodes.Expr) -> nodes.Filter:
