@@ -281,7 +281,7 @@ def _load_task(name: str, values: dict[str, Any], frame: str | None, tags: bool 
 def _score_outputs(task: Task, data: DataSettings, path: Path, as_json: bool) -> None:
     from vlm_grpo.eval.benchmark import format_unread
     from vlm_grpo.eval.evaluate import score_outputs
-    from vlm_grpo.eval.scored import format_row
+    from vlm_grpo.utils.jsonl import format_row
 
     scored, unanswered = score_outputs(task, data, path)
     if as_json:
