@@ -82,16 +82,6 @@ def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
     assert "vlm-grpo evaluate refcoco --data refcoco.jsonl model=" in message
 
 
-@pytest.mark.parametrize("arguments", [["counting"], ["tallyqa", *ROWS, "model=embedded"]])
-def test_a_checkpoint_given_as_a_setting_is_answered_with_the_option(capsys, arguments):
-    message = fails(capsys, "evaluate", *arguments, "checkpoint=runs/a/checkpoints/step-3")
-
-    assert message == (
-        "error: checkpoint=runs/a/checkpoints/step-3 is not a setting: "
-        "write --checkpoint runs/a/checkpoints/step-3\n"
-    )
-
-
 SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
 
 

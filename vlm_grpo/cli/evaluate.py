@@ -111,10 +111,6 @@ def evaluate(
     from vlm_grpo.benchmarks.definition import benchmark_names
 
     values = overrides or []
-    for override in values:
-        if override.startswith("checkpoint="):  # an option, not a setting
-            folder = override.removeprefix("checkpoint=")
-            raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
     if data is None:
         _refuse_benchmark(recipe)
     scores, asks = predictions is not None, server is not None
