@@ -14,7 +14,6 @@ from vlm_grpo.config.other_trainers import find_other_setting, list_other_settin
 from vlm_grpo.config.requirements import find_problems
 from vlm_grpo.errors import UserError, bullets, find_nearest, nearest, simplify
 
-
 GONE = "checkpoint.asynchronous"
 """A setting of 0.1.0 that changed no result."""
 
