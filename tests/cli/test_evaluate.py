@@ -99,9 +99,8 @@ SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
         (["counting", "--predictions", "p.jsonl"], "give --data"),
         (["counting", *SCORED, "--frame", "permil"], "did you mean permille?"),
         (["counting", *SCORED], "none.jsonl cannot be read"),
-        (["counting", *SCORED, "tags=true"], "tags is not a task option with --predictions"),
         (["counting", *SCORED, "frame=permille"], "frame is not a task option with --predictions"),
-        (["counting", "--json"], "--tags and --json need a task and --predictions"),
+        (["counting", "--json"], "--json needs a task and --predictions"),
     ],
 )
 def test_options_that_exclude_each_other_are_one_message(capsys, arguments, message):
@@ -197,9 +196,9 @@ def test_json_has_one_row_per_example_and_the_total(score):
         ("3", [], 2),
         ("<answer>3</answer>", [], 2),  # as on benchmarks: tags are read if present
         ("<think>4</think><answer>3</answer>", [], 2),
-        ("3", ["--tags"], 0),
-        ("<answer>3</answer>", ["--tags"], 2),
-        ("<answer>3</answer>", ["--no-tags"], 0),
+        ("3", ["tags=true"], 0),
+        ("<answer>3</answer>", ["tags=true"], 2),
+        ("<answer>3</answer>", ["tags=false"], 0),
     ],
 )
 def test_an_answer_is_read_with_and_without_tags(score, output, flags, answered):
@@ -210,7 +209,7 @@ def test_an_answer_is_read_with_and_without_tags(score, output, flags, answered)
 
 
 def test_means_and_outputs_that_cannot_be_read_are_printed(score):
-    assert "exact 50.0% [0.0%, 100.0%] (n = 2)" in score("3", "3", "--no-tags")
+    assert "exact 50.0% [0.0%, 100.0%] (n = 2)" in score("3", "3", "tags=false")
     unread = "I see three or so", "3 or 4"
     for name in ("counting", "tallyqa"):
         out = score(*unread, name=name)

@@ -81,17 +81,9 @@ def test_the_system_prompt_of_a_row_replaces_that_of_the_settings():
     assert roles == ["system", "user", "assistant", "user"]
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("policy.system_prompt=x", "unknown key policy.system_prompt: it is prompt.system now"),
-        ("policy.chat_template_kwargs={a: 1}", "policy.chat_template_kwargs: it is prompt.ch"),
-        ("prompt.chat_template_kwargs={enable_thinking: 1}", "enable_thinking: it is prompt.th"),
-    ],
-)
-def test_there_is_one_name_for_each_setting(override, reason):
-    with pytest.raises(UserError, match=reason):
-        load_settings("quickstart", [override])
+def test_the_switch_of_the_thinking_has_one_name():
+    with pytest.raises(UserError, match=r"enable_thinking: it is prompt\.thinking here"):
+        load_settings("quickstart", ["prompt.chat_template_kwargs={enable_thinking: 1}"])
 
 
 @pytest.mark.parametrize(
@@ -101,8 +93,3 @@ def test_there_is_one_name_for_each_setting(override, reason):
 def test_a_template_is_written_in_a_command_with_quotes_or_without(text, quote):
     settings = load_settings("quickstart", [f"prompt.template={quote}{text}{quote}"])
     assert settings.prompt.template == text
-
-
-def test_a_recipe_saved_by_an_older_version_is_read():
-    policy = {"system_prompt": None, "chat_template_kwargs": {}}
-    assert load_settings("quickstart", policy=policy) == load_settings("quickstart")

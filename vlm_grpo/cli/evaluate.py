@@ -71,13 +71,6 @@ def evaluate(
     served_model: ServedModelName = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
-    tags: Annotated[
-        bool | None,
-        typer.Option(
-            help="With a task: read answers from <answer> tags only, or from the full output only; "
-            "default: from the tags of outputs that have them."
-        ),
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="With a task: print one JSON object per row.")
     ] = False,
@@ -128,10 +121,7 @@ def evaluate(
             "settings of a run are those of its config.yaml, given as the recipe",
         ),
         (scores and data is None, "--predictions needs rows: give --data"),
-        (
-            (tags is not None or as_json) and not is_task,
-            "--tags and --json need a task and --predictions",
-        ),
+        (as_json and not is_task, "--json needs a task and --predictions"),
         (
             scores and checkpoint is not None,
             "--predictions are scored without a model: leave out --checkpoint",
@@ -157,7 +147,7 @@ def evaluate(
 
             options = parse_task_options(values)
             rows = DataSettings(train=data, **options.pop("data", {}))
-            loaded = _load_task(recipe, options, frame, tags)
+            loaded = _load_task(recipe, options, frame)
             _score_outputs(loaded, rows, predictions, as_json)
         else:
             from vlm_grpo.eval.benchmark import score_benchmark
@@ -258,20 +248,19 @@ def _benchmark_settings(
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
 
 
-def _load_task(name: str, values: dict[str, Any], frame: str | None, tags: bool | None) -> Task:
-    """Load the task that scores outputs; tags None: it reads those of outputs that have them."""
+def _load_task(name: str, values: dict[str, Any], frame: str | None) -> Task:
+    """Load the task that scores outputs; without ``tags`` it reads those of outputs that have them."""
     from vlm_grpo.benchmarks.definition import build_benchmark_task
     from vlm_grpo.task.coordinates import ORIGINAL
     from vlm_grpo.task.registry import build_task, load_task_class
 
-    for option, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
-        if option in values:
-            raise UserError(f"{option} is not a task option with --predictions: use {flag}")
+    if "frame" in values:
+        raise UserError("frame is not a task option with --predictions: use --frame")
     task_class = load_task_class(name)
-    if tags is None:
+    if "tags" not in values:
         task_class = build_benchmark_task(task_class)
     own_frame = ORIGINAL if frame is None else get_frame(frame)
-    return build_task(task_class, name, values | {"tags": bool(tags), "frame": own_frame})
+    return build_task(task_class, name, {"tags": False, **values, "frame": own_frame})
 
 
 def _score_outputs(task: Task, data: DataSettings, path: Path, as_json: bool) -> None:
@@ -290,6 +279,6 @@ def _score_outputs(task: Task, data: DataSettings, path: Path, as_json: bool) ->
     if unanswered:
         typer.echo(f"{unanswered} more examples have no output in the file")
     if (unread := format_unread(scored)) is not None:
-        typer.echo(f"{unread}: see --tags and --frame")
+        typer.echo(f"{unread}: see tags=true, tags=false and --frame")
     if count := scored.metrics["unscorable"]:
         typer.echo(f"{count} outputs could not be scored: a reward failed or took too long")

@@ -102,11 +102,6 @@ def dump(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def is_worker() -> bool:
-    """Return whether this process is a worker of a pool."""
-    return getattr(sys.modules["__main__"], "__file__", None) == worker_process.__file__
-
-
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
