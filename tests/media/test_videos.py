@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import io
-import itertools
-import random
 import wave
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from PIL import Image
 from video_files import TITLE, level, make_video
 
-from vlm_grpo.media import videos
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip, read_shape
 
 SIZE = (64, 48)
@@ -35,63 +30,6 @@ def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven():
     times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
     shown = [0, 1, 2, 2, 2, 3]
     assert [level(frame) for frame in decode_frames(io.BytesIO(data), times, SIZE)] == shown
-
-
-UNEVEN = [step + 7 * (step // 20) for step in range(480)]
-
-
-@pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
-@pytest.mark.parametrize("container", ["mp4", "mpegts", "matroska", "avi"])
-def test_skipping_groups_of_frames_changes_no_frame(container, codec, places, monkeypatch):
-    data = make_video(480, container=container, codec=codec, places=places, gop=(12, 3))
-    choice = random.Random(0)
-    for count in (2, 20):
-        times = sorted(choice.uniform(0, 47) for _ in range(count))
-        found, read = decode_and_count(data, times, monkeypatch)
-        with monkeypatch.context() as patch:
-            patch.setattr(videos, "_TIMED", ())
-            expected, num_frames = decode_and_count(data, times, patch)
-        assert found == expected
-        # In AVI the times of frames are guessed from those before.
-        assert read == num_frames if container == "avi" else read <= 24 * (count + 1)
-
-
-def test_an_index_that_leads_back_is_used_once(monkeypatch):
-    data = make_video(480, gop=(400, 0))
-    monkeypatch.setattr(videos, "_FAR", 0.1)
-    monkeypatch.setattr(videos, "_MAX_GROUP", 1)
-    frames = decode_frames(io.BytesIO(data), [0.0, 20.0, 47.0], SIZE)
-    assert [level(frame) for frame in frames] == [0, 0, 20]  # 200 and 470 modulo 25
-
-
-def decode_and_count(
-    data: bytes, times: list[float], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[bytes], int]:
-    """Return the frames at the times, and the number of frames that were decoded for them."""
-    read, number = videos._read_frames, itertools.count()  # noqa: SLF001
-
-    def count(*arguments: Any) -> Iterator[Any]:
-        return (next(number) >= 0 and frame for frame in read(*arguments))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(videos, "_read_frames", count)
-        frames = decode_frames(io.BytesIO(data), times, SIZE)
-    return [frame.tobytes() for frame in frames], next(number)
-
-
-def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(monkeypatch):
-    def wrong(*arguments: Any) -> Iterator[Any]:
-        get_needed = arguments[2]
-        for frame in read(*arguments):
-            if get_needed() > 0:
-                raise ValueError("its index is wrong")
-            yield frame
-
-    read = videos._read_frames  # noqa: SLF001
-    monkeypatch.setattr(videos, "_read_frames", wrong)
-    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.9], SIZE)
-    assert [level(frame) for frame in frames] == [0, 19]
 
 
 def test_a_title_need_not_be_utf_8():

@@ -249,7 +249,7 @@ def _benchmark_settings(
 
 
 def _load_task(name: str, values: dict[str, Any], frame: str | None) -> Task:
-    """Load the task that scores outputs; without ``tags`` it reads those of outputs that have them."""
+    """Load the task that scores outputs; without ``tags``, it reads those of outputs with tags."""
     from vlm_grpo.benchmarks.definition import build_benchmark_task
     from vlm_grpo.task.coordinates import ORIGINAL
     from vlm_grpo.task.registry import build_task, load_task_class

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +15,6 @@ CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,
 """FFmpeg's names of the accepted formats. It supports more, of which some open other files."""
 STRIP_FRAMES = 8  #: Largest number of frames side by side
 _STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
-_MAX_GROUP = 1000  # Largest number of packets that wait for their key frame to prove useful
-_INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
-"""FFmpeg's names of formats with an index of their key frames."""
-_TIMED = (*_INDEXED, "mpegts")
-"""FFmpeg's names of formats that state when a frame is shown; others leave it to be guessed from
-the frames before."""
-_FAR = 30.0  # Seconds between frames from which on a file is not read but its index used
 _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
@@ -63,35 +55,12 @@ def decode_frames(
     together may fill the memory. ``ValueError``: the file is corrupt, ends before the last time, or
     has frames of another size.
     """
-    try:
-        return _decode_frames(source, times, size, fit, skips=True)
-    except ValueError:  # only the whole file shows whether it is corrupt
-        if not isinstance(source, Path):
-            source.seek(0)
-        return _decode_frames(source, times, size, fit, skips=False)
-
-
-def _decode_frames(
-    source: Path | BinaryIO,
-    times: Sequence[float],
-    size: tuple[int, int],
-    fit: Callable[[Image.Image], Image.Image],
-    *,
-    skips: bool,
-) -> list[Image.Image]:
     frames: list[Image.Image] = []
     with _open(source) as (container, stream):
         last, start, time, unit = None, None, 0.0, float(stream.time_base)
         # Half the time between frames where they are even, and less where they are not.
         half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
-        can_skip = skips and container.format.name in _TIMED
-
-        def get_needed() -> float:
-            if start is None or not can_skip or len(frames) == len(times):
-                return -math.inf
-            return start + times[len(frames)] - half
-
-        for frame in _read_frames(container, stream, get_needed):
+        for frame in container.decode(stream):
             seconds = frame.time
             if container.format.name == "avi":  # It stores decoding times; others are guesses.
                 known = frame.dts is not None
@@ -115,45 +84,6 @@ def _decode_frames(
         if last is None or end + _SHORT < times[-1]:
             raise ValueError(f"it ends before {times[-1]:.1f} seconds: it is incomplete or corrupt")
         return frames + [fit(last.to_image())] * (len(times) - len(frames))
-
-
-def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -> Iterator[Any]:
-    """Yield the frames in their order, without groups of frames that nobody needs.
-
-    ``get_needed`` returns the time before which only the last frame is needed, in seconds. A group
-    that does not begin with its key frame raises ``ValueError``: what follows may not be exact.
-    """
-    unit, is_indexed = float(stream.time_base), container.format.name in _INDEXED
-    group: list[Any] = []  # packets that are not decoded yet
-    has_skipped, key, expected = False, None, None
-    first = read = -math.inf
-    for packet in container.demux(stream):
-        has_time = packet.pts is not None
-        if packet.is_keyframe and has_time and packet.pts * unit <= get_needed():
-            if has_skipped and not group:  # Where key frames are rare, the index leads back.
-                is_indexed = packet.pts * unit > read
-            has_skipped, key, group = has_skipped or bool(group), packet.pts, []
-        elif has_skipped and not group:
-            raise ValueError("its index is wrong")
-        group.append(packet)
-        read = math.inf if packet.dts is None else packet.dts * unit
-        if read <= get_needed() and len(group) < _MAX_GROUP:
-            continue
-        if has_skipped:
-            stream.codec_context.flush_buffers()
-            has_skipped, first, expected = False, key, key
-        for waiting in group:
-            if waiting.pts is not None and waiting.pts < first:
-                continue  # it is shown before the key frame and may refer to skipped frames
-            for frame in waiting.decode():
-                if expected is not None and frame.pts != expected:
-                    raise ValueError("it has no frame where its packets say")
-                expected = None
-                yield frame
-        group = []
-        if is_indexed and get_needed() - read > _FAR:
-            container.seek(int((get_needed() - 1) / unit), stream=stream)
-            has_skipped = True
 
 
 @contextmanager
