@@ -266,8 +266,6 @@ run = vlm_grpo.load_settings("counting", {
 vlm_grpo.train(run, task=Filed)
 vlm_grpo.evaluate(run, "runs/run", task=Filed)
 vlm_grpo.plan(run, "24GB", task=Own)
-vlm_grpo.predict("runs/run", "image.png", "How many?")
-vlm_grpo.export("runs/run", "out")
 try:
     vlm_grpo.train(run.model_copy(update={"name": "refused"}), task=Own)
 except vlm_grpo.UserError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,15 +17,8 @@ _STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
 _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
-@dataclass(frozen=True)
-class VideoShape:
-    size: tuple[int, int]
-    fps: float  # on average
-    count: int
-
-
-def read_shape(source: Path | BinaryIO) -> VideoShape:
-    """Read a video's header.
+def read_shape(source: Path | BinaryIO) -> tuple[tuple[int, int], float, int]:
+    """Return a video's size, its frames per second on average, and their number, by its header.
 
     ``ValueError``: the file is corrupt, has another format, or its header lacks these facts.
     """
@@ -40,7 +32,7 @@ def read_shape(source: Path | BinaryIO) -> VideoShape:
         size = stream.codec_context.width, stream.codec_context.height
         if not (fps > 0 and count > 0 and min(size) > 0):
             raise ValueError("its header gives no frame rate, length or size: encode it again")
-        return VideoShape(size, fps, count)
+        return size, fps, count
 
 
 def decode_frames(
