@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import random
 import wave
 
 import pytest
 from PIL import Image
 from video_files import TITLE, level, make_video
 
+from vlm_grpo.media import videos
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip, read_shape
 
 SIZE = (64, 48)
@@ -29,6 +31,25 @@ def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven():
     times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
     shown = [0, 1, 2, 2, 2, 3]
     assert [level(frame) for frame in decode_frames(io.BytesIO(data), times, SIZE)] == shown
+
+
+UNEVEN = [step + 7 * (step // 20) for step in range(480)]
+
+
+@pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
+@pytest.mark.parametrize("gop", [(12, 3), (400, 0)], ids=["many key frames", "few"])
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_the_index_changes_no_frame(container, gop, codec, places, monkeypatch):
+    data = make_video(480, container=container, codec=codec, places=places, gop=gop)
+    choice = random.Random(0)
+    for count in (2, 20):
+        times = sorted(choice.uniform(0, 47) for _ in range(count))
+        found = decode_frames(io.BytesIO(data), times, SIZE)
+        with monkeypatch.context() as patch:
+            patch.setattr(videos, "_INDEXED", ())
+            expected = decode_frames(io.BytesIO(data), times, SIZE)
+        assert [frame.tobytes() for frame in found] == [frame.tobytes() for frame in expected]
 
 
 def test_a_title_need_not_be_utf_8():

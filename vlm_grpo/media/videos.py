@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,9 @@ CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,
 """FFmpeg's names of the accepted formats. It supports more, of which some open other files."""
 STRIP_FRAMES = 8  #: Largest number of frames side by side
 _STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
+_INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
+"""FFmpeg's names of formats with an index of their key frames."""
+_FAR = 1.0  # Seconds between frames from which on the index is used, whose times are not exact
 _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
@@ -52,7 +56,11 @@ def decode_frames(
         last, start, time, unit = None, None, 0.0, float(stream.time_base)
         # Half the time between frames where they are even, and less where they are not.
         half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
-        for frame in container.decode(stream):
+
+        def get_needed() -> float:
+            return (start or 0.0) + times[len(frames)] - half
+
+        for frame in _read_frames(container, stream, get_needed):
             seconds = frame.time
             if container.format.name == "avi":  # It stores decoding times; others are guesses.
                 known = frame.dts is not None
@@ -76,6 +84,26 @@ def decode_frames(
         if last is None or end + _SHORT < times[-1]:
             raise ValueError(f"it ends before {times[-1]:.1f} seconds: it is incomplete or corrupt")
         return frames + [fit(last.to_image())] * (len(times) - len(frames))
+
+
+def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -> Iterator[Any]:
+    """Yield the frames in their order; where the next one that is needed is far, from the key frame
+    before it. ``get_needed`` returns its time in seconds."""
+    is_indexed, frames = container.format.name in _INDEXED, container.decode(stream)
+    while (frame := next(frames, None)) is not None:
+        yield frame
+        if is_indexed and frame.time is not None and get_needed() - frame.time > _FAR:
+            last, needed = frame.time, get_needed()
+            container.seek(int((needed - _FAR) / stream.time_base), stream=stream)
+            frames = container.decode(stream)
+            first = next(frames, None)
+            if first is None or first.time is None or first.time > needed:
+                raise ValueError("its index is wrong: encode it again")
+            is_indexed = first.time > last
+            if is_indexed:
+                frames = chain([first], frames)
+            else:  # key frames are rare: what was read already is decoded again, once
+                frames = (later for later in frames if later.time > last)
 
 
 @contextmanager
