@@ -58,22 +58,6 @@ def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_pa
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "is_told"),
-    [("embedded:counting", True), ("hf:a", True), ("hf:a:test", False), ("a.jsonl", False)],
-)
-def test_the_part_of_a_source_with_several_is_named(
-    capsys, monkeypatch, benchmark_calls, source, is_told
-):
-    monkeypatch.setattr("vlm_grpo.eval.evaluate.evaluate", lambda *given: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["evaluate", "counting", f"data.eval={source}"])
-    line = f"examples of {source}, part eval\n" * is_told
-    assert capsys.readouterr().err == line
-    _, _, err = run(capsys, "evaluate", "tallyqa", "--data", source, "model=embedded")
-    assert err == line
-
-
 def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
     message = fails(capsys, "evaluate", "refcoco", "model=embedded")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,8 +129,6 @@ def evaluate(
             raise UserError(message)
     remains = "the same command continues it" if asks or data else "nothing was written"
     with exit_when_stopped("nothing was written" if scores else remains):
-        if data is not None:
-            _tell_part([data])
         if data is None:
             _evaluate_recipe(recipe, values, checkpoint, endpoint)
         elif predictions is None:
@@ -198,20 +194,10 @@ def _evaluate_recipe(
     weights = _find_checkpoint(checkpoint)
     if checkpoint is None and endpoint is None:
         weights = _print_checkpoint(recipe, found.checkpoint)
-    _tell_part(str(source.source) for source in found.settings.data.get_sources("eval"))
     evaluation = evaluate.evaluate(found.settings, weights, endpoint)
     if initialize_distributed().is_main_process:
         _print_metrics(evaluation)
         typer.echo(f"\npredictions in {evaluation.path}")
-
-
-def _tell_part(sources: Iterable[str]) -> None:
-    """Name the sources that have several parts, of which the held-out one is evaluated."""
-    from vlm_grpo.data.loading import stands_for_both
-
-    for source in filter(stands_for_both, sources):
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"examples of {source}, part eval", err=True)
 
 
 def _print_metrics(scored: Scored) -> None:
