@@ -69,7 +69,27 @@ class VideoSettings(Frozen):
     """Maximum length; a row with a longer video is bad."""
 
 
-class SourceSettings(Frozen):
+class RowSettings(Frozen):
+    """How rows are read: those of ``data``, or those of one of its sources in place of them."""
+
+    image_root: Annotated[Path | None, SAME_ROWS] = None
+    """Folder that contains all images and that their paths are relative to; None: the folder of
+    the source, or the current folder for rows in memory."""
+    columns: Annotated[dict[Column, str], SAME_ROWS] = Field(default_factory=dict)
+    """Names of columns that differ from ours, such as ``{answer: solution}``."""
+    box_format: Annotated[BoxFormat | None, SAME_ROWS] = None
+    """What the numbers of a box in the rows are: ``xyxy`` left, top, right, bottom; ``xywh`` left,
+    top, width, height; ``cxcywh`` center, width, height; ``yxyx`` top, left, bottom, right. None:
+    ``xyxy``."""
+    box_scale: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
+    """Units of the rows' boxes along each side of the image: 1 for fractions, 1000 for thousandths;
+    None: pixels of the original image."""
+    default_question: str | None = None
+    """Question of rows without one, as of images with labels or captions only; None: such rows are
+    bad, but for captions, which have a question of their own."""
+
+
+class SourceSettings(RowSettings):
     """One of several sources of examples, with its own task."""
 
     source: Source
@@ -92,16 +112,6 @@ class SourceSettings(Frozen):
     another source has a weight, else by its size (``data.mixing_temperature``)."""
     limit: int | None = Field(default=None, ge=1)
     """Maximum number of examples; None: ``data.train_limit`` or ``data.eval_limit``."""
-    columns: dict[Column, str] = Field(default_factory=dict)
-    """Names of columns that differ from ours; other columns are named as in ``data.columns``."""
-    default_question: str | None = None
-    """Question of rows without one; None: ``data.default_question``."""
-    box_format: BoxFormat | None = None
-    """What the numbers of a box in the rows are; None: ``data.box_format``."""
-    box_scale: int | None = Field(default=None, ge=1)
-    """Units of the rows' boxes along each side of the image; None: ``data.box_scale``."""
-    image_root: Path | None = None
-    """Folder of the images; None: ``data.image_root``, or ``data.eval_image_root``."""
 
     @property
     def label(self) -> str:
@@ -130,7 +140,7 @@ Sources = Annotated[
 """A source, or several with settings of their own."""
 
 
-class DataSettings(Frozen):
+class DataSettings(RowSettings):
     """The examples, and how bad rows are treated.
 
     A source is a path to a file or folder (JSON Lines, JSON, CSV, TSV, Parquet, COCO, Pascal VOC,
@@ -154,22 +164,8 @@ class DataSettings(Frozen):
     mixing_temperature: float | None = Field(default=None, gt=0)
     """Temperature T of a mixture without weights: a source of n examples has a share of the prompts
     in proportion to n to the power of 1/T. None: 1, by size; large values: equal shares."""
-    image_root: Annotated[Path | None, SAME_ROWS] = None
-    """Folder that contains all images and that their paths are relative to; None: the folder of
-    the source, or the current folder for rows in memory."""
     eval_image_root: Annotated[Path | None, FREE] = None
     """Image folder of the held-out examples; None: ``image_root``."""
-    columns: Annotated[dict[Column, str], SAME_ROWS] = Field(default_factory=dict)
-    """Names of the source's columns that differ from ours, such as ``{answer: solution}``."""
-    box_format: Annotated[BoxFormat, SAME_ROWS] = "xyxy"
-    """What the numbers of a box in the rows are: ``xyxy`` left, top, right, bottom; ``xywh`` left,
-    top, width, height; ``cxcywh`` center, width, height; ``yxyx`` top, left, bottom, right."""
-    box_scale: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
-    """Units of the rows' boxes along each side of the image: 1 for fractions, 1000 for thousandths;
-    None: pixels of the original image."""
-    default_question: str | None = None
-    """Question of rows without one, as of images with labels or captions only; None: such rows are
-    bad, but for captions, which have a question of their own."""
     train_limit: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
     """Maximum number of training examples of each source without a limit; None: all (embedded data:
     4096)."""
@@ -206,16 +202,17 @@ class DataSettings(Frozen):
 
     def complete(self, source: SourceSettings, split: Split) -> SourceSettings:
         """Return a source with the limit, columns, … that ``data`` sets for all."""
-        own_root = self.eval_image_root if split == "eval" else None
-        defaults = {
-            "limit": source.limit or (self.train_limit if split == "train" else self.eval_limit),
+        limit = self.train_limit if split == "train" else self.eval_limit
+        root = self.image_root if split == "train" else self.eval_image_root or self.image_root
+        own = {
+            "limit": source.limit or limit,
+            "image_root": source.image_root or root,
             "columns": {**self.columns, **source.columns},
-            "box_format": source.box_format or self.box_format,
+            "box_format": source.box_format or self.box_format or "xyxy",
             "box_scale": source.box_scale or self.box_scale,
             "default_question": source.default_question or self.default_question,
-            "image_root": source.image_root or own_root or self.image_root,
         }
-        return source.model_copy(update=defaults)
+        return source.model_copy(update=own)
 
     def describe(self, split: Split) -> str:
         return ", ".join(source.source for source in self.get_sources(split))
