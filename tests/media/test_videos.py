@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import random
 import wave
+from types import SimpleNamespace
+from typing import Any
 
+import av
 import pytest
 from PIL import Image
 from video_files import TITLE, level, make_video
@@ -50,6 +53,23 @@ def test_the_index_changes_no_frame(container, gop, codec, places, monkeypatch):
             patch.setattr(videos, "_INDEXED", ())
             expected = decode_frames(io.BytesIO(data), times, SIZE)
         assert [frame.tobytes() for frame in found] == [frame.tobytes() for frame in expected]
+
+
+def test_few_frames_are_read_for_few_that_are_needed_and_a_wrong_index_is_refused():
+    with av.open(io.BytesIO(make_video(480, gop=(12, 0)))) as container:
+        stream = container.streams.video[0]
+        shown = [f.time for f in videos._read_frames(container, stream, lambda: 40.0)]  # noqa: SLF001
+    assert shown[0] == 0.0
+    assert 38.0 < shown[1] <= 40.0
+    parts = iter([iter([SimpleNamespace(time=0.0)]), iter([SimpleNamespace(time=9.0)])])
+    wrong: Any = SimpleNamespace(
+        format=SimpleNamespace(name="matroska,webm"),
+        seek=lambda *_, **__: None,
+        decode=lambda _: next(parts),
+    )
+    stream = SimpleNamespace(average_rate=10, time_base=1)
+    with pytest.raises(ValueError, match="its index is wrong"):
+        list(videos._read_frames(wrong, stream, lambda: 5.0))  # noqa: SLF001
 
 
 def test_a_title_need_not_be_utf_8():

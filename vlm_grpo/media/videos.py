@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,7 +18,7 @@ STRIP_FRAMES = 8  #: Largest number of frames side by side
 _STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
 _INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
 """FFmpeg's names of formats with an index of their key frames."""
-_FAR = 1.0  # Seconds between frames from which on the index is used, whose times are not exact
+_FAR = 1.0  # Seconds between frames from which on the index is used
 _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
@@ -90,20 +91,24 @@ def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -
     """Yield the frames in their order; where the next one that is needed is far, from the key frame
     before it. ``get_needed`` returns its time in seconds."""
     is_indexed, frames = container.format.name in _INDEXED, container.decode(stream)
+    early = 4 / float(stream.average_rate or 1)  # an index may have the times of decoding
+    sought = -math.inf
     while (frame := next(frames, None)) is not None:
         yield frame
-        if is_indexed and frame.time is not None and get_needed() - frame.time > _FAR:
-            last, needed = frame.time, get_needed()
-            container.seek(int((needed - _FAR) / stream.time_base), stream=stream)
-            frames = container.decode(stream)
-            first = next(frames, None)
-            if first is None or first.time is None or first.time > needed:
-                raise ValueError("its index is wrong: encode it again")
-            is_indexed = first.time > last
-            if is_indexed:
-                frames = chain([first], frames)
-            else:  # key frames are rare: what was read already is decoded again, once
-                frames = (later for later in frames if later.time > last)
+        needed = get_needed()
+        if not is_indexed or frame.time is None or needed - frame.time < _FAR or needed <= sought:
+            continue
+        last, sought = frame.time, needed
+        container.seek(int((needed - early) / stream.time_base), stream=stream)
+        frames = container.decode(stream)
+        first = next(frames, None)
+        if first is None or first.time is None or first.time > needed:
+            raise ValueError("its index is wrong: encode it again")
+        is_indexed = first.time > last
+        if is_indexed:
+            frames = chain([first], frames)
+        else:  # key frames are rare: what was read already is decoded again, once
+            frames = (later for later in frames if later.time > last)
 
 
 @contextmanager
