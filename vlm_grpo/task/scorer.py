@@ -74,7 +74,7 @@ class RewardScorer:
     ) -> None:
         self.seconds, self.workers, self.logs_failures = seconds, workers, logs_failures
         self.cache = None if cache is None else ValueCache(cache)
-        self._pool = WorkerPool(max(1, workers), ("reward", "rollout.reward_workers"))
+        self._pool = WorkerPool(max(1, workers), "reward")
         self._logged: set[str] = set()
 
     def __call__(

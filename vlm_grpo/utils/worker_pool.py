@@ -44,19 +44,11 @@ class WorkerPool:
     The workers never import the user's program. They end with this process, however it ends, and
     no other signal than SIGKILL ends them. A worker that ends is replaced; the call that it was
     running fails. One that does not start fails every call until the pool is closed. Messages
-    name the workers' work and the setting of their number (``names``). Each worker begins with a
-    call of ``initialize``.
+    name the workers by their work. Each worker begins with a call of ``initialize``.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        names: tuple[str, str],
-        initialize: Callable[..., Any] = int,
-        arguments: Sequence[Any] = (),
-    ) -> None:
-        self.workers, self.names = workers, names
-        self.first = initialize, tuple(arguments)
+    def __init__(self, workers: int, work: str, initialize: Callable[[], Any] = int) -> None:
+        self.workers, self.work, self.initialize = workers, work, initialize
         self._crew: _Crew | None = None
         self._lock = threading.Lock()
 
@@ -73,7 +65,7 @@ class WorkerPool:
         call = _Call(self._dump((function, tuple(arguments))), seconds)
         with self._lock:
             if self._crew is None:
-                self._crew = _Crew(self.workers, self.names, self._dump(self.first))
+                self._crew = _Crew(self.workers, self.work, self._dump((self.initialize, ())))
                 self._close = weakref.finalize(self, self._crew.close)  # at exit at the latest
             self._crew.calls.put(call)
         return call.future
@@ -89,10 +81,9 @@ class WorkerPool:
         try:
             return dump(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            name, setting = self.names
             raise UserError(
-                f"a call cannot be sent to the {name} workers ({error}): define what it needs in "
-                f"a file of its own, or set {setting}=0"
+                f"a call cannot be sent to the {self.work} workers ({error}): define what it needs "
+                "in a file of its own, or set rollout.reward_workers=0"
             ) from error
 
 
@@ -100,6 +91,11 @@ def dump(value: Any) -> bytes:
     """Pickle a value for a worker; raises what pickle raises, also for a part of ``__main__``."""
     _Pickler(buffer := io.BytesIO()).dump(value)
     return buffer.getvalue()
+
+
+def is_worker() -> bool:
+    """Return whether this process is a worker of a pool."""
+    return getattr(sys.modules["__main__"], "__file__", None) == worker_process.__file__
 
 
 class _Pickler(pickle.Pickler):
@@ -168,8 +164,8 @@ class _Worker:
 class _Crew:
     """The threads of a pool; each starts a worker for its first call, and awaits its answers."""
 
-    def __init__(self, size: int, names: tuple[str, str], first: bytes) -> None:
-        self.names, self.first = names, first
+    def __init__(self, size: int, work: str, first: bytes) -> None:
+        self.work, self.first = work, first
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.failure: WorkerError | None = None
         self.workers: set[_Worker] = set()
@@ -223,7 +219,7 @@ class _Crew:
     def _fail(self, error: BaseException | None) -> WorkerError:
         """Return the error of every call from now on: no worker can load what it needs."""
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        self.failure = WorkerError(f"the {self.names[0]} workers cannot load a call: {kind}{error}")
+        self.failure = WorkerError(f"the {self.work} workers cannot load a call: {kind}{error}")
         return self.failure
 
     def _start(self) -> _Worker:
@@ -240,9 +236,9 @@ class _Crew:
         except _LoadError as failure:
             raise self._fail(failure.__cause__) from failure.__cause__
         except (OSError, WorkerEnded) as error:
-            name, setting = self.names
             self.failure = WorkerError(
-                f"the {name} workers did not start: {error}; lower {setting} (0: none)"
+                f"the {self.work} workers did not start: {error}; lower rollout.reward_workers "
+                "(0: none)"
             )
             raise self.failure from error
         return worker
