@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
@@ -273,20 +274,19 @@ class Filter:
     """Comparisons of training examples' numbers; ``names`` are the columns that they compare."""
 
     def __init__(self, text: str) -> None:
-        try:
+        self._condition: ast.expr = ast.Constant(None)
+        with suppress(ValueError):
             self._condition = parse(text)
-            nodes = [*ast.walk(self._condition)]
-        except ValueError:
-            nodes = []
-        self.names = tuple(dict.fromkeys(n.id for n in nodes if isinstance(n, ast.Name)))
-        parts = nodes[0].values if nodes and isinstance(nodes[0], ast.BoolOp) else nodes[:1]
-        numbers = (node.value for node in nodes if isinstance(node, ast.Constant))
-        if (
-            not self.names
-            or not all(isinstance(node, _FILTER_NODES) for node in nodes)
-            or not all(isinstance(part, ast.Compare) for part in parts)
-            or not all(type(number) in (int, float) for number in numbers)
-        ):
+        clauses = [self._condition]
+        if isinstance(self._condition, ast.BoolOp) and isinstance(self._condition.op, ast.And):
+            clauses = self._condition.values
+        comparisons = [clause for clause in clauses if isinstance(clause, ast.Compare)]
+        parts = [part for clause in comparisons for part in (clause.left, *clause.comparators)]
+        signs = {type(sign) for clause in comparisons for sign in clause.ops}
+        self.names = tuple(dict.fromkeys(n.id for n in parts if isinstance(n, ast.Name)))
+        are_operands = all(isinstance(part, ast.Name) or _is_number(part) for part in parts)
+        is_whole = len(comparisons) == len(clauses) and signs <= _SIGNS
+        if not self.names or not are_operands or not is_whole:
             raise ValueError(
                 "is no filter: write comparisons of columns with numbers, such as "
                 '"0.1 < pass_rate < 0.9", joined by and'
@@ -301,5 +301,10 @@ class Filter:
         return evaluate(self._condition, values)
 
 
-_FILTER_NODES = (ast.And, ast.BoolOp, ast.Compare, ast.Name, ast.Load, ast.Constant)
-_FILTER_NODES += (ast.UnaryOp, ast.USub, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_SIGNS = {ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq}
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node = node.operand
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
