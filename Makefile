@@ -50,10 +50,12 @@ vllm: $(VENV)/dev.stamp $(VENV)-vllm/installed.stamp
 crash: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/crash.py --kills 50
 
-# Parts of at most eight minutes, not run on a GPU yet. Results are in perf/results/gpu; another call
-# continues. TRL with vLLM takes part where vLLM is installed in the same environment.
+# Parts of at most nine minutes, not run on a GPU yet. Results are in perf/results/gpu; another call
+# continues. TRL with vLLM takes part where vLLM is installed in the same environment. On a machine
+# without a network: python3 perf/gpu.py, with its own packages.
 gpu: $(VENV)/dev.stamp
-	$(BIN)/python perf/gpu.py
+	$(BIN)/python perf/gpu.py --out perf/results/gpu; status=$$?; \
+		$(BIN)/python perf/gpu.py --readme perf/results/gpu; exit $$status
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check
