@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
@@ -85,12 +84,10 @@ class CachedKeys:
         if self.mask is None and cap is None and kernels.has_varlen(query):
             output, lse = kernels.run_varlen(
                 *(x.flatten(0, 1) for x in (query, key, value)),
-                *(self._get_starts(x.shape[1]) for x in (query, key)),
-                query.shape[1],
-                self.longest,
-                scale=scaling,
-                seqused_k=self.lengths,
-                return_aux=AuxRequest(lse=True),
+                [self._get_starts(x.shape[1]) for x in (query, key)],
+                [query.shape[1], self.longest],
+                scaling,
+                used=self.lengths,
             )
             return output.view_as(query), lse.T.view(query.shape[:3])
         key, value = key[:, : self.longest], value[:, : self.longest]
