@@ -59,7 +59,7 @@ class TracedStep(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, result))
         return result
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(map(id, self.inputs), inputs, strict=True))
 
         def select(tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class TracedStep(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, select, (args, kwargs))
             pairs = zip(tree_leaves(traced), tree_leaves(func(*args, **kwargs)), strict=True)
             values |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
-        return select(self.output)
+        return tuple(map(select, self.output))
 
 
 class RecordedCuda:

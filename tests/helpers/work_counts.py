@@ -160,11 +160,11 @@ def measure_kernels() -> Counts:
         policy, counts, step = meta_device.build_policy("qwen2_5_vl", False), [], SharedEngine.step
         patch.setattr(forwards, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
 
-        def count(*args: Any) -> Tensor:
+        def count(*args: Any) -> Any:
             with _Operations() as operations:
-                logits = step(*args)
+                drawn = step(*args)
             counts.append(operations.kernels)
-            return logits
+            return drawn
 
         patch.setattr(SharedEngine, "step", count)
         meta_device.sample(policy, patch)

@@ -37,7 +37,7 @@ from vlm_grpo.model.engine.sampling import (
     draw_uniforms,
 )
 from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, find_failure
+from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, explain_failure
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion, Example, Group, Prompt, StopReason
@@ -139,7 +139,7 @@ class Policy:
         with (
             eval_mode(self.model),
             self._autocast(),
-            rollout_weights(self.model) as weights_are_copies,
+            rollout_weights(self.model, self.engine.capture is not None) as weights_are_copies,
         ):
             try:
                 self.root(lambda: self._generate(prompts, state, max_tokens))
@@ -175,7 +175,7 @@ class Policy:
     @torch.no_grad()
     def encode_images(self, prompts: Sequence[Prompt]) -> None:
         """Encode the prompts' images as ``sample`` does, if their features are kept."""
-        with eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+        with eval_mode(self.model), self._autocast(), rollout_weights(self.model, False):
             self.engine.encode_images(prompts, self.counters)
 
     # Scoring.
@@ -208,7 +208,8 @@ class Policy:
     # The form.
 
     def check_form(self, prompts: Sequence[Prompt]) -> None:
-        """Check the shared form on the first prompts; ``UserError``: it must be used, and fails."""
+        """Check the shared form on the first prompts; ``UserError``: the model fails with it, or
+        differs although it must be used."""
         check = self.form_check
         if check is None or not (self.shared and prompts):
             return
@@ -231,7 +232,7 @@ class Policy:
     def try_form(self, prompt: Prompt) -> str | None:
         """Sample short completions of a prompt, and compare the two forms on them.
 
-        Returns how they differ, or how the model fails; None: they differ by rounding.
+        Returns how they differ; None: by rounding. ``UserError``: the model fails.
         """
         settings = SamplingSettings(self.distribution, ROLLOUT_LENGTH)
 
@@ -244,20 +245,22 @@ class Policy:
         return self._check(sample_and_compare)
 
     def _check(self, check: Callable[[], str | None]) -> str | None:
-        """Return the problem that a check finds; captured steps that alone fail are given up."""
-        problem = find_failure(check)
-        if problem is None or self.engine.capture is None:
-            return problem
-        self.engine.use_capture(None)
-        eager = None
-        try:
-            eager = find_failure(check)
-        finally:  # also if the repetition does not fit into the memory
-            if eager is None:
-                logger.warning(
-                    "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
-                    problem,
-                )
+        """Return the problem that a check finds; captured steps that alone differ are given up."""
+        with explain_failure():
+            problem = check()
+            if problem is None or self.engine.capture is None:
+                return problem
+            self.engine.use_capture(None)
+            eager = None
+            try:
+                eager = check()
+            finally:  # also if the repetition does not fit into the memory
+                if eager is None:
+                    logger.warning(
+                        "decode steps run eagerly from now on, which takes longer: as CUDA graphs, "
+                        "%s",
+                        problem,
+                    )
         return eager
 
     @torch.no_grad()

@@ -161,8 +161,10 @@ def test_without_onednn_only_float32_adapters_are_copied_and_others_follow_the_t
             for layer in net.children():
                 used: Any = vars(layer)["forward"]
                 assert (used.func is module._multiply) == is_copied  # noqa: SLF001
-            factors = vars(net.down).get("rollout_factors", ())
-            addresses.append([factor.data_ptr() for factor in factors])
+            kept = vars(net.down).get("rollout_factors", {}).values()
+            addresses.append(
+                [part.data_ptr() for parts in kept for part in parts if part is not None]
+            )
         assert relative_error(rollout, net(x)) < 1e-2  # 8 bits
         with torch.no_grad():
             for name, weight in net.named_parameters():
@@ -170,6 +172,32 @@ def test_without_onednn_only_float32_adapters_are_copied_and_others_follow_the_t
                     weight.mul_(-2)
     assert addresses[0] == addresses[1]
     assert bool(addresses[0]) == (not is_copied)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_frozen_siblings_move_together_once_and_are_multiplied_at_once(kind, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    net, x = make_net(kind, torch.bfloat16), torch.randn(6, IN).bfloat16()
+    before = {name: weight.clone() for name, weight in net.state_dict().items()}
+    bases = [getattr(net, name).base_layer for name in SIBLINGS]
+    addresses = []
+    for _ in range(2):
+        expected = net(x)
+        calls: list[int] = []
+        linear = nn.functional.linear
+        with monkeypatch.context() as patch, torch.no_grad(), rollout_weights(net):
+            patch.setattr(
+                nn.functional, "linear", lambda *a: [calls.append(len(a[1])), linear(*a)][1]
+            )
+            found = net(x)
+        assert calls == [32 + 8 + 12, 3 * RANK, IN, RANK]
+        assert relative_error(found, expected.detach()) < 2e-2
+        addresses.append([base.weight.data_ptr() for base in bases])
+    assert addresses[0] == addresses[1]
+    assert len({base.weight.untyped_storage().data_ptr() for base in bases}) == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
+    with torch.no_grad(), rollout_weights(make_net(kind, torch.bfloat16), may_move=False):
+        pass
 
 
 @pytest.fixture

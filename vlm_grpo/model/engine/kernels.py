@@ -31,8 +31,8 @@ from vlm_grpo.model.transfer import copy_to
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
-# Its kernel for sequences of different lengths. ``varlen_attn``, which calls it, takes cuDNN's where
-# there is one, has fewer arguments before torch 2.12, and fills a tensor in each call.
+# The kernel for sequences of different lengths. ``varlen_attn``, which calls it, prefers cuDNN's,
+# has fewer arguments before torch 2.12, and fills a tensor in each call.
 FLASH_VARLEN = torch.ops.aten._flash_attention_forward  # noqa: SLF001
 
 MAX_SCORES = 2**24  # maximum number of attention scores held at once by plain matrix products
