@@ -86,6 +86,7 @@ class RecordedCuda:
             "stream": self._use,
             "graph": self._capture,
             "graph_pool_handle": lambda: next(pools),
+            "current_device": lambda: 0,
         }
         for name, function in functions.items():
             monkeypatch.setattr(torch.cuda, name, function)

@@ -344,6 +344,20 @@ def test_steps_run_eagerly_after_a_capture_that_fails(name, caplog):
     assert policy.describe_engine().endswith("run eagerly")
 
 
+def test_steps_that_cannot_be_compiled_are_captured(monkeypatch, caplog):
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    prompts = mixed_prompts(policy, 2)
+    expected = get_tokens(sample_groups(policy, prompts))
+    monkeypatch.setattr(shared, "capture_compiled", fail_to_capture)
+    monkeypatch.setattr(shared, "CudaGraph", TracedStep)
+    policy.engine.use_capture(fail_to_capture)
+    assert get_tokens(sample_groups(policy, prompts)) == expected
+    assert policy.engine.capture is TracedStep
+    [record] = [r for r in caplog.records if r.name == shared.logger.name]
+    assert "run without torch.compile from now on" in record.getMessage()
+    assert "rollout.torch_compile=false does not try" in record.getMessage()
+
+
 def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(monkeypatch, caplog):
     policy = tiny_policy("qwen2_5_vl")
 

@@ -55,13 +55,13 @@ def rollout_weights(model: nn.Module, may_move: bool = True) -> Iterator[bool]:
     has_room = _has_room([base for layer in layers if is_quantized(base := get_base(layer))])
     try:
         for group in _group_siblings(model, reordered):
-            JoinedProduct(group, True)
+            JoinedProduct(group, is_reordered=True, merges=True)
         others = [layer for layer in layers if layer not in reordered]
         movable = {layer for layer in others if may_move and _can_move(layer)}
         for group in _group_siblings(model, movable):
             if len(group) > 1:
                 weight = _move_together([get_base(layer).weight for layer in group])
-                JoinedProduct(group, False, weight)
+                JoinedProduct(group, weight)
                 others = [layer for layer in others if layer not in group]
         are_copied = [_prepare(layer, has_room) for layer in others]
         yield bool(reordered) or any(are_copied)
@@ -95,15 +95,14 @@ def _prepare(layer: Any, has_room: bool) -> bool:
     base = get_base(layer)
     is_held, may_copy = is_quantized(base), has_room or not is_quantized(base)
     if is_adapted(layer) and not (get_dtype(base) == torch.float32 and may_copy):
-        JoinedProduct([layer], False, linear.restore_weight(base) if may_copy else None)
+        JoinedProduct([layer], linear.restore_weight(base) if may_copy else None)
         return is_held and may_copy
     if not may_copy:
         return False
-    weight = linear.merge(layer) if is_adapted(layer) else linear.restore_weight(base)
-    weight = _cast_by_autocast(weight)
+    weight = _cast_by_autocast(_read_weight(layer))
     if weight.data_ptr() == base.weight.data_ptr():
         return False
-    layer.forward = partial(_multiply, weight, base.bias)
+    JoinedProduct([layer], weight, merges=True)
     return True
 
 
@@ -139,10 +138,6 @@ def _cast_by_autocast(weight: Tensor) -> Tensor:
     return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 
-def _multiply(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return nn.functional.linear(x.to(weight.dtype), weight, bias)
-
-
 def _group_siblings(model: nn.Module, layers: Collection[Any]) -> Iterator[list[Any]]:
     grouped = set()
     for module in model.modules():
@@ -168,20 +163,24 @@ class JoinedProduct:
 
     Args:
         layers: the layers.
-        is_reordered: oneDNN multiplies a copy of the weights.
-        weight: otherwise the rows of their weights; None: those of one layer are restored each
-            time.
+        weight: the rows of their weights; None: a copy, or for each product those of one layer.
+        is_reordered: oneDNN multiplies the copy.
+        merges: float32 weights include their adapters.
     """
 
     def __init__(
-        self, layers: Sequence[Any], is_reordered: bool, weight: Tensor | None = None
+        self,
+        layers: Sequence[Any],
+        weight: Tensor | None = None,
+        is_reordered: bool = False,
+        merges: bool = False,
     ) -> None:
-        self.layers, self.is_reordered = layers, is_reordered
+        self.layers, self.is_reordered, self.merges = layers, is_reordered, merges
         self.sizes = [get_base(layer).out_features for layer in layers]
         if is_reordered:
             weight = _cast_by_autocast(_concatenate([*map(_read_weight, layers)]))
         self.dtype = get_dtype(get_base(layers[0])) if weight is None else weight.dtype
-        biases, first, second, norms = zip(*map(_read, layers), strict=True)
+        biases, first, second, norms = zip(*(_read(layer, merges) for layer in layers), strict=True)
         like = get_base(layers[0]).weight
         join: Any = lambda parts, build: (  # noqa: E731
             None
@@ -232,7 +231,7 @@ class JoinedProduct:
             if self._outputs:
                 for layer in self.layers:
                     weight = None if self.is_reordered else get_base(layer).weight.detach()
-                    JoinedProduct([layer], self.is_reordered, weight)
+                    JoinedProduct([layer], weight, self.is_reordered, self.merges)
                 return self.layers[number].forward(x)
             self._input, self._outputs = x, dict(enumerate(self._multiply(x)))
         output = self._outputs.pop(number)
@@ -241,21 +240,20 @@ class JoinedProduct:
         return output
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
-        bias, rows = self.bias if self.norms is None else None, x.to(self.dtype).flatten(0, -2)
+        x, bias = x.to(self.dtype), self.bias if self.norms is None else None
         if self.is_reordered:
             if self.first is not None:
-                rows = torch.cat([rows, multiply_by_onednn(rows, self.first, None)], -1)
-            output = multiply_by_onednn(rows, self.weight, bias)
+                x = torch.cat([x, multiply_by_onednn(x, self.first, None)], -1)
+            output = multiply_by_onednn(x, self.weight, bias)
         else:
-            weight = self.weight
-            if weight is None:
-                weight = linear.restore_weight(get_base(self.layers[0]))
+            base, rows = get_base(self.layers[0]), x.flatten(0, -2)
+            weight = linear.restore_weight(base) if self.weight is None else self.weight
             output = nn.functional.linear(rows, weight, bias)
             if self.first is not None:
                 output.addmm_(nn.functional.linear(rows, self.first), self.second.T)
+            output = output.view(*x.shape[:-1], -1)
         if self.norms is not None:
             output = output * self.norms if self.bias is None else output * self.norms + self.bias
-        output = output.view(*x.shape[:-1], -1)
         return [output] if len(self.sizes) == 1 else output.split(self.sizes, -1)
 
 
@@ -269,10 +267,10 @@ def _read_weight(layer: Any) -> Tensor:
     return linear.merge(layer) if is_merged else linear.restore_weight(base)
 
 
-def _read(layer: Any) -> tuple[Tensor | None, ...]:
+def _read(layer: Any, merges: bool) -> tuple[Tensor | None, ...]:
     """Return a layer's bias, and the factors of an adapter that is not merged."""
     base = get_base(layer)
-    if not is_adapted(layer) or get_dtype(base) == torch.float32:
+    if not is_adapted(layer) or (merges and get_dtype(base) == torch.float32):
         return base.bias, None, None, None
     first, second, *norms = linear.cast_factors(layer)
     return base.bias, first, second, norms[0] if norms else None
