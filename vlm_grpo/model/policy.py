@@ -23,7 +23,7 @@ from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import use_fused_norms
-from vlm_grpo.model.engine.graphs import GraphCapture, describe_steps, get_capture
+from vlm_grpo.model.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
@@ -308,7 +308,7 @@ class Policy:
 
     def describe_engine(self) -> str:
         """Name the attention kernels and the form of decode steps of a shared prompt."""
-        steps = describe_steps(self.engine.capture, self.model.config)
+        steps = "run eagerly" if self.engine.capture is None else "as CUDA graphs"
         return f"{kernels.describe(self.device, self.compute_dtype)}; decode steps {steps}"
 
     # Checkpoints.
@@ -361,7 +361,7 @@ def load_policy(
     distribution = build_sampling_distribution(
         loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
     )
-    capture = get_capture(settings.rollout, loaded.shared, training, loaded.model.config)
+    capture = get_capture(settings.rollout, loaded.shared, training)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
     policy.form_check = FormCheck(must_share=settings.policy.engine == "shared")
     return policy

@@ -15,7 +15,6 @@ from compiled_steps import RecordedCuda, TracedStep
 from family_policies import build_family_policy
 from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
@@ -145,22 +144,6 @@ def build_dynamic_policy() -> Policy:
     language_model: Any = policy.model.get_decoder()
     language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
     return policy
-
-
-def test_dynamic_rope_is_not_captured(monkeypatch):
-    policy = build_dynamic_policy()
-    why = "run eagerly, because its dynamic RoPE reads positions from the device"
-    assert policy.describe_engine().endswith(f"decode steps {why}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options: Any = {"shared": True, "training": True, "config": policy.model.config}
-    assert get_capture(RolloutSettings(), **options) is None
-    with pytest.raises(UserError, match=f"no effect with this model: decode steps {why}"):
-        get_capture(RolloutSettings(cuda_graphs=True), **options)
-    # That of some layers is found, too.
-    config = CONFIG_MAPPING["gemma3"]()
-    assert not graphs.has_dynamic_rope(config)
-    config.get_text_config().rope_parameters["full_attention"]["rope_type"] = "dynamic"
-    assert graphs.has_dynamic_rope(config)
 
 
 @pytest.mark.parametrize(

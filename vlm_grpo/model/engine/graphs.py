@@ -32,9 +32,7 @@ GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 step and overwrites the previous result."""
 
 
-def get_capture(
-    rollout: RolloutSettings, shared: bool, training: bool, config: Any = None
-) -> GraphCapture | None:
+def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:
     """Return the function that captures decode steps, or None if they are not captured.
 
     Outside training, the settings have no effect without a CUDA device, so that a trained model
@@ -48,8 +46,6 @@ def get_capture(
             "where every completion repeats its prompt (policy.engine=repeated, or a family that "
             "cannot share it)"
         )
-    elif has_dynamic_rope(config):
-        why_not = f"with this model: decode steps {describe_steps(None, config)}"
     for name in ("cuda_graphs", "torch_compile"):
         if getattr(rollout, name) and training and not has_cuda:
             raise UserError(f"rollout.{name}=true needs a CUDA device: remove it")
@@ -58,22 +54,6 @@ def get_capture(
     if why_not or not has_cuda:
         return None
     return capture_compiled if rollout.torch_compile else CudaGraph
-
-
-def has_dynamic_rope(config: Any) -> bool:
-    """Return whether transformers reads the greatest position of each pass from the device, to
-    choose the frequencies of RoPE of type ``dynamic``."""
-    text = config and config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return any("dynamic" in rope.get("rope_type", "") for rope in [parameters, *by_layer_type])
-
-
-def describe_steps(capture: GraphCapture | None, config: Any) -> str:
-    if capture is not None:
-        return "as CUDA graphs"
-    why = ", because its dynamic RoPE reads positions from the device"
-    return "run eagerly" + (why if has_dynamic_rope(config) else "")
 
 
 def find_cause(error: BaseException) -> BaseException:

@@ -100,21 +100,13 @@ def run_varlen(
     window: int | None = None,
     used: Int[Tensor, " sequences"] | None = None,
 ) -> tuple[Float[Tensor, "T heads width"], Float[Tensor, "heads T"]]:
-    """Compute attention of each sequence's queries to its keys; return it with its log-sum-exps.
+    """Compute attention of each sequence to its keys, or to the first ``used``; return it with its
+    log-sum-exps.
 
-    FlashAttention's kernel also where another is faster, so that sampling and scoring use the same
-    one; cuDNN's builds a plan for each new shape, and decode steps have many.
-
-    Args:
-        query: the queries of all sequences, one after the other.
-        key: their keys, of fewer heads or as many.
-        value: their values.
-        starts: int32 indices of the sequences' first queries, ending with T, and of their keys.
-        longest: the largest numbers of queries and of keys.
-        scale: factor on the dot products.
-        causal: each query sees the keys up to its own; the last query's own key is the last one.
-        window: the number of these that it sees; None: all.
-        used: the number of its keys that each sequence sees, without gradient; None: all.
+    ``starts`` are int32 indices of the sequences' first queries, and of their first keys; both end
+    with the total. ``causal``: each query sees the last ``window`` keys up to its own; the last
+    query's own key is the last one. Sampling and scoring use FlashAttention alike; cuDNN's kernel
+    would build a plan for each new shape, and decode steps have many.
     """
     output, lse, *_ = FLASH_VARLEN(
         *(query, key, value, *starts, *longest, 0.0, causal and window is None, False),
