@@ -118,8 +118,9 @@ def _can_move(layer: Any) -> bool:
 def _move_together(weights: Sequence[Tensor]) -> Tensor:
     """Return the rows of all weights as one tensor, of which they are parts from now on."""
     first, start = weights[0], weights[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
     for weight in weights:
-        if _identify(weight) != _identify(first) or weight.storage_offset() != start:
+        if (weight.untyped_storage().data_ptr(), weight.storage_offset()) != (memory, start):
             joined = torch.cat([weight.detach() for weight in weights])
             for old, new in zip(weights, joined.split([len(w) for w in weights]), strict=True):
                 old.data = new
@@ -127,10 +128,6 @@ def _move_together(weights: Sequence[Tensor]) -> Tensor:
         start += weight.numel()
     shape = sum(len(weight) for weight in weights), first.shape[1]
     return first.detach().as_strided(shape, first.stride())
-
-
-def _identify(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
 def _cast_by_autocast(weight: Tensor) -> Tensor:
@@ -181,19 +178,18 @@ class JoinedProduct:
             weight = _cast_by_autocast(_concatenate([*map(_read_weight, layers)]))
         self.dtype = get_dtype(get_base(layers[0])) if weight is None else weight.dtype
         biases, first, second, norms = zip(*(_read(layer, merges) for layer in layers), strict=True)
-        like = get_base(layers[0]).weight
-        join: Any = lambda parts, build: (  # noqa: E731
+        self.norms, self.bias = (
             None
             if all(part is None for part in parts)
-            else _concatenate(self._fill(parts, build)).to(like.device, self.dtype)
+            else _concatenate(self._fill(parts, build)).to(self.dtype)
+            for parts, build in ((norms, torch.ones), (biases, torch.zeros))
         )
-        self.norms, self.bias = join(norms, torch.ones), join(biases, torch.zeros)
         self.first: Tensor | None = None
         self.second: Tensor | None = None
         factors = [factor for factor in first if factor is not None]
         if factors:
             self.first = _concatenate(factors).to(self.dtype)
-            blocks = self._fill(second, lambda size: torch.empty(size, 0, device=like.device))
+            blocks = self._fill(second, lambda size, **options: torch.empty(size, 0, **options))
             joined = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
             self.second = joined.to(self.dtype)
         if is_reordered:
@@ -219,10 +215,10 @@ class JoinedProduct:
                 old.copy_(new)
         self.first, self.second, self.norms, self.bias = kept
 
-    def _fill(self, parts: Sequence[Tensor | None], build: Callable[[int], Tensor]) -> list[Tensor]:
+    def _fill(self, parts: Sequence[Tensor | None], build: Callable[..., Tensor]) -> list[Tensor]:
         """Build the tensors that layers lack, given their number of outputs."""
-        pairs = zip(parts, self.sizes, strict=True)
-        return [build(size) if part is None else part for part, size in pairs]
+        pairs, device = zip(parts, self.sizes, strict=True), get_base(self.layers[0]).weight.device
+        return [build(size, device=device) if part is None else part for part, size in pairs]
 
     def __call__(
         self, number: int, x: Float[Tensor, "*rows inputs"]
