@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_runs import make_embedded_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
+from torch import Tensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import attention, kernels, kv_cache
@@ -94,6 +95,10 @@ def test_a_model_that_fails_ends_the_run(error, shown, monkeypatch):
     assert policy.shared
 
 
+def lower_logprobs(tokens: Tensor, logprobs: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return tokens, logprobs - 1, *others
+
+
 def fail_to_capture(*_: Any) -> Any:
     raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
@@ -104,7 +109,7 @@ def fail_to_capture(*_: Any) -> Any:
     [
         (fail_to_capture, "(RuntimeError: CUDA error: operation not permitted"),
         (
-            lambda step, _: lambda *inputs: -step(*inputs),
+            lambda step, _: lambda *inputs: lower_logprobs(*step(*inputs)),
             ": as CUDA graphs, the log-probs of sampled tokens differ by",
         ),
     ],
