@@ -17,7 +17,7 @@ from accelerate import Accelerator, PartialState, utils
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import Stopped, UserError
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -26,7 +26,7 @@ BUCKET_BYTES = 256 * 2**20
 compared with a model."""
 _BLOCKS = itertools.count()  # of ``explain_lost_rank``, which all processes enter alike
 WATCH_SECONDS = 2.0  # between two looks for it
-GRACE_SECONDS = 20.0  # in which a process finds out by itself, and saves what it can
+GRACE_SECONDS = 120.0  # in which a process finds out by itself, and saves what it can
 TOLERANCE = 0.02
 """Excess of the most loaded rank over the mean up to which no item is moved."""
 
@@ -51,7 +51,7 @@ def explain_lost_rank() -> Iterator[None]:
         yield
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the process that keeps the store has died
-            if store is not None:
+            if store is not None and not isinstance(error, Stopped):
                 store.set(key, str(distributed.get_rank()))
         if not isinstance(error, RuntimeError):
             raise
