@@ -20,8 +20,10 @@ import meta_device
 import numpy as np
 import pytest
 import torch
+import transformers
 from family_policies import build_family_policy
 from meta_device import build_policy, sample, use_gpu_kernels
+from packaging.version import Version
 from tiny_models import make_prompt, noise_example, sample_groups
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -166,7 +168,8 @@ def main() -> None:
     torch.set_num_threads(1)
     shared.LENGTH_BUCKET = 4  # several captures per rollout
     for family in FAMILIES:
-        compare(family)
+        if Version(transformers.__version__) >= Version("5.21"):  # earlier ones share Qwen's only
+            compare(family)
         print(family, flush=True)
     with pytest.MonkeyPatch.context() as patch:
         use_gpu_kernels(patch)

@@ -246,21 +246,25 @@ class Policy:
 
     def _check(self, check: Callable[[], str | None]) -> str | None:
         """Return the problem that a check finds; captured steps that alone differ are given up."""
-        with explain_failure():
-            problem = check()
-            if problem is None or self.engine.capture is None:
-                return problem
-            self.engine.use_capture(None)
-            eager = None
+        problem = eager = None
+        if self.engine.capture is not None:
             try:
+                with explain_failure():
+                    problem = check()
+            except UserError as error:
+                problem = str(error)
+            if problem is None:
+                return None
+            self.engine.use_capture(None)
+        try:
+            with explain_failure():
                 eager = check()
-            finally:  # also if the repetition does not fit into the memory
-                if eager is None:
-                    logger.warning(
-                        "decode steps run eagerly from now on, which takes longer: as CUDA graphs, "
-                        "%s",
-                        problem,
-                    )
+        finally:  # also if the repetition does not fit into the memory
+            if problem is not None and eager is None:
+                logger.warning(
+                    "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
+                    problem,
+                )
         return eager
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ def output_and_gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 # Sums of 52 products: float32 has 24 bits, bfloat16 8; float64 goes through the plain layer.
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 3e-2)]
 )
 @pytest.mark.parametrize("shape", [(5, IN), (2, 7, IN)])
 @pytest.mark.parametrize("kind", KINDS)
