@@ -3,6 +3,8 @@
 #   make quickstart   install the runtime, fine-tune the embedded model, show before and after
 #   make test         install the development tools and run the tests, with coverage
 #   make mutants      change the library in one place at a time, and see whether a test fails
+#   make oldest       the tests of what runs on GPUs, and a short run, with the oldest versions of all
+#                     libraries that pyproject.toml allows
 #   make vllm         make an environment with vLLM for CPUs, and test rollouts with a real server
 #   make crash        kill a training run fifty times and compare it with an uninterrupted one
 #   make gpu          on a machine with a GPU: its tests, and steps beside TRL's, in perf/README.md
@@ -31,7 +33,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test mutants vllm crash gpu check docs lock clean
+.PHONY: quickstart test mutants oldest vllm crash gpu check docs lock clean
 
 quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
@@ -43,6 +45,16 @@ test: $(VENV)/dev.stamp
 mutants: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/mutants.py --jobs $(JOBS)
 
+# Before transformers 5.18, only Qwen's families share their prompts; recurrent layers need 5.21. PEFT
+# has a kind of adapter from 0.20 on.
+NEWER := gemma or glm or lfm2 or qwen3_5 or reads_from_the_device or other_kinds_of_adapters
+GPU_TESTS := attention.py devices.py graphs.py kv_cache.py linear.py vision.py
+oldest: $(VENV)-oldest/installed.stamp
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n $(JOBS) -k "not ($(NEWER))" \
+		$(addprefix tests/model/,test_form_check.py $(addprefix engine/test_,$(GPU_TESTS)))
+	rm -rf build/oldest
+	$(VENV)-oldest/bin/vlm-grpo train quickstart optim.max_steps=2 data.eval_limit=8 output_dir=build/oldest
+
 vllm: $(VENV)/dev.stamp $(VENV)-vllm/installed.stamp
 	VLLM_PYTHON=$(abspath $(VENV)-vllm/bin/python) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm --durations=10
@@ -50,10 +62,12 @@ vllm: $(VENV)/dev.stamp $(VENV)-vllm/installed.stamp
 crash: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/crash.py --kills 50
 
-# Parts of at most eight minutes, not run on a GPU yet. Results are in perf/results/gpu; another call
-# continues. TRL with vLLM takes part where vLLM is installed in the same environment.
+# Parts of at most nine minutes, not run on a GPU yet. Results are in perf/results/gpu; another call
+# continues. TRL with vLLM takes part where vLLM is installed in the same environment. On a machine
+# without a network: python3 perf/gpu.py, with its own packages.
 gpu: $(VENV)/dev.stamp
-	$(BIN)/python perf/gpu.py
+	$(BIN)/python perf/gpu.py --out perf/results/gpu; status=$$?; \
+		$(BIN)/python perf/gpu.py --readme perf/results/gpu; exit $$status
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check
@@ -74,7 +88,7 @@ lock: | $(BIN)/uv
 	sed -n 's/^\([^ ]*==[^ ;]*\).*/\1/p' requirements.lock > constraints.txt
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm build site *.egg-info .coverage .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm build site *.egg-info .coverage .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -96,6 +110,15 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/uv
 	@echo "Installing vlm-grpo, its libraries and the test tools into $(VENV) (PyTorch is about 5 GB)"
 	$(call install,--editable '.[dev]')
 	@touch $@ $(VENV)/runtime.stamp
+
+$(VENV)-oldest/installed.stamp: pyproject.toml | $(BIN)/uv
+	@echo "Installing the oldest allowed libraries into $(VENV)-oldest (5 GB)"
+	rm -rf $(VENV)-oldest
+	$(BIN)/python -m venv $(VENV)-oldest
+	$(BIN)/uv pip install --python $(VENV)-oldest/bin/python --resolution lowest-direct --editable . \
+		"beartype>=0.20" "hypothesis>=6.130" "pytest>=8.4" "pytest-cov>=6.1" "pytest-timeout>=2.4" \
+		"pytest-xdist>=3.8"
+	@touch $@
 
 $(VENV)-vllm/installed.stamp: tests/vllm/install.py | $(BIN)/python
 	@echo "Installing vLLM for CPUs into $(VENV)-vllm (4 GB)"

@@ -1,14 +1,17 @@
-"""Run the CUDA tests and the measurements of a GPU, in parts of at most eight minutes.
+"""Check and measure a GPU, from a checkout: no install, no network, the machine's own packages.
 
-    make gpu                                  all parts that have no complete result yet
-    python perf/gpu.py --list                 the parts, with the seconds that each should take
-    python perf/gpu.py --parts step-512       one part, again
-    python perf/gpu.py --smoke --out FOLDER   all measurements with a tiny model, on any machine
+    python3 perf/gpu.py                                the parts without a result, in order of value
+    python3 perf/gpu.py --out FOLDER --budget-minutes 9   only those that fit into nine minutes
+    python3 perf/gpu.py --list                         the parts, with the seconds each should take
+    python3 perf/gpu.py --parts step-512 --out FOLDER  one part, again
+    python3 perf/gpu.py --smoke --out FOLDER           all of them with a tiny model, on any machine
+    python3 perf/gpu.py --readme FOLDER …              put the results into perf/README.md
 
-A part writes ``perf/results/gpu/NAME.json`` when it has finished, so that another call continues
-after an interruption. A part compares our engine with TRL's in one run, each in processes of its
-own. Without TRL it measures ours alone; parts with vLLM are skipped without it. If an engine fails
-or the time is over, the result of the others is kept, and the next call runs the part again.
+A call writes two small files, ``results.json`` after each part and ``summary.md``, to a folder
+outside the checkout (default: in the folder of temporary files), and continues what is there.
+``--after FOLDER …`` names folders of earlier calls whose parts are not run again. A part takes at
+most nine minutes. Without TRL it measures ours alone, and parts with vLLM are skipped without it.
+If an engine fails or the time is over, the result of the others is kept with the end of the output.
 """
 
 from __future__ import annotations
@@ -22,19 +25,24 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+import checkout
 import torch
 from step_time import ENGINES, find_version, find_versions, format_share, parse_arguments
 
-PERF = Path(__file__).parent
+PERF = checkout.ROOT / "perf"
 README = PERF / "README.md"
 START, END = "<!-- results of perf/gpu.py -->\n", "<!-- end of the results -->\n"
-MINUTES = 8
+MINUTES = 9
+LOG_LINES = 60  # of the output of a part that fails, which its result keeps
 PIXELS, PROMPT = 28 * 28, 40
 """Pixels per image token, and tokens of the question, in these models' prompts."""
 STEP = "--dtype bfloat16 --checkpointing --trl-batch 8 --rounds 1"
@@ -57,6 +65,7 @@ class Part:
         engines: engines of ``step_time.py``; those that are not installed are left out.
         script: a script of this folder; ``pytest`` for the tests.
         seconds: expected seconds of other scripts, not measured.
+        packages: modules that it needs besides those of ``checkout.py``.
     """
 
     what: str
@@ -64,6 +73,15 @@ class Part:
     engines: tuple[str, ...] = ()
     script: str = "step_time.py"
     seconds: float = 0.0
+    packages: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages without which the part is skipped."""
+        lacking = [name for name in self.packages if find_spec(name) is None]
+        if self.engines and not self.available:
+            lacking += [name for name in ENGINES[self.engines[-1]] if find_version(name) is None]
+        return lacking
 
     @property
     def available(self) -> list[str]:
@@ -110,22 +128,40 @@ def build_limits() -> dict[str, Part]:
     }
 
 
-PARTS = {
-    "cuda-tests": Part("the tests marked gpu pass", "-m gpu", script="pytest", seconds=180),
+ALL = {
+    "correctness": Part(
+        "attention, sampling and a training step are as close to float64 as rounding allows",
+        "", script="gpu_checks.py", seconds=150,
+    ),
+    "gpu-tests": Part(
+        "the tests marked gpu pass", "-m gpu", script="pytest", seconds=180,
+        packages=("pytest", "hypothesis", "beartype", "xdist", "pytest_timeout"),
+    ),
     **build_grid(TRL, ""),
-    "step-64": Part("7B LoRA, short answers", f"{S7} --tokens 64", TRL),
+    "update-stored": Part(
+        "3B LoRA, recomputing nothing: the MFU of an update",
+        f"{S3} --image 1008 --generations 8 --tokens 512 --checkpointing none --max-tokens 8192",
+        OURS,
+    ),
+    "profile": Part(
+        "where the GPU waits in one step, and its kernels",
+        f"{S7} --tokens 64 --steps 1 --profile {{temporary}}/step", OURS,
+    ),
     "step-512": Part("7B LoRA, long answers", f"{S7} --tokens 512", TRL),
     "step-512-eager": Part("without CUDA graphs", f"{S7} --tokens 512 --no-cuda-graphs", OURS),
+    "24gb": Part(
+        "a step of a 3B model that fits into 24 GB",
+        f"{S3} --image 1008 --generations 8 --tokens 256 --max-tokens 16384", OURS,
+    ),
+    "plan": Part(
+        "planned and measured memory", "--gpu", script="plan_accuracy.py", seconds=300
+    ),
+    "step-64": Part("7B LoRA, short answers", f"{S7} --tokens 64", TRL),
     "step-512-compiled": Part(
         "with compiled decode steps", f"{S7} --tokens 512 --torch-compile", OURS
     ),
     "update-mlp": Part(
         "recomputing the feed-forward layers only", f"{S7} --tokens 512 --checkpointing mlp", OURS
-    ),
-    "update-stored": Part(
-        "3B LoRA, recomputing nothing: the MFU of an update",
-        f"{S3} --image 1008 --generations 8 --tokens 512 --checkpointing none --max-tokens 8192",
-        OURS,
     ),
     "update-dense": Part("attention without varlen_attn", f"{S7} --tokens 512 --dense", OURS),
     "step-2048": Part(
@@ -133,17 +169,6 @@ PARTS = {
         f"{S7} --prompts 2 --generations 16 --tokens 2048 --steps 1", OURS,
     ),
     "vision": Part("a step dominated by images", f"{S7} --tokens 16", OURS),
-    "profile": Part(
-        "where the GPU waits in one step",
-        f"{S7} --tokens 64 --steps 1 --profile {{out}}/step", OURS,
-    ),
-    "plan": Part(
-        "planned and measured memory", "--gpu", script="plan_accuracy.py", seconds=300
-    ),
-    "24gb": Part(
-        "a step of a 3B model that fits into 24 GB",
-        f"{S3} --image 1008 --generations 8 --tokens 256 --max-tokens 16384", OURS,
-    ),
     **build_grid(VLLM, "-vllm"),
     "rollout-64-vllm": Part("7B LoRA, decoding 64 rows", f"{S7} --tokens 256", VLLM),
     "rollout-256-vllm": Part(
@@ -152,6 +177,12 @@ PARTS = {
     ),
     **build_limits(),
 }  # fmt: skip
+FIRST = (
+    *("correctness", "gpu-tests", "3b-1008-g8-512", "3b-448-g8-64", "update-stored", "profile"),
+    *("3b-1008-g16-512", "step-512", "step-512-eager", "24gb", "plan"),
+)
+"""What says most about a machine: right at all, its rates, then the goals and the plan."""
+PARTS = {name: ALL[name] for name in dict.fromkeys((*FIRST, *ALL))}
 
 
 def expect_seconds(part: Part) -> float:
@@ -182,55 +213,95 @@ def expect_seconds(part: Part) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Path(tempfile.gettempdir()) / "vlm-grpo-gpu"
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="only these, again")
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, without the tests")
-    parser.add_argument("--out", type=Path, default=PERF / "results/gpu", help="folder of results")
+    parser.add_argument("--out", type=Path, default=default, help=f"folder of results: {default}")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], help="folders of other calls")
+    parser.add_argument("--readme", type=Path, nargs="+", help="put their results into the README")
+    parser.add_argument("--budget-minutes", type=float, default=24 * 60, help="of this call")
     options = parser.parse_args()
     if options.list:
         for name, part in PARTS.items():
             print(f"{name:24}{expect_seconds(part):4.0f} s  {part.what}: {', '.join(part.engines)}")
         return 0
+    if options.readme:
+        README.write_text(fill_table(README.read_text(), load_results(options.readme)))
+        return 0
     if not (options.smoke or torch.cuda.is_available()):
         print("perf/gpu.py: PyTorch finds no CUDA GPU here; --smoke runs anywhere", file=sys.stderr)
         return 2
-    if options.smoke and options.out.resolve() == (PERF / "results/gpu").resolve():
-        parser.error("--smoke measures nothing: name another folder with --out")
     options.out.mkdir(parents=True, exist_ok=True)
-    return run_parts(options.parts, options.out, options.smoke)
+    deadline = time.monotonic() + 60 * options.budget_minutes
+    return run_parts(options.parts, options.out, options.smoke, deadline, options.after)
 
 
-def run_parts(names: list[str] | None, folder: Path, smoke: bool) -> int:
-    """Run these parts, or those that are not complete; return the exit status."""
-    failed, runs = [], {}
+def load_results(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return the results of calls by part; a later one replaces an earlier one."""
+    results: dict[str, dict[str, Any]] = {}
+    for path in (folder / "results.json" for folder in folders):
+        results |= json.loads(path.read_text()) if path.is_file() else {}
+    return results
+
+
+def run_parts(
+    names: list[str] | None,
+    folder: Path,
+    smoke: bool,
+    deadline: float,
+    after: Iterable[Path] = (),
+) -> int:
+    """Run these parts, or those that are not complete; return the exit status.
+
+    Before ``deadline`` a part is started if it should end until then, and is ended then.
+    """
+    failed, left, runs = [], [], {}
+    results, known = load_results([folder]), load_results(after)
+    print(f"results    {folder}", flush=True)
     for name in names or PARTS:
-        path, part = folder / f"{name}.json", PARTS[name]
-        if (not names and is_complete(path, part)) or (smoke and part.script == "pytest"):
+        part = PARTS[name]
+        done = {**known, **results}.get(name)
+        if (not names and is_complete(done, part)) or (smoke and part.script == "pytest"):
             continue
-        if not part.available and part.engines:
-            print(f"{name}: skipped, vLLM or TRL is not installed", flush=True)
+        if part.missing:
+            print(f"{name}: skipped, {', '.join(part.missing)} not installed", flush=True)
+            continue
+        seconds = deadline - time.monotonic()
+        if expect_seconds(part) > seconds and not smoke:
+            left.append(name)
             continue
         print(f"{name}: {part.what} (about {expect_seconds(part) / 60:.0f} min)", flush=True)
         kind = get_kind(part) if smoke else name
-        result = runs[kind] = runs.get(kind) or run_part(part, path, smoke)
-        if result is not None:
-            path.write_text(json.dumps(result | {"what": part.what}, indent=1) + "\n")
-        if result is None or not is_complete(path, part):
+        if kind not in runs:
+            runs[kind] = run_part(part, smoke, min(60 * MINUTES, seconds))
+        results[name] = runs[kind] | {"what": part.what}
+        write_results(folder, results)
+        if not is_complete(results[name], part):
             failed.append(name)
-        if not smoke:
-            README.write_text(fill_table(README.read_text(), folder))
+    if left:
+        print(f"no time left for: {', '.join(left)}")
     if failed:
         print(f"failed: {', '.join(failed)}; another call runs them again", file=sys.stderr)
     return 1 if failed else 0
 
 
-def is_complete(path: Path, part: Part) -> bool:
-    """Return whether a part has a result of every engine that is installed."""
-    if not path.is_file():
-        return False
-    figures = json.loads(path.read_text())["figures"] or {}
-    return set(part.available) <= figures.get("engines", {}).keys()
+def write_results(folder: Path, results: dict[str, dict[str, Any]]) -> None:
+    path = folder / "results.json"
+    other = path.with_suffix(".part")
+    other.write_text(json.dumps(results, indent=1) + "\n")
+    other.replace(path)
+    (folder / "summary.md").write_text(format_results(results))
+
+
+def is_complete(result: dict[str, Any] | None, part: Part) -> bool:
+    """Return whether a part has passed, or has a result of every engine that is installed."""
+    if result is None or not part.engines:
+        return result is not None and result["passed"]
+    return set(part.available) <= (result["figures"] or {}).get("engines", {}).keys()
 
 
 def get_kind(part: Part) -> str:
@@ -241,37 +312,46 @@ def get_kind(part: Part) -> str:
     return str(parse_arguments(arguments))
 
 
-def run_part(part: Part, path: Path, smoke: bool) -> dict[str, Any] | None:
-    """Run a part and return its result; None without any figures."""
+def run_part(part: Part, smoke: bool, seconds: float) -> dict[str, Any]:
+    """Run a part for at most so many seconds, and return its result."""
     started = time.perf_counter()
-    figures, log = path.with_suffix(".figures.json"), path.with_suffix(".log")
-    arguments = part.arguments.format(out=path.parent).split()
-    if part.script == "pytest":
-        command = ["-m", "pytest", "-q", *arguments, *find_gpu_tests()]
-    else:
-        arguments += ["--engines", *part.available] if part.engines else []
-        arguments += ["--out", str(figures), *(["--smoke"] if smoke else [])]
-        command = [str(PERF / part.script), *arguments]
-    with log.open("w") as file:
-        has_passed = run_fork(part.script, arguments, file) if smoke else run_process(command, file)
-    if not has_passed:
-        print(f"  failed or took over {MINUTES} minutes; its output is in {log}", file=sys.stderr)
-        if not figures.is_file():
-            return None
-    output = log.read_text().splitlines()
+    with tempfile.TemporaryDirectory(prefix="vlm-grpo-") as temporary:
+        figures, log = Path(temporary, "figures.json"), Path(temporary, "log")
+        arguments = part.arguments.format(temporary=temporary).split()
+        if part.script == "pytest":
+            options = ["-q", "-p", "checkout", "-p", "no:cacheprovider", "--tb=short"]
+            options += ["--rootdir", str(PERF.parent), "-c", str(PERF.parent / "pyproject.toml")]
+            command = ["-m", "pytest", *options, *arguments, *find_gpu_tests()]
+        else:
+            arguments += ["--engines", *part.available] if part.engines else []
+            arguments += ["--out", str(figures), *(["--smoke"] if smoke else [])]
+            command = [str(PERF / part.script), *arguments]
+        with log.open("w") as file:
+            if smoke:
+                has_passed = run_fork(part.script, arguments, file)
+            else:
+                has_passed = run_process(command, file, seconds, temporary)
+        output = log.read_text(errors="replace").splitlines()
+        found = json.loads(figures.read_text()) if figures.is_file() else None
     tables = [line for line in output if line.startswith("|") or not line]
+    shown = part.arguments.format(temporary="FOLDER")
+    script = "-m pytest" if part.script == "pytest" else f"perf/{part.script}"
     result = {
         "what": part.what,
-        "command": " ".join(["python", *command]).replace(f"{PERF.parent}/", ""),
+        "command": f"python3 {script} {shown} {' '.join(arguments[len(shown.split()) :])}".replace(
+            f" --out {figures}", ""
+        ),
+        "passed": has_passed,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": find_versions(),
+        "versions": {**find_versions(), "python": sys.version.split()[0]},
         "seconds": round(time.perf_counter() - started, 1),
         "output": tables if any(tables) else output[-1:],
-        "figures": json.loads(figures.read_text()) if figures.is_file() else None,
+        "figures": found,
     }
-    figures.unlink(missing_ok=True)
-    if has_passed:
-        log.unlink()
+    if not has_passed:
+        print("\n".join(output[-5:]), file=sys.stderr)
+        print(f"  failed, or took over {seconds / 60:.1f} minutes", file=sys.stderr)
+        result["log"] = output[-LOG_LINES:]
     return result
 
 
@@ -281,16 +361,25 @@ def find_gpu_tests() -> list[str]:
     return sorted(str(file) for file in files if "mark.gpu" in file.read_text("utf-8"))
 
 
-def run_process(command: list[str], output: IO[str]) -> bool:
+def run_process(command: list[str], output: IO[str], seconds: float, temporary: str) -> bool:
     """Run a Python command within the time limit; return whether it succeeded.
 
-    The processes that it has started end with it, since they would hold the GPU's memory.
+    Its working directory is a temporary one, and nothing is written beside the sources. The
+    processes that it has started end with it, since they would hold the GPU's memory.
     """
+    path = os.pathsep.join(filter(None, [str(PERF), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        [sys.executable, *command],
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        cwd=temporary,
+        env=os.environ
+        | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+        | {"HYPOTHESIS_STORAGE_DIRECTORY": temporary},
     )
     try:
-        return process.wait(60 * MINUTES) == 0
+        return process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
         return False
     finally:
@@ -307,7 +396,7 @@ def run_fork(script: str, arguments: list[str], output: IO[str]) -> bool:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), output:
             runpy.run_path(str(PERF / script), run_name="__main__")
 
-    modules = ["step_time_vlm_grpo", "plan_accuracy_step"]
+    modules = ["step_time_vlm_grpo", "plan_accuracy_step", "gpu_checks"]
     for module in [*modules, *(["step_time_trl"] if find_version("trl") else [])]:
         import_module(module)
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -316,13 +405,16 @@ def run_fork(script: str, arguments: list[str], output: IO[str]) -> bool:
     return process.exitcode == 0
 
 
-def fill_table(text: str, folder: Path) -> str:
-    """Return the README with the results in the folder: a table of the parts that have run two
-    engines, and a section for each of the others."""
-    paths = {name: folder / f"{name}.json" for name in PARTS}
-    results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.is_file()}
+def fill_table(text: str, results: dict[str, dict[str, Any]]) -> str:
+    """Return the README with these results."""
+    before, rest = text.split(START)
+    return before + START + "\n" + format_results(results) + "\n" + END + rest.split(END)[1]
+
+
+def format_results(results: dict[str, dict[str, Any]]) -> str:
+    """Format a table of the parts that have run two engines, and a section for each other."""
     rows, sections, machines = [], [], {}
-    for name, result in results.items():
+    for name, result in sorted(results.items(), key=lambda pair: [*PARTS].index(pair[0])):
         engines = (result["figures"] or {}).get("engines", {})
         versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
         machine = f"{result['gpu']}, {versions}"
@@ -331,15 +423,15 @@ def fill_table(text: str, folder: Path) -> str:
             machines[machine] = None
         else:
             title = f"**{name}**: {result['what']}. `{result['command']}`, {machine}."
-            sections.append("\n".join([title, "", *result["output"], ""]))
+            mark = [] if result["passed"] else ["failed", ""]
+            sections.append("\n".join([title, "", *mark, *result["output"], ""]))
     if rows:
         titles = ("s per step", "speedup", "MFU", "update's MFU", "rollout, tokens/s", "peak GB")
         titles = ("part", "engines", *titles, "share of memory")
         rule = "| --- " * len(titles) + "|"
-        title = f"`python perf/gpu.py --parts PART`, {'; '.join(machines)}. Ours / the other's:"
+        title = f"`python3 perf/gpu.py --parts PART`, {'; '.join(machines)}. Ours / the other's:"
         sections.insert(0, "\n".join([title, "", f"| {' | '.join(titles)} |", rule, *rows, ""]))
-    before, rest = text.split(START)
-    return before + START + "\n" + "\n".join(sections) + "\n" + END + rest.split(END)[1]
+    return "\n".join(sections)
 
 
 def format_comparison(name: str, engines: dict[str, dict[str, Any]]) -> str:

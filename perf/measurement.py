@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import numpy as np
 import torch
 from PIL import Image
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.linear import product
-from vlm_grpo.planning.this_device import find_peak_rate
+from vlm_grpo.planning.devices import find_peak_rate
 
 QUESTION = "What is in the image? Describe every object that you can see in a few words."
 LORA = {"r": 16, "lora_alpha": 32}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from transformers import (
     GenerationConfig,

@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 from trace_gaps import print_gaps
 
 from vlm_grpo.cli.app import WAITING

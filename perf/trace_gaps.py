@@ -1,4 +1,4 @@
-"""Where a GPU waits in a profiled step: its idle time, and the three places with most of it.
+"""Where a GPU waits in a profiled step, and its kernels: those that take most of the time.
 
     python perf/trace_gaps.py perf/results/gpu/step.json.gz
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-PLACES = 3
+PLACES, KINDS = 5, 15
 
 
 @dataclass
@@ -57,9 +57,10 @@ def find_gaps(events: list[dict]) -> tuple[list[Place], float]:
 
 
 def print_gaps(path: Path) -> None:
-    """Print the table of a trace of ``logging.profile_steps`` or of ``step_time.py --profile``."""
+    """Print the tables of a trace of ``logging.profile_steps`` or of ``step_time.py --profile``."""
     with gzip.open(path, "rt") as file:
-        places, seconds = find_gaps(json.load(file)["traceEvents"])
+        events = json.load(file)["traceEvents"]
+    places, seconds = find_gaps(events)
     idle = sum(place.total for place in places)
     print(f"\n| idle in phase | before | s, of {seconds:.2f} | waits | longest, s |")
     print("| --- | --- | --- | --- | --- |")
@@ -68,6 +69,14 @@ def print_gaps(path: Path) -> None:
         name = place.kernel[:80].replace("|", " ")
         times = f"{place.total:.3f} | {place.count} | {place.longest:.4f}"
         print(f"| {place.phase} | `{name}` | {times} |")
+    kinds: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") in KERNELS:
+            kinds.setdefault(event["name"], []).append(event["dur"] / 1e6)
+    if kinds:
+        print("\n| kernel | s | calls |\n| --- | --- | --- |")
+    for name, spent in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:KINDS]:
+        print(f"| `{name[:80].replace('|', ' ')}` | {sum(spent):.4f} | {len(spent)} |")
 
 
 if __name__ == "__main__":

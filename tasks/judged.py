@@ -21,6 +21,7 @@ from PIL import Image
 from vlm_grpo.media.images import encode_data_url
 from vlm_grpo.task import Task, reward
 from vlm_grpo.types import Batch, Candidate, Example, ImageRef
+from vlm_grpo.utils import trust
 from vlm_grpo.utils.http_json import LONGEST_WAIT, build_authorization, post_json
 
 _VERDICT = re.compile(r"Score: (-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
@@ -77,6 +78,8 @@ class Judged(Task):
         super().__post_init__()
         if not self.address.startswith(("http://", "https://")):
             raise ValueError(f"address {self.address!r} must start with http:// or https://")
+        if self.api_key_env:
+            trust.check(self.address, f"the address that gets the API key in {self.api_key_env}")
         if not self.lowest < self.highest:
             raise ValueError(f"lowest={self.lowest:g} must be less than highest={self.highest:g}")
         for name, least in {"longest": 1, "timeout": 0, "retries": 0, "concurrency": 1}.items():

@@ -182,7 +182,7 @@ def _compare_limited(gold: str, answer: str) -> bool:
 
 @cache
 def _start_pool() -> WorkerPool:
-    return WorkerPool(1, ("comparison", "rollout.reward_workers"), _prepare)
+    return WorkerPool(1, "comparison", _prepare)
 
 
 def _prepare() -> None:

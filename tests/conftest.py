@@ -73,10 +73,8 @@ def _seeds() -> None:
 def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first samples of a run are compared with transformers in tests that check shapes.
 
-    A comparison is a tenth of a small run, and always has the same result for the same model. A
-    plan for this CPU measures it with a small product.
+    A comparison is a tenth of a small run, and always has the same result for the same model.
     """
-    monkeypatch.setattr("vlm_grpo.planning.this_device.EDGE", 256)
     if request.node.get_closest_marker("no_shapes"):
 
         def choose(policy: Any, prompts: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_grpo.errors import Stopped, UserError, bullets, list_bad_rows, nearest, printable
+from vlm_grpo.errors import UserError, bullets, list_bad_rows, nearest, printable
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,3 @@ def test_a_terminal_obeys_nothing_that_a_message_quotes():
     quoted = "\x1b]0;title\x07 \x9b31m \r \u202e\u2066 naïve 日本\t😀\n"
     plain = "\\x1b]0;title\\x07 \\x9b31m \\r \\u202e\\u2066 naïve 日本\t😀\n"
     assert printable(quoted) == str(UserError(quoted)) == plain
-
-
-def test_a_stopped_run_carries_its_exit_status():
-    stopped = Stopped("stopped by SIGTERM", 143)
-    assert (str(stopped), stopped.status) == ("stopped by SIGTERM", 143)

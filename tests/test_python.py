@@ -226,7 +226,7 @@ def test_a_plan_is_returned_and_prints_nothing(tmp_path, capsys):
     found = plan(make_settings(tmp_path), "24GB", task=Brightness, data=ROWS)
 
     assert found.fits
-    assert found.largest_group > 2
+    assert found.largest_batch > 0
     assert found.rows == len(ROWS)
     assert "fits       yes" in str(found)
     assert capsys.readouterr().out == ""
@@ -266,8 +266,6 @@ run = vlm_grpo.load_settings("counting", {
 vlm_grpo.train(run, task=Filed)
 vlm_grpo.evaluate(run, "runs/run", task=Filed)
 vlm_grpo.plan(run, "24GB", task=Own)
-vlm_grpo.predict("runs/run", "image.png", "How many?")
-vlm_grpo.export("runs/run", "out")
 try:
     vlm_grpo.train(run.model_copy(update={"name": "refused"}), task=Own)
 except vlm_grpo.UserError as error:

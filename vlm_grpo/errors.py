@@ -17,7 +17,7 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(shorten(super().__str__()))
 
 
 class Stopped(Exception):
@@ -44,6 +44,16 @@ def printable(text: str) -> str:
     \\x1b[31mred
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shorten(text: str, part: int = 4000) -> str:
+    """Return a text without its middle, if it has more than two ``part`` characters.
+
+    >>> shorten("abcdef", 2)
+    'ab\\n… 2 characters …\\nef'
+    """
+    left_out = len(text) - 2 * part
+    return f"{text[:part]}\n… {left_out} characters …\n{text[-part:]}" if left_out > 0 else text
 
 
 def find_nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:

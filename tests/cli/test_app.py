@@ -37,7 +37,6 @@ def test_the_help_of_each_command_shows_an_example(capsys, command):
     [
         ("doctor embedded --dtype int8", "'int8' is not one of 'float32', 'bfloat16'"),
         ("doctor embedded --image none.png", "image none.png cannot be read"),
-        ("export embedded out --step best", "write embedded@best"),
         ("export embedded out --dtype int8", "dtype is 'int8'; it must be float32 or bfloat16"),
         ("export embedded out", "there are no trained weights to export"),
         ("plan counting --gpu X9", "is not in the table"),

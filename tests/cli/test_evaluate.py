@@ -58,38 +58,12 @@ def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_pa
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "is_told"),
-    [("embedded:counting", True), ("hf:a", True), ("hf:a:test", False), ("a.jsonl", False)],
-)
-def test_the_part_of_a_source_with_several_is_named(
-    capsys, monkeypatch, benchmark_calls, source, is_told
-):
-    monkeypatch.setattr("vlm_grpo.eval.evaluate.evaluate", lambda *given: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["evaluate", "counting", f"data.eval={source}"])
-    line = f"examples of {source}, part eval\n" * is_told
-    assert capsys.readouterr().err == line
-    _, _, err = run(capsys, "evaluate", "tallyqa", "--data", source, "model=embedded")
-    assert err == line
-
-
 def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
     message = fails(capsys, "evaluate", "refcoco", "model=embedded")
 
     assert "refcoco is a benchmark" in message
     assert "python -m vlm_grpo.data_scripts.refcoco --out refcoco.jsonl" in message
     assert "vlm-grpo evaluate refcoco --data refcoco.jsonl model=" in message
-
-
-@pytest.mark.parametrize("arguments", [["counting"], ["tallyqa", *ROWS, "model=embedded"]])
-def test_a_checkpoint_given_as_a_setting_is_answered_with_the_option(capsys, arguments):
-    message = fails(capsys, "evaluate", *arguments, "checkpoint=runs/a/checkpoints/step-3")
-
-    assert message == (
-        "error: checkpoint=runs/a/checkpoints/step-3 is not a setting: "
-        "write --checkpoint runs/a/checkpoints/step-3\n"
-    )
 
 
 SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
@@ -109,9 +83,8 @@ SCORED = ["--data", "embedded:counting", "--predictions", "none.jsonl"]
         (["counting", "--predictions", "p.jsonl"], "give --data"),
         (["counting", *SCORED, "--frame", "permil"], "did you mean permille?"),
         (["counting", *SCORED], "none.jsonl cannot be read"),
-        (["counting", *SCORED, "tags=true"], "tags is not a task option with --predictions"),
         (["counting", *SCORED, "frame=permille"], "frame is not a task option with --predictions"),
-        (["counting", "--json"], "--tags and --json need a task and --predictions"),
+        (["counting", "--json"], "--json needs a task and --predictions"),
     ],
 )
 def test_options_that_exclude_each_other_are_one_message(capsys, arguments, message):
@@ -207,9 +180,9 @@ def test_json_has_one_row_per_example_and_the_total(score):
         ("3", [], 2),
         ("<answer>3</answer>", [], 2),  # as on benchmarks: tags are read if present
         ("<think>4</think><answer>3</answer>", [], 2),
-        ("3", ["--tags"], 0),
-        ("<answer>3</answer>", ["--tags"], 2),
-        ("<answer>3</answer>", ["--no-tags"], 0),
+        ("3", ["tags=true"], 0),
+        ("<answer>3</answer>", ["tags=true"], 2),
+        ("<answer>3</answer>", ["tags=false"], 0),
     ],
 )
 def test_an_answer_is_read_with_and_without_tags(score, output, flags, answered):
@@ -220,7 +193,7 @@ def test_an_answer_is_read_with_and_without_tags(score, output, flags, answered)
 
 
 def test_means_and_outputs_that_cannot_be_read_are_printed(score):
-    assert "exact 50.0% [0.0%, 100.0%] (n = 2)" in score("3", "3", "--no-tags")
+    assert "exact 50.0% [0.0%, 100.0%] (n = 2)" in score("3", "3", "tags=false")
     unread = "I see three or so", "3 or 4"
     for name in ("counting", "tallyqa"):
         out = score(*unread, name=name)

@@ -140,6 +140,8 @@ def test_a_filter_compares_numbers(text, accepted):
         *("", "pass_rate", "< 0.5", "pass_rate <", "pass_rate 0.5", "0.1 < 0.5", "a < b and"),
         *("a < 1 or a > 2", "a < 1 and and a > 0", "a = 1", "a.b < 1", "f(a) < 1", "a < 1; b"),
         *("__import__('os').system('x') < 1", "a < 'b'", "a < 1 2", "not a < 1"),
+        *("a in b", "a is b", "-a < 1", "(a < 1) < b", "a < 1 and (b < 1 and c < 1)", "a < True"),
+        *("-" * 500 + "1 < a", "(" * 500 + "a < 1" + ")" * 500, "a < 9**9", "a < 1j"),
     ],
 )
 def test_anything_else_is_refused_when_the_settings_are_read(text):

@@ -47,8 +47,6 @@ def test_a_template_writes_the_user_message(template, expected):
         ("{{ question }}\n{{ qestion }}", r"line 2 has the unknown name qestion \(did you mean qu"),
         ("{{ answer }}", "line 1 has the unknown name answer; it may use question, "),
         ("{{ question | sqeeze }}", "line 1 is not Jinja: No filter named 'sqeeze'"),
-        ("{{ 'x' * 10 ** 10 }}", "line 1 is not Jinja: it has a power"),
-        ("{{ 'x' | center(2000000) }}", "line 1 is not Jinja: it has a number above 1,000,000"),
         ("{{ " + 3000 * "(" + "id" + 3000 * ")" + " }}", "is nested too deeply"),
     ],
 )
@@ -61,14 +59,10 @@ def test_a_wrong_template_is_refused_at_the_start_with_its_line(template, reason
     ("template", "reason"),
     [
         ("{{ meta.clue }}", "prompt.template: UndefinedError: 'dict object' has no attribute"),
-        ("{{ 9999 * ('x' * 9999) }}", "prompt.template: TemplateError: a product is longer than"),
-        (
-            "{% for _ in range(2000) %}{% for _ in range(2000) %}x{% endfor %}{% endfor %}",
-            "the message is longer than 1,000,000 characters",
-        ),
+        ("{{ 9999 * ('x' * 9999) }}", "prompt.template: TemplateError: an operation may make"),
         ("{{ question.__class__.__mro__ }}", "prompt.template: SecurityError"),
         ("{{ meta.update(x=1) }}", "prompt.template: SecurityError"),
-        ("{{ 1 / 0 }}", "prompt.template: ZeroDivisionError"),
+        ("{{ 1 / 0 }}", "prompt.template: TemplateError: ZeroDivisionError: division by zero"),
         ("<image> and <image>", "it has 2 <image> in its texts and 1 images"),
     ],
 )
@@ -87,17 +81,9 @@ def test_the_system_prompt_of_a_row_replaces_that_of_the_settings():
     assert roles == ["system", "user", "assistant", "user"]
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("policy.system_prompt=x", "unknown key policy.system_prompt: it is prompt.system now"),
-        ("policy.chat_template_kwargs={a: 1}", "policy.chat_template_kwargs: it is prompt.ch"),
-        ("prompt.chat_template_kwargs={enable_thinking: 1}", "enable_thinking: it is prompt.th"),
-    ],
-)
-def test_there_is_one_name_for_each_setting(override, reason):
-    with pytest.raises(UserError, match=reason):
-        load_settings("quickstart", [override])
+def test_the_switch_of_the_thinking_has_one_name():
+    with pytest.raises(UserError, match=r"enable_thinking: it is prompt\.thinking here"):
+        load_settings("quickstart", ["prompt.chat_template_kwargs={enable_thinking: 1}"])
 
 
 @pytest.mark.parametrize(
@@ -107,8 +93,3 @@ def test_there_is_one_name_for_each_setting(override, reason):
 def test_a_template_is_written_in_a_command_with_quotes_or_without(text, quote):
     settings = load_settings("quickstart", [f"prompt.template={quote}{text}{quote}"])
     assert settings.prompt.template == text
-
-
-def test_a_recipe_saved_by_an_older_version_is_read():
-    policy = {"system_prompt": None, "chat_template_kwargs": {}}
-    assert load_settings("quickstart", policy=policy) == load_settings("quickstart")

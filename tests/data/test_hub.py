@@ -98,16 +98,6 @@ def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path):
     assert second.images[0].load().size == (4, 5)
 
 
-def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path):
-    rows = [{"question": "How many?", "answer": n if n != 99 else -1} for n in range(130)]
-    path = write_table(tmp_path / "rows.parquet", rows)
-    message = get_load_error(str(path))
-    assert "1 bad row (good rows: 129)" in message
-    assert f"{path} row 100: the answer -1 must be" in message
-    examples = load_examples(str(path), COUNTING, DataSettings(train=str(path), on_bad_row="skip"))
-    assert [examples[99].id, examples[99].name] == ["row-101", f"{path} row 101: example row-101"]
-
-
 def open_table(tmp_path: Path, form: str) -> Any:
     rows = [
         {"image": {"bytes": png(8 + n, 6), "path": None}, "question": "?", "answer": n}

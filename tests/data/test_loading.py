@@ -83,20 +83,6 @@ def test_a_folder_of_an_unknown_user_is_a_missing_file():
         load_task("~no-such-user/task.py")
 
 
-def test_a_limit_keeps_the_first_good_rows(folder):
-    source = write_rows(folder, *[make_row(id=i) for i in range(5)])
-    settings = DataSettings(train=source, train_limit=2)
-    assert [e.id for e in load_examples(source, COUNTING, settings, "train")] == ["0", "1"]
-    assert len(load_examples(source, COUNTING, settings, "eval")) == 5
-
-
-def test_an_example_names_the_line_that_it_was_read_from(folder):
-    source = write_rows(folder, "", make_row())
-    (example,) = load_examples(source, COUNTING)
-    assert example.name == f"{source}:2: example a"
-    assert example == replace(example, location="")  # the location is for messages only
-
-
 @pytest.mark.parametrize(
     ("question", "reason"),
     [
@@ -235,16 +221,6 @@ def test_completions_are_scored_by_their_own_tasks(mixed):
 
 
 def test_a_source_without_a_task_has_that_of_the_run_with_its_options():
-    sources = [{"source": "embedded:counting", "task_options": {"thinking": True}}]
-    task = load_run_task(
-        Settings(task="counting", task_options={"tags": True}, data={"train": sources})
-    )
-    assert isinstance(task, Mixed)
-    own = task.members["counting"]
-    assert (own.tags, own.thinking) == (True, True)
-
-
-def test_the_options_of_a_source_win_over_those_of_the_run():
     sources = [{"source": "embedded:counting", "task_options": {"tags": False}}]
     values = {"task": "counting", "task_options": {"tags": True, "thinking": True}}
     task = load_run_task(Settings(**values, data={"train": sources}))
@@ -264,13 +240,6 @@ def test_a_limit_that_no_source_takes_is_refused():
     assert [source.limit for source in limits] == [6, 5]
 
 
-def test_examples_carry_their_source(tmp_path):
-    row = {"id": "a", "question": "How many?", "answer": 3}
-    settings = build_settings(tmp_path, row, task="counting", name="mine")
-    (example,) = load_split(settings, load_run_task(settings), "train")
-    assert (example.id, example.source) == ("mine/a", "mine")
-
-
 ROWS = (
     {"question": "How many?", "answer": 3, "kind": "counting"},
     {"question": "Which word?", "answer": "exit", "kind": "ocr"},
@@ -283,6 +252,7 @@ def test_rows_may_name_their_tasks(tmp_path):
     task = load_run_task(settings)
     examples = load_split(settings, task, "train")
     assert [e.source for e in examples] == ["mix/counting", "mix/ocr"]
+    assert [e.id for e in examples] == ["mix/row-1", "mix/row-2"]
     assert [type(task.resolve(e)[1]).__name__ for e in examples] == ["Counting", "OCR"]
     assert [dict(e.meta) for e in examples] == [{}, {}]
     assert settings.task_names == ("counting", "ocr")
@@ -357,13 +327,6 @@ def test_the_task_of_a_benchmark_can_be_pickled(benchmarked, run_task):
     unpickled = pickle.loads(pickle.dumps(task))  # as for reward workers
     assert unpickled.score("<answer>3</answer>", CUPS) == task.score("<answer>3</answer>", CUPS)
     assert unpickled.corpus_metrics([3], [CUPS]) == task.corpus_metrics([3], [CUPS])
-
-
-def test_an_unknown_benchmark_is_refused(benchmarked, run_task):
-    evaluation = benchmarked.evaluation.model_copy(update={"benchmark": "tallyqaa"})
-    unknown = benchmarked.model_copy(update={"evaluation": evaluation})
-    with pytest.raises(UserError, match="did you mean tallyqa"):
-        get_held_out_task(unknown, run_task)
 
 
 EXAMPLES = [Example(str(n), (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for n in range(11)]

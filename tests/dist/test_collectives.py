@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -161,6 +163,30 @@ def test_the_error_of_a_lost_rank_is_explained(error):
         raise error
     with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank():
         raise RuntimeError("shapes do not match")
+
+
+def test_a_process_that_waits_for_one_that_failed_ends(monkeypatch, capsys):
+    statuses: list[int] = []
+    monkeypatch.setattr(collectives, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(collectives, "GRACE_SECONDS", 0.001)
+    monkeypatch.setattr(collectives.os, "_exit", statuses.append)
+    store, is_done = torch.distributed.HashStore(), threading.Event()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(collectives, "_BLOCKS", itertools.count())
+    with explain_lost_rank():
+        pass
+    with pytest.raises(UserError, match="memory"), explain_lost_rank():
+        raise UserError("out of memory")
+    assert not statuses  # what is done waits for nobody
+    collectives.end_with_others(store, "vlm_grpo/failed/1", is_done)
+    assert statuses == [2]
+    assert "process 1 of this run has failed, and this one waited for it" in capsys.readouterr().err
+    is_done.set()
+    collectives.end_with_others(store, "vlm_grpo/failed/1", is_done)
+    assert statuses == [2]
 
 
 FULL = torch.arange(5.0)

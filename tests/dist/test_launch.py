@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -145,8 +146,15 @@ def test_captured_steps_of_sharded_weights_are_refused(name, monkeypatch):
     accelerator.num_processes, accelerator.distributed_type = 1, DistributedType.FSDP
     monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
     build_accelerator(make_settings())
-    with pytest.raises(UserError, match=f"{name}=true is not supported with sharded weights"):
+    message = f"{name}=true is not supported with sharded weights"
+    with pytest.raises(UserError, match=message):
         build_accelerator(make_settings(f"rollout.{name}=true"))
+    for stage in (2, 3):
+        config = {"zero_optimization": {"stage": stage}}
+        monkeypatch.setattr(launch_module, "get_deepspeed_config", lambda _, found=config: found)
+        monkeypatch.setattr(launch_module, "get_fsdp_plugin", lambda _: None)
+        with pytest.raises(UserError, match=message) if stage == 3 else contextlib.nullcontext():
+            build_accelerator(make_settings(f"rollout.{name}=true"))
 
 
 def test_more_processes_than_prompts_are_refused(monkeypatch):

@@ -197,7 +197,7 @@ def test_an_infinite_gradient_changes_no_weight(folder, launch):
 def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder):
     run_launches(folder, ["fsdp-2-oom"])
     last, first = ((folder / f"fsdp-2-oom.{rank}").read_text() for rank in ("last", "first"))
-    assert re.search(r"out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last)
+    assert re.search(r"process 1: out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last)
     assert first.startswith("another process of this run has died")
     checkpoints = folder / "runs" / "fsdp-2-oom" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
@@ -334,3 +334,9 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder):
     error, files = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["failed part"]
     assert error.startswith("another process of this run has failed")
     assert files == []
+
+
+def test_a_renamed_run_ends_on_all_ranks(folder):
+    errors = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["renamed run"]
+    assert "was renamed or removed: this run ends" in errors[0]
+    assert errors[1].startswith("another process of this run has failed")

@@ -78,7 +78,7 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
         lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT", resps=[["EXIT sign"]]),
     ]
     given = ["--predictions", write_jsonl(tmp_path / "log", *rows), "--data", ocr_data(tmp_path)]
-    given.append("--no-tags")
+    given.append("tags=false")
     *scores, total = score_as_json(capsys, "ocr", *given)
     assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
     assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
@@ -157,7 +157,7 @@ def test_missing_resized_sizes_are_named(tmp_path, wrong):
 )
 def test_boxes_are_converted_from_their_frame(capsys, tmp_path, frame, box, more):
     row = {"images": ["7.jpg"], "question": CUP[0], "answer": {"boxes": [CUP[1]]}}
-    given = ["--data", write_data(tmp_path, [row]), "--no-tags", "--predictions"]
+    given = ["--data", write_data(tmp_path, [row]), "tags=false", "--predictions"]
     given.append(write_jsonl(tmp_path / "p.jsonl", {"id": "row 0", "output": box, **more}))
     given += ["--frame", frame] if frame else []
     assert score_as_json(capsys, "grounding", *given)[0]["rewards"]["iou"] == pytest.approx(1.0)

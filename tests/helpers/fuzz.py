@@ -43,7 +43,9 @@ LIMIT = 60
 TEMPORARY = re.compile(r"\.tmp|\.partial|\.old$|\.lock-")
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 RECORD = re.compile(r"runs/[^/]+/(metrics\.jsonl|checkpoints|sampled)")
-"""Files that show that a run has begun. It may keep its files however it ends."""
+"""Files that show that a run has begun. It may keep its own files however it ends."""
+REPORTS = ("--preview", "--difficulty")
+"""Options with a file that is a result even if what it shows is not good enough to go on."""
 
 # Files of others.
 
@@ -389,19 +391,40 @@ def find_problems(
         yield f"temporary files: {left}"
     if left := sorted(path.name for path in (folder / "tmp").rglob("*")):
         yield f"files in TMPDIR: {left}"
-    begun = any(RECORD.match(name) for name in new)
+    begun = {name.split("/")[1] for name in new if RECORD.match(name)}
     changed = {name for name, value in before.items() if after.get(name) != value} | new
-    if status == 2 and changed and not begun:
-        yield f"status 2, but it changed {sorted(changed)[:5]}"
-    for name in new:
+    made = [words[at + 1] for at, word in enumerate(words[:-1]) if word in REPORTS]
+    outside = {n for n in changed if n != "runs" and not {*n.split("/")[1:2]} & begun} - {*made}
+    if status == 2 and outside:
+        yield f"status 2, but it changed {sorted(outside)[:5]}"
+    for name in changed:
         path = folder / name
-        if path.is_file() and path.suffix in (".json", ".jsonl"):
-            text = path.read_text("utf-8")
-            try:
-                for line in text.split("\n")[:-1] if path.suffix == ".jsonl" else [text]:
-                    json.loads(line)
-            except ValueError as error:
-                yield f"{name} is half-written: {error}"
+        if path.is_file() and (problem := find_damage(path)):
+            yield f"{name} is half-written: {problem}"
+
+
+def find_damage(path: Path) -> str:
+    """Return what shows that a file is not complete, or nothing."""
+    data = path.read_bytes()
+    try:
+        if path.suffix == ".jsonl":
+            *lines, rest = data.decode().split("\n")
+            _ = [json.loads(line) for line in lines]
+            return f"its last line is {rest[:80]!r}" if rest else ""
+        if path.suffix == ".json":
+            json.loads(data)
+        elif path.suffix == ".yaml":
+            yaml.safe_load(data)
+        elif path.suffix == ".safetensors":
+            size = int.from_bytes(data[:8], "little")
+            parts = json.loads(data[8 : 8 + size])
+            ends = [part["data_offsets"][1] for name, part in parts.items() if name[:2] != "__"]
+            return "its size" if max(ends, default=0) + 8 + size != len(data) else ""
+    except (ValueError, yaml.YAMLError) as error:
+        return str(error)
+    ends = {".html": b">", ".parquet": b"PAR1"}
+    whole = data.rstrip(b"\n").endswith(ends.get(path.suffix, b""))
+    return "" if whole else f"its end is {data[-20:]!r}"
 
 
 def try_command(

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest
 
 from vlm_grpo.model.engine import kernels
 
 
-def plain_varlen_attn(
+def plain_flash_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -20,20 +19,23 @@ def plain_varlen_attn(
     key_starts: Tensor,
     longest_query: int,
     longest_key: int,
+    dropout: float,
+    is_causal: bool,
+    return_debug_mask: bool,
     *,
     scale: float,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
+    window_size_left: int,
+    window_size_right: int,
     seqused_k: Tensor | None = None,
-    return_aux: AuxRequest | None = None,
 ) -> Any:
     """Compute each sequence with an explicit mask.
 
-    A query sees as many keys before and after its own as ``window_size`` says, or all if negative;
-    the last query's own key is the last one.
+    A query sees as many keys before and after its own as the window says, or all if negative; the
+    last query's own key is the last one.
     """
-    before, after = (n if n >= 0 else longest_key for n in window_size)
-    assert enable_gqa or query.shape[1] == key.shape[1]
+    window = window_size_left, 0 if is_causal else window_size_right
+    before, after = (n if n >= 0 else longest_key for n in window)
+    assert not dropout
     assert query_starts.dtype == key_starts.dtype == torch.int32
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
@@ -59,14 +61,13 @@ def plain_varlen_attn(
         first_query, first_key = last_query, last_key
     if used is None:
         assert (longest_query, longest_key) == tuple(map(max, zip(*lengths, strict=True)))
-    output = torch.cat(outputs)
-    return (output, torch.cat(sums, dim=1)) if return_aux and return_aux.lse else output
+    return torch.cat(outputs), torch.cat(sums, dim=1), None, None, None
 
 
 def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute packed attention as on CUDA, with the plain kernel."""
     monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
-    monkeypatch.setattr(kernels, "varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(kernels, "FLASH_VARLEN", plain_flash_varlen)
 
 
 def record_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

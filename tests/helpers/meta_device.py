@@ -8,7 +8,7 @@ CUDA waits for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,9 @@ def no_host_tensors() -> Iterator[None]:
         yield
 
 
-def build_policy(family: str, lora: bool) -> Policy:
+def build_policy(
+    family: str, lora: bool, targets: Sequence[str] = ("q_proj", "down_proj")
+) -> Policy:
     """Build a policy whose model is on the device, in bfloat16."""
     host = tiny_policy(family)
     torch.set_default_dtype(torch.bfloat16)
@@ -84,7 +86,7 @@ def build_policy(family: str, lora: bool) -> Policy:
             loaded = LoadedModel(model, host.prompts, True, None)
             policy = Policy(loaded, host.distribution, chunk_tokens=7)
             if lora:
-                add_lora(policy, ["q_proj", "down_proj"])
+                add_lora(policy, list(targets))
     finally:
         torch.set_default_dtype(torch.float32)
     return policy

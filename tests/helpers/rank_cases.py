@@ -14,6 +14,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from transfer_server import GPU, run_transfer_server
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.dist.collectives import full_shape, gather_full
+from vlm_grpo.dist.collectives import full_shape, gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
@@ -48,6 +49,7 @@ from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import trainer
 from vlm_grpo.training.checkpoint.store import write_checkpoint
+from vlm_grpo.training.run_dir import lock_run
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
 from vlm_grpo.types import Example
@@ -309,6 +311,19 @@ def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
     except (OSError, UserError) as error:
         return [str(error), [path.name for path in checkpoints.iterdir()]]
     return []
+
+
+def rename_run(settings: Settings) -> list[str]:
+    """Rename the run's folder before a step; return the errors of all ranks."""
+    trainer, error = build_trainer(settings), "none"
+    with closing(trainer.sampler), lock_run(settings, trainer.accelerator):
+        if trainer.accelerator.is_main_process:
+            settings.run_dir.rename(settings.output_dir / "renamed")
+        try:
+            trainer.step()
+        except UserError as caught:
+            error = str(caught)
+    return gather_object([error])
 
 
 def run_out_of_memory(folder: Path, launch: str) -> list[str]:
@@ -575,6 +590,7 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":
         yield "failed part", lambda: fail_to_write_a_part(folder, launch)
+        yield "renamed run", lambda: rename_run(make_settings(folder, launch))
     if not launch.endswith("-4"):
         yield "begun run", lambda: begin_run(folder, launch)
 

@@ -34,6 +34,7 @@ from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 
 RECORDED = Path(__file__).parents[1] / "recorded/work.json"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 READS_OF_VALUES = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
 """Operations for which the host waits for values from the device."""
 
@@ -153,18 +154,21 @@ def measure_work(precision: str) -> dict[str, Counts]:
     return found
 
 
-def measure_kernels() -> Counts:
-    """Return the kernels of a decode step of 3 layers as on a GPU, in bfloat16."""
+def measure_kernels(targets: Sequence[str]) -> Counts:
+    """Return the kernels of a decode step of 3 layers as on a GPU, in bfloat16, with the drawing of
+    tokens and with LoRA on these layers."""
     with pytest.MonkeyPatch.context() as patch:
         meta_device.use_gpu_kernels(patch)
-        policy, counts, step = meta_device.build_policy("qwen2_5_vl", False), [], SharedEngine.step
+        policy = meta_device.build_policy("qwen2_5_vl", bool(targets), targets)
+        policy.engine.use_capture(lambda step, inputs: step)
+        counts, step = [], SharedEngine.step
         patch.setattr(forwards, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
 
-        def count(*args: Any) -> Tensor:
+        def count(*args: Any) -> Any:
             with _Operations() as operations:
-                logits = step(*args)
+                drawn = step(*args)
             counts.append(operations.kernels)
-            return logits
+            return drawn
 
         patch.setattr(SharedEngine, "step", count)
         meta_device.sample(policy, patch)
@@ -181,7 +185,11 @@ def measure_step() -> Counts:
 
 
 def measure_all(precisions: Sequence[str] = ("float32", "bfloat16")) -> dict[str, Counts]:
-    found = {"step": measure_step(), "decode step on a GPU, bfloat16": measure_kernels()}
+    found = {
+        "step": measure_step(),
+        "decode step on a GPU, bfloat16": measure_kernels(()),
+        "decode step on a GPU, bfloat16, with LoRA": measure_kernels(PROJECTIONS),
+    }
     for precision in precisions:
         work = measure_work(precision)
         found |= {f"{name}, {precision}": counts for name, counts in work.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import itertools
 import random
 import wave
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import av
 import pytest
 from PIL import Image
 from video_files import TITLE, level, make_video
@@ -24,8 +24,7 @@ SIZE = (64, 48)
 def test_frames_are_those_shown_at_the_times(container, codec):
     gop = (12, 2) if codec == "libx264" else None
     data = make_video(container=container, codec=codec, gop=gop)
-    shape = read_shape(io.BytesIO(data))
-    assert (shape.size, shape.fps, shape.count) == (SIZE, 10, 20)
+    assert read_shape(io.BytesIO(data)) == (SIZE, 10, 20)
     frames = decode_frames(io.BytesIO(data), [0.0, 0.3, 0.94, 0.96, 1.9], SIZE)
     assert [level(frame) for frame in frames] == [0, 3, 9, 10, 19]
 
@@ -42,61 +41,40 @@ UNEVEN = [step + 7 * (step // 20) for step in range(480)]
 
 @pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
-@pytest.mark.parametrize("container", ["mp4", "mpegts", "matroska", "avi"])
-def test_skipping_groups_of_frames_changes_no_frame(container, codec, places, monkeypatch):
-    data = make_video(480, container=container, codec=codec, places=places, gop=(12, 3))
+@pytest.mark.parametrize("gop", [(12, 3), (400, 0)], ids=["many key frames", "few"])
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_the_index_changes_no_frame(container, gop, codec, places, monkeypatch):
+    data = make_video(480, container=container, codec=codec, places=places, gop=gop)
     choice = random.Random(0)
     for count in (2, 20):
         times = sorted(choice.uniform(0, 47) for _ in range(count))
-        found, read = decode_and_count(data, times, monkeypatch)
+        found = decode_frames(io.BytesIO(data), times, SIZE)
         with monkeypatch.context() as patch:
-            patch.setattr(videos, "_TIMED", ())
-            expected, num_frames = decode_and_count(data, times, patch)
-        assert found == expected
-        # In AVI the times of frames are guessed from those before.
-        assert read == num_frames if container == "avi" else read <= 24 * (count + 1)
+            patch.setattr(videos, "_INDEXED", ())
+            expected = decode_frames(io.BytesIO(data), times, SIZE)
+        assert [frame.tobytes() for frame in found] == [frame.tobytes() for frame in expected]
 
 
-def test_an_index_that_leads_back_is_used_once(monkeypatch):
-    data = make_video(480, gop=(400, 0))
-    monkeypatch.setattr(videos, "_FAR", 0.1)
-    monkeypatch.setattr(videos, "_MAX_GROUP", 1)
-    frames = decode_frames(io.BytesIO(data), [0.0, 20.0, 47.0], SIZE)
-    assert [level(frame) for frame in frames] == [0, 0, 20]  # 200 and 470 modulo 25
-
-
-def decode_and_count(
-    data: bytes, times: list[float], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[bytes], int]:
-    """Return the frames at the times, and the number of frames that were decoded for them."""
-    read, number = videos._read_frames, itertools.count()  # noqa: SLF001
-
-    def count(*arguments: Any) -> Iterator[Any]:
-        return (next(number) >= 0 and frame for frame in read(*arguments))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(videos, "_read_frames", count)
-        frames = decode_frames(io.BytesIO(data), times, SIZE)
-    return [frame.tobytes() for frame in frames], next(number)
-
-
-def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(monkeypatch):
-    def wrong(*arguments: Any) -> Iterator[Any]:
-        get_needed = arguments[2]
-        for frame in read(*arguments):
-            if get_needed() > 0:
-                raise ValueError("its index is wrong")
-            yield frame
-
-    read = videos._read_frames  # noqa: SLF001
-    monkeypatch.setattr(videos, "_read_frames", wrong)
-    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.9], SIZE)
-    assert [level(frame) for frame in frames] == [0, 19]
+def test_few_frames_are_read_for_few_that_are_needed_and_a_wrong_index_is_refused():
+    with av.open(io.BytesIO(make_video(480, gop=(12, 0)))) as container:
+        stream = container.streams.video[0]
+        shown = [f.time for f in videos._read_frames(container, stream, lambda: 40.0)]  # noqa: SLF001
+    assert shown[0] == 0.0
+    assert 38.0 < shown[1] <= 40.0
+    parts = iter([iter([SimpleNamespace(time=0.0)]), iter([SimpleNamespace(time=9.0)])])
+    wrong: Any = SimpleNamespace(
+        format=SimpleNamespace(name="matroska,webm"),
+        seek=lambda *_, **__: None,
+        decode=lambda _: next(parts),
+    )
+    stream = SimpleNamespace(average_rate=10, time_base=1)
+    with pytest.raises(ValueError, match="its index is wrong"):
+        list(videos._read_frames(wrong, stream, lambda: 5.0))  # noqa: SLF001
 
 
 def test_a_title_need_not_be_utf_8():
     data = make_video().replace(TITLE.encode(), b"\xe9" * len(TITLE))
-    assert read_shape(io.BytesIO(data)).count == 20
+    assert read_shape(io.BytesIO(data)) == (SIZE, 10, 20)
 
 
 def test_an_unknown_encoding_is_refused():

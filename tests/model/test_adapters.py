@@ -279,10 +279,8 @@ def test_vllm_refuses_what_it_does_not_load(sources, name, tmp_path):
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     with pytest.raises(UserError, match="export the merged model first"):
         describe_adapter(settings, tmp_path)
-
-
-def test_a_server_has_room_for_the_rank(sources, tmp_path):
-    settings = make_settings(sources["qwen2_5_vl"])
-    policy = load_policy(settings)
-    policy.save(tmp_path, policy.weights())
-    assert [describe_adapter(settings, given)[1] for given in (None, tmp_path)] == [4, 4]
+    contents = {"adapter_config.json": b'{"r": "x"}', "adapter_model.safetensors": b""}
+    for file, content in contents.items():
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(UserError, match=r"^adapter .* cannot be loaded: "):
+            describe_adapter(settings, tmp_path)

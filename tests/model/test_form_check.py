@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_runs import make_embedded_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
+from torch import Tensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import attention, kernels, kv_cache
@@ -69,20 +70,33 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(monkeypatch, caplog):
     assert "the log-probs of sampled tokens differ by" in caplog.text
 
 
-def test_a_model_that_fails_repeats_its_prompt_unless_it_lacks_memory(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (torch.OutOfMemoryError("out"), "^out$"),
+        # What is wrong in a call is a defect, which slower training would hide.
+        (TypeError("forward() got 'attend'"), r"^forward\(\) got 'attend'$"),
+        (AttributeError("no layers"), "^no layers$"),
+        (
+            ValueError("a shape\nin detail"),
+            r"\(ValueError: a shape\): set policy\.engine=rep",
+        ),
+    ],
+)
+def test_a_model_that_fails_ends_the_run(error, shown, monkeypatch):
     policy, prompt = checked_policy()
-    errors = [torch.OutOfMemoryError("out"), TypeError("forward() got 'attend'")]
 
     def fail(*_: Any) -> None:
-        raise errors.pop(0)
+        raise error
 
     monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises((type(error), UserError), match=shown):
         sample(policy, prompt)
     assert policy.shared
-    policy.form_check = FormCheck(must_share=False)
-    assert sample(policy, prompt)
-    assert "the model fails (TypeError: forward() got 'attend')" in caplog.text
+
+
+def lower_logprobs(tokens: Tensor, logprobs: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return tokens, logprobs - 1, *others
 
 
 def fail_to_capture(*_: Any) -> Any:
@@ -95,7 +109,7 @@ def fail_to_capture(*_: Any) -> Any:
     [
         (fail_to_capture, "(RuntimeError: CUDA error: operation not permitted"),
         (
-            lambda step, _: lambda *inputs: -step(*inputs),
+            lambda step, _: lambda *inputs: lower_logprobs(*step(*inputs)),
             ": as CUDA graphs, the log-probs of sampled tokens differ by",
         ),
     ],
@@ -111,6 +125,20 @@ def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
     [record] = caplog.records
     assert "decode steps run eagerly from now on, which takes longer" in record.getMessage()
     assert problem in record.getMessage()
+
+
+def test_steps_that_are_no_longer_captured_are_told_if_eager_ones_do_not_fit(monkeypatch, caplog):
+    policy, _ = checked_policy()
+    policy.engine.use_capture(fail_to_capture)
+    ends = iter([RuntimeError("wrong"), torch.OutOfMemoryError("out")])
+
+    def fail(batch: MicroBatch) -> None:
+        raise next(ends)
+
+    monkeypatch.setattr(policy, "compare", fail)
+    policy.check_groups([])
+    assert policy.engine.capture is None
+    assert "decode steps run eagerly from now on" in caplog.text
 
 
 def make_group(prompt: Prompt, *lengths: int) -> Group:
@@ -134,20 +162,16 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     assert check.is_larger([make_group(prompt, 35), make_group(prompt, 3)])
 
 
-def test_a_failure_or_a_lack_of_memory_in_a_later_check_ends_no_run(monkeypatch, caplog):
+def test_a_lack_of_memory_in_a_later_check_ends_no_run(monkeypatch):
     policy, prompt = checked_policy()
     sample(policy, prompt)
-    errors: list[Exception] = [torch.OutOfMemoryError("out"), ValueError("a wrong shape")]
 
     def fail(*_: Any) -> None:
-        raise errors.pop(0)
+        raise torch.OutOfMemoryError("out")
 
     monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
     policy.check_groups([make_group(prompt, 20)])
     assert policy.shared
-    policy.check_groups([make_group(prompt, 50)])
-    assert not policy.shared
-    assert "the model fails (ValueError: a wrong shape)" in caplog.text
 
 
 def test_images_are_checked_as_soon_as_a_prompt_has_some(monkeypatch, caplog):

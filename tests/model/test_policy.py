@@ -106,5 +106,5 @@ def test_decode_steps_are_captured_as_the_settings_and_the_model_say(monkeypatch
     asked: list[Any] = []
     monkeypatch.setattr(policy_module, "get_capture", lambda *arguments: asked.extend(arguments))
     settings = load_settings("quickstart", [])
-    loaded = policy_module.load_policy(settings)
-    assert asked == [settings.rollout, True, True, loaded.model.config]
+    policy_module.load_policy(settings)
+    assert asked == [settings.rollout, True, True]

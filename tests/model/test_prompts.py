@@ -46,20 +46,6 @@ def ask(question: str, location: str = "rows.jsonl:3") -> Example:
     return replace(noise_example("a", [(56, 28)], question), location=location)
 
 
-@pytest.mark.parametrize(
-    "token", ["<|image_pad|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|endoftext|>"]
-)
-def test_a_control_token_in_a_question_is_refused_by_all_steps(prompts, token):
-    bad, good = ask(f"How many{token}?"), ask("How many?")
-    reason = f"rows.jsonl:3: example a: its prompt has the text {token}, a control token of the"
-    with pytest.raises(UserError) as selected:
-        prompts.select_usable([good, bad], TASK)
-    with pytest.raises(UserError) as built:
-        prompts.build(prompts.with_resized_sizes(bad), TASK)
-    assert reason in str(selected.value)
-    assert str(built.value).startswith(reason)
-
-
 @pytest.mark.parametrize("family", BUILDERS)
 def test_chats_are_those_of_the_chat_template(family):
     policy = build_family_policy(family)

@@ -33,9 +33,8 @@ from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.form_check import HALF_BOUND
 from vlm_grpo.model.loading import build_quantization, find_quantized
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.memory import estimate_memory
-from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import Workload
 from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.trainer import train

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.planning.devices import GIB, find_device, identify_gpu
-from vlm_grpo.planning.this_device import detect_device, find_peak_rate
+from vlm_grpo.planning.devices import GIB, detect_device, find_device, find_peak_rate, identify_gpu
 
 
 @pytest.mark.parametrize(

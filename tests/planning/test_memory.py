@@ -27,16 +27,16 @@ from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.activations import measure_layers
 from vlm_grpo.planning.memory import (
     LIBRARIES,
     _count_decoding_bytes,
     _count_encoding_bytes,
     _count_prefill_bytes,
     count_cache_bytes,
+    count_flash_bytes,
     estimate_memory,
 )
-from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Prompt
 
@@ -239,15 +239,22 @@ def test_norms_are_fused_where_the_kernel_has_their_formula(family):
     assert shape.text.fuses_norms == (family in ("internvl", "gemma4"))
 
 
+# 64 queries of width 8 in float32 and bfloat16, 128 in float32 for each of 2 prompts and 6
+# completions; 64 + 3 · 40 keys and values, of both query heads and, of width 4, of their own;
+# float32 sums of one of them.
+FLASH = 64 * 8 * (4 + 2) + 128 * 8 * 8 * 4 + 184 * (2 * 2 * 8 + 2 * 2 * 4 + 4 * 4) + 64 * 4 * 4
+
+
 @pytest.mark.parametrize(
     ("checkpointing", "activations", "update"),
     [
         # Of two layers and three blocks, then the merger, and four values per token in float32.
         # 64 tokens, of which 40 are in prompts with 3 completions each, and 32 patches.
-        # Short-lived: 64 · (3 · 16 + 4 · 8) values of 2 bytes, and gradients of a layer.
-        ("none", 2 * (640 + 100 + 40 * (1 + 3 * 3)) + 3 * (224 + 50), 10_240 + 2 * 576),
-        ("mlp", 2 * (1140 - 384 - 60) + 3 * (274 - 96 - 20), 10_240 + 2 * 576 + 444),
-        ("full", 2 * 2 * 64 + 3 * 32, 10_240 + 2 * 576 + 1140),
+        # Short-lived: attention, more than 64 · (3 · 16 + 4 · 8) values of 2 bytes; gradients of
+        # a layer.
+        ("none", 2 * (640 + 100 + 40 * (1 + 3 * 3)) + 3 * (224 + 50), FLASH + 2 * 576),
+        ("mlp", 2 * (1140 - 384 - 60) + 3 * (274 - 96 - 20), FLASH + 2 * 576 + 444),
+        ("full", 2 * 2 * 64 + 3 * 32, FLASH + 2 * 576 + 1140),
     ],
 )
 def test_each_term_of_the_memory_has_its_bytes(checkpointing, activations, update):
@@ -282,7 +289,8 @@ def test_terms_that_other_settings_add_have_their_bytes():
         "first_gradients": 2 * 2900 - 2 * 8 * 100,
     }
     inputs = 2 * 4 * 2 * 16 * 5 + 3 * 4 * 7
-    on_cpu = {"libraries": LIBRARIES[2], "features": inputs, "folded": 2 * 2500}
+    layer = 64 * (3 * 16 + 4 * 8) * 2 - FLASH
+    on_cpu = {"libraries": LIBRARIES[2], "features": inputs, "folded": 2 * 2500, "update": layer}
     assert changes(SHAPE, on_cpu=True) == on_cpu
     # Two prompts of 16 / 4 image tokens of width 8; no gradient of the tower.
     frozen = replace(SHAPE, trains_vision=False, block=None)
@@ -294,8 +302,18 @@ def test_terms_that_other_settings_add_have_their_bytes():
     activations = estimate_memory(SHAPE, WORK).activations
     moved = {"activations": 1140 - activations, "offloaded": activations}
     assert changes(offloads) == moved
-    logits = 30 * 100 * 20 - (10_240 + 2 * 576)  # of all 30 tokens, which exceed those of a layer
+    logits = 30 * 100 * 20 - (FLASH + 2 * 576)  # of all 30 tokens, which exceed those of a layer
     assert changes(SHAPE, replace(WORK, head_chunk_tokens=0)) == {"update": logits}
+
+
+def test_attention_of_a_3b_model_has_the_workspace_of_its_kernel():
+    """16 query heads of width 128 share two key heads; G 16, 512 tokens behind 1,336."""
+    text = replace(SHAPE.text, heads=16, key_heads=2, query=2048, key=256)
+    work = replace(
+        WORK, num_prompts=1, num_generations=16, prompt_tokens=1336, completion_tokens=512
+    )
+    found = count_flash_bytes(replace(SHAPE, text=text), work)
+    assert found / 2**30 == pytest.approx(0.45, abs=0.03)  # the audit's figure, by hand
 
 
 def test_each_pass_of_the_rollout_has_its_bytes():

@@ -166,15 +166,15 @@ def test_decoding_takes_the_longest_of_reading_computing_and_launching():
     read = 5 * (2 * 576 + 800 + 2 * 2 * 4 * 2 * 27.5) * 2
     for bandwidth, rate, layer, expected in (
         (10.0, 1e12, 0.0, read / 10),
-        (1e12, 1000.0, 0.0, decoding / (1000 * 0.5)),
+        (1e12, 1000.0, 0.0, decoding / (1000 * 0.4)),
         (1e12, 1e12, 3.0, 5 * 2 * 3.0),
     ):
         rates = {"float32": 1.0, "bfloat16": rate}
-        device = Device("d", 1, rates, bandwidth, layer, efficiency=0.25, decode_efficiency=0.5)
+        device = Device("d", 1, rates, bandwidth, layer)
         seconds = estimate_seconds(SHAPE, WORK, device)
         flops = count_flops(SHAPE, WORK)
         assert seconds is not None
         assert seconds.decode == pytest.approx(expected)
-        assert seconds.vision == pytest.approx(flops.vision / (rate / 4))
-        assert seconds.prefill == pytest.approx(flops.prefill / (rate / 4))
-        assert seconds.update == pytest.approx(flops.update / (rate / 4))
+        assert seconds.vision == pytest.approx(flops.vision / (0.4 * rate))
+        assert seconds.prefill == pytest.approx(flops.prefill / (0.4 * rate))
+        assert seconds.update == pytest.approx(flops.update / (0.4 * rate))

@@ -46,6 +46,7 @@ def test_unreadable_lines_are_skipped_and_counted(tmp_path):
         "[1, 2]",
         '{"step": "three", "id": "x"}',
         '{"step": 3, "id": "x", "completions": "none", "gold": 1}',
+        '{"step": 3, "id": "z", "completions": [], "gold": 1, "sizes": [[Infinity, 1]]}',
         '{"step": 3, "id": "y", "gold": NaN, "completions": [{"text": "a\\ud800b", "answer": null,'
         ' "rewards": {"exact": NaN}, "reward": Infinity}]}',
     ]
@@ -54,11 +55,11 @@ def test_unreadable_lines_are_skipped_and_counted(tmp_path):
     assert run.steps_done == 4
     assert run.unreadable == 2  # the truncated line and the list
     entries, skipped = build_training_entries(run)
-    assert skipped == 1  # the completions are not a list
+    assert skipped == 2  # the completions are not a list, the sizes no numbers of pixels
     malformed = next(entry for entry in entries if entry["id"] == "y")
     assert malformed["answers"][0]["reward"] is None
     assert malformed["answers"][0]["parts"] == [("answer", "a?b")]
-    assert "3 lines of the run's files could not be read" in build_report(folder).read_text()
+    assert "4 lines of the run's files could not be read" in build_report(folder).read_text()
 
 
 def test_folder_without_a_run_is_refused(tmp_path):

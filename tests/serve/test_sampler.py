@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from fake_vllm import read_calls, run_fake
 from processes import wait_for
@@ -18,7 +19,7 @@ from tiny_models import make_prompt, noise_example
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
-from vlm_grpo.model.policy import load_policy
+from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import Server, WeightLabel, find_free_port
@@ -260,7 +261,7 @@ def test_a_server_that_does_not_come_up(strategy, settings, capsys, monkeypatch)
     with pytest.raises(UserError, match=rf"{url} was not ready after 0 s .*startup_timeout"):
         sampler.publish(0)
     sampler.close()
-    assert f"waiting for vLLM at {url} (0 s)" in capsys.readouterr().out
+    assert f"waiting for vLLM at {url} (0 of at most 0.3 s)" in capsys.readouterr().out
 
 
 def test_a_cancelled_rollout_is_not_sampled(start, prompts):
@@ -318,3 +319,14 @@ def test_other_ranks_wait_no_longer_than_for_a_request(start, strategy, prompts)
     sampler.publish(0)
     with pytest.raises(UserError, match="was not given the weights of step 0"):
         sample(sampler, prompts)
+
+
+def test_a_server_on_the_run_s_gpu_is_ready_and_rests_before_anything_else(
+    strategy, settings, monkeypatch
+):
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    rested: list[bool] = []
+    monkeypatch.setattr(Server, "rest", lambda server: rested.append(server.is_ready()))
+    sampler = VllmSampler(strategy, settings(vllm={"weight_transfer": "files"}))
+    sampler.close()
+    assert rested == [True]

@@ -30,6 +30,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import sampler, weights
+from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import (
@@ -174,6 +175,21 @@ def test_a_server_that_fails_stops_no_other(way, path):
         assert "out of memory" in str(failures[bad.url])
         assert bad.calls[-1] == path, "nothing is asked after a failure"
         assert good.calls[-1] == "/finish_weight_update"
+
+
+@pytest.mark.parametrize("packages", ["torch==2.13.0\nnvidia-nccl-cu13==2.29.7", "torch==2.15.0"])
+def test_another_version_of_nccl_is_not_tried(packages, server, tmp_path, monkeypatch, capsys):
+    info = {"system_env": {"pip_packages": packages}}
+    monkeypatch.setattr(server_module, "get_json", lambda *_, **__: info)
+    server.nccl.version = lambda: (2, 30, 7)
+    settings: Any = SimpleNamespace(run_dir=tmp_path)
+    transfer = make_transfer("nccl", server, make_strategy())
+    found = weights.replace_refused(transfer, [Server(server.url, 10)], settings)
+    told = capsys.readouterr().out
+    assert isinstance(found, FileTransfer) == ("NCCL 2.30.7 here and 2.29.7 in" in told)
+    assert (found is transfer) == ("nccl" not in packages)
+    server.nccl.version = lambda: (2, 29, 7)
+    assert weights.replace_refused(transfer, [Server(server.url, 10)], settings) is transfer
 
 
 def test_an_error_of_nccl_is_a_failure(server, monkeypatch):

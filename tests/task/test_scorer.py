@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -201,6 +202,18 @@ def test_the_limit_holds_outside_the_main_thread(failing):
         thread.start()
         thread.join()
     assert [each.total for each in found] == [1.5, None]
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return int, ("no number",)
+
+
+def test_an_example_that_workers_cannot_load_is_one_failure(failing, workers):
+    examples = [replace(EXAMPLE, meta={"a": Unloadable()}), EXAMPLE]
+    found = workers(failing, ["good", "good"], examples)
+    assert [each.total for each in found] == [None, 1.5]
+    assert "invalid literal for int() with base 10: 'no number'" in found[0].failures["parse"]
 
 
 def test_a_task_that_workers_cannot_load_is_one_error(tmp_path):

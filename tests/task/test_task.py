@@ -306,6 +306,10 @@ class Intrusive(PlainQuestion):
 
     children: ClassVar[list[int]] = []
 
+    def question(self, example: Example) -> str:
+        os.chdir("/")
+        return super().question(example)
+
     @reward()
     def intrusive(self, answer: str, example: Example) -> float:
         if answer == "changes the folder":
@@ -328,10 +332,19 @@ def test_a_forked_reward_does_not_go_on_as_a_second_run(answer, code):
     assert os.waitstatus_to_exitcode(os.waitpid(Intrusive.children.pop(), 0)[1]) == code
 
 
-def test_a_reward_keeps_the_working_directory_and_fails_in_few_words(tmp_path, monkeypatch):
+def test_a_task_keeps_the_working_directory_and_fails_in_few_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = Intrusive()
     assert task.score("changes the folder", EXAMPLE).total == 1.0
+    assert Path.cwd() == tmp_path
+    assert write_prompt(task, EXAMPLE)
+    assert Path.cwd() == tmp_path
+    (tmp_path / "wordy.py").write_text("import os\nos.chdir('/')\nraise ValueError(300_000 * 'x')")
+    with pytest.raises(
+        UserError, match=r"wordy\.py cannot be loaded: line 3: ValueError"
+    ) as caught:
+        load_task("wordy.py")
+    assert len(str(caught.value)) < 10_000
     assert Path.cwd() == tmp_path
     found = task.score("fails at length", EXAMPLE)
     assert len(found.failures["intrusive"]) < 10_000

@@ -107,7 +107,7 @@ def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(tmp_path, fails, monkeypat
         calls.append("step")
         if fails:
             raise ValueError("expected")
-    begin = {"max_entries": speed.MAX_MEMORY_EVENTS}
+    begin = {"max_entries": speed.MAX_MEMORY_EVENTS, "stacks": "python"}
     both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     written = [] if fails else [f"{path}.memory.pickle"], [] if fails else [f"{path}.json.gz"]
     assert calls == [begin, both, "step", *written[0], {"enabled": None}, *written[1]]

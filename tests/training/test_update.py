@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -295,7 +296,9 @@ def test_no_loss_waits_for_the_device(name, monkeypatch):
 @contextlib.contextmanager
 def refuse_waiting() -> Iterator[None]:
     """Raise an error inside wherever the host waits for a GPU."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns once that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

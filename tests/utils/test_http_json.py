@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import email.utils
 import math
 import random
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,23 +60,12 @@ def test_failures_that_may_pass_are_repeated(status, body, waits):
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [("7", 7.0), ("0.5", 0.5), ("3600", 60.0), ("-3", 0.0), ("soon", 1.0), ("date", 20.0)],
+    [("7", 7.0), ("0.5", 0.5), ("3600", 60.0), ("-3", 0.0), ("soon", 1.0)],
 )
 def test_a_demanded_wait_is_kept_up_to_a_limit(header, seconds, waits):
-    if header == "date":
-        header = email.utils.formatdate(time.time() + seconds, usegmt=True)
     with run_judge(answer_in_turn(Reply(status=429, headers={"Retry-After": header}), GOOD)) as s:
         post_json(s.address, {})
     assert waits == [pytest.approx(seconds, rel=0.5)]  # the wait for "soon" is random
-
-
-def test_a_slow_response_fails_after_its_limit():
-    slow = answer_in_turn(replace(GOOD, seconds=0.3))
-    with (
-        run_judge(slow) as server,
-        pytest.raises(ServiceError, match="no response within"),
-    ):
-        post_json(server.address, {}, timeout=0.05, retries=0)
 
 
 @pytest.mark.parametrize("status", [200, 404])

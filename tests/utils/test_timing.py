@@ -18,7 +18,7 @@ from typing import Any
 
 import forked
 import pytest
-from small_runs import assert_same_run, save_tiny_model, small_run
+from small_runs import save_tiny_model, small_run
 
 from vlm_grpo.cli import main
 from vlm_grpo.config.run import Settings
@@ -33,13 +33,6 @@ from vlm_grpo.utils.timing import (
     can_interrupt,
     time_limit,
 )
-
-# No image is used twice: a resumed run would decode it again and count that.
-TWELVE_STEPS: dict[str, Any] = {
-    "objective": {"num_iterations": 2},
-    "optim": {"max_steps": 12},
-    "data": {"train_limit": 36},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -88,28 +81,6 @@ def start(run: Settings) -> Command:
     run.save(recipe)
     output = recipe.with_suffix(".log")
     return Command(forked.start(output, main, ["train", str(recipe), "--trust-code"]), output)
-
-
-def count_steps(run: Settings) -> int:
-    path = run.run_dir / "metrics.jsonl"
-    return path.read_text().count("\n") if path.is_file() else 0
-
-
-@pytest.mark.slow
-def test_a_signal_saves_and_loses_no_step(run):
-    broken, unbroken = run(**TWELVE_STEPS), run(name="unbroken", **TWELVE_STEPS)
-    train(unbroken)
-    command = start(broken)
-    command.wait_until(lambda: count_steps(broken) >= 2)
-    command.signal(signal.SIGINT)
-    errors = command.finish()
-    assert command.process.exitcode == 130, errors
-    assert re.search(r"SIGINT: .*sav.*; repeat to stop at once", errors)
-    assert "stopped by SIGINT after step" in errors
-    ((_, saved),) = list_checkpoints(broken.run_dir / "checkpoints")
-    assert f"saved in {saved}; continue with resume=true" in errors
-    train(broken.model_copy(update={"resume": True}))
-    assert_same_run(broken.run_dir, unbroken.run_dir, "step-12")
 
 
 @pytest.mark.slow

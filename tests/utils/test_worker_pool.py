@@ -21,8 +21,20 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, is_worker
 
 
-def initialize(value: str) -> None:
-    os.environ["GIVEN"] = value
+def initialize() -> None:
+    os.environ["GIVEN"] = "value"
+
+
+def end() -> None:
+    os._exit(3)
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def fail() -> None:
+    int("none")
 
 
 def get_given() -> tuple[int, str]:
@@ -65,7 +77,7 @@ def terminate_fork() -> int | None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1, ("test", "setting"), initialize, ["value"])
+    pool = WorkerPool(1, "test", initialize)
     yield pool
     pool.close()
 
@@ -87,12 +99,19 @@ def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
     assert not is_worker()
 
 
+def test_an_argument_that_cannot_be_loaded_fails_its_call_only(pool):
+    worker, _ = pool.schedule(get_given, ()).result(60)
+    with pytest.raises(ValueError, match="no number"):
+        pool.schedule(int, [Unloadable()]).result(60)
+    assert pool.schedule(get_given, ()).result(60) == (worker, "value")
+
+
 def test_a_process_that_a_call_forks_ends_on_signals(pool):
     assert pool.schedule(terminate_fork, ()).result(60) == -signal.SIGTERM
 
 
 def test_a_pool_that_one_of_its_own_threads_collects_is_closed():
-    pool = WorkerPool(1, ("test", "setting"))
+    pool = WorkerPool(1, "test")
     assert pool.schedule(int, ()).result(60) == 0
     crew, closed = pool._crew, Future()  # noqa: SLF001
     assert crew is not None
@@ -138,26 +157,25 @@ def test_workers_never_run_the_users_program(pool, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("initialize", "arguments", "reason"),
+    ("initialize", "reason"),
     [
-        (os._exit, [3], "the test workers did not start: exit code 3; lower setting (0: none)"),
-        (time.sleep, [60], "the test workers did not start: no answer after 0.5 s"),
-        (int, [Unloadable()], "the test workers cannot load a call: ValueError: invalid literal"),
-        (int, ["none"], "the test workers cannot load a call: ValueError: invalid literal"),
+        (end, "did not start: exit code 3; lower rollout.reward_workers (0: none)"),
+        (sleep, "did not start: no answer after 0.5 s"),
+        (fail, "cannot load a call: ValueError: invalid literal"),
     ],
 )
-def test_workers_that_do_not_start_are_one_error(initialize, arguments, reason, monkeypatch):
-    if initialize is time.sleep:
+def test_workers_that_do_not_start_are_one_error(initialize, reason, monkeypatch):
+    if initialize is sleep:
         monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.5)
     started = []
     monkeypatch.setattr(
         "subprocess.Popen.__init__",
         lambda *args, init=Popen.__init__, **given: (started.append(args), init(*args, **given))[0],
     )
-    pool = WorkerPool(1, ("test", "setting"), initialize, arguments)
+    pool = WorkerPool(1, "test", initialize)
     for _ in range(3):
-        with pytest.raises(WorkerError, match=re.escape(reason)):
-            pool.schedule(get_given, ()).result(60)
+        with pytest.raises(WorkerError, match=f"the test workers {re.escape(reason)}"):
+            pool.schedule(str, ()).result(60)
     assert len(started) == 1
     pool.close()
 
@@ -166,7 +184,7 @@ def test_workers_ignore_signals_and_end_with_their_parent_and_with_its_forks_ali
     program = (
         "import os, signal, time\n"
         "from vlm_grpo.utils.worker_pool import WorkerPool\n"
-        "pool = WorkerPool(1, ('test', 'setting'))\n"
+        "pool = WorkerPool(1, 'test')\n"
         "pid = pool.schedule(os.getpid, ()).result()\n"
         "for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):\n"
         "    os.kill(pid, number)\n"

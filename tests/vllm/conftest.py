@@ -23,7 +23,7 @@ from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import ServerProcess, find_free_port
 from vlm_grpo.training.update import build_updater
 
-SHORT = ("--enforce-eager", "--max-model-len=512")
+SHORT = ("--enforce-eager", "--max-model-len=1024")
 """Arguments that let a server start sooner."""
 
 

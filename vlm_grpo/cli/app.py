@@ -35,7 +35,7 @@ from vlm_grpo.cli.sample import sample
 from vlm_grpo.cli.serve import serve
 from vlm_grpo.cli.settings import settings, tasks
 from vlm_grpo.cli.train import sft, train
-from vlm_grpo.errors import UserError, printable
+from vlm_grpo.errors import UserError, printable, shorten
 from vlm_grpo.utils.trust import trust_code
 
 app = typer.Typer(
@@ -91,7 +91,7 @@ class _CurrentStderr(logging.StreamHandler):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(shorten(super().format(record)))
 
 
 class _Output(io.FileIO):

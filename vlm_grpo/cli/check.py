@@ -47,10 +47,6 @@ def check(
         str | None,
         typer.Option(help="Another source, which must share no image and no id with --data."),
     ] = None,
-    against_root: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the images of --against; default: data.image_root."),
-    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -121,9 +117,7 @@ def check(
     report = report_on(source, settings.data)
     passed = report.passed
     if against is not None:
-        own = {} if against_root is None else {"image_root": against_root}
-        if against.startswith("embedded:"):
-            own = {"image_root": None}
+        own = {"image_root": None} if against.startswith("embedded:") else {}
         other = report_on(against, build_settings(against, **own).data)
         overlap = describe_overlap(report, other)
         apart = f"{source} and {against} have no image and no id in common"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,13 +69,6 @@ def evaluate(
     served_model: ServedModelName = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
-    tags: Annotated[
-        bool | None,
-        typer.Option(
-            help="With a task: read answers from <answer> tags only, or from the full output only; "
-            "default: from the tags of outputs that have them."
-        ),
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="With a task: print one JSON object per row.")
     ] = False,
@@ -111,10 +102,6 @@ def evaluate(
     from vlm_grpo.benchmarks.definition import benchmark_names
 
     values = overrides or []
-    for override in values:
-        if override.startswith("checkpoint="):  # an option, not a setting
-            folder = override.removeprefix("checkpoint=")
-            raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
     if data is None:
         _refuse_benchmark(recipe)
     scores, asks = predictions is not None, server is not None
@@ -132,10 +119,7 @@ def evaluate(
             "settings of a run are those of its config.yaml, given as the recipe",
         ),
         (scores and data is None, "--predictions needs rows: give --data"),
-        (
-            (tags is not None or as_json) and not is_task,
-            "--tags and --json need a task and --predictions",
-        ),
+        (as_json and not is_task, "--json needs a task and --predictions"),
         (
             scores and checkpoint is not None,
             "--predictions are scored without a model: leave out --checkpoint",
@@ -145,8 +129,6 @@ def evaluate(
             raise UserError(message)
     remains = "the same command continues it" if asks or data else "nothing was written"
     with exit_when_stopped("nothing was written" if scores else remains):
-        if data is not None:
-            _tell_part([data])
         if data is None:
             _evaluate_recipe(recipe, values, checkpoint, endpoint)
         elif predictions is None:
@@ -161,7 +143,7 @@ def evaluate(
 
             options = parse_task_options(values)
             rows = DataSettings(train=data, **options.pop("data", {}))
-            loaded = _load_task(recipe, options, frame, tags)
+            loaded = _load_task(recipe, options, frame)
             _score_outputs(loaded, rows, predictions, as_json)
         else:
             from vlm_grpo.eval.benchmark import score_benchmark
@@ -212,20 +194,10 @@ def _evaluate_recipe(
     weights = _find_checkpoint(checkpoint)
     if checkpoint is None and endpoint is None:
         weights = _print_checkpoint(recipe, found.checkpoint)
-    _tell_part(str(source.source) for source in found.settings.data.get_sources("eval"))
     evaluation = evaluate.evaluate(found.settings, weights, endpoint)
     if initialize_distributed().is_main_process:
         _print_metrics(evaluation)
         typer.echo(f"\npredictions in {evaluation.path}")
-
-
-def _tell_part(sources: Iterable[str]) -> None:
-    """Name the sources that have several parts, of which the held-out one is evaluated."""
-    from vlm_grpo.data.loading import stands_for_both
-
-    for source in filter(stands_for_both, sources):
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"examples of {source}, part eval", err=True)
 
 
 def _print_metrics(scored: Scored) -> None:
@@ -262,26 +234,25 @@ def _benchmark_settings(
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
 
 
-def _load_task(name: str, values: dict[str, Any], frame: str | None, tags: bool | None) -> Task:
-    """Load the task that scores outputs; tags None: it reads those of outputs that have them."""
+def _load_task(name: str, values: dict[str, Any], frame: str | None) -> Task:
+    """Load the task that scores outputs; without ``tags``, it reads those of outputs with tags."""
     from vlm_grpo.benchmarks.definition import build_benchmark_task
     from vlm_grpo.task.coordinates import ORIGINAL
     from vlm_grpo.task.registry import build_task, load_task_class
 
-    for option, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
-        if option in values:
-            raise UserError(f"{option} is not a task option with --predictions: use {flag}")
+    if "frame" in values:
+        raise UserError("frame is not a task option with --predictions: use --frame")
     task_class = load_task_class(name)
-    if tags is None:
+    if "tags" not in values:
         task_class = build_benchmark_task(task_class)
     own_frame = ORIGINAL if frame is None else get_frame(frame)
-    return build_task(task_class, name, values | {"tags": bool(tags), "frame": own_frame})
+    return build_task(task_class, name, {"tags": False, **values, "frame": own_frame})
 
 
 def _score_outputs(task: Task, data: DataSettings, path: Path, as_json: bool) -> None:
     from vlm_grpo.eval.benchmark import format_unread
     from vlm_grpo.eval.evaluate import score_outputs
-    from vlm_grpo.eval.scored import format_row
+    from vlm_grpo.utils.jsonl import format_row
 
     scored, unanswered = score_outputs(task, data, path)
     if as_json:
@@ -294,6 +265,6 @@ def _score_outputs(task: Task, data: DataSettings, path: Path, as_json: bool) ->
     if unanswered:
         typer.echo(f"{unanswered} more examples have no output in the file")
     if (unread := format_unread(scored)) is not None:
-        typer.echo(f"{unread}: see --tags and --frame")
+        typer.echo(f"{unread}: see tags=true, tags=false and --frame")
     if count := scored.metrics["unscorable"]:
         typer.echo(f"{count} outputs could not be scored: a reward failed or took too long")

@@ -21,7 +21,6 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the LoRA adapter only.")
     ] = False,
-    step: Annotated[str | None, typer.Option(hidden=True)] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32 or bfloat16; default: the dtype of the original model."),
@@ -50,8 +49,6 @@ def export(
 
     if adapter and dequantized:
         raise UserError("--adapter writes no base weights: leave out --dequantized")
-    if step is not None:  # an earlier version's name for it
-        raise UserError(f"the step belongs to the name of the run: write {run}@{step}")
     weights = "adapter" if adapter else "dequantized" if dequantized else "merged"
     folder = export.export(run, out, weights, dtype)
     typer.echo(f"model in {folder}\nupload it with hf upload OWNER/NAME {folder}")

@@ -56,7 +56,7 @@ def plan(
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.model.hub import load_known_models
     from vlm_grpo.planning import known
-    from vlm_grpo.planning.plan import Planner, build_planner
+    from vlm_grpo.planning.plan import Planner, choose_device
 
     models = load_known_models()
     if recipe == "models" or (recipe in models and gpu is None):
@@ -75,7 +75,7 @@ def plan(
     else:
         _check_recipe(recipe)
         kind, settings = Planner, load_settings(recipe, overrides or [])
-    typer.echo(build_planner(kind, settings, gpu, devices, weights, reserved).plan())
+    typer.echo(kind(settings, choose_device(gpu, reserved), devices, weights).plan())
 
 
 def _check_recipe(name: str) -> None:

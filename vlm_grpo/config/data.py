@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
@@ -69,7 +70,27 @@ class VideoSettings(Frozen):
     """Maximum length; a row with a longer video is bad."""
 
 
-class SourceSettings(Frozen):
+class RowSettings(Frozen):
+    """How rows are read: those of ``data``, or those of one of its sources in place of them."""
+
+    image_root: Annotated[Path | None, SAME_ROWS] = None
+    """Folder that contains all images and that their paths are relative to; None: the folder of
+    the source, or the current folder for rows in memory."""
+    columns: Annotated[dict[Column, str], SAME_ROWS] = Field(default_factory=dict)
+    """Names of columns that differ from ours, such as ``{answer: solution}``."""
+    box_format: Annotated[BoxFormat | None, SAME_ROWS] = None
+    """What the numbers of a box in the rows are: ``xyxy`` left, top, right, bottom; ``xywh`` left,
+    top, width, height; ``cxcywh`` center, width, height; ``yxyx`` top, left, bottom, right. None:
+    ``xyxy``."""
+    box_scale: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
+    """Units of the rows' boxes along each side of the image: 1 for fractions, 1000 for thousandths;
+    None: pixels of the original image."""
+    default_question: str | None = None
+    """Question of rows without one, as of images with labels or captions only; None: such rows are
+    bad, but for captions, which have a question of their own."""
+
+
+class SourceSettings(RowSettings):
     """One of several sources of examples, with its own task."""
 
     source: Source
@@ -92,16 +113,6 @@ class SourceSettings(Frozen):
     another source has a weight, else by its size (``data.mixing_temperature``)."""
     limit: int | None = Field(default=None, ge=1)
     """Maximum number of examples; None: ``data.train_limit`` or ``data.eval_limit``."""
-    columns: dict[Column, str] = Field(default_factory=dict)
-    """Names of columns that differ from ours; other columns are named as in ``data.columns``."""
-    default_question: str | None = None
-    """Question of rows without one; None: ``data.default_question``."""
-    box_format: BoxFormat | None = None
-    """What the numbers of a box in the rows are; None: ``data.box_format``."""
-    box_scale: int | None = Field(default=None, ge=1)
-    """Units of the rows' boxes along each side of the image; None: ``data.box_scale``."""
-    image_root: Path | None = None
-    """Folder of the images; None: ``data.image_root``, or ``data.eval_image_root``."""
 
     @property
     def label(self) -> str:
@@ -130,7 +141,7 @@ Sources = Annotated[
 """A source, or several with settings of their own."""
 
 
-class DataSettings(Frozen):
+class DataSettings(RowSettings):
     """The examples, and how bad rows are treated.
 
     A source is a path to a file or folder (JSON Lines, JSON, CSV, TSV, Parquet, COCO, Pascal VOC,
@@ -154,22 +165,8 @@ class DataSettings(Frozen):
     mixing_temperature: float | None = Field(default=None, gt=0)
     """Temperature T of a mixture without weights: a source of n examples has a share of the prompts
     in proportion to n to the power of 1/T. None: 1, by size; large values: equal shares."""
-    image_root: Annotated[Path | None, SAME_ROWS] = None
-    """Folder that contains all images and that their paths are relative to; None: the folder of
-    the source, or the current folder for rows in memory."""
     eval_image_root: Annotated[Path | None, FREE] = None
     """Image folder of the held-out examples; None: ``image_root``."""
-    columns: Annotated[dict[Column, str], SAME_ROWS] = Field(default_factory=dict)
-    """Names of the source's columns that differ from ours, such as ``{answer: solution}``."""
-    box_format: Annotated[BoxFormat, SAME_ROWS] = "xyxy"
-    """What the numbers of a box in the rows are: ``xyxy`` left, top, right, bottom; ``xywh`` left,
-    top, width, height; ``cxcywh`` center, width, height; ``yxyx`` top, left, bottom, right."""
-    box_scale: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
-    """Units of the rows' boxes along each side of the image: 1 for fractions, 1000 for thousandths;
-    None: pixels of the original image."""
-    default_question: str | None = None
-    """Question of rows without one, as of images with labels or captions only; None: such rows are
-    bad, but for captions, which have a question of their own."""
     train_limit: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
     """Maximum number of training examples of each source without a limit; None: all (embedded data:
     4096)."""
@@ -206,16 +203,17 @@ class DataSettings(Frozen):
 
     def complete(self, source: SourceSettings, split: Split) -> SourceSettings:
         """Return a source with the limit, columns, … that ``data`` sets for all."""
-        own_root = self.eval_image_root if split == "eval" else None
-        defaults = {
-            "limit": source.limit or (self.train_limit if split == "train" else self.eval_limit),
+        limit = self.train_limit if split == "train" else self.eval_limit
+        root = self.image_root if split == "train" else self.eval_image_root or self.image_root
+        own = {
+            "limit": source.limit or limit,
+            "image_root": source.image_root or root,
             "columns": {**self.columns, **source.columns},
-            "box_format": source.box_format or self.box_format,
+            "box_format": source.box_format or self.box_format or "xyxy",
             "box_scale": source.box_scale or self.box_scale,
             "default_question": source.default_question or self.default_question,
-            "image_root": source.image_root or own_root or self.image_root,
         }
-        return source.model_copy(update=defaults)
+        return source.model_copy(update=own)
 
     def describe(self, split: Split) -> str:
         return ", ".join(source.source for source in self.get_sources(split))
@@ -276,20 +274,19 @@ class Filter:
     """Comparisons of training examples' numbers; ``names`` are the columns that they compare."""
 
     def __init__(self, text: str) -> None:
-        try:
+        self._condition: ast.expr = ast.Constant(None)
+        with suppress(ValueError):
             self._condition = parse(text)
-            nodes = [*ast.walk(self._condition)]
-        except ValueError:
-            nodes = []
-        self.names = tuple(dict.fromkeys(n.id for n in nodes if isinstance(n, ast.Name)))
-        parts = nodes[0].values if nodes and isinstance(nodes[0], ast.BoolOp) else nodes[:1]
-        numbers = (node.value for node in nodes if isinstance(node, ast.Constant))
-        if (
-            not self.names
-            or not all(isinstance(node, _FILTER_NODES) for node in nodes)
-            or not all(isinstance(part, ast.Compare) for part in parts)
-            or not all(type(number) in (int, float) for number in numbers)
-        ):
+        clauses = [self._condition]
+        if isinstance(self._condition, ast.BoolOp) and isinstance(self._condition.op, ast.And):
+            clauses = self._condition.values
+        comparisons = [clause for clause in clauses if isinstance(clause, ast.Compare)]
+        parts = [part for clause in comparisons for part in (clause.left, *clause.comparators)]
+        signs = {type(sign) for clause in comparisons for sign in clause.ops}
+        self.names = tuple(dict.fromkeys(n.id for n in parts if isinstance(n, ast.Name)))
+        are_operands = all(isinstance(part, ast.Name) or _is_number(part) for part in parts)
+        is_whole = len(comparisons) == len(clauses) and signs <= _SIGNS
+        if not self.names or not are_operands or not is_whole:
             raise ValueError(
                 "is no filter: write comparisons of columns with numbers, such as "
                 '"0.1 < pass_rate < 0.9", joined by and'
@@ -304,5 +301,10 @@ class Filter:
         return evaluate(self._condition, values)
 
 
-_FILTER_NODES = (ast.And, ast.BoolOp, ast.Compare, ast.Name, ast.Load, ast.Constant)
-_FILTER_NODES += (ast.UnaryOp, ast.USub, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_SIGNS = {ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq}
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node = node.operand
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)

@@ -56,12 +56,9 @@ def find_other_setting(key: str) -> OtherSetting | None:
     TRL's learning_rate is optim.lr here
     """
     last = key.rpartition(".")[2]
-    for wanted, shorten in ((key, str), (last, str), (last, _last_part)):
+    for wanted, has_block in ((key, True), (last, True), (last, False)):
         for setting in list_other_settings():
-            if shorten(setting.name) == wanted:
+            name = setting.name
+            if (name if has_block else name.rpartition(".")[2]) == wanted:
                 return setting
     return None
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]

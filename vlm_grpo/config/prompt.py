@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Annotated, Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import AfterValidator, Field, field_validator
 
 from vlm_grpo.config.section import Frozen
@@ -16,13 +14,13 @@ from vlm_grpo.errors import nearest
 from vlm_grpo.task import FAILURES, Task, write_prompt
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn, place_images
+from vlm_grpo.utils.sandbox import Sandbox
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that chat templates give to the switch of a model's thinking."""
 VARIABLES = ("question", "instruction", "id", "source", "meta")
 """Variables of ``prompt.template``."""
-LARGEST = 1_000_000
-"""Maximum number of characters of a message, and largest number in a template."""
+_SANDBOX = Sandbox(undefined=StrictUndefined)
 MessageTemplate = Annotated[str, AfterValidator(lambda text: compile_template(text) and text)]
 
 
@@ -62,66 +60,31 @@ class PromptSettings(Frozen):
         if self.template is None:
             return write_prompt(task, example)
         try:
-            parts = compile_template(self.template).generate(
-                question=task.question(example),
-                instruction=task.instructions(example),
-                id=example.id,
-                source=example.source,
-                meta=example.meta,
-            )
-            return _join(parts)
+            variables = {
+                "question": task.question(example),
+                "instruction": task.instructions(example),
+                "id": example.id,
+                "source": example.source,
+                "meta": example.meta,
+            }
+            return _SANDBOX.render(compile_template(self.template), variables)
         except FAILURES as error:  # of the template, or of a user's question
             raise ValueError(f"prompt.template: {type(error).__name__}: {error}") from error
-
-
-def _join(parts: Iterable[str]) -> str:
-    """Join the parts of a message, which a template may make without end."""
-    found, length = [], 0
-    for part in parts:
-        found.append(part)
-        length += len(part)
-        if length > LARGEST:
-            raise ValueError(f"the message is longer than {LARGEST:,} characters")
-    return "".join(found)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which ``*`` makes no text or list that is too long."""
-
-    intercepted_binops = frozenset("*")
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        for whole, times in ((left, right), (right, left)):
-            if isinstance(whole, str | list | tuple) and len(whole) * int(times) > LARGEST:
-                raise TemplateError(f"a product is longer than {LARGEST:,}")
-        return super().call_binop(context, operator, left, right)
-
-
-def check_numbers(template: nodes.Template) -> None:
-    """Raise ``TemplateSyntaxError`` for powers and numbers with which a template, perhaps somebody
-    else's, would fill the memory, even when it is compiled."""
-    for node in template.find_all((nodes.Pow, nodes.Const)):
-        if isinstance(node, nodes.Pow):
-            raise TemplateSyntaxError("it has a power", node.lineno)
-        if isinstance(node.value, int) and node.value > LARGEST:
-            raise TemplateSyntaxError(f"it has a number above {LARGEST:,}", node.lineno)
 
 
 @lru_cache(maxsize=8)
 def compile_template(text: str) -> Template:
     """Compile the template of a user message, which runs in a sandbox, or raise ``ValueError``."""
-    environment = _Sandbox(undefined=StrictUndefined)
     try:
-        parsed = environment.parse(text)
-        check_numbers(parsed)
-        unknown = find_undeclared_variables(parsed) - {*VARIABLES, *environment.globals}
+        parsed = _SANDBOX.parse(text)
+        unknown = find_undeclared_variables(parsed) - {*VARIABLES, *_SANDBOX.globals}
         for name in parsed.find_all(nodes.Name):
             if name.name in unknown:
                 raise ValueError(
                     f"line {name.lineno} has the unknown name {name.name}"
                     f"{nearest(name.name, VARIABLES)}; it may use {', '.join(VARIABLES)}"
                 )
-        return environment.from_string(text)
+        return _SANDBOX.compile_bounded(parsed)
     except TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno} is not Jinja: {error.message}") from error
     except RecursionError as error:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import GONE, MOVED, describe_missing, describe_problems, flatten, merge
+from vlm_grpo.config.section import GONE, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils import trust
@@ -117,7 +117,8 @@ def build_settings(
             trust.allow(code)
         elif origin is not None:
             trust.note(code, origin)
-    _drop_moved(given)
+    if isinstance(checkpoint := given.get("checkpoint"), dict):
+        checkpoint.pop(GONE.rpartition(".")[2], None)
     warning = _fit_steps(given, user_keys)
     if given.get("name") is None:
         is_other_task = "task" in user_keys
@@ -162,18 +163,6 @@ def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
         if all(isinstance(text, str) for text in texts):
             return texts, {}
     raise UserError('overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}')
-
-
-def _drop_moved(given: dict[str, Any]) -> None:
-    """Drop settings without an effect that runs of earlier versions have saved: moved ones without
-    a value, and those that are gone."""
-    for key, unused in {**dict.fromkeys(MOVED, (None, {})), **GONE}.items():
-        *blocks, name = key.split(".")
-        values: Any = given
-        for block in blocks:
-            values = values.get(block) if isinstance(values, dict) else None
-        if isinstance(values, dict) and name in values and values[name] in unused:
-            del values[name]
 
 
 def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:

@@ -91,8 +91,8 @@ class RolloutSettings(Frozen):
     """Maximum number of prompt and completion tokens in one generation batch; None: as many as fit
     into the GPU's free memory, 65,536 on a CPU."""
     cuda_graphs: bool | None = None
-    """Replay decode steps as CUDA graphs; None: on a GPU, if prompts are shared, weights are not
-    sharded and RoPE is not of type dynamic; False: launch each kernel from Python. Each rollout
+    """Replay decode steps as CUDA graphs; None: on a GPU, if prompts are shared and weights are not
+    sharded; False: launch each kernel from Python. Each rollout
     captures them again if it copies weights: all those trained in bfloat16 from float32 without an
     adapter, and float32 or quantized ones under an adapter."""
     torch_compile: bool = False

@@ -14,18 +14,8 @@ from vlm_grpo.config.other_trainers import find_other_setting, list_other_settin
 from vlm_grpo.config.requirements import find_problems
 from vlm_grpo.errors import UserError, bullets, find_nearest, nearest, simplify
 
-MOVED = {
-    "policy.system_prompt": "prompt.system",
-    "policy.chat_template_kwargs": "prompt.chat_template_kwargs (enable_thinking: prompt.thinking)",
-}
-"""Names of settings in earlier versions, and their names now."""
-GONE: dict[str, tuple[Any, ...]] = {
-    "checkpoint.asynchronous": (False, True),
-    "policy.quantized_parts": (["language"],),
-    "policy.lora.rank_pattern": ({},),
-    "policy.lora.alpha_pattern": ({},),
-}
-"""Settings of earlier versions alone, and their saved values that changed nothing."""
+GONE = "checkpoint.asynchronous"
+"""A setting of 0.1.0 that changed no result."""
 
 
 class _Explained(type(BaseModel)):
@@ -193,8 +183,6 @@ def _find_key(location: tuple[str | int, ...], model: type[BaseModel]) -> tuple[
 
 def suggest_key(key: str, keys: Sequence[str]) -> str:
     """Return a hint at the known key that an unknown key probably means, or an empty string."""
-    if key in MOVED:
-        return f": it is {MOVED[key]} now"
     if (other := find_other_setting(key)) is not None:
         return f": {other}"
     block, _, last = key.rpartition(".")

@@ -29,26 +29,19 @@ class DataReport:
     """The findings of a check of one source."""
 
     source: str  # the source's name
-    part: str  # which part of the source was checked; empty: it has one
+    title: str  # the same, with the part that was checked if there are several
     examples: Sequence[Example]  # the good rows
     # the problems of each kind, by its name; a kind without any was checked
     problems: dict[str, list[str]]
-    skips_bad_rows: bool  # bad rows are no failure, as training skips them
+    passed: bool  # there are examples, and no problems that training would not skip
     statistics: Sequence[str]  # lines on the gold answers and the prompts
     # a digest of the pixels of every image that can be decoded, by the image's name
     digests: dict[str, bytes] = field(repr=False)
 
-    @property
-    def passed(self) -> bool:
-        """Whether there are examples and no problems; duplicates within a source are allowed."""
-        skipped = {"bad rows"} if self.skips_bad_rows else set()
-        found = {name for name, problems in self.problems.items() if problems}
-        return bool(self.examples) and found <= skipped
-
     def describe(self) -> Iterator[str]:
         """Yield the lines that the command line prints."""
         good_rows, readable = len(self.examples), len(self.digests)
-        yield f"{self.source}{self.part}: {good_rows} good rows, {readable} readable images"
+        yield f"{self.title}: {good_rows} good rows, {readable} readable images"
         for name, problems in self.problems.items():
             yield f"  {name:<28} {len(problems)}"
             if problems:
@@ -92,15 +85,10 @@ def check_source(
         prompts = _describe_spread("tokens per prompt", lengths)
     other = "train" if split == "eval" else "eval"
     part = f", part {split} (--split {other}: the other one)" * stands_for_both(source)
-    return DataReport(
-        source=source,
-        part=part,
-        examples=examples,
-        problems=problems,
-        skips_bad_rows=data.on_bad_row == "skip",
-        statistics=[*_describe_answers(examples), prompts],
-        digests=digests,
-    )
+    skipped = {"bad rows"} if data.on_bad_row == "skip" else set()
+    passed = bool(examples) and {name for name, own in problems.items() if own} <= skipped
+    statistics = [*_describe_answers(examples), prompts]
+    return DataReport(source, source + part, examples, problems, passed, statistics, digests)
 
 
 def describe_overlap(first: DataReport, second: DataReport) -> list[str]:

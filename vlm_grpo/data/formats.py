@@ -137,7 +137,7 @@ def open_source(
         return _read_memory(source, split), [Path()]
     if source.startswith("embedded:"):
         return _read_embedded(source, task, limit, split), []
-    if source == PYTHON or source.startswith("<in memory: "):  # as in earlier versions
+    if source == PYTHON:
         raise UserError(
             f"data.{split}={source}: these rows are an argument of the Python program that wrote "
             f"the settings: give them, as train(settings, {_ARGUMENTS[split]}=rows), or save them "

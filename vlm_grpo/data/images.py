@@ -191,26 +191,26 @@ class MediaReader:
         path = source if isinstance(source, Path) else None
         data = None if isinstance(source, Path) else source
         try:
-            shape = read_shape(path or io.BytesIO(data or b""))
+            size, fps, total = read_shape(path or io.BytesIO(data or b""))
         except ValueError as error:
             raise ValueError(f"video {name} cannot be read: {error}") from error
-        self._check_pixels(shape.size, name)
-        seconds, limits = shape.count / shape.fps, self.video
+        self._check_pixels(size, name)
+        seconds, limits = total / fps, self.video
         self._check_length(seconds, name)
         options = {
-            "fps": min(limits.fps, shape.fps),
+            "fps": min(limits.fps, fps),
             "min_frames": min(_MIN_FRAMES, limits.max_frames),
             "max_frames": limits.max_frames,
         }
-        if shape.count < 2:
+        if total < 2:
             raise ValueError(f"video {name} has one frame: give it as an image")
         # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
         from qwen_vl_utils.vision_process import smart_nframes
 
-        count = smart_nframes(options, shape.count, shape.fps)
-        chosen = np.linspace(0, shape.count - 1, count).round()
-        times = tuple(float(frame) / shape.fps for frame in chosen)
-        return VideoRef(name, shape.size, shape.size, path, data, times=times, seconds=seconds)
+        count = smart_nframes(options, total, fps)
+        chosen = np.linspace(0, total - 1, count).round()
+        times = tuple(float(frame) / fps for frame in chosen)
+        return VideoRef(name, size, size, path, data, times=times, seconds=seconds)
 
     def _read_frames(self, given: Mapping[str, Any], name: str) -> VideoRef:
         values = given["frames"]

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import chain, islice, product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -116,17 +116,13 @@ def read_source(
     split: Split,
     label: str = "",
     given: Rows | None = None,
-    is_trial: bool = False,
-) -> tuple[Sequence[Example], list[str]]:
+) -> tuple[list[Example], list[str]]:
     """Return the good rows of a source as examples, and one problem for each bad row.
 
-    A problem with a box names the settings that read all boxes of the first rows, if there are any;
-    ``is_trial`` tries such settings on these rows, and returns the problems with boxes alone.
+    A problem with a box names the settings that read all boxes of the first rows, if there are any.
     """
     limit, columns = source.limit, dict(source.columns)
-    name = source.source if given is None else given
-    rows, folders = open_source(name, task, limit, split)
-    rows = islice(rows, _TRIED) if is_trial else rows
+    rows, folders = open_source(source.source if given is None else given, task, limit, split)
     if source.image_root is not None:
         folders = [source.image_root, *folders]
     reader = MediaReader(folders, data.max_image_pixels, data.video)
@@ -135,6 +131,7 @@ def read_source(
     examples: list[Example] = []
     problems: list[str] = []
     first_with_id: dict[str, int] = {}
+    tried: list[tuple[Row, Task]] = []
     extent, bad_box = _Extent(), None  # the first row with a bad box of the source's own form
     for row in rows:
         if limit is not None and len(examples) >= limit:
@@ -145,6 +142,8 @@ def read_source(
                 row = replace(row, question=source.default_question)
             if task_column is not None:
                 name, row_task, row = _pop_task(row, task_column, task)
+            if len(tried) < _TRIED:
+                tried.append((row, row_task))
             example = to_example(row, own, reader, row_task)
             first = first_with_id.setdefault(example.id, len(examples))
             if first < len(examples):
@@ -152,10 +151,7 @@ def read_source(
                 raise ValueError(f"id {example.id!r} is a duplicate of {where}")
         except ValueError as error:
             has_own_form = row.problem is None and row.example is None and not row.in_pixels
-            is_bad_box = isinstance(error, BoxError)
-            if is_trial and not is_bad_box:
-                continue
-            if bad_box is None and has_own_form and is_bad_box:
+            if bad_box is None and has_own_form and isinstance(error, BoxError):
                 bad_box = len(problems)
             problems.append(f"{row.location}: {error}")
             continue
@@ -164,10 +160,8 @@ def read_source(
             name = f"{label}/{name}" if name else label
             example = replace(example, id=f"{label}/{example.id}", source=name)
         examples.append(example)
-    if is_trial:
-        return [] if extent.is_short else examples, problems
     if bad_box is not None:
-        problems[bad_box] += _suggest_boxes(source, task, data, split, label, given)
+        problems[bad_box] += _suggest_boxes(tried, own, reader, is_mixed=bool(label))
     if extent.is_short:
         logger.warning("%s: %s", source.source, extent)
     return examples, problems
@@ -201,22 +195,29 @@ class _Extent:
 
 
 def _suggest_boxes(
-    source: SourceSettings, task: Task, data: DataSettings, split: Split, label: str, given: Any
+    rows: Sequence[tuple[Row, Task]], source: SourceSettings, reader: MediaReader, is_mixed: bool
 ) -> str:
-    """Return the settings with which no box of the first rows is bad, for the end of a message."""
+    """Return the settings with which none of the rows has a bad box, for the end of a message."""
     found = []
     forms = dict.fromkeys((source.box_format, *get_args(BoxFormat)))
     scales = dict.fromkeys((source.box_scale, None, 1, 1000))
     for form, scale in product(forms, scales):
-        update = {"box_format": form, "box_scale": scale, "limit": None}
-        other = source.model_copy(update=update)
-        examples, problems = read_source(other, task, data, split, label, given, is_trial=True)
+        other = source.model_copy(update={"box_format": form, "box_scale": scale})
+        extent, good, bad = _Extent(), 0, 0
+        for row, task in rows:
+            try:
+                extent.add(to_example(row, other, reader, task), task)
+                good += 1
+            except BoxError:
+                bad += 1
+            except ValueError:  # a row that is bad in every form
+                continue
         changes = [f"box_format={form}"] * (form != source.box_format)
         changes += [f"box_scale={scale or 'null'}"] * (scale != source.box_scale)
-        if not changes and len(problems) < len(examples) / 4:  # they are only bad boxes
+        if not changes and bad < good / 4 and not extent.is_short:  # they are only bad boxes
             return ""
-        if changes and examples and not problems:
-            found.append(" ".join(change if label else f"data.{change}" for change in changes))
+        if changes and good and not bad and not extent.is_short:
+            found.append(" ".join(change if is_mixed else f"data.{change}" for change in changes))
     if found:
         look = ": look at them with check --preview" if len(found) > 1 else ""
         by = " or by ".join(found)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -26,14 +26,8 @@ _REMEDIES = {
 """Remedy by the name of a type that is not rows, whose library is not imported here."""
 
 
-class Rows(Protocol):
-    """Data in memory: mappings as in a ``.jsonl`` file, a ``datasets.Dataset``, or ``Example``s."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
+Rows = Iterable[Any]
+"""Data in memory: mappings as in a ``.jsonl`` file, a ``datasets.Dataset``, or ``Example``s."""
 TaskObject = Task | type[Task]
 
 

@@ -18,7 +18,6 @@ from PIL import Image
 from vlm_grpo.config.data import Column, SourceSettings
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.messages import (
-    Chat,
     fill_objects,
     get_box_scale,
     read_chat,
@@ -111,10 +110,8 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
         question, answer = fields["question"], fields["answer"]
         if not isinstance(question, str):
             raise ValueError(f"question must be text, not {shorten(question)}")
-        chat = Chat((Turn("user", question),), beside, None)
-        if any(isinstance(value, Clip) for value in beside):
-            chat = read_question(question, beside)
-            question = chat.turns[0].text
+        chat = read_question(question, beside)
+        question = chat.turns[0].text
     if "images" not in fields and not chat.images:
         _refuse_misnamed_images(values)
     refs = _read_images(row, columns, chat.images, images)

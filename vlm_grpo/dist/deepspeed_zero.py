@@ -164,6 +164,7 @@ class DeepSpeedZero3(DeepSpeedZero2):
     """
 
     def _module(self) -> nn.Module:
+        self.policy.engine.use_capture(None)  # weights are gathered to other addresses each time
         module = nn.ModuleList([self.policy.model])
         set_z3_leaf_module(module, True)  # no hooks inside; the list itself is never called
         return module

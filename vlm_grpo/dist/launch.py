@@ -109,15 +109,17 @@ def build_accelerator(settings: Settings) -> Accelerator:
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
             "parallelism, FSDP2 or DeepSpeed; configs/accelerate has settings for each"
         )
-    is_sharded = get_fsdp_plugin(accelerator) or get_deepspeed_config(accelerator)
-    if settings.checkpoint.sharded and not is_sharded:
+    deepspeed = get_deepspeed_config(accelerator)
+    has_shards = get_fsdp_plugin(accelerator) is not None
+    if settings.checkpoint.sharded and not (has_shards or deepspeed):
         raise UserError(
             "checkpoint.sharded=true needs weights sharded by FSDP2 or DeepSpeed: set it to false, "
             "or launch with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of "
             "either kind)"
         )
+    has_shards |= deepspeed is not None and deepspeed["zero_optimization"]["stage"] == 3
     for name in ("cuda_graphs", "torch_compile"):
-        if getattr(settings.rollout, name) and get_fsdp_plugin(accelerator) is not None:
+        if getattr(settings.rollout, name) and has_shards:
             raise UserError(f"rollout.{name}=true is not supported with sharded weights: remove it")
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(

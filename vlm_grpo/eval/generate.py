@@ -43,7 +43,7 @@ from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.types import Completion, Example, VideoRef
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
 from vlm_grpo.utils.http_json import LONGEST_WAIT, ServiceError
-from vlm_grpo.utils.jsonl import read_rows
+from vlm_grpo.utils.jsonl import format_rows, read_rows
 from vlm_grpo.utils.remote_calls import call_each
 
 logger = logging.getLogger(__name__)
@@ -463,13 +463,12 @@ class PredictionLog:
 def _format_lines(
     keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[str]
 ) -> bytes:
-    lines = []
+    rows = []
     for (_, number), example, output in zip(keys, examples, outputs, strict=True):
-        sizes = [list(image.resized_size) for image in example.images]
+        sizes = [image.resized_size for image in example.images]
         sample = {"sample": number} if number else {}
-        row = {"id": example.id, **sample, "output": output, "seen": sizes}
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    return "".join(lines).encode(errors="backslashreplace")
+        rows.append({"id": example.id, **sample, "output": output, "seen": sizes})
+    return format_rows(rows)
 
 
 def _list_differences(path: Path, request: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from vlm_grpo.task.scorer import earns, get_gold_reward, measure_pass
 from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.chat import Turn
+from vlm_grpo.utils.jsonl import format_rows
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def write_difficulty(found: SampledExamples, path: Path) -> list[float]:
         mean = fmean(rewards) if rewards else None
         more = {"reward": mean, "samples": len(scores)}
         rows.append({"id": example.id, "pass_rate": rates[-1], **more})
-    _write_rows(path, rows)
+    write_atomic(path, format_rows(rows))
     return rates
 
 
@@ -130,7 +130,7 @@ def write_completions(
             f"no complete completion earned {wanted}; the highest reward is "
             f"{max(totals_of_all, default=0.0):g}: lower --min-reward, or take more --samples"
         )
-    _write_rows(path, rows)
+    write_atomic(path, format_rows(rows))
     return len(rows), count
 
 
@@ -184,8 +184,3 @@ def find_outside_folder(found: SampledExamples, path: Path) -> Path | None:
     paths = [Path(os.path.realpath(file.parent)) for file in images if file is not None]
     outside = [file for file in paths if not file.is_relative_to(folder)]
     return Path(os.path.commonpath(outside)) if outside else None
-
-
-def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    write_atomic(path, "".join(lines).encode(errors="backslashreplace"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import math
 from collections import Counter
@@ -21,7 +19,7 @@ from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.scorer import group_by_source
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.atomic_io import write_atomic
-from vlm_grpo.utils.jsonl import read_valid_rows
+from vlm_grpo.utils.jsonl import format_rows, read_valid_rows
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +171,7 @@ class Scored:
     def write(self, path: Path) -> None:
         """Write the rows as JSON Lines, and the summary as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = "".join(format_row(row) + "\n" for row in self.rows)
-        write_atomic(path, lines.encode(errors="backslashreplace"))
+        write_atomic(path, format_rows(self.rows))
         summary = _Summary(
             headline=self.primary_metric,
             lower_is_better=self.lower_is_better,
@@ -259,17 +256,6 @@ def _collect(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
 
 def _mean(column: Mapping[str, float]) -> float:
     return float(np.mean([*column.values()]))
-
-
-def format_row(row: Mapping[str, Any]) -> str:
-    """Return a row, whose answer may be of any type, as a line of JSON."""
-    return json.dumps(row, ensure_ascii=False, default=_to_json)
-
-
-def _to_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def summarize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,25 +16,14 @@ CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,
 """FFmpeg's names of the accepted formats. It supports more, of which some open other files."""
 STRIP_FRAMES = 8  #: Largest number of frames side by side
 _STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
-_MAX_GROUP = 1000  # Largest number of packets that wait for their key frame to prove useful
 _INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
 """FFmpeg's names of formats with an index of their key frames."""
-_TIMED = (*_INDEXED, "mpegts")
-"""FFmpeg's names of formats that state when a frame is shown; others leave it to be guessed from
-the frames before."""
-_FAR = 30.0  # Seconds between frames from which on a file is not read but its index used
+_FAR = 1.0  # Seconds between frames from which on the index is used
 _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
-@dataclass(frozen=True)
-class VideoShape:
-    size: tuple[int, int]
-    fps: float  # on average
-    count: int
-
-
-def read_shape(source: Path | BinaryIO) -> VideoShape:
-    """Read a video's header.
+def read_shape(source: Path | BinaryIO) -> tuple[tuple[int, int], float, int]:
+    """Return a video's size, its frames per second on average, and their number, by its header.
 
     ``ValueError``: the file is corrupt, has another format, or its header lacks these facts.
     """
@@ -48,7 +37,7 @@ def read_shape(source: Path | BinaryIO) -> VideoShape:
         size = stream.codec_context.width, stream.codec_context.height
         if not (fps > 0 and count > 0 and min(size) > 0):
             raise ValueError("its header gives no frame rate, length or size: encode it again")
-        return VideoShape(size, fps, count)
+        return size, fps, count
 
 
 def decode_frames(
@@ -63,33 +52,14 @@ def decode_frames(
     together may fill the memory. ``ValueError``: the file is corrupt, ends before the last time, or
     has frames of another size.
     """
-    try:
-        return _decode_frames(source, times, size, fit, skips=True)
-    except ValueError:  # only the whole file shows whether it is corrupt
-        if not isinstance(source, Path):
-            source.seek(0)
-        return _decode_frames(source, times, size, fit, skips=False)
-
-
-def _decode_frames(
-    source: Path | BinaryIO,
-    times: Sequence[float],
-    size: tuple[int, int],
-    fit: Callable[[Image.Image], Image.Image],
-    *,
-    skips: bool,
-) -> list[Image.Image]:
     frames: list[Image.Image] = []
     with _open(source) as (container, stream):
         last, start, time, unit = None, None, 0.0, float(stream.time_base)
         # Half the time between frames where they are even, and less where they are not.
         half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
-        can_skip = skips and container.format.name in _TIMED
 
         def get_needed() -> float:
-            if start is None or not can_skip or len(frames) == len(times):
-                return -math.inf
-            return start + times[len(frames)] - half
+            return (start or 0.0) + times[len(frames)] - half
 
         for frame in _read_frames(container, stream, get_needed):
             seconds = frame.time
@@ -118,42 +88,27 @@ def _decode_frames(
 
 
 def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -> Iterator[Any]:
-    """Yield the frames in their order, without groups of frames that nobody needs.
-
-    ``get_needed`` returns the time before which only the last frame is needed, in seconds. A group
-    that does not begin with its key frame raises ``ValueError``: what follows may not be exact.
-    """
-    unit, is_indexed = float(stream.time_base), container.format.name in _INDEXED
-    group: list[Any] = []  # packets that are not decoded yet
-    has_skipped, key, expected = False, None, None
-    first = read = -math.inf
-    for packet in container.demux(stream):
-        has_time = packet.pts is not None
-        if packet.is_keyframe and has_time and packet.pts * unit <= get_needed():
-            if has_skipped and not group:  # Where key frames are rare, the index leads back.
-                is_indexed = packet.pts * unit > read
-            has_skipped, key, group = has_skipped or bool(group), packet.pts, []
-        elif has_skipped and not group:
-            raise ValueError("its index is wrong")
-        group.append(packet)
-        read = math.inf if packet.dts is None else packet.dts * unit
-        if read <= get_needed() and len(group) < _MAX_GROUP:
+    """Yield the frames in their order; where the next one that is needed is far, from the key frame
+    before it. ``get_needed`` returns its time in seconds."""
+    is_indexed, frames = container.format.name in _INDEXED, container.decode(stream)
+    early = 4 / float(stream.average_rate or 1)  # an index may have the times of decoding
+    sought = -math.inf
+    while (frame := next(frames, None)) is not None:
+        yield frame
+        needed = get_needed()
+        if not is_indexed or frame.time is None or needed - frame.time < _FAR or needed <= sought:
             continue
-        if has_skipped:
-            stream.codec_context.flush_buffers()
-            has_skipped, first, expected = False, key, key
-        for waiting in group:
-            if waiting.pts is not None and waiting.pts < first:
-                continue  # it is shown before the key frame and may refer to skipped frames
-            for frame in waiting.decode():
-                if expected is not None and frame.pts != expected:
-                    raise ValueError("it has no frame where its packets say")
-                expected = None
-                yield frame
-        group = []
-        if is_indexed and get_needed() - read > _FAR:
-            container.seek(int((get_needed() - 1) / unit), stream=stream)
-            has_skipped = True
+        last, sought = frame.time, needed
+        container.seek(int((needed - early) / stream.time_base), stream=stream)
+        frames = container.decode(stream)
+        first = next(frames, None)
+        if first is None or first.time is None or first.time > needed:
+            raise ValueError("its index is wrong: encode it again")
+        is_indexed = first.time > last
+        if is_indexed:
+            frames = chain([first], frames)
+        else:  # key frames are rare: what was read already is decoded again, once
+            frames = (later for later in frames if later.time > last)
 
 
 @contextmanager

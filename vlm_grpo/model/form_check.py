@@ -7,11 +7,13 @@ something that the shared form does not know.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.types import Group, Prompt
 
@@ -68,11 +70,19 @@ class FormCheck:
         self.has_seen_images |= bool(prompt.example.images)
 
 
-def find_failure(check: Callable[[], str | None]) -> str | None:
+@contextlib.contextmanager
+def explain_failure() -> Iterator[None]:
+    """Raise a ``UserError`` for a model that fails with a shared prompt inside.
+
+    A lack of memory, and what is wrong in a call, such as a TypeError, stay as they are.
+    """
     try:
-        return check()
+        yield
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (LookupError, RuntimeError, ValueError) as error:
         message = str(error).splitlines() or ["no message"]
-        return f"the model fails ({type(error).__name__}: {message[0]})"
+        raise UserError(
+            f"with a shared prompt, the model fails ({type(error).__name__}: {message[0]}): set "
+            "policy.engine=repeated, which repeats the prompt for each completion and takes longer"
+        ) from error

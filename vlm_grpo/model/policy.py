@@ -23,7 +23,7 @@ from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import use_fused_norms
-from vlm_grpo.model.engine.graphs import GraphCapture, describe_steps, get_capture
+from vlm_grpo.model.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
@@ -37,7 +37,7 @@ from vlm_grpo.model.engine.sampling import (
     draw_uniforms,
 )
 from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, find_failure
+from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, explain_failure
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion, Example, Group, Prompt, StopReason
@@ -144,7 +144,7 @@ class Policy:
         with (
             eval_mode(self.model),
             self._autocast(),
-            rollout_weights(self.model) as weights_are_copies,
+            rollout_weights(self.model, self.engine.capture is not None) as weights_are_copies,
         ):
             try:
                 self.root(lambda: self._generate(prompts, state, max_tokens))
@@ -180,7 +180,7 @@ class Policy:
     @torch.no_grad()
     def encode_images(self, prompts: Sequence[Prompt]) -> None:
         """Encode the prompts' images as ``sample`` does, if their features are kept."""
-        with eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+        with eval_mode(self.model), self._autocast(), rollout_weights(self.model, False):
             self.engine.encode_images(prompts, self.counters)
 
     # Scoring.
@@ -213,7 +213,8 @@ class Policy:
     # The form.
 
     def check_form(self, prompts: Sequence[Prompt]) -> None:
-        """Check the shared form on the first prompts; ``UserError``: it must be used, and fails."""
+        """Check the shared form on the first prompts; ``UserError``: the model fails with it, or
+        differs although it must be used."""
         check = self.form_check
         if check is None or not (self.shared and prompts):
             return
@@ -236,7 +237,7 @@ class Policy:
     def try_form(self, prompt: Prompt) -> str | None:
         """Sample short completions of a prompt, and compare the two forms on them.
 
-        Returns how they differ, or how the model fails; None: they differ by rounding.
+        Returns how they differ; None: by rounding. ``UserError``: the model fails.
         """
         settings = SamplingSettings(self.distribution, ROLLOUT_LENGTH)
 
@@ -249,17 +250,26 @@ class Policy:
         return self._check(sample_and_compare)
 
     def _check(self, check: Callable[[], str | None]) -> str | None:
-        """Return the problem that a check finds; captured steps that alone fail are given up."""
-        problem = find_failure(check)
-        if problem is None or self.engine.capture is None:
-            return problem
-        self.engine.use_capture(None)
-        eager = find_failure(check)
-        if eager is None:
-            logger.warning(
-                "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
-                problem,
-            )
+        """Return the problem that a check finds; captured steps that alone differ are given up."""
+        problem = eager = None
+        if self.engine.capture is not None:
+            try:
+                with explain_failure():
+                    problem = check()
+            except UserError as error:
+                problem = str(error)
+            if problem is None:
+                return None
+            self.engine.use_capture(None)
+        try:
+            with explain_failure():
+                eager = check()
+        finally:  # also if the repetition does not fit into the memory
+            if problem is not None and eager is None:
+                logger.warning(
+                    "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
+                    problem,
+                )
         return eager
 
     @torch.no_grad()
@@ -307,7 +317,7 @@ class Policy:
 
     def describe_engine(self) -> str:
         """Name the attention kernels and the form of decode steps of a shared prompt."""
-        steps = describe_steps(self.engine.capture, self.model.config)
+        steps = "run eagerly" if self.engine.capture is None else "as CUDA graphs"
         return f"{kernels.describe(self.device, self.compute_dtype)}; decode steps {steps}"
 
     # Checkpoints.
@@ -360,7 +370,7 @@ def load_policy(
     distribution = build_sampling_distribution(
         loaded.model, loaded.prompts.processor, loaded.prompts.family, settings.rollout
     )
-    capture = get_capture(settings.rollout, loaded.shared, training, loaded.model.config)
+    capture = get_capture(settings.rollout, loaded.shared, training)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
     policy.form_check = FormCheck(must_share=settings.policy.engine == "shared")
     return policy

@@ -13,12 +13,12 @@ from itertools import dropwhile, repeat
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import SandboxedEnvironment
 from PIL import Image
+from transformers.utils import chat_template_utils
 
-from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings, check_numbers
+from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings
 from vlm_grpo.errors import UserError, list_bad_rows, nearest
 from vlm_grpo.model.engine.batch import RECENT_IMAGES
 from vlm_grpo.model.families import Family, PixelBudget
@@ -26,14 +26,12 @@ from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.types import Example, ImageRef, Observed, Prompt, VideoRef
 from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, Role, ThinkingTags, Turn
+from vlm_grpo.utils.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
-# transformers' own tag, which Jinja does not know.
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _SET_BY_RENDERER = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-    *("raise_exception", "strftime_now"),
 }
 """Variables of a template that are no arguments of a user; special tokens are others."""
 _QUESTION, _PROBE = Turn("user", "?"), "Be brief."
@@ -63,7 +61,7 @@ class ChatTemplate:
     def __init__(self, processor: Any, settings: PromptSettings | None = None) -> None:
         self.processor, self.settings = processor, settings or PromptSettings()
         self._is_text: dict[Role, bool] = {}
-        self._known = self._find_arguments()
+        *_, self._known = _compile(self._text)
         self.switch = next(filter(self._is_switch, THINKING_SWITCHES), None)
         self.arguments = self._check_arguments()
         if self.settings.system is not None:
@@ -85,7 +83,7 @@ class ChatTemplate:
         for turn in turns:
             self.check_role(turn.role)
             messages.append(_build_message(turn, self._is_text.get(turn.role, False), parts))
-        return self._render(messages, self.arguments)
+        return self.write(messages, self.arguments)
 
     def observe(self, text: str) -> str:
         """Return what stands in the prompt between a call of the model and its next text.
@@ -144,8 +142,8 @@ class ChatTemplate:
         for is_text in (True, False):  # templates read one form or both
             message = _build_message(Turn(role, _PROBE), is_text)
             try:
-                text = self._render([*before, message, question], self.arguments)
-            except (TemplateError, TypeError) as error:
+                text = self.write([*before, message, question], self.arguments)
+            except TemplateError as error:
                 problem = f"refuses it ({error})"
                 continue
             if _PROBE in text and "'type': 'text'" not in text:
@@ -167,28 +165,28 @@ class ChatTemplate:
         """Return the prompt of a question; empty if the template cannot write it."""
         arguments = {**self.settings.chat_template_kwargs, **arguments}
         try:
-            return self._render([_build_message(_QUESTION)], arguments)
-        except (TemplateError, TypeError, ValueError, RecursionError):  # one that needs an image
+            return self.write([_build_message(_QUESTION)], arguments)
+        except TemplateError:  # one that needs an image
             return ""
 
-    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
-        return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **arguments
-        )
+    def write(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return what the template makes of messages, as the processor's ``apply_chat_template``;
+        raises what a template may raise."""
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        special = self.processor.tokenizer.special_tokens_map
+        variables = {"tools": None, "documents": None, **special, **arguments, **given}
+        sandbox, template, _ = _compile(self._text)
+        return sandbox.render(template, variables)
 
-    def _find_arguments(self) -> list[str]:
-        template = self.processor.chat_template or self.processor.tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template["default"]
-        environment = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        try:
-            parsed = environment.parse(_GENERATION_TAG.sub("", template))
-            check_numbers(parsed)
-        except (TemplateError, RecursionError) as error:
-            place = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-            raise UserError(f"the model's chat template cannot be used: {place}{error}") from error
-        known = find_undeclared_variables(parsed) - _SET_BY_RENDERER - set(environment.globals)
-        return sorted(name for name in known if not name.endswith("_token"))
+    @property
+    def _text(self) -> str:
+        text = self.processor.chat_template or self.processor.tokenizer.chat_template
+        return text["default"] if isinstance(text, dict) else text
 
     def _check_arguments(self) -> dict[str, Any]:
         arguments, thinking = dict(self.settings.chat_template_kwargs), self.settings.thinking
@@ -206,6 +204,25 @@ class ChatTemplate:
                 "for a thinking in words"
             )
         return arguments if thinking is None else {**arguments, str(self.switch): thinking}
+
+
+@lru_cache(maxsize=8)
+def _compile(text: str) -> tuple[Sandbox, Template, list[str]]:
+    """Return the environment of transformers' chat templates, with bounds, a template of it, and
+    the names of the template's arguments."""
+    theirs = chat_template_utils._compile_jinja_template("").environment  # noqa: SLF001
+    extensions = [type(extension) for extension in theirs.extensions.values()]
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    sandbox.globals |= {name: each for name, each in theirs.globals.items() if name != "lipsum"}
+    sandbox.filters["tojson"] = sandbox.bound(theirs.filters["tojson"])
+    try:
+        parsed = sandbox.parse(text)
+        known = find_undeclared_variables(parsed) - _SET_BY_RENDERER - set(sandbox.globals)
+        template = sandbox.compile_bounded(parsed)
+    except (TemplateError, RecursionError) as error:
+        place = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        raise UserError(f"the model's chat template cannot be used: {place}{error}") from error
+    return sandbox, template, sorted(name for name in known if not name.endswith("_token"))
 
 
 def _build_message(

@@ -1,9 +1,12 @@
-"""Devices: their memory and speed."""
+"""Devices: their memory and speed, from a table or, of this machine, from its driver."""
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from vlm_grpo.errors import UserError, nearest
 
@@ -20,9 +23,7 @@ class Device:
     memory: int
     rates: dict[str, float] | None = None  # FLOP/s of dense products by precision; None: unknown
     bandwidth: float = 0.0  # of its memory in bytes/s
-    layer_seconds: float = 0.0  # least time in which Python launches a decoding layer's kernels
-    efficiency: float = 0.4  # share of ``rates`` reached by passes over full sequences
-    decode_efficiency: float = 0.4  # the same by decoding, with one token per completion
+    layer_seconds: float = 0.0  # least time of a decoding layer's kernels in a CUDA graph
     is_cpu: bool = False
     reserved: float = 0.0  # share of the memory that other processes use
 
@@ -68,8 +69,9 @@ _GPUS = {
     "B200": (r"B200", 178, 75, 2250, 7700),  # on an HGX board
     "MI300X": (r"(Instinct )?MI300X.*", 191, 163.4, 1307, 5300),  # *
 }
-LAYER_SECONDS = 4e-4
-"""An assumption: about 90 kernels per decoder layer, each launched from Python in about 5 µs."""
+LAYER_SECONDS = 5e-5
+"""An assumption: about 25 kernels per decoder layer, each of which takes 2 µs in a CUDA graph."""
+EFFICIENCY = 0.4  # assumed share of the rates that a step reaches
 
 
 def find_device(name: str) -> Device:
@@ -101,3 +103,21 @@ def identify_gpu(reported: str) -> Device | None:
     name = re.sub(r"^(NVIDIA|AMD) ", "", reported)
     found = (key for key, (pattern, *_) in _GPUS.items() if re.fullmatch(pattern, name))
     return next(map(_build_device, found), None)
+
+
+def find_peak_rate(device: torch.device, dtype: str) -> float | None:
+    """Return the FLOP/s of dense matrix products on a device, if it is a GPU of the table."""
+    if device.type != "cuda":
+        return None
+    gpu = identify_gpu(torch.cuda.get_device_name(device))
+    return gpu.rates[dtype] if gpu is not None and gpu.rates is not None else None
+
+
+def detect_device() -> Device:
+    """Return this machine's GPU, or its CPU, whose speed is not known."""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        device = identify_gpu(gpu.name) or Device(gpu.name, 0)
+        return replace(device, name=gpu.name, memory=gpu.total_memory)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device("this machine's memory", memory, is_cpu=True)

@@ -7,16 +7,22 @@ of one layer or the logits of one chunk.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from vlm_grpo.config.rollout import RolloutSettings, choose_adapter_level
 from vlm_grpo.model.engine.batch import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
+from vlm_grpo.model.engine.shared import KEPT_STEPS
 from vlm_grpo.planning.devices import CONTEXT, Device
 from vlm_grpo.planning.sizes import ModelShape, Workload
 
 # Bytes that libraries use on a CPU, by the bytes of a value: code, buffers, and in bfloat16 the
 # kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``.
 LIBRARIES = {4: 60_000_000, 2: 120_000_000}
+CAPTURED_SHARE = 0.25  # by which captured places shrink (``engine/shared.py``)
+GRAPH = 30_000_000
+"""Bytes of a captured decode step, by calculation: its kernels' arguments, and its results."""
+FLASH_ROWS = 128  # by which FlashAttention pads each sequence's gradient of the queries
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Memory:
     sampling: int
     activations: int
     update: int
+    graphs: int = 0
     stepping: int = 0
     offloaded: int = 0
     host: int = 0
@@ -45,6 +52,7 @@ class Memory:
     teacher: int = 0
     server: int = 0
     resting: int = 0
+    server_sleeps: bool = False  # with its weights in main memory
 
     @property
     def persistent(self) -> int:
@@ -55,7 +63,8 @@ class Memory:
     @property
     def rollout(self) -> int:
         """Peak while sampling."""
-        return self.persistent + self.folded + self.cache + self.sampling + self.server
+        held = self.folded + self.cache + self.graphs + self.sampling + self.server
+        return self.persistent + held
 
     @property
     def backward(self) -> int:
@@ -94,7 +103,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     return Memory(
         weights=weights + model.quantized_bytes + adapters,
         optimizer=model.state_bytes[work.optimizer],
-        reference=trained if work.uses_reference else 0,
+        reference=trained if work.uses_reference and not work.reference_on_host else 0,
         teacher=work.teacher_weights * model.value_bytes,
         gradients=trained,
         first_gradients=trained if accumulates else head,
@@ -105,7 +114,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         cache=count_cache_bytes(model, work),
         sampling=max(count(model, work) for count in passes) + restored,
         activations=activations,
-        update=_count_update_bytes(model, work) + restored,
+        update=_count_update_bytes(model, work, on_cpu) + restored,
         stepping=model.count_step_bytes(work.optimizer),
         offloaded=offloaded,
     )
@@ -133,7 +142,7 @@ def _count_activation_bytes(model: ModelShape, work: Workload) -> int:
     return saved + 4 * work.micro_tokens * model.text.hidden * 4
 
 
-def _count_update_bytes(model: ModelShape, work: Workload) -> int:
+def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     """Count the largest short-lived tensors: the logits of a chunk, or the gradients of one layer,
     with its activations if they are recomputed."""
     text = model.text
@@ -141,9 +150,10 @@ def _count_update_bytes(model: ModelShape, work: Workload) -> int:
     logits = rows * text.vocabulary * (12 if model.head_frozen else 20)
     # Gradients of the MLP's product, activation and up, and of the stream and its norm. Their saved
     # tensors are freed before the gradients of attention are allocated.
-    layer = work.micro_tokens * (3 * text.intermediate + 4 * text.hidden)
-    gradients = 0 if model.lora_rank else model.trained_bytes * text.layer_weights
-    layer = layer * model.value_bytes + gradients
+    layer = work.micro_tokens * (3 * text.intermediate + 4 * text.hidden) * model.value_bytes
+    if model.shares_prompts and model.value_bytes == 2 and not on_cpu:
+        layer = max(layer, count_flash_bytes(model, work))
+    layer += 0 if model.lora_rank else model.trained_bytes * text.layer_weights
     encoding = _count_encoding_bytes(model, work) if model.trains_vision else 0
     if model.checkpointing == "full":
         layer += model.measured_layer.count(*work.micro_rows)
@@ -153,6 +163,30 @@ def _count_update_bytes(model: ModelShape, work: Workload) -> int:
     if model.has_norms:  # s B A, and its sum with W
         layer += 2 * 4 * text.hidden * max(text.intermediate, text.query)
     return max(logits, layer, encoding)
+
+
+def count_flash_bytes(model: ModelShape, work: Workload) -> int:
+    """Count what FlashAttention's backward pass over a packed row allocates in one layer.
+
+    The gradient of the queries is summed in float32. Those of keys and values are computed for each
+    query head and for each copy of a prompt before a completion, then summed over heads (PyTorch's
+    ``mha_varlen_bwd``) and, one after the other in float32, over copies (``kernels.VarlenPlan``).
+    """
+    text, (tokens, prompts, generations) = model.text, work.micro_rows
+    keys = tokens + generations * prompts
+    sequences = prompts // work.prompt_tokens * (1 + generations)
+    queries = (4 + 2) * text.query * tokens + 4 * text.query * FLASH_ROWS * sequences
+    expanded = 2 * 2 * text.query * keys if text.heads > text.key_heads else 0
+    return queries + expanded + 2 * 2 * text.key * keys + 4 * text.key * (keys + tokens)
+
+
+def count_graph_bytes(work: Workload) -> int:
+    """Count the bytes of captured decode steps, one for each size that the cache shrinks to.
+
+    The update frees those that are kept for the next rollout, with their cache, if it needs memory.
+    """
+    places = work.concurrent_prompts * work.num_generations
+    return GRAPH * min(KEPT_STEPS, 1 + int(math.log(places, 1 / CAPTURED_SHARE)))
 
 
 def count_cache_bytes(model: ModelShape, work: Workload) -> int:
@@ -255,7 +289,7 @@ def add_server(
     A server that the run starts takes its share of the GPU while it samples, whatever it samples.
     During the update it keeps what its sleep level leaves, and the driver's memory.
     """
-    vllm, server, resting = rollout.vllm, 0, 0
+    vllm, server, resting, level = rollout.vllm, 0, 0, None
     if vllm is not None and vllm.python is not None and not device.is_cpu:
         server = int(vllm.gpu_memory_utilization * device.memory)
         weights = model.served_bytes
@@ -263,4 +297,5 @@ def add_server(
         if level is None and model.lora_rank:
             level = choose_adapter_level(weights, device.memory)
         resting = server if rollout.steps_ahead else CONTEXT + (weights if level == 0 else 0)
-    return replace(memory, folded=0, cache=0, sampling=0, server=server, resting=resting)
+    own = {"folded": 0, "cache": 0, "sampling": 0, "graphs": 0}
+    return replace(memory, **own, server=server, resting=resting, server_sleeps=level == 1)

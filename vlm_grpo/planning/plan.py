@@ -26,19 +26,18 @@ from vlm_grpo.model.families import PixelBudget, load_family
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
-from vlm_grpo.planning.activations import measure_layers
-from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
+from vlm_grpo.planning.devices import CONTEXT, EFFICIENCY, GIB, Device, detect_device, find_device
 from vlm_grpo.planning.memory import (
     Memory,
     add_server,
+    count_graph_bytes,
     count_key_bytes,
     estimate_memory,
     shard_memory,
 )
-from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
-from vlm_grpo.planning.this_device import detect_device
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import Turn, place_images
@@ -49,17 +48,18 @@ MAX_PROCESSED_EXAMPLES = 200
 """The same if the image processor has to run, because its resizing is not known."""
 PCIE_BANDWIDTH = 25e9
 """Bytes per second between main memory and a GPU, assumed for PCIe 4.0 x16 (32 GB/s at most)."""
-MAX_GENERATIONS = 1024  # the largest group that is tried
 Weights = Literal["replicated", "sharded", "offloaded"]
 """How the weights are held: all on each device, sharded over the devices by FSDP2, or these shards
 in main memory."""
+HOST_LIBRARIES, WORKER, ROW = 900_000_000, 60_000_000, 1600
+"""Bytes of main memory, measured on a CPU: of the training process with its libraries, of a process
+that computes rewards, and of a row of the embedded data."""
 CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)  # memory of common GPUs in GB
 _COUNTED_LATER = {
     *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens"),
     *("min_pixels", "max_pixels"),
 }
 """Settings of the policy that do not change what ``Planner.read_shape`` returns."""
-PIXEL_STEP, MAX_PIXELS = 28 * 28, 1 << 25  # step and limit of the search for the largest image
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,12 @@ class Plan:
 
     Attributes:
         rows: number of rows of the training data; 0: prompts are assumed.
-        largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
         changes: changes of settings that make the recipe fit, each in addition to those before it
             and with the resulting step; empty if the recipe fits.
+        others: other ways of holding weights and moments and of sampling, each with its step.
+        faster: changes that use the memory that is left to shorten the step, each by itself.
         largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
             changes; 0 if the recipe does not fit even with them.
-        largest_image: the largest ``policy.max_pixels`` that fits if all images fill it; 0 if none
-            does, or the processor has no pixel budget.
         smallest_card: memory in GB of the smallest common GPU that holds the unchanged recipe;
             None: none does.
     """
@@ -100,10 +99,10 @@ class Plan:
     num_devices: int
     rows: int
     step: StepEstimate
-    largest_group: int
-    changes: Sequence[tuple[str, StepEstimate]]
+    changes: Sequence[Change]
+    others: Sequence[Change]
+    faster: Sequence[Change]
     largest_batch: int
-    largest_image: int
     smallest_card: int | None
 
     @property
@@ -124,6 +123,7 @@ _DESCRIPTIONS = {
     "features": "outputs of the frozen vision tower",
     "folded": "rollout: copies of weights for faster decoding",
     "cache": "rollout: keys and values",
+    "graphs": "rollout: captured decode steps",
     "sampling": "rollout: short-lived tensors",
     "gradients": "update: gradients",
     "activations": "update: saved for the backward pass",
@@ -131,8 +131,6 @@ _DESCRIPTIONS = {
     "stepping": "update: short-lived tensors of the optimizer's step",
     "server": "rollout: a vLLM server on this device",
     "resting": "update: what that server keeps",
-    "offloaded": "update: saved in main memory, not on the device",
-    "host": "weights, optimizer and gradients in main memory, not on the device",
 }
 
 
@@ -160,10 +158,12 @@ def _format(plan: Plan) -> Iterator[str]:
         f"{work.num_micro_batches} micro-batches"
     )
     yield from _format_memory(step, device)
+    if not device.is_cpu:
+        yield from _format_host(plan)
     if step.settings.rollout.vllm is not None:
         yield from _format_server(step, device)
     if step.seconds is not None:
-        yield from _format_time(step.seconds, device)
+        yield from _format_time(step.seconds)
     yield from _format_advice(plan)
     if plan.smallest_card is not None:
         yield f"card       {plan.smallest_card} GB is the smallest that holds it unchanged"
@@ -189,6 +189,31 @@ def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
     yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable{reserved}"
 
 
+def _format_host(plan: Plan) -> Iterator[str]:
+    held = count_host_bytes(plan.step, plan.rows)
+    shown = (f"{name} {size / GIB:.1f}" for name, size in held.items() if size > GIB / 20)
+    total, every = sum(held.values()) / GIB, ""
+    if plan.num_devices > 1:
+        every = f" per process, {plan.num_devices * total:.0f} of {plan.num_devices}"
+    yield f"host       {total:.1f} GiB of main memory{every}: {', '.join(shown)}"
+
+
+def count_host_bytes(step: StepEstimate, rows: int) -> dict[str, int]:
+    """Count the bytes of main memory of a process that trains on a GPU, and of those it starts."""
+    memory, work, rollout = step.memory, step.work, step.settings.rollout
+    reference = work.uses_reference and work.reference_on_host
+    return {
+        "libraries": HOST_LIBRARIES,
+        "rows": ROW * rows,
+        "images of two steps": memory.inputs,
+        "reference policy": memory.gradients * reference,
+        "activations": memory.offloaded,
+        "weights, gradients and optimizer": memory.host,
+        "rewards' processes": WORKER * rollout.reward_workers,
+        "weights of the sleeping server": step.shape.served_bytes * memory.server_sleeps,
+    }
+
+
 def _format_server(step: StepEstimate, device: Device) -> Iterator[str]:
     weights, vllm = step.shape.served_bytes, step.settings.rollout.vllm
     if server := step.memory.server:
@@ -202,12 +227,12 @@ def _format_server(step: StepEstimate, device: Device) -> Iterator[str]:
     yield "time       not estimated with vLLM"
 
 
-def _format_time(seconds: PhaseCosts, device: Device) -> Iterator[str]:
+def _format_time(seconds: PhaseCosts) -> Iterator[str]:
     parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(seconds).items())
     yield f"time       {seconds.total:.3g} s per step: {parts}"
     yield (
         f"           an estimate for median prompts, completions of full length and "
-        f"{device.efficiency:.0%} of the matmul rate"
+        f"{EFFICIENCY:.0%} of the matmul rate"
     )
 
 
@@ -215,16 +240,14 @@ def _format_advice(plan: Plan) -> Iterator[str]:
     if plan.fits:
         free = (plan.device.usable - plan.step.memory.peak) / GIB
         yield f"fits       yes, with {free:.1f} GiB to spare"
-        more = "at least " if plan.largest_group == MAX_GENERATIONS else ""
-        yield f"largest    rollout.num_generations: {more}{plan.largest_group:,}"
-        yield f"           optim.max_tokens_per_batch: {plan.largest_batch:,}"
-        if plan.largest_image:
-            yield f"           policy.max_pixels: {plan.largest_image}, if all images fill it"
+        for text, step in plan.faster:
+            yield f"faster     {text:<43} {step.memory.peak / GIB:8.2f} GiB{_compare(plan, step)}"
         return
     missing = (plan.step.memory.peak - plan.device.usable) / GIB
     yield f"fits       no: {missing:.1f} GiB too large. Change in this order:"
     for text, step in plan.changes:
-        yield f"  {text:<54} {step.memory.peak / GIB:8.2f} GiB"
+        host = f", {step.memory.host / GIB:.0f} of main memory each" if step.memory.host else ""
+        yield f"  {text:<54} {step.memory.peak / GIB:8.2f} GiB{host}"
     if plan.largest_batch == 0:
         more = "a larger device or a smaller model"
         if plan.num_devices == 1:
@@ -232,12 +255,23 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         yield f"           not even then: use {more}"
         return
     yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
+    for text, step in plan.others:
+        fits = "fits" if plan.device.holds(step.memory.peak) else "too large"
+        yield f"  or {step.memory.peak / GIB:.2f} GiB ({fits}): {text}"
     if plan.changes[-1][1].weights != "replicated":
         yield (
             f"           FSDP2: accelerate launch --config_file FOLDER/fsdp2.yaml --num_processes "
             f"{plan.num_devices} -m vlm_grpo.cli train …"
         )
         yield f"           FOLDER is {files('vlm_grpo.configs') / 'accelerate'}"
+
+
+def _compare(plan: Plan, step: StepEstimate) -> str:
+    if (batches := step.work.num_micro_batches) < plan.step.work.num_micro_batches:
+        return f", {batches} micro-batches instead of {plan.step.work.num_micro_batches}"
+    if step.seconds is None or plan.step.seconds is None:
+        return ""
+    return f", {step.seconds.total:.3g} s instead of {plan.step.seconds.total:.3g}"
 
 
 def plan(
@@ -265,33 +299,18 @@ def plan(
             cannot be loaded, or the configuration lacks a size; or there are more devices than
             prompts, or the weights cannot be held so.
     """
-    return build_planner(
-        Planner, settings, gpu, devices, weights, reserved, Objects(task, data)
+    return Planner(
+        settings, choose_device(gpu, reserved), devices, weights, Objects(task, data)
     ).plan()
 
 
-def build_planner(
-    kind: type[Planner],
-    settings: Settings,
-    gpu: str | None,
-    devices: int,
-    weights: Weights,
-    reserved: float,
-    objects: Objects = NO_OBJECTS,
-) -> Planner:
-    """Return a planner of this kind for the arguments of ``plan``, which are checked."""
-    check_settings(settings)
+def choose_device(gpu: str | None, reserved: float) -> Device:
+    """Return the device of the arguments of ``plan``, which are checked."""
     if gpu is not None and not isinstance(gpu, str):
         raise UserError(f"gpu must be text such as '24GB', not {gpu!r}")
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise UserError(f"devices must be a whole number of at least 1, not {devices!r}")
     if not 0 <= reserved < 1:
         raise UserError(f"reserved must be a share of the memory from 0 to below 1, not {reserved}")
-    if weights not in get_args(Weights):
-        raise UserError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
-    device = detect_device() if gpu is None else find_device(gpu)
-    device = replace(device, reserved=reserved)
-    return kind(settings, device, devices, weights, objects)
+    return replace(detect_device() if gpu is None else find_device(gpu), reserved=reserved)
 
 
 class Planner:
@@ -305,6 +324,11 @@ class Planner:
         weights: Weights = "replicated",
         objects: Objects = NO_OBJECTS,
     ) -> None:
+        check_settings(settings)
+        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+            raise UserError(f"devices must be a whole number of at least 1, not {devices!r}")
+        if weights not in (kinds := get_args(Weights)):
+            raise UserError(f"weights must be one of {', '.join(kinds)}, not {weights!r}")
         settings = objects.name_in(settings)
         if devices > settings.optim.prompts_per_step:
             raise UserError(
@@ -320,6 +344,7 @@ class Planner:
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
+        self.captures = settings.rollout.cuda_graphs is not False
         self.teacher_weights = 0  # number of weights of the models of methods
         for name in (own.extra_model for own in settings.used_methods):
             if name is not None:
@@ -398,7 +423,8 @@ class Planner:
         if 0 < 2 * matrices <= free - memory.persistent and not self.device.is_cpu:
             memory = replace(memory, folded=matrices)  # restored once (engine/rollout_weights.py)
         if weights == "replicated":
-            return memory
+            captures = shape.shares_prompts and not self.device.is_cpu and self.captures
+            return replace(memory, graphs=count_graph_bytes(work) if captures else 0)
         return shard_memory(memory, shape, work, self.num_devices, weights == "offloaded")
 
     def _find_rollout_budget(self, shape: ModelShape, work: Workload, memory: Memory) -> int:
@@ -412,39 +438,25 @@ class Planner:
         step = self.estimate_step(self.settings)
         fits = self.device.holds(step.memory.peak)
         changes = [] if fits else list(suggest_changes(self, step))
-        return Plan(
-            self.device,
-            self.num_devices,
-            self.num_rows,
-            step,
-            self.find_largest_group() if fits else 0,
-            changes,
-            self.find_largest_batch(changes[-1][1] if changes else step),
-            self.find_largest_image() if fits else 0,
-            None if self.device.is_cpu else self.find_smallest_card(),
-        )
+        last = changes[-1][1] if changes else step
+        batch, smallest = self.find_largest_batch(last), None
+        if not self.device.is_cpu:
+            smallest = self.find_smallest_card()
+        others = [] if fits else list(suggest_others(self, step, changes))
+        faster = list(suggest_faster(self, step, batch)) if fits else []
+        place = self.device, self.num_devices, self.num_rows
+        return Plan(*place, step, changes, others, faster, batch, smallest)
 
     def fits(self, settings: Settings, weights: Weights | None = None) -> bool:
         return self.device.holds(self.estimate_step(settings, weights).memory.peak)
 
-    def find_largest_group(self, most: int = MAX_GENERATIONS) -> int:
+    def find_largest_group(self, most: int) -> int:
         """Return the largest group that fits, up to ``most``; 0: not even 2 fits."""
 
         def fits(group: int) -> bool:
             return self.fits(with_changes(self.settings, "rollout", num_generations=group))
 
         return _find_largest(fits, 2, most)
-
-    def find_largest_image(self) -> int:
-        """Return the largest size of all images, in pixels, that fits; 0: none does."""
-
-        def fits(steps: int) -> bool:
-            pixels = {"min_pixels": steps * PIXEL_STEP, "max_pixels": steps * PIXEL_STEP}
-            return self.fits(with_changes(self.settings, "policy", **pixels))
-
-        if self.min_pixels is None:
-            return 0
-        return PIXEL_STEP * _find_largest(fits, 1, MAX_PIXELS // PIXEL_STEP)
 
     def find_smallest_card(self) -> int | None:
         """Return the smallest of ``CARDS`` that a step fits on; None: there is none."""
@@ -483,31 +495,64 @@ Change = tuple[str, StepEstimate]
 _Proposal = Callable[[Planner, StepEstimate], Change | None]
 
 
-def suggest_changes(planner: Planner, step: StepEstimate) -> Iterator[Change]:
+def suggest_changes(
+    planner: Planner, step: StepEstimate, proposals: Sequence[_Proposal] | None = None
+) -> Iterator[Change]:
     """Yield cumulative changes, each of which lowers the peak, with the resulting steps, until a
     step fits.
 
     A change that lowers nothing yet is tried again after those that do, and then with another one:
     both may lower one of two equal peaks, of the rollout and of the update.
     """
-    left, checks = list(CHANGES), _is_valid(step.settings)
+    left = list(CHANGES if proposals is None else proposals)
     while not planner.device.holds(step.memory.peak):
         groups = (group for size in (1, 2) for group in combinations(left, size))
         for group in groups:
-            texts, changed = [], step
-            for change in group:
-                if (found := change(planner, changed)) is not None:
-                    texts.append(found[0])
-                    changed = found[1]
-            is_valid = len(texts) == len(group) and (_is_valid(changed.settings) or not checks)
-            if is_valid and changed.memory.peak < step.memory.peak:
+            if (found := _apply(planner, step, group)) is not None:
                 break
         else:
             return
-        yield " ".join(texts), changed
-        step = changed
+        yield found
+        step = found[1]
         for change in group:
             left.remove(change)
+
+
+def _apply(planner: Planner, step: StepEstimate, group: Sequence[_Proposal]) -> Change | None:
+    """Return valid settings with all of these changes, if they lower the peak."""
+    texts, changed = [], step
+    for change in group:
+        if (found := change(planner, changed)) is None:
+            return None
+        texts.append(found[0])
+        changed = found[1]
+    if _is_valid(step.settings) and not _is_valid(changed.settings):
+        return None
+    return (" ".join(texts), changed) if changed.memory.peak < step.memory.peak else None
+
+
+def suggest_others(
+    planner: Planner, step: StepEstimate, changes: Sequence[Change]
+) -> Iterator[Change]:
+    """Yield other ways of holding weights and moments, and of sampling, with their steps: each in
+    place of the others, and in addition to the free changes."""
+    for _, changed in suggest_changes(planner, step, CHANGES[:FREE]):
+        step = changed
+    found = (_apply(planner, step, group) for group in EXCHANGES)
+    known = [(change.settings, change.weights) for _, change in changes]
+    yield from (c for c in found if c and (c[1].settings, c[1].weights) not in known)
+
+
+def suggest_faster(planner: Planner, step: StepEstimate, batch: int) -> Iterator[Change]:
+    """Yield changes that shorten the step with the memory that it leaves, each by itself."""
+    used = step.settings.policy.gradient_checkpointing
+    for part in {"none": (), "mlp": ("none",), "full": ("none", "mlp")}[used]:
+        found = _change(planner, step, "policy", gradient_checkpointing=part)
+        if planner.device.holds(found[1].memory.peak):
+            yield found
+            break
+    if batch > step.settings.optim.max_tokens_per_batch:
+        yield _change(planner, step, "optim", max_tokens_per_batch=batch)
 
 
 def _is_valid(settings: Settings) -> bool:
@@ -572,6 +617,10 @@ def _has_moments(step: StepEstimate) -> bool:
     return is_full and step.settings.optim.name == "adamw"
 
 
+def _has_masters(step: StepEstimate) -> bool:
+    return step.shape.precision == "autocast"
+
+
 def _offload_activations(planner: Planner, step: StepEstimate) -> Change | None:
     if planner.device.is_cpu or step.weights != "replicated" or step.shape.offloads:
         return None
@@ -629,6 +678,9 @@ def _set(applies: Callable[[StepEstimate], bool], block: str, **values: Any) -> 
     return lambda planner, step: _change(planner, step, block, **values) if applies(step) else None
 
 
+_use_small_moments = _set(_has_moments, "optim", name="adamw_8bit")
+_use_small_masters = _set(_has_masters, "policy", master_weights="bfloat16")
+FREE = 4  # so many of the changes do not change what is trained, or how
 # In this order: free changes, changes that cost time, changes of the training, smaller images.
 CHANGES: tuple[_Proposal, ...] = (
     _reduce_batches,
@@ -641,7 +693,7 @@ CHANGES: tuple[_Proposal, ...] = (
     _use_checkpointing,
     _shard,
     # Their moments and activations cannot be sharded.
-    _set(_has_moments, "optim", name="adamw_8bit"),
+    _use_small_moments,
     _offload_activations,
     _offload,
     _sample_elsewhere,
@@ -656,6 +708,14 @@ CHANGES: tuple[_Proposal, ...] = (
     _set(_can_quantize, "policy", load_in="4bit"),
     _halve_pixels,
     _halve_pixels,
+)
+EXCHANGES: tuple[tuple[_Proposal, ...], ...] = (
+    (_use_small_moments,),
+    (_use_small_moments, _use_small_masters),
+    (_shard, _offload),
+    (_shard, _sample_elsewhere),
+    (_shard, _use_small_masters),
+    (_shard, _use_small_masters, _sample_elsewhere),
 )
 
 

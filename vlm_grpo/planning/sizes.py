@@ -230,6 +230,7 @@ class Workload:
     head_chunk_tokens: int  # tokens whose logits are computed at once in the update; 0: all
     iterations: int = 1
     uses_reference: bool = False
+    reference_on_host: bool = False
     image_pixels: int = 0  # of a prompt's resized images
     copies: int = 1  # of each prompt: 1, and G in the repeated form
     optimizer: OptimizerName = "adamw"
@@ -282,7 +283,8 @@ class Workload:
     @property
     def micro_rows(self) -> tuple[int, int, int]:
         """Arguments of ``LayerBytes.count`` for the largest micro-batch."""
-        return self.micro_tokens, self.micro_prompt_tokens, self.num_generations
+        completions = max(-(-rows // prompts) for prompts, rows in self._batches)
+        return self.micro_tokens, self.micro_prompt_tokens, completions
 
     @property
     def micro_patches(self) -> int:
@@ -323,6 +325,7 @@ def estimate_workload(
         head_chunk_tokens=settings.policy.head_chunk_tokens if model.shares_prompts else 0,
         iterations=settings.objective.num_iterations,
         uses_reference=settings.objective.needs_reference,
+        reference_on_host=settings.objective.reference_device == "cpu",
         image_pixels=prompt.pixels,
         copies=copies,
         optimizer=optim.name,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vlm_grpo.model.engine.batch import GroupSlice
-from vlm_grpo.planning.devices import Device
+from vlm_grpo.planning.devices import EFFICIENCY, Device
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Group, Prompt
 
@@ -127,19 +127,18 @@ def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> Phase
     if device.rates is None:
         return None
     flops, text = count_flops(model, work), model.text
-    rate = device.rates["float32" if model.precision == "float32" else "bfloat16"]
-    full_pass_rate = rate * device.efficiency
+    rate = EFFICIENCY * device.rates["float32" if model.precision == "float32" else "bfloat16"]
     token_steps = -(-work.num_prompts // work.concurrent_prompts) * work.completion_tokens
     # Weights, keys and values are read for every token.
     weights = text.layers * text.layer_weights + text.hidden * text.vocabulary
     cached_tokens = work.prompt_tokens + work.num_generations * work.completion_tokens / 2
     cache = 2 * text.layers * text.key * work.concurrent_prompts * cached_tokens
     reading = token_steps * (weights + cache) * model.value_bytes / device.bandwidth
-    computing = flops.decode / (rate * device.decode_efficiency)
+    computing = flops.decode / rate
     launching = token_steps * text.layers * device.layer_seconds
     return PhaseCosts(
-        flops.vision / full_pass_rate,
-        flops.prefill / full_pass_rate,
+        flops.vision / rate,
+        flops.prefill / rate,
         max(reading, computing, launching),
-        flops.update / full_pass_rate,
+        flops.update / rate,
     )

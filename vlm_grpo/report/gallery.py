@@ -38,7 +38,7 @@ name), ``reward``, ``rewards``, ``metrics``, ``score``, ``advantage``, ``stop``,
 
 KINDS = ("correct", "incorrect", "no answer", "truncated", "unscorable", "target")
 
-_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 _PICTURE = re.compile(r"[0-9a-f]{32}\.webp")
 # Control characters, and characters that are invisible or change the writing direction. They are
 # shown as their code points, so that they do not affect the text around them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.types import Example, Group, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.chat import THINK_TAGS
+from vlm_grpo.utils.jsonl import format_rows
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,5 @@ def _score_fields(
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    # UTF-8 cannot encode a lone surrogate; it is written as its JSON escape.
-    write_atomic(path, "".join(lines).encode("utf-8", errors="backslashreplace"))
+    write_atomic(path, format_rows(rows))
     return path

@@ -15,7 +15,7 @@ from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import CONFIG, WEIGHTS, apply_lora_or_freeze
+from vlm_grpo.model.adapters import CONFIG, LOAD_ERRORS, WEIGHTS, apply_lora_or_freeze
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.loading import build_empty, get_model_source, load_config, load_prompt_builder
 from vlm_grpo.model.policy import Policy
@@ -39,16 +39,20 @@ def describe_adapter(
     None: the adapter of the settings, which is still to be trained.
     """
     if adapter is not None:
-        described = read_object(adapter / CONFIG)
+        try:
+            described = read_object(adapter / CONFIG)
+            with safe_open(adapter / WEIGHTS, "pt") as weights:
+                parts = frozenset(map(find_part, weights.keys()))
+            rank = max(described["r"], *(described.get("rank_pattern") or {}).values(), 1)
+        except LOAD_ERRORS as error:
+            raise UserError(f"adapter {adapter} cannot be loaded: {error}") from error
         if described.get("use_dora") or described.get("modules_to_save"):
             raise UserError(
                 f"the adapter {adapter} has norms of rows (use_dora) or modules trained in full "
                 "(modules_to_save), which vLLM does not load: export the merged model first "
                 "(vlm-grpo export), and serve that folder"
             )
-        with safe_open(adapter / WEIGHTS, "pt") as weights:
-            parts = frozenset(map(find_part, weights.keys()))
-        return parts, max(described["r"], *(described.get("rank_pattern") or {}).values(), 1)
+        return parts, rank
     if settings.policy.lora is None:
         return frozenset(), 0
     with torch.device("meta"):

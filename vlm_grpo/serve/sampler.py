@@ -27,7 +27,12 @@ from vlm_grpo.serve.launch import (
 )
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
 from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel, find_free_port
-from vlm_grpo.serve.weights import DirectTransfer, FileTransfer, build_transfer
+from vlm_grpo.serve.weights import (
+    DirectTransfer,
+    FileTransfer,
+    build_transfer,
+    replace_refused,
+)
 from vlm_grpo.types import Completion, Prompt
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -74,6 +79,11 @@ class VllmSampler:
             self.servers = self._start_servers()
         self.ready: Future[None] = Future()
         threading.Thread(target=self._work, daemon=True, name="vllm").start()
+        if self.policy.device.type == "cuda" and self.vllm.python is not None:
+            # It measures free memory while it starts, which nothing else may change meanwhile.
+            with fail_together(self.ranks):
+                self.ready.result()
+            self.rest()
 
     def _start_servers(self) -> list[Server]:
         timeout, device = self.vllm.request_timeout, self.policy.device
@@ -103,6 +113,7 @@ class VllmSampler:
         if self.version < 0:
             with fail_together(self.ranks):
                 self.ready.result()
+            self.transfer = replace_refused(self.transfer, self.servers, self.settings)
         transfer = self.transfer
         if isinstance(transfer, DirectTransfer) and self._last is not None:
             wait([self._last])  # what it samples would change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -179,7 +180,8 @@ class Server:
             if now - last > REPORT_SECONDS:
                 last = now
                 told = "" if process is None else f": {process.read_last_lines(1)}"
-                tell(f"waiting for vLLM at {self.url} ({now - start:.0f} s){told}")
+                wait = f"{now - start:.0f} of at most {timeout:g} s"
+                tell(f"waiting for vLLM at {self.url} ({wait}){told}")
             time.sleep(POLL_SECONDS)
         self.check()
 
@@ -212,6 +214,15 @@ class Server:
     def get_name(self) -> str:
         """Return the name of the server's weights (``WeightLabel``)."""
         return str(self.get("/weight_info", "weight_version"))
+
+    def find_nccl(self) -> str:
+        """Return the version of NCCL in the server's environment; empty: it is not known."""
+        try:
+            info = get_json(f"{self.url}/server_info", timeout=self.timeout, retries=0)
+        except ServiceError:
+            return ""
+        found = re.search(r"nvidia-nccl-\w+==(\d+\.\d+\.\d+)", str(info))
+        return found[1] if found else ""
 
     # Its memory, and new weights between ``open`` and ``resume``.
 

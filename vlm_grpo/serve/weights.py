@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import (
     Deferred,
+    any_rank,
     fail_together,
     find_layer,
     gather_full,
@@ -304,6 +305,24 @@ def get_device_id(device: torch.device) -> str:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def replace_refused(
+    transfer: FileTransfer | DirectTransfer, servers: Sequence[Server], settings: Settings
+) -> FileTransfer | DirectTransfer:
+    """Return the transfer, or files in place of NCCL if a server has another version, which NCCL
+    refuses. All ranks must call it."""
+    if not (isinstance(transfer, DirectTransfer) and isinstance(transfer.channel, NcclChannel)):
+        return transfer
+    own, ranks = ".".join(map(str, transfer.channel.nccl.version())), transfer.strategy.accelerator
+    others = {server.find_nccl() for server in servers} - {own, ""}
+    if not any_rank(ranks, bool(others)):
+        return transfer
+    ranks.print(
+        f"weights are sent as files (rollout.vllm.weight_transfer=files): NCCL {own} here and "
+        f"{', '.join(sorted(others)) or 'another version'} in the servers do not work together"
+    )
+    return FileTransfer(transfer.strategy, settings.run_dir / "vllm")
 
 
 def build_transfer(strategy: Strategy, settings: Settings) -> FileTransfer | DirectTransfer:

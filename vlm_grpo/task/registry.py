@@ -28,6 +28,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.environment import Environment, find_tools
+from vlm_grpo.task.task import stay_in_folder
 from vlm_grpo.utils import trust
 
 Built = TypeVar("Built")
@@ -197,7 +198,8 @@ def build_object(
             f"it has {', '.join(option for option in known if option not in SET_BY_LIBRARY)}"
         )
     try:
-        return kind(**values)
+        with stay_in_folder():
+            return kind(**values)
     except (ValueError, UserError) as error:
         raise UserError(f"{noun} {name}: {error}") from error
     except FAILURES as error:  # the user's constructor may raise anything
@@ -323,7 +325,8 @@ def load_file(path: Path, kind: str = "task") -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module there
     _LOADING[name] = f"{kind} file {path}"
     try:
-        spec.loader.exec_module(module)
+        with stay_in_folder():
+            spec.loader.exec_module(module)
     except FAILURES as error:  # the user's file may raise anything
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import UserError, shorten
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.registry import get_file, load_file
 from vlm_grpo.task.task import Outcome, call_batch_rule
@@ -74,7 +74,7 @@ class RewardScorer:
     ) -> None:
         self.seconds, self.workers, self.logs_failures = seconds, workers, logs_failures
         self.cache = None if cache is None else ValueCache(cache)
-        self._pool = WorkerPool(max(1, workers), ("reward", "rollout.reward_workers"))
+        self._pool = WorkerPool(max(1, workers), "reward")
         self._logged: set[str] = set()
 
     def __call__(
@@ -258,7 +258,10 @@ _load_once = lru_cache(load_file)
 def _unpickle(pickled: bytes, files: tuple[str, ...]) -> Any:
     for file in files:
         _load_once(Path(file))
-    return pickle.loads(pickled)  # written by the process that started this one
+    try:
+        return pickle.loads(pickled)  # written by the process that started this one
+    except FAILURES as error:  # the user's class may raise anything; no call can be made
+        raise UserError(f"its task: {type(error).__name__}: {error}") from error
 
 
 def _apply_rules(
@@ -278,7 +281,7 @@ def _describe_end(error: BaseException, seconds: float | None) -> str:
         return f"the process that scored it ended with {error}"
     if isinstance(error, TimeoutError) and seconds is not None:
         return f"it took longer than its limit of {seconds:g} s and was killed"
-    return repr(error)
+    return shorten(repr(error))
 
 
 class FailureGuard:

@@ -27,9 +27,11 @@ import math
 import operator
 import os
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
@@ -38,6 +40,7 @@ from typing import Any, ClassVar, Self, dataclass_transform
 import numpy as np
 from PIL import Image
 
+from vlm_grpo.errors import shorten
 from vlm_grpo.task.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.task.parsing import extract_answer
 from vlm_grpo.task.scores import repeated_share
@@ -55,7 +58,7 @@ Outcome = tuple[Any, str | None]
 _ARGUMENTS = ("answer", "example", "text", "tokens")
 _LARGEST = 1e15  # Absolute value of a reward: the sum of the squares of many must be a float32
 _OPEN_FOLDER = getattr(os, "O_PATH", os.O_RDONLY)
-_TRACEBACK_PART = 4000  # Number of characters of a traceback's start and of its end that are kept
+_FOLDER_LOCK, _FOLDERS = threading.Lock(), list[int]()  # of each thread inside, that of the first
 
 
 @dataclass(frozen=True)
@@ -190,16 +193,30 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
     The working directory stays, and a process that the method has forked ends here: it would go on
     as a second run in the same folder.
     """
-    process, folder, status = os.getpid(), os.open(".", _OPEN_FOLDER), 0
-    try:
-        outcome: Outcome = function(*arguments), None
-    except FAILURES as error:
-        outcome, status = (None, _format_traceback()), getattr(error, "code", 1) or 0
-    if os.getpid() != process:
-        os._exit(status if isinstance(status, int) else 1)
-    os.fchdir(folder)
-    os.close(folder)
+    process, status = os.getpid(), 0
+    with stay_in_folder():
+        try:
+            outcome: Outcome = function(*arguments), None
+        except FAILURES as error:
+            outcome, status = (None, _format_traceback()), getattr(error, "code", 1) or 0
+        if os.getpid() != process:
+            os._exit(status if isinstance(status, int) else 1)
     return outcome
+
+
+@contextmanager
+def stay_in_folder() -> Iterator[None]:
+    """Return to the working directory at the end: user code inside, perhaps of several threads,
+    may change it, and paths of the run, which are relative to it, would lead elsewhere."""
+    with _FOLDER_LOCK:
+        _FOLDERS.append(_FOLDERS[0] if _FOLDERS else os.open(".", _OPEN_FOLDER))
+    try:
+        yield
+    finally:
+        with _FOLDER_LOCK:
+            os.fchdir(folder := _FOLDERS.pop())
+            if not _FOLDERS:
+                os.close(folder)
 
 
 def _format_traceback() -> str:
@@ -209,12 +226,7 @@ def _format_traceback() -> str:
     """
     error = sys.exception()
     is_service = isinstance(error, ServiceError)
-    text = f"{type(error).__name__}: {error}" if is_service else traceback.format_exc()
-    left_out = len(text) - 2 * _TRACEBACK_PART
-    if left_out <= 0:
-        return text
-    first, last = text[:_TRACEBACK_PART], text[-_TRACEBACK_PART:]
-    return f"{first}\n… {left_out} characters …\n{last}"
+    return shorten(f"{type(error).__name__}: {error}" if is_service else traceback.format_exc())
 
 
 def to_finite(value: Any) -> float:
@@ -618,7 +630,8 @@ class Task:
 def write_prompt(task: Task, example: Example) -> str:
     """Return the task's user message; raises ValueError if the user's ``question`` fails."""
     try:
-        prompt = task.prompt(example)
+        with stay_in_folder():
+            prompt = task.prompt(example)
     except FAILURES as error:  # a user's method may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the task cannot write its prompt: {reason}") from error

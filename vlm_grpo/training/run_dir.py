@@ -132,14 +132,13 @@ class RunDir:
 
         A skipped update makes the groups due. ``advantages`` (n,) are those of all completions.
         """
-        if self.is_main:
-            check_lock(self.path)
-        if not self.settings.is_supervised(step):
-            distributions = rollout_distributions(groups)
-            if self.is_main:
-                self.distributions.write(step, distributions)
+        is_sampled = not self.settings.is_supervised(step)
+        distributions = rollout_distributions(groups) if is_sampled else {}
         if not self.is_main:
             return
+        check_lock(self.path)
+        if is_sampled:
+            self.distributions.write(step, distributions)
         every = self.settings.logging.samples_every
         if is_skipped or (every and step % every == 0):
             self._write_samples(step, groups, advantages)

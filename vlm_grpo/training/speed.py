@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning.devices import find_peak_rate
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
-from vlm_grpo.planning.this_device import find_peak_rate
 from vlm_grpo.training.batch import Rollout, StepBatch
 from vlm_grpo.training.objective import MetricAccumulator
 from vlm_grpo.utils.timing import Stopwatch
@@ -119,7 +119,8 @@ def profile_step(path: Path, stopwatch: Stopwatch, device: torch.device) -> Iter
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     annotate, stopwatch.annotate = stopwatch.annotate, record_function
     if on_cuda:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)  # noqa: SLF001
+        history = torch.cuda.memory._record_memory_history  # noqa: SLF001
+        history(max_entries=MAX_MEMORY_EVENTS, stacks="python")  # C++ stacks take longer
     try:
         with profile(activities=activities) as profiler:
             yield

@@ -144,7 +144,8 @@ class Trainer:
                 self.policy.engine.clear_image_features()
                 groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
                 is_skipped = bool(metrics["skipped_updates"])
-                self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
+                with fail_together(ranks):  # the main process writes
+                    self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
                 self.nonfinite_steps = self.nonfinite_steps + 1 if is_skipped else 0
                 check_gradients(self.global_step, self.nonfinite_steps, settings.run_dir)
         metrics |= self.meter.measure(rollout, batch)
@@ -207,7 +208,8 @@ class Trainer:
                         break
                     after = self._evaluate_step(metrics)
                 self.unevaluated = None
-                self.run_dir.write_metrics(self.global_step - 1, metrics)
+                with fail_together(self.accelerator):
+                    self.run_dir.write_metrics(self.global_step - 1, metrics)
                 progress.advance(metrics)
                 if self._checkpoint_due():
                     self._save()

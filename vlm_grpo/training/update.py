@@ -162,7 +162,8 @@ class Updater:
             ) from error
         if not self.strategy.may_retry:
             raise UserError(
-                f"out of memory on a micro-batch of {micro.num_tokens} tokens; ranks with "
+                f"process {self.strategy.accelerator.process_index}: out of memory on a "
+                f"micro-batch of {micro.num_tokens} tokens; ranks with "
                 "sharded weights cannot repeat a step independently: continue with "
                 f"resume=true optim.max_tokens_per_batch={micro.num_tokens // 2}"
             ) from error

@@ -8,7 +8,6 @@ import getpass
 import logging
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -20,27 +19,24 @@ from vlm_grpo.utils.atomic_io import create_folder
 
 logger = logging.getLogger(__name__)
 
-# Process, thread and description of each holder, the state of the folder, and its locked file.
-_HELD: dict[str, tuple[int, int, str, os.stat_result, BinaryIO]] = {}
+# By the folder that this process holds: its state, and the locked file.
+_HELD: dict[str, tuple[os.stat_result, BinaryIO]] = {}
 
 
-def _close_inherited() -> None:
-    for *_, file in _HELD.values():
+def _drop_inherited() -> None:
+    """Close the files in a forked process, which would hold the locks as long as it has them."""
+    for _, file in _HELD.values():
         file.close()
+    _HELD.clear()
 
 
-# A forked process, which may outlive this one, would hold its locks as long as it has their files.
-os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def check_lock(folder: Path) -> None:
-    """Raise a ``UserError`` if this process must not write to the folder that it has locked: it was
-    renamed or removed, or user code has forked this process."""
-    if (held := _HELD.get(os.path.realpath(folder))) is None:
-        return
-    if held[0] != os.getpid():
-        raise UserError(f"this process was forked by user code from the run in {folder}, and ends")
-    if not folder.exists() or not os.path.samestat(folder.stat(), held[3]):
+    """Raise a ``UserError`` if the folder that this process has locked was renamed or removed."""
+    held = _HELD.get(os.path.realpath(folder))
+    if held and not (folder.exists() and os.path.samestat(folder.stat(), held[0])):
         raise UserError(
             f"{folder} was renamed or removed: this run ends; to continue it, give the folder its "
             "name again, or start the command with the new name=… and resume=true"
@@ -49,27 +45,22 @@ def check_lock(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder inside; the thread that holds it may enter again.
+    """Hold the lock of a folder inside; the process that holds it may enter again.
 
     The system frees it when the process ends, however it does. A missing folder is created, and
-    removed at the end if nothing was written into it. ``UserError``: another process or thread
-    holds it; the message says which one and since when."""
-    key, process, thread = os.path.realpath(folder), os.getpid(), threading.get_ident()
-    owner, thread_inside, name, *_ = _HELD.get(key, (None, None, ""))
-    if owner == process:  # a forked process inherits the table, but no locks
-        if thread_inside != thread:
-            raise _refuse(folder, name)
+    removed at the end if nothing was written into it. ``UserError``: another process holds it; the
+    message says which one and since when."""
+    key = os.path.realpath(folder)
+    if key in _HELD:
         yield
         return
     with create_folder(folder), _open_locked(folder) as file:
         try:
-            name = _describe_process()
-            file.write(name.encode())
-            _HELD[key] = process, thread, name, folder.stat(), file
+            _HELD[key] = folder.stat(), file
+            file.write(_describe_process().encode())
             yield
         finally:
-            _HELD.pop(key, None)
-            if os.getpid() == process:  # not in a process that user code has forked
+            if _HELD.pop(key, None) is not None:  # not in a process that user code has forked
                 _remove_own(folder / ".lock", file)
 
 
@@ -84,9 +75,13 @@ def _open_locked(folder: Path) -> BinaryIO:
             file.close()
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 try:
-                    raise _refuse(folder, path.read_text("utf-8", errors="replace")) from error
+                    holder = path.read_text("utf-8", errors="replace") or "another process"
                 except FileNotFoundError:  # released just now
                     continue
+                raise UserError(
+                    f"{folder} is in use by {holder}: wait until that process ends, stop it, or "
+                    "start another run with another name=…"
+                ) from error
             logger.warning("%s cannot be locked (%s): start no second run there", folder, error)
             return path.open("ab", buffering=0)
         with suppress(FileNotFoundError):
@@ -101,13 +96,6 @@ def _remove_own(path: Path, file: BinaryIO) -> None:
     with suppress(FileNotFoundError):
         if os.path.samestat(path.stat(), os.fstat(file.fileno())):
             path.unlink()
-
-
-def _refuse(folder: Path, holder: str) -> UserError:
-    return UserError(
-        f"{folder} is in use by {holder or 'another process'}: wait until that process ends, stop "
-        "it, or start another run with another name=…"
-    )
 
 
 def _describe_process() -> str:

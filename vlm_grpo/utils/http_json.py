@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import http.client
 import json
 import logging
@@ -183,13 +182,7 @@ def _read_excerpt(error: urllib.error.HTTPError, secrets: Sequence[str]) -> str:
 
 
 def _get_demanded_wait(header: str | None, default: float) -> float:
-    if header is None:
-        return default
     try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return default
-    return min(LONGEST_WAIT, seconds) if seconds >= 0 else 0.0
+        return min(LONGEST_WAIT, max(0.0, float(header or "")))
+    except ValueError:  # none, or a date, which clocks that differ make unsure
+        return default

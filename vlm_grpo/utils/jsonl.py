@@ -1,10 +1,11 @@
-"""Reading JSON files, and the JSON Lines files to which a run appends."""
+"""Reading JSON files, and reading and writing JSON Lines."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,19 @@ def parse_lines(content: bytes) -> Iterator[tuple[int, dict[str, Any] | None]]:
             except (ValueError, RecursionError):
                 row = None
             yield number, row if isinstance(row, dict) else None
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """Return a row, whose values may be of any type, as a line of JSON without its end."""
+    return json.dumps(row, ensure_ascii=False, default=_to_json)
+
+
+def format_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return rows as JSON Lines; a lone surrogate, which UTF-8 cannot encode, is its escape."""
+    return "".join(f"{format_row(row)}\n" for row in rows).encode(errors="backslashreplace")
+
+
+def _to_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else str(value)

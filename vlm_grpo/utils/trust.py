@@ -27,7 +27,8 @@ def trust_code(trusted: bool = True) -> None:
     """Run all code that recipes, runs and benchmarks name, as ``--trust-code`` does.
 
     These are Python files of tasks, methods and functions, the code of a model
-    (``policy.trust_remote_code``) and the program ``rollout.vllm.python``.
+    (``policy.trust_remote_code``) and the program ``rollout.vllm.python``; and send an API key to
+    the judge that they name.
     """
     global _everything
     _everything = trusted
@@ -43,8 +44,10 @@ def allow(values: Any) -> None:
     _allowed.update(_identify_all(values))
 
 
-def check(code: str | os.PathLike[str]) -> None:
-    """Raise a ``UserError`` if only a file names this code, and it has not run already."""
+def check(code: str | os.PathLike[str], kind: str = "code that this command would run") -> None:
+    """Raise a ``UserError`` if only a file names this code, and it has not run already.
+
+    ``kind``: what it is; the address that a secret is sent to needs the same consent."""
     code = os.fspath(code)
     key = _identify(code)
     if _everything or key in _allowed or key not in _noted or key in sys.modules:
@@ -54,7 +57,7 @@ def check(code: str | os.PathLike[str]) -> None:
     name = os.path.basename(key)
     if not any(f and f.endswith(name) and os.path.realpath(f) == key for f in files):
         raise UserError(
-            f"{_noted[key]} names code that this command would run: {code}\nread it, and add "
+            f"{_noted[key]} names {kind}: {code}\nread it, and add "
             "--trust-code to the command if you trust it; in Python, call vlm_grpo.trust_code()"
         )
 
@@ -78,7 +81,7 @@ def _identify(code: str) -> str:
 def get_flag(settings: Mapping[str, Any]) -> str:
     """Return `` --trust-code`` if a command needs it for the saved settings of a run, else ""."""
     own = any(re.search(r"\.py(?!\w)", text) for text in find_texts(settings))
-    own = own or ":" in settings["task"]
+    own = own or ":" in settings["task"] or "api_key_env" in str(settings)
     return " --trust-code" if own or settings["policy"]["trust_remote_code"] else ""
 
 

@@ -44,19 +44,11 @@ class WorkerPool:
     The workers never import the user's program. They end with this process, however it ends, and
     no other signal than SIGKILL ends them. A worker that ends is replaced; the call that it was
     running fails. One that does not start fails every call until the pool is closed. Messages
-    name the workers' work and the setting of their number (``names``). Each worker begins with a
-    call of ``initialize``.
+    name the workers by their work. Each worker begins with a call of ``initialize``.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        names: tuple[str, str],
-        initialize: Callable[..., Any] = int,
-        arguments: Sequence[Any] = (),
-    ) -> None:
-        self.workers, self.names = workers, names
-        self.first = initialize, tuple(arguments)
+    def __init__(self, workers: int, work: str, initialize: Callable[[], Any] = int) -> None:
+        self.workers, self.work, self.initialize = workers, work, initialize
         self._crew: _Crew | None = None
         self._lock = threading.Lock()
 
@@ -67,12 +59,13 @@ class WorkerPool:
         the function and the arguments.
 
         The future raises what the call raises; ``TimeoutError`` if it was killed; ``WorkerEnded``
-        if its worker ended; and ``WorkerError``. ``UserError``: a part of the call cannot be sent.
+        if its worker ended; what loading the call raises, or ``WorkerError`` if that is a
+        ``UserError``. ``UserError``: a part of the call cannot be sent.
         """
         call = _Call(self._dump((function, tuple(arguments))), seconds)
         with self._lock:
             if self._crew is None:
-                self._crew = _Crew(self.workers, self.names, self._dump(self.first))
+                self._crew = _Crew(self.workers, self.work, self._dump((self.initialize, ())))
                 self._close = weakref.finalize(self, self._crew.close)  # at exit at the latest
             self._crew.calls.put(call)
         return call.future
@@ -88,10 +81,9 @@ class WorkerPool:
         try:
             return dump(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            name, setting = self.names
             raise UserError(
-                f"a call cannot be sent to the {name} workers ({error}): define what it needs in "
-                f"a file of its own, or set {setting}=0"
+                f"a call cannot be sent to the {self.work} workers ({error}): define what it needs "
+                "in a file of its own, or set rollout.reward_workers=0"
             ) from error
 
 
@@ -172,8 +164,8 @@ class _Worker:
 class _Crew:
     """The threads of a pool; each starts a worker for its first call, and awaits its answers."""
 
-    def __init__(self, size: int, names: tuple[str, str], first: bytes) -> None:
-        self.names, self.first = names, first
+    def __init__(self, size: int, work: str, first: bytes) -> None:
+        self.work, self.first = work, first
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.failure: WorkerError | None = None
         self.workers: set[_Worker] = set()
@@ -204,46 +196,49 @@ class _Crew:
             if not call.future.set_running_or_notify_cancel():
                 continue
             try:
-                worker = self._load(worker, call.content)
+                if self.failure is not None:
+                    raise self.failure
+                try:
+                    worker = worker or self._start()
+                    worker.load(call.content)
+                except WorkerEnded:  # since its last call
+                    worker = self._start()
+                    worker.load(call.content)
                 result, error = pickle.loads(worker.receive(call.seconds))
                 if error is not None:
                     raise error
                 call.future.set_result(result)
+            except _LoadError as failure:
+                # One argument that cannot be loaded is no fault of the other calls.
+                cause = failure.__cause__
+                is_of_all = isinstance(cause, UserError)
+                call.future.set_exception(self._fail(cause) if is_of_all else cause)
             except BaseException as error:  # somebody waits for the call, whatever it has raised
                 call.future.set_exception(error)
 
-    def _load(self, worker: _Worker | None, content: bytes) -> _Worker:
-        """Load a call in a worker, or in a new one if it has ended since its last call."""
-        if self.failure is not None:
-            raise self.failure
-        name, setting = self.names
-        try:
-            if worker is not None:
-                with contextlib.suppress(WorkerEnded):
-                    worker.load(content)
-                    return worker
-            worker = self._start()
-            worker.load(content)
-        except _LoadError as failure:
-            error = failure.__cause__
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self.failure = WorkerError(f"the {name} workers cannot load a call: {kind}{error}")
-            raise self.failure from error
-        except (OSError, WorkerEnded) as error:
-            self.failure = WorkerError(
-                f"the {name} workers did not start: {error}; lower {setting} (0: none)"
-            )
-            raise self.failure from error
-        return worker
+    def _fail(self, error: BaseException | None) -> WorkerError:
+        """Return the error of every call from now on: no worker can load what it needs."""
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        self.failure = WorkerError(f"the {self.work} workers cannot load a call: {kind}{error}")
+        return self.failure
 
     def _start(self) -> _Worker:
-        with self._lock:
-            if self._is_closed:
-                raise WorkerEnded(0)
-            self.workers = {worker for worker in self.workers if worker.process.poll() is None}
-            self.workers.add(worker := _Worker())
-        worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
-        worker.load(self.first)
-        if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
-            raise _LoadError from error
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise WorkerEnded(0)
+                self.workers = {worker for worker in self.workers if worker.process.poll() is None}
+                self.workers.add(worker := _Worker())
+            worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
+            worker.load(self.first)
+            if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
+                raise self._fail(error) from error
+        except _LoadError as failure:
+            raise self._fail(failure.__cause__) from failure.__cause__
+        except (OSError, WorkerEnded) as error:
+            self.failure = WorkerError(
+                f"the {self.work} workers did not start: {error}; lower rollout.reward_workers "
+                "(0: none)"
+            )
+            raise self.failure from error
         return worker

@@ -198,7 +198,7 @@ def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch):
         ("cpu", torch.float32, False, "PyTorch's flash kernels for CPUs"),
         ("cpu", torch.bfloat16, False, "matrix products without a mask"),
         ("meta", torch.float32, False, "matrix products without a mask"),
-        ("cpu", torch.bfloat16, True, "PyTorch's varlen_attn, one call per layer"),
+        ("cpu", torch.bfloat16, True, "FlashAttention, one call per layer"),
     ],
 )
 def test_the_kernels_are_named(device, dtype, has_varlen, name, monkeypatch):

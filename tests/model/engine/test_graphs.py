@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from compiled_steps import RecordedCuda, TracedStep
 from family_policies import build_family_policy
 from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
@@ -146,22 +146,6 @@ def build_dynamic_policy() -> Policy:
     return policy
 
 
-def test_dynamic_rope_is_not_captured(monkeypatch):
-    policy = build_dynamic_policy()
-    why = "run eagerly, because its dynamic RoPE reads positions from the device"
-    assert policy.describe_engine().endswith(f"decode steps {why}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options: Any = {"shared": True, "training": True, "config": policy.model.config}
-    assert get_capture(RolloutSettings(), **options) is None
-    with pytest.raises(UserError, match=f"no effect with this model: decode steps {why}"):
-        get_capture(RolloutSettings(cuda_graphs=True), **options)
-    # That of some layers is found, too.
-    config = CONFIG_MAPPING["gemma3"]()
-    assert not graphs.has_dynamic_rope(config)
-    config.get_text_config().rope_parameters["full_attention"]["rope_type"] = "dynamic"
-    assert graphs.has_dynamic_rope(config)
-
-
 @pytest.mark.parametrize(
     ("device", "capture", "cause"),
     [
@@ -199,10 +183,10 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
     captured: list[Tensor] = []
 
-    def step(tokens: Tensor) -> Tensor:
+    def step(tokens: Tensor) -> tuple[Tensor]:
         cuda.events.append(f"step on {cuda.current}")
         captured.append(tokens)
-        return tokens  # what is computed from the captured inputs when the graph is replayed
+        return (tokens,)  # what is computed from the captured inputs when the graph is replayed
 
     first = torch.tensor([1, 2])
     graph = CudaGraph(step, (first,))
@@ -216,7 +200,7 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(monkeypatch):
     ]
     assert cuda.current == "main"
     assert captured[0] is captured[1] is not first
-    assert graph(torch.tensor([3, 4])).tolist() == [3, 4]
+    assert graph(torch.tensor([3, 4]))[0].tolist() == [3, 4]
     assert cuda.events[-1] == "replay"
     assert first.tolist() == [1, 2]
 
@@ -233,8 +217,11 @@ def test_graphs_share_a_pool_that_ends_with_the_last_of_them(monkeypatch):
     del last
 
 
-def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(monkeypatch):
+def test_a_capture_that_fails_leaves_the_stream_and_its_pool_and_names_its_cause(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        note = functools.partial(lambda name, *pool: cuda.events.append(f"{name} {pool}"), name)
+        monkeypatch.setattr(torch._C, name, note, raising=False)  # noqa: SLF001
 
     def step(tokens: Tensor) -> Tensor:
         if cuda.current == "capture":
@@ -244,6 +231,7 @@ def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(monkeypatch)
     with pytest.raises(RuntimeError, match="previous error") as caught:
         CudaGraph(step, (torch.ones(1),))
     assert cuda.current == "main"
+    assert cuda.events[-2:] == ["_cuda_endAllocateToPool (0, 1)", "_cuda_releasePool (0, 1)"]
     assert (
         str(graphs.find_cause(caught.value)) == "operation not permitted when stream is capturing"
     )

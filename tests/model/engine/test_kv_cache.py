@@ -17,7 +17,7 @@ from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.kv_cache import CachedKeys, KVCache, SlotScheduler, count_free_tokens
-from vlm_grpo.model.engine.shared import SharedEngine, _fit, _round_up
+from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 
 @pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
@@ -124,7 +124,7 @@ def test_slots_and_places_fit_into_the_tokens():
 
 
 def test_captured_lengths_grow_by_half_at_most():
-    assert [_round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)] == [
+    assert [round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)] == [
         *(64, 64, 96, 96, 128, 192, 256, 1000)
     ]
 

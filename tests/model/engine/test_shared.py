@@ -299,8 +299,7 @@ def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again():
     assert policy.describe_engine().endswith("as CUDA graphs")
 
 
-@pytest.mark.parametrize(("name", "limit"), [("KEPT_STEPS", 0), ("KEPT_SHARE", 0.09)])
-def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(name, limit, monkeypatch):
+def test_a_gpu_keeps_no_large_cache(monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
     policy.engine.use_capture(TracedStep)
     sample_groups(policy, mixed_prompts(policy, 2))
@@ -313,7 +312,7 @@ def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(name, limit, monkeypa
     for left in (kept, 0):
         engine._release_large_cache()  # noqa: SLF001
         assert engine.count_kept_bytes() == left
-        monkeypatch.setattr(shared, name, limit)
+        monkeypatch.setattr(shared, "KEPT_SHARE", 0.09)
 
 
 def fail_to_capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
@@ -343,6 +342,20 @@ def test_steps_run_eagerly_after_a_capture_that_fails(name, caplog):
         "rollout.cuda_graphs=false does not try"
     )
     assert policy.describe_engine().endswith("run eagerly")
+
+
+def test_steps_that_cannot_be_compiled_are_captured(monkeypatch, caplog):
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    prompts = mixed_prompts(policy, 2)
+    expected = get_tokens(sample_groups(policy, prompts))
+    monkeypatch.setattr(shared, "capture_compiled", fail_to_capture)
+    monkeypatch.setattr(shared, "CudaGraph", TracedStep)
+    policy.engine.use_capture(fail_to_capture)
+    assert get_tokens(sample_groups(policy, prompts)) == expected
+    assert policy.engine.capture is TracedStep
+    [record] = [r for r in caplog.records if r.name == shared.logger.name]
+    assert "run without torch.compile from now on" in record.getMessage()
+    assert "rollout.torch_compile=false does not try" in record.getMessage()
 
 
 def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(monkeypatch, caplog):

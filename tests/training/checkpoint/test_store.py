@@ -11,23 +11,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 
 from vlm_grpo.dist.collectives import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.checkpoint.store import (
     CorruptCheckpoint,
-    commit,
-    create_tmp_dir,
     find_newest_checkpoint,
     list_checkpoints,
-    merge_shards,
     prune_checkpoints,
     read_metadata,
     read_tensors,
     verify_checkpoint,
     write_checkpoint,
-    write_files,
 )
 from vlm_grpo.utils.folder_lock import lock_folder
 
@@ -182,21 +177,9 @@ def test_another_format_is_an_error(tmp_path):
 
 # Sharded checkpoints.
 
-WEIGHTS = {name: torch.full((size,), float(size)) for size, name in enumerate("fedcba", 1)}
-
 
 def make_rank(rank: int, world: int) -> Any:
     return SimpleNamespace(process_index=rank, num_processes=world)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_each_tensor_is_written_by_one_rank_and_sizes_are_balanced(world):
-    tensors = {**WEIGHTS, "tied": WEIGHTS["a"]}
-    shares = [get_local_names(make_rank(rank, world), tensors) for rank in range(world)]
-    assert sorted(name for share in shares for name in share) == sorted(tensors)
-    assert any({"a", "tied"} <= share for share in shares)
-    sizes = [sum(len(WEIGHTS[name]) for name in share - {"tied"}) for share in shares]
-    assert max(sizes) - min(sizes) <= len(WEIGHTS["a"])  # the largest tensor
 
 
 def test_the_tensors_of_a_layer_are_written_by_one_rank():
@@ -208,32 +191,6 @@ def test_the_tensors_of_a_layer_are_written_by_one_rank():
     for share in shares:
         layers = {name.rpartition(".")[0] for name in share} - {""}
         assert share - {"head"} == {f"{layer}.{part}" for layer in layers for part in "qkv"}
-
-
-def test_shards_are_merged_into_one_checkpoint(tmp_path):
-    at, halves = 3, [dict(list(WEIGHTS.items())[i::2]) for i in range(2)]
-    tmp_dir, shards = create_tmp_dir(tmp_path, at), {}
-    for rank, half in enumerate(halves):
-        shard = f"{rank + 1:05d}-of-00002"
-        (tmp_dir / shard).mkdir()
-        state = {"rank": rank}, {"optimizer": half}
-        shards[shard] = write_files(
-            tmp_dir / shard, state, lambda path, h=half: save_file(h, path / "model.safetensors")
-        )
-    checkpoint = commit(tmp_path, at, merge_shards(tmp_dir, shards))
-    verify_checkpoint(checkpoint)
-    assert read_metadata(checkpoint)["rank"] == 0
-    optimizer = read_tensors(checkpoint, "optimizer")
-    assert set(optimizer) == set(WEIGHTS)
-    assert all(torch.equal(optimizer[name], WEIGHTS[name]) for name in WEIGHTS)
-    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
-    sizes = [path.stat().st_size for path in checkpoint.glob("model-*.safetensors")]
-    assert index["metadata"]["total_size"] == sum(sizes)
-    assert index["weight_map"] == {
-        name: f"model-{rank + 1:05d}-of-00002.safetensors"
-        for rank, half in enumerate(halves)
-        for name in half
-    }
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -11,6 +11,7 @@ waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,18 +23,16 @@ from torch import Tensor
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
 
-DecodeStep = Callable[..., Tensor]
+DecodeStep = Callable[..., tuple[Tensor, ...]]
 """Maps the newest tokens (places,), their positions (axes, places, 1), their indices within the
-completion (places,), and prompt lengths and seats (``SlotScheduler.build_index``) to hidden states
-(places, width)."""
+completion (places,), numbers to sample with (places,), and prompt lengths and seats
+(``SlotScheduler.build_index``) to the next tokens (``draw_tokens``)."""
 GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 """Captures a step, given the inputs of its first call. Each call of what it returns replays the
 step and overwrites the previous result."""
 
 
-def get_capture(
-    rollout: RolloutSettings, shared: bool, training: bool, config: Any = None
-) -> GraphCapture | None:
+def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:
     """Return the function that captures decode steps, or None if they are not captured.
 
     Outside training, the settings have no effect without a CUDA device, so that a trained model
@@ -47,8 +46,6 @@ def get_capture(
             "where every completion repeats its prompt (policy.engine=repeated, or a family that "
             "cannot share it)"
         )
-    elif has_dynamic_rope(config):
-        why_not = f"with this model: decode steps {describe_steps(None, config)}"
     for name in ("cuda_graphs", "torch_compile"):
         if getattr(rollout, name) and training and not has_cuda:
             raise UserError(f"rollout.{name}=true needs a CUDA device: remove it")
@@ -57,22 +54,6 @@ def get_capture(
     if why_not or not has_cuda:
         return None
     return capture_compiled if rollout.torch_compile else CudaGraph
-
-
-def has_dynamic_rope(config: Any) -> bool:
-    """Return whether transformers reads the greatest position of each pass from the device, to
-    choose the frequencies of RoPE of type ``dynamic``."""
-    text = config and config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return any("dynamic" in rope.get("rope_type", "") for rope in [parameters, *by_layer_type])
-
-
-def describe_steps(capture: GraphCapture | None, config: Any) -> str:
-    if capture is not None:
-        return "as CUDA graphs"
-    why = ", because its dynamic RoPE reads positions from the device"
-    return "run eagerly" + (why if has_dynamic_rope(config) else "")
 
 
 def find_cause(error: BaseException) -> BaseException:
@@ -87,7 +68,7 @@ def compile_step(step: DecodeStep, **options: Any) -> DecodeStep:
     # Sizes are symbolic, so that steps of other sizes are not compiled again.
     compiled = torch.compile(step, dynamic=True, **options)
 
-    def run(*inputs: Tensor) -> Tensor:
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         with warnings.catch_warnings():
             # The cached functions return constants, which may as well be computed again.
             warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
@@ -120,19 +101,27 @@ class CudaGraph:
         if not CudaGraph._alive:
             CudaGraph._pool = torch.cuda.graph_pool_handle()
         CudaGraph._alive.add(self)
+        pool = CudaGraph._pool
         # Another thread may pin memory meanwhile, which the default mode forbids. A capture that
         # fails leaves its stream current, which the outer context resets.
-        capture = torch.cuda.graph(
-            self._graph, pool=CudaGraph._pool, capture_error_mode="thread_local"
-        )
-        with torch.cuda.stream(torch.cuda.current_stream()), capture:
-            self._hidden = step(*self._inputs)
+        capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+                self._drawn = step(*self._inputs)
+        except BaseException:
+            CudaGraph._alive.discard(self)
+            # PyTorch may leave the pool open, and never free its memory. Not run on a GPU.
+            with contextlib.suppress(RuntimeError):  # it has closed it
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, pool)  # noqa: SLF001
+                torch._C._cuda_releasePool(device, pool)  # noqa: SLF001
+            raise
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         for captured, tensor in zip(self._inputs, inputs, strict=True):
             captured.copy_(tensor)
         self._graph.replay()
-        return self._hidden
+        return self._drawn
 
 
 def capture_compiled(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:

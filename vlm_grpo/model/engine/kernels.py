@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
@@ -32,6 +30,10 @@ from vlm_grpo.model.transfer import copy_to
 # PyTorch's CPU kernels that return the log-sum-exp along with the output.
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+# The kernel for sequences of different lengths. ``varlen_attn``, which calls it, prefers cuDNN's,
+# has fewer arguments before torch 2.12, and fills a tensor in each call.
+FLASH_VARLEN = torch.ops.aten._flash_attention_forward  # noqa: SLF001
 
 MAX_SCORES = 2**24  # maximum number of attention scores held at once by plain matrix products
 CAUSAL_BLOCK = 128
@@ -66,7 +68,7 @@ class GroupSpan(NamedTuple):
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     query = torch.empty(0, dtype=dtype, device=device)
     if has_varlen(query):
-        return "PyTorch's varlen_attn, one call per layer"
+        return "FlashAttention, one call per layer"
     if _uses_plain_products(query):
         return "matrix products without a mask"
     return "PyTorch's flash kernels for CPUs"
@@ -87,11 +89,33 @@ def _uses_plain_products(query: Tensor) -> bool:
     return is_half if is_cpu(query) else not is_half
 
 
-def run_varlen(*tensors: Any, **options: Any) -> Any:
-    """Call PyTorch's kernel with FlashAttention, so that sampling and scoring use the same one;
-    cuDNN's builds a plan for each new shape, and decode steps have many."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return varlen_attn(*tensors, **options)
+def run_varlen(
+    query: Float[Tensor, "T heads width"],
+    key: Float[Tensor, "K key_heads width"],
+    value: Float[Tensor, "K key_heads width"],
+    starts: Sequence[Int[Tensor, " starts"]],
+    longest: Sequence[int],
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    used: Int[Tensor, " sequences"] | None = None,
+) -> tuple[Float[Tensor, "T heads width"], Float[Tensor, "heads T"]]:
+    """Compute attention of each sequence to its keys, or to the first ``used``; return it with its
+    log-sum-exps.
+
+    ``starts`` are int32 indices of the sequences' first queries, and of their first keys; both end
+    with the total. ``causal``: each query sees the last ``window`` keys up to its own; the last
+    query's own key is the last one. Sampling and scoring use FlashAttention alike; cuDNN's kernel
+    would build a plan for each new shape, and decode steps have many.
+    """
+    output, lse, *_ = FLASH_VARLEN(
+        *(query, key, value, *starts, *longest, 0.0, causal and window is None, False),
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0 if causal else -1,
+        seqused_k=used,
+    )
+    return output, lse
 
 
 class VarlenPlan:
@@ -124,17 +148,9 @@ class VarlenPlan:
     ) -> Float[Tensor, "1 T heads width"]:
         """Compute attention of the row's tokens to their prompts and earlier tokens."""
         key, value = (_Gather.apply(x[0].transpose(0, 1), self.keys) for x in (key, value))  # type: ignore[misc]
-        output: Any = run_varlen(
-            query[0].transpose(0, 1),
-            key,
-            value,
-            *self.starts,
-            *self.longest,
-            scale=layer.scaling,
-            window_size=(-1 if layer.window is None else layer.window - 1, 0),
-            enable_gqa=True,
-        )
-        return output[None]
+        tensors = query[0].transpose(0, 1), key, value
+        options = {"causal": True, "window": layer.window}
+        return run_varlen(*tensors, self.starts, self.longest, layer.scaling, **options)[0][None]
 
 
 class _Gather(torch.autograd.Function):
@@ -166,9 +182,7 @@ def attend_in_segments(
     """Compute attention of each token to all tokens of its segment; ``starts`` ends with T."""
     if has_varlen(query):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        longest = max(lengths)
-        output: Any = run_varlen(q, k, v, starts, starts, longest, longest, scale=scaling)
-        return output[None]
+        return run_varlen(q, k, v, [starts] * 2, [max(lengths)] * 2, scaling)[0][None]
     # Neighboring segments of equal lengths are computed at once.
     runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     sizes = [length * count for length, count in runs]

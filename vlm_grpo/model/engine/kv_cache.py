@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
@@ -85,12 +84,10 @@ class CachedKeys:
         if self.mask is None and cap is None and kernels.has_varlen(query):
             output, lse = kernels.run_varlen(
                 *(x.flatten(0, 1) for x in (query, key, value)),
-                *(self._get_starts(x.shape[1]) for x in (query, key)),
-                query.shape[1],
-                self.longest,
-                scale=scaling,
-                seqused_k=self.lengths,
-                return_aux=AuxRequest(lse=True),
+                [self._get_starts(x.shape[1]) for x in (query, key)],
+                [query.shape[1], self.longest],
+                scaling,
+                used=self.lengths,
             )
             return output.view_as(query), lse.T.view(query.shape[:3])
         key, value = key[:, : self.longest], value[:, : self.longest]
@@ -197,9 +194,10 @@ class SlotScheduler:
         group, whether it has a place or not; ``heads``: the layers' numbers of query and key heads.
 
         Returns the row of the completion in each place (R,), the sampler's spare row in empty
-        ones; the number of tokens of the prompt in each slot (P,), at least 1; and two tensors for
-        each pair of numbers of heads: for each seat and head, the row of a (R·h, width) tensor to
-        copy; for each place and head, that of a (P·G·h, width) tensor.
+        ones; the number of tokens of the prompt in each slot (P,), at least 1; and three tensors
+        for each pair of numbers of heads: for each seat and head, and then for each place and head,
+        the row of a (R·h, width) tensor to copy; for each place and head, that of a (P·G·h, width)
+        tensor; for each place and query of a key head, that of a (P·G·h/k, k) tensor.
         """
         group, places = self.group_size, np.arange(len(self.rows))
         seats = self.find_slots(places) * group + self.seats[self.rows]
@@ -208,11 +206,13 @@ class SlotScheduler:
         seat_places[seats[is_used]] = places[is_used]
         pairs: list[np.ndarray] = []
         for count, key_heads in heads:
-            # Heads are ordered by key head in places, and by query of a key head in seats, where
+            # Heads are ordered by key head, and in what is copied by query of a key head, so that
             # all queries of a key head are one sequence.
-            order = np.arange(count).reshape(key_heads, -1).T.ravel()
-            pairs.append((seat_places[:, None] * count + order).ravel())
+            order, times = np.arange(count).reshape(key_heads, -1).T.ravel(), count // key_heads
+            copied = np.append(seat_places, places)
+            pairs.append((copied[:, None] * count + order).ravel())
             pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
+            pairs.append((seats[:, None] * times + np.arange(times)).ravel())
         rows = np.where(is_used, self.rows, len(self.owners))
         prompt_lengths = np.where(self.prompts >= 0, self.lengths[self.prompts], 1)
         return tuple(copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
@@ -407,7 +407,7 @@ class DecodeAttention:
 
     Args:
         cache: the keys and values.
-        seats: as in ``SlotScheduler.build_index``, of each pair of numbers of heads.
+        seats: what ``SlotScheduler.build_index`` returns of each pair of numbers of heads.
         fed: number of tokens of each completion that were fed before this one.
         prompt_lengths: number of tokens of the prompt in each slot.
         visible: the keys of the prompts and, with this token's, of the completions.
@@ -422,7 +422,8 @@ class DecodeAttention:
         visible: tuple[CachedKeys, CachedKeys],
     ) -> None:
         self.cache, self.fed, self.prompt_lengths = cache, fed, prompt_lengths
-        self.seats = dict(zip(cache.heads, zip(seats[::2], seats[1::2], strict=True), strict=True))
+        thirds = (seats[first::3] for first in range(3))
+        self.seats = dict(zip(cache.heads, zip(*thirds, strict=True), strict=True))
         self._visible: dict[Any, tuple[CachedKeys, CachedKeys]] = {None: visible}
         self.written = torch.arange(cache.places, device=fed.device), fed
 
@@ -434,7 +435,7 @@ class DecodeAttention:
         value: Float[Tensor, "R key_heads 1 width"],
     ) -> Float[Tensor, "R 1 heads width"]:
         heads = query.shape[1], key.shape[1]
-        to_seats, from_seats = self.seats[heads]
+        copied, from_seats, lse_from_seats = self.seats[heads]
         prompts, completions = self._find_visible(layer, heads)
         own_key, own_value = self.cache.completions[layer.index]
         prompt_key, prompt_value = self.cache.prompts[layer.index]
@@ -442,20 +443,19 @@ class DecodeAttention:
         own_key.index_put_(self.written, key[:, :, 0])
         own_value.index_put_(self.written, value[:, :, 0])
 
-        rows = query.reshape(places * heads[0], -1)
-        seats = rows.index_select(0, to_seats)
+        # Each kernel of a decode step takes longer to start than to run.
+        rows = query.reshape(places * heads[0], -1).index_select(0, copied)
+        seats, own = rows.split([len(rows) - places * heads[0], places * heads[0]])
         seats = seats.view(self.cache.slots, -1, key_heads, rows.shape[1])
-        over_prompt, prompt_lse = prompts(seats, prompt_key, prompt_value, layer.scaling, layer.cap)
-        over_prompt = over_prompt.reshape_as(seats).flatten(0, 2)
-        over_prompt = over_prompt.index_select(0, from_seats)
-        prompt_lse = prompt_lse.flatten().index_select(0, from_seats)
+        output, prompt_lse = prompts(seats, prompt_key, prompt_value, layer.scaling, layer.cap)
+        output = output.flatten(0, 2).index_select(0, from_seats)
+        prompt_lse = prompt_lse.flatten(0, 1).index_select(0, lse_from_seats)
 
-        own = rows.view(places, key_heads, -1, rows.shape[1]).transpose(1, 2)
+        own = own.view(places, -1, key_heads, rows.shape[1])
         over_own, own_lse = completions(own, own_key, own_value, layer.scaling, layer.cap)
-        over_own = over_own.transpose(1, 2).reshape_as(over_prompt)
-        own_lse = own_lse.transpose(1, 2).flatten()
-        share = (prompt_lse - own_lse).sigmoid_()[:, None].to(over_own.dtype)
-        output = torch.lerp(over_own, over_prompt, share)
+        share = (own_lse - prompt_lse.view_as(own_lse)).sigmoid_().to(output.dtype)
+        output = output.view(places, key_heads, -1, rows.shape[1])
+        output.lerp_(over_own.transpose(1, 2), share.transpose(1, 2)[..., None])
         return output.view(places, 1, heads[0], -1)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
@@ -471,7 +471,8 @@ class DecodeAttention:
             prompts, completions = self._visible[None]
             own_first = self.fed + 1 - window
             count, key_heads = heads
-            to_seats = self.seats[heads][0].view(cache.slots, -1, count // key_heads, key_heads)
+            to_seats = self.seats[heads][0][: -cache.places * count]
+            to_seats = to_seats.view(cache.slots, -1, count // key_heads, key_heads)
             first = own_first[to_seats[..., 0] // count] + self.prompt_lengths[:, None, None]
             like = cache.get_keys()
             self._visible[window, heads] = (

@@ -1,9 +1,9 @@
 """Weights prepared once for all decode steps of a rollout.
 
-On the CPU, oneDNN reorders them once instead of in each product, and layers that read the same
-input are multiplied at once: for the few rows of a decode step, starting a product takes about as
-long as computing a small one. On other devices weights are not copied, to save memory, except to
-restore quantized ones or to merge float32 adapters.
+Layers that read the same input are multiplied at once: for the few rows of a decode step, starting
+a product takes about as long as computing a small one. On the CPU, oneDNN reorders the weights once
+instead of in each product. On other devices weights are not copied, to save memory, except to
+restore quantized ones or to merge float32 adapters; frozen ones move next to each other instead.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 @contextlib.contextmanager
-def rollout_weights(model: nn.Module) -> Iterator[bool]:
+def rollout_weights(model: nn.Module, may_move: bool = True) -> Iterator[bool]:
     """Prepare the weights of linear layers for decoding; inside, nothing may be trained.
+
+    ``may_move``: frozen weights may have other addresses from now on.
 
     An adapted float32 layer uses ``W + ΔW``; one in a lower precision keeps its adapter. Under
     autocast the weights are cast once. Quantized weights are restored once, on a GPU if their
@@ -53,8 +55,14 @@ def rollout_weights(model: nn.Module) -> Iterator[bool]:
     has_room = _has_room([base for layer in layers if is_quantized(base := get_base(layer))])
     try:
         for group in _group_siblings(model, reordered):
-            JoinedProduct(group)
+            JoinedProduct(group, is_reordered=True, merges=True)
         others = [layer for layer in layers if layer not in reordered]
+        movable = {layer for layer in others if may_move and _can_move(layer)}
+        for group in _group_siblings(model, movable):
+            if len(group) > 1:
+                weight = _move_together([get_base(layer).weight for layer in group])
+                JoinedProduct(group, weight)
+                others = [layer for layer in others if layer not in group]
         are_copied = [_prepare(layer, has_room) for layer in others]
         yield bool(reordered) or any(are_copied)
     finally:
@@ -87,49 +95,44 @@ def _prepare(layer: Any, has_room: bool) -> bool:
     base = get_base(layer)
     is_held, may_copy = is_quantized(base), has_room or not is_quantized(base)
     if is_adapted(layer) and not (get_dtype(base) == torch.float32 and may_copy):
-        # Overwritten by each rollout, so that captured steps find them at the same address.
-        factors = linear.cast_factors(layer)
-        kept = vars(layer).setdefault("rollout_factors", factors)
-        for old, new in zip(kept, factors, strict=True):
-            old.copy_(new)
-        weight = linear.restore_weight(base) if is_held and may_copy else None
-        layer.forward = partial(_multiply_apart, base, weight, *kept)
-        return weight is not None
+        JoinedProduct([layer], linear.restore_weight(base) if may_copy else None)
+        return is_held and may_copy
     if not may_copy:
         return False
-    weight = linear.merge(layer) if is_adapted(layer) else linear.restore_weight(base)
-    weight = _cast_by_autocast(weight)
+    weight = _cast_by_autocast(_read_weight(layer))
     if weight.data_ptr() == base.weight.data_ptr():
         return False
-    layer.forward = partial(_multiply, weight, base.bias)
+    JoinedProduct([layer], weight, merges=True)
     return True
+
+
+def _can_move(layer: Any) -> bool:
+    """Return whether the layer's weights are frozen and only read, so that they may be a part of a
+    larger tensor."""
+    base = get_base(layer)
+    is_merged = is_adapted(layer) and get_dtype(base) == torch.float32
+    is_cast = torch.is_autocast_enabled(base.weight.device.type)
+    return not (base.weight.requires_grad or is_quantized(base) or is_merged or is_cast)
+
+
+def _move_together(weights: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all weights as one tensor, of which they are parts from now on."""
+    first, start = weights[0], weights[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for weight in weights:
+        if (weight.untyped_storage().data_ptr(), weight.storage_offset()) != (memory, start):
+            joined = torch.cat([weight.detach() for weight in weights])
+            for old, new in zip(weights, joined.split([len(w) for w in weights]), strict=True):
+                old.data = new
+            return joined
+        start += weight.numel()
+    shape = sum(len(weight) for weight in weights), first.shape[1]
+    return first.detach().as_strided(shape, first.stride())
 
 
 def _cast_by_autocast(weight: Tensor) -> Tensor:
     weight, kind = weight.detach(), weight.device.type
     return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
-
-
-def _multiply(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return nn.functional.linear(x.to(weight.dtype), weight, bias)
-
-
-def _multiply_apart(
-    base: Any, matrix: Tensor | None, first: Tensor, second: Tensor, *rest: Tensor
-) -> Tensor:
-    """Compute the output of an adapted layer with the adapter beside the weights.
-
-    ``matrix`` is its quantized weights; None: they are restored each time. ``first`` and ``second``
-    are A and ``s B``, before DoRA's factors, if any, and the inputs.
-    """
-    *norms, x = rest
-    rows = x.flatten(0, -2)
-    weight = linear.restore_weight(base) if matrix is None else matrix
-    output = nn.functional.linear(rows, weight, None if norms else base.bias)
-    output = torch.addmm(output, nn.functional.linear(rows, first), second.T)
-    if norms:
-        output = output * norms[0] if base.bias is None else output * norms[0] + base.bias
-    return output.view(*x.shape[:-1], -1)
 
 
 def _group_siblings(model: nn.Module, layers: Collection[Any]) -> Iterator[list[Any]]:
@@ -147,43 +150,75 @@ def _group_siblings(model: nn.Module, layers: Collection[Any]) -> Iterator[list[
 class JoinedProduct:
     """The products of several layers with the same input, computed as one, as their forwards.
 
-    With adapters ``ΔW = B A``, it is ``[W B] [x; A x]``: a thin product for ``A x`` and a wide one.
+    With adapters ``ΔW = B A``, reordered weights are ``[W B]``, and the input is ``[x; A x]``: a
+    thin product for ``A x`` and a wide one. Others are multiplied apart from the adapters.
 
     The first layer that is called computes the outputs of all, and the others take theirs. A model
     calls its layers one by one, and only the identity of the inputs tells that they are the same.
     If a layer gets another input before all have taken their outputs, the layers are multiplied one
     by one from then on.
+
+    Args:
+        layers: the layers.
+        weight: the rows of their weights; None: a copy, or for each product those of one layer.
+        is_reordered: oneDNN multiplies the copy.
+        merges: float32 weights include their adapters.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers = layers
-        weights, biases, first, second, norms = zip(*map(_read, layers), strict=True)
-        self.sizes = [len(weight) for weight in weights]
-        weight = _cast_by_autocast(_concatenate(weights))
-        self.dtype = weight.dtype
-        self.first: Tensor | None = None
-        if any(factor is not None for factor in first):
-            factors = [factor for factor in first if factor is not None]
-            self.first = linear.reorder(_concatenate(factors).to(self.dtype))
-            blocks = self._fill(second, lambda size: torch.empty(size, 0))
-            joined = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
-            weight = torch.cat([weight, joined.to(self.dtype)], -1)
-        self.weight = linear.reorder(weight)
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        weight: Tensor | None = None,
+        is_reordered: bool = False,
+        merges: bool = False,
+    ) -> None:
+        self.layers, self.is_reordered, self.merges = layers, is_reordered, merges
+        self.sizes = [get_base(layer).out_features for layer in layers]
+        if is_reordered:
+            weight = _cast_by_autocast(_concatenate([*map(_read_weight, layers)]))
+        self.dtype = get_dtype(get_base(layers[0])) if weight is None else weight.dtype
+        biases, first, second, norms = zip(*(_read(layer, merges) for layer in layers), strict=True)
         self.norms, self.bias = (
             None
             if all(part is None for part in parts)
             else _concatenate(self._fill(parts, build)).to(self.dtype)
             for parts, build in ((norms, torch.ones), (biases, torch.zeros))
         )
+        self.first: Tensor | None = None
+        self.second: Tensor | None = None
+        factors = [factor for factor in first if factor is not None]
+        if factors:
+            self.first = _concatenate(factors).to(self.dtype)
+            blocks = self._fill(second, lambda size, **options: torch.empty(size, 0, **options))
+            joined = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+            self.second = joined.to(self.dtype)
+        if is_reordered:
+            if self.first is not None:
+                weight = torch.cat([weight, self.second], -1)
+                self.first = linear.reorder(self.first)
+            weight = linear.reorder(weight)
+        else:
+            self._keep_addresses()
+        self.weight = weight
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(layers):
             layer.forward = partial(self, number)
 
-    def _fill(self, parts: Sequence[Tensor | None], build: Callable[[int], Tensor]) -> list[Tensor]:
+    def _keep_addresses(self) -> None:
+        """Overwrite the tensors of the last rollout, where captured steps read them."""
+        parts = self.first, self.second, self.norms, self.bias
+        known = vars(self.layers[0]).setdefault("rollout_factors", {})
+        kept = known.setdefault(tuple(map(id, self.layers)), parts)
+        for old, new in zip(kept, parts, strict=True):
+            if old is not None:
+                old.copy_(new)
+        self.first, self.second, self.norms, self.bias = kept
+
+    def _fill(self, parts: Sequence[Tensor | None], build: Callable[..., Tensor]) -> list[Tensor]:
         """Build the tensors that layers lack, given their number of outputs."""
-        pairs = zip(parts, self.sizes, strict=True)
-        return [build(size) if part is None else part for part, size in pairs]
+        pairs, device = zip(parts, self.sizes, strict=True), get_base(self.layers[0]).weight.device
+        return [build(size, device=device) if part is None else part for part, size in pairs]
 
     def __call__(
         self, number: int, x: Float[Tensor, "*rows inputs"]
@@ -191,7 +226,8 @@ class JoinedProduct:
         if self._input is not x or number not in self._outputs:
             if self._outputs:
                 for layer in self.layers:
-                    JoinedProduct([layer])
+                    weight = None if self.is_reordered else get_base(layer).weight.detach()
+                    JoinedProduct([layer], weight, self.is_reordered, self.merges)
                 return self.layers[number].forward(x)
             self._input, self._outputs = x, dict(enumerate(self._multiply(x)))
         output = self._outputs.pop(number)
@@ -200,11 +236,18 @@ class JoinedProduct:
         return output
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
-        x = x.to(self.dtype)
-        if self.first is not None:
-            x = torch.cat([x, multiply_by_onednn(x, self.first, None)], -1)
-        bias = self.bias if self.norms is None else None
-        output = multiply_by_onednn(x, self.weight, bias)
+        x, bias = x.to(self.dtype), self.bias if self.norms is None else None
+        if self.is_reordered:
+            if self.first is not None:
+                x = torch.cat([x, multiply_by_onednn(x, self.first, None)], -1)
+            output = multiply_by_onednn(x, self.weight, bias)
+        else:
+            base, rows = get_base(self.layers[0]), x.flatten(0, -2)
+            weight = linear.restore_weight(base) if self.weight is None else self.weight
+            output = nn.functional.linear(rows, weight, bias)
+            if self.first is not None:
+                output.addmm_(nn.functional.linear(rows, self.first), self.second.T)
+            output = output.view(*x.shape[:-1], -1)
         if self.norms is not None:
             output = output * self.norms if self.bias is None else output * self.norms + self.bias
         return [output] if len(self.sizes) == 1 else output.split(self.sizes, -1)
@@ -214,12 +257,16 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-def _read(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return a layer's weights and bias, and the factors of an adapter that is not merged."""
+def _read_weight(layer: Any) -> Tensor:
     base = get_base(layer)
-    if not is_adapted(layer):
-        return linear.restore_weight(base), base.bias, None, None, None
-    if get_dtype(base) == torch.float32:
-        return linear.merge(layer), base.bias, None, None, None
+    is_merged = is_adapted(layer) and get_dtype(base) == torch.float32
+    return linear.merge(layer) if is_merged else linear.restore_weight(base)
+
+
+def _read(layer: Any, merges: bool) -> tuple[Tensor | None, ...]:
+    """Return a layer's bias, and the factors of an adapter that is not merged."""
+    base = get_base(layer)
+    if not is_adapted(layer) or (merges and get_dtype(base) == torch.float32):
+        return base.bias, None, None, None
     first, second, *norms = linear.cast_factors(layer)
-    return linear.restore_weight(base), base.bias, first, second, norms[0] if norms else None
+    return base.bias, first, second, norms[0] if norms else None

@@ -50,7 +50,7 @@ class SamplingDistribution:
         return adjusted
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # captured steps read them
 def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
     return copy_to(device, np.array(tokens, dtype=np.int64))
 
@@ -137,6 +137,7 @@ class SamplerState:
         logprobs: of each token under the distribution that it was sampled from, after truncation.
         entropies: at each token, before truncation; zeros if not requested.
         lengths: (N + 1,) number of tokens sampled.
+        begun: (N + 1,) number of tokens before those.
         active: (N + 1,) False once a completion is finished.
         stopped: completions that were ended by a stop string.
     """
@@ -161,7 +162,7 @@ class SamplerState:
         self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
         self.active[-1:].fill_(False)
         before = np.array(begun or (0,) * self.count)
-        self._begun = copy_to(device, np.append(before, 0))
+        self.begun = copy_to(device, np.append(before, 0))
         # The numbers are as many as are left for the completion that has the fewest tokens.
         self._limits = copy_to(device, np.append(shape[1] + before.min() - before, 0))
         self.stopped: set[int] = set()
@@ -171,27 +172,25 @@ class SamplerState:
         self, logits: Float[Tensor, "n vocabulary"], rows: Int[Tensor, " n"]
     ) -> Int[Tensor, " n"]:
         """Sample, store and return the next token of n completions; mark finished ones inactive."""
+        positions = self.lengths[rows].clamp_(max=self.tokens.shape[1] - 1)
+        numbers, uniform = positions + self.begun[rows], self.uniform[rows, positions]
+        drawn = draw_tokens(logits, numbers, uniform, self.settings)
+        self.store(drawn, rows)
+        return drawn[0]
+
+    def store(self, drawn: Sequence[Tensor], rows: Int[Tensor, " n"]) -> None:
+        """Store what ``draw_tokens`` returned for n completions; mark finished ones inactive."""
+        tokens, logprobs, is_last, *entropies = drawn
         is_active = self.active[rows]
         rows = rows.where(is_active, self.count)
         positions = self.lengths[rows]
-        adjusted = self.settings.distribution(logits, positions + self._begun[rows])
-        probs = adjusted.softmax(-1)
-        if self.settings.with_entropies:
-            self.entropies[rows, positions] = _compute_entropy(adjusted, probs).float()
-        if self.settings.distribution.temperature == 0:
-            tokens = adjusted.argmax(-1)
-        else:
-            if self.settings.truncates:
-                probs = _truncate(probs, self.settings)
-                probs /= probs.sum(-1, keepdim=True)
-            tokens = _invert(probs, self.uniform[rows, positions])
+        if entropies:
+            self.entropies[rows, positions] = entropies[0]
         self.tokens[rows, positions] = tokens
-        self.logprobs[rows, positions] = probs.gather(1, tokens[:, None])[:, 0].log().float()
+        self.logprobs[rows, positions] = logprobs
         self.lengths[rows] = positions + is_active
-        done = torch.isin(tokens, _to_index(self.settings.distribution.eos, tokens.device))
-        done |= positions + 1 >= self._limits[rows]
-        self.active[rows] = is_active & ~done
-        return tokens
+        is_last = is_last | (positions + 1 >= self._limits[rows])
+        self.active[rows] = is_active & ~is_last
 
     def update_active(self) -> Bool[np.ndarray, " N"]:
         """End completions at the tokens that complete a stop string, dropping later ones; return
@@ -231,6 +230,32 @@ class SamplerState:
             return 0
         ends = range(checked + 1, len(tokens) + 1)
         return next((end for end in ends if contains_stop(tokens[:end])), 0)
+
+
+def draw_tokens(
+    logits: Float[Tensor, "n vocabulary"],
+    positions: Int[Tensor, " n"],
+    uniform: Float[Tensor, " n"],
+    settings: SamplingSettings,
+) -> tuple[Tensor, ...]:
+    """Draw a token from each row of logits.
+
+    Returns (n,) tensors: tokens, their log-probabilities after truncation, whether they end a
+    completion and, if the settings ask for them, entropies before truncation.
+    """
+    adjusted = settings.distribution(logits, positions)
+    probs = adjusted.softmax(-1)
+    entropies = [_compute_entropy(adjusted, probs).float()] if settings.with_entropies else []
+    if settings.distribution.temperature == 0:
+        tokens = adjusted.argmax(-1)
+    else:
+        if settings.truncates:
+            probs = _truncate(probs, settings)
+            probs /= probs.sum(-1, keepdim=True)
+        tokens = _invert(probs, uniform)
+    logprobs = probs.gather(1, tokens[:, None])[:, 0].log().float()
+    is_last = torch.isin(tokens, _to_index(settings.distribution.eos, tokens.device))
+    return tokens, logprobs, is_last, *entropies
 
 
 def _compute_entropy(logits: Tensor, probs: Tensor) -> Float[Tensor, " n"]:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
 from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch, Path
-from vlm_grpo.model.engine.graphs import DecodeStep, GraphCapture, find_cause
+from vlm_grpo.model.engine.graphs import (
+    CudaGraph,
+    DecodeStep,
+    GraphCapture,
+    capture_compiled,
+    find_cause,
+)
 from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.kv_cache import (
     CachedKeys,
@@ -33,7 +40,7 @@ from vlm_grpo.model.engine.kv_cache import (
 )
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt
-from vlm_grpo.model.engine.sampling import SamplerState
+from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings, draw_tokens
 from vlm_grpo.model.engine.vision import ImageEncoder
 from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
 from vlm_grpo.model.families.family import Masks, Unit
@@ -44,13 +51,14 @@ from vlm_grpo.utils.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 
-LENGTH_BUCKET = 64  # smallest number of tokens of each completion that a captured step attends to
+LENGTH_BUCKET = 64  # smallest number of tokens that a captured step attends to
 CHECK_EVERY = 8
 """Steps between two reads of the finished completions; 1 on the CPU, where reading is free."""
 KEPT_SHARE = 0.1
 """Largest share of the device's memory that a cache may take to be kept, with its captured steps,
 between rollouts."""
-KEPT_STEPS = 256  # largest number of captured steps that are kept between rollouts
+KEPT_STEPS = 32
+"""Largest number of captured steps that are kept, of about 30 MB each (by calculation)."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,8 @@ class SharedEngine(Engine):
         super().__init__(loaded, pad_token)
         self.stopwatch, self.capture = stopwatch, capture
         self.head: Any = self.family.head(self.model)
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
+        self.has_windows = "sliding_attention" in kinds
         trained = {find_part(n) for n, p in self.model.named_parameters() if p.requires_grad}
         trains_vision = not trained.isdisjoint(("vision", "projector"))
         self.encoder = ImageEncoder(self.family, self.model, trains_vision, stopwatch)
@@ -289,7 +299,7 @@ class SharedEngine(Engine):
         device = self.head.weight.device
         if self._cache is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            if self.count_kept_bytes() > KEPT_SHARE * total or len(self._steps) > KEPT_STEPS:
+            if self.count_kept_bytes() > KEPT_SHARE * total:
                 self.release()
 
     def open_cache(self, size: CacheSize, max_tokens: int) -> KVCache:
@@ -305,16 +315,26 @@ class SharedEngine(Engine):
         return kept
 
     def step(
-        self, cache: KVCache, prompts: Visible, own: Visible, inputs: tuple[Tensor, ...]
-    ) -> Float[Tensor, "R vocabulary"]:
-        """Feed the newest token of each completion; return the logits of the next one."""
+        self,
+        cache: KVCache,
+        prompts: Visible,
+        own: Visible,
+        sampling: SamplingSettings,
+        inputs: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Feed the newest token of each completion; return what is drawn next (``draw_tokens``)."""
         if self.capture is None:
-            return self.head(self._build_step(cache, prompts, own)(*inputs))
-        longest = _round_up(own.longest, cache.size.completion_length)
-        key = cache.slots, cache.places, longest, *(tensor.shape for tensor in inputs)
+            return self._build_step(cache, prompts, own, sampling)(*inputs)
+        longest = cache.size.completion_length
+        if self.has_windows or not kernels.has_varlen(cache.get_keys()):
+            longest = round_up(own.longest, longest)  # else the kernel reads no keys beyond it
+        shapes = (tensor.shape for tensor in inputs)
+        key = cache.slots, cache.places, longest, sampling, *shapes
         if key not in self._steps:
             most = Visible(cache.size.prompt_length, False), Visible(longest, False)
-            step = self._build_step(cache, *most)
+            step = self._build_step(cache, *most, sampling)
+            if len(self._steps) >= KEPT_STEPS:
+                self._steps.clear()
             try:
                 with cache.keeping_states():  # a capture also runs the step
                     self._steps[key] = self.capture(step, inputs)
@@ -322,28 +342,42 @@ class SharedEngine(Engine):
                 cause = find_cause(error)
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
-                hidden = self._build_step(cache, prompts, own)(*inputs)
+                del error  # and what the failed step holds
+                is_compiled = self.capture is capture_compiled
+                self.use_capture(CudaGraph if is_compiled else None)
+                drawn = self.step(cache, prompts, own, sampling, inputs)
                 logger.warning(
-                    "decode steps run eagerly from now on, which takes longer: they cannot be "
-                    "captured as CUDA graphs (%s: %s); rollout.cuda_graphs=false does not try",
+                    "decode steps run %s from now on, which takes longer: they cannot be %s "
+                    "(%s: %s); rollout.%s=false does not try",
+                    "without torch.compile" if is_compiled else "eagerly",
+                    "compiled" if is_compiled else "captured as CUDA graphs",
                     type(cause).__name__,
                     (str(cause).splitlines() or ["no message"])[0],
+                    "torch_compile" if is_compiled else "cuda_graphs",
                 )
-                self.use_capture(None)
-                return self.head(hidden)
-        return self.head(self._steps[key](*inputs))
+                return drawn
+        return self._steps[key](*inputs)
 
-    def _build_step(self, cache: KVCache, prompts: Visible, own: Visible) -> DecodeStep:
+    def _build_step(
+        self, cache: KVCache, prompts: Visible, own: Visible, sampling: SamplingSettings
+    ) -> DecodeStep:
         def step(
-            tokens: Tensor, positions: Tensor, fed: Tensor, prompt_lengths: Tensor, *seats: Tensor
-        ) -> Tensor:
+            tokens: Tensor,
+            positions: Tensor,
+            fed: Tensor,
+            numbers: Tensor,
+            uniform: Tensor,
+            prompt_lengths: Tensor,
+            *seats: Tensor,
+        ) -> tuple[Tensor, ...]:
             # Completions that are finished, and their prompts, may be longer than all others.
             like, lengths = cache.get_keys(), prompt_lengths.clamp(max=prompts.longest)
             over_prompt = CachedKeys.build(lengths, *prompts, like)
             over_own = CachedKeys.build((fed + 1).clamp(max=own.longest), *own, like)
             keys = over_prompt, over_own
             attend = DecodeAttention(cache, seats, fed, prompt_lengths, keys)
-            return self.family.run(self.model, tokens[:, None], positions, (), attend)[:, 0]
+            hidden = self.family.run(self.model, tokens[:, None], positions, (), attend)[:, 0]
+            return draw_tokens(self.head(hidden), numbers, uniform, sampling)
 
         return step
 
@@ -358,10 +392,12 @@ class _Rollout:
     ) -> None:
         self.engine, self.prefixes, self.state = engine, prefixes, state
         self.device = state.tokens.device
+        # Without what a captured step does not depend on.
+        self.sampling = replace(state.settings, max_completion_length=0, stop=())
         lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
         sizes, longest, prompt_length = state.sizes, state.tokens.shape[1], int(lengths.max())
         if engine.capture is not None:  # captured steps are of few sizes
-            prompt_length = -(-prompt_length // LENGTH_BUCKET) * LENGTH_BUCKET
+            prompt_length = round_up(prompt_length)
         slots, places = _fit(len(prefixes), max(sizes), prompt_length, longest, max_tokens)
         size = CacheSize(slots, min(places, state.count), prompt_length, longest)
         self.scheduler = SlotScheduler(lengths, sizes, size.slots, size.places)
@@ -408,7 +444,7 @@ class _Rollout:
     def advance(self) -> None:
         scheduler, state = self.scheduler, self.state
         # Captured steps are of few sizes; on the CPU each row costs time.
-        kept = scheduler.shrink(0.5 if self.engine.capture else 0.875)
+        kept = scheduler.shrink(0.25 if self.engine.capture else 0.875)
         if kept is not None:
             self.cache.keep(*kept)
             self.hidden = self.hidden[copy_to(self.device, kept[0])]
@@ -422,9 +458,13 @@ class _Rollout:
         for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
             fed = (state.lengths[rows] - 1).clamp_(min=0)  # the spare row has length 0
             positions = (self.starts[rows] + fed)[None, :, None].expand(self.axes, -1, 1)
-            inputs = state.tokens[rows, fed], positions, fed, prompt_lengths, *seats
+            uniform = state.uniform[rows, (fed + 1).clamp_(max=longest - 1)]
+            numbers = fed + 1 + state.begun[rows]  # of the tokens within their completions
+            drawing = numbers, uniform, prompt_lengths
+            inputs = state.tokens[rows, fed], positions, fed, *drawing, *seats
             own = Visible.read(scheduler.ages[has_completion].clip(max=longest))
-            state.sample(self.engine.step(self.cache, prompts, own, inputs), rows)
+            drawn = self.engine.step(self.cache, prompts, own, self.sampling, inputs)
+            state.store(drawn, rows)
             scheduler.ages += 1
         scheduler.release(state.update_active())
 
@@ -442,7 +482,7 @@ def _fit(
     return slots, min(groups, prompts) * group_size
 
 
-def _round_up(length: int, limit: int) -> int:
+def round_up(length: int, limit: int = sys.maxsize) -> int:
     """Return the next length of a captured step: 1, 1.5, 2, 3, 4, 6, … times the smallest."""
     bucket = LENGTH_BUCKET
     while bucket < length:

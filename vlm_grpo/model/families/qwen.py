@@ -70,6 +70,9 @@ class QwenVL(Family):
             **lengths,
         )
         levels = getattr(output, "deepstack_features", None) or []
+        sizes = [len(embeds) for embeds in output.pooler_output]
+        # transformers 5.17 splits only the embeddings by image.
+        levels = [x.split(sizes) if isinstance(x, Tensor) else x for x in levels]
         per_image = zip(*levels, strict=True) if levels else [()] * len(vision)
         return [
             ImageFeatures(embeds, tuple(deepstack))

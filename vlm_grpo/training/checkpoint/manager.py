@@ -305,8 +305,7 @@ def list_changes(saved: Mapping[str, Any], settings: Settings) -> dict[str, str]
     now, changes = flatten_settings(settings), {}
     for key in dict.fromkeys([*saved, *now]):
         before, after = saved.get(key), now.get(key)
-        is_gone = key not in now and before in GONE.get(key, ())
-        if before != after and not is_gone and not _is_new_setting(key, saved):
+        if before != after and key != GONE and not _is_new_setting(key, saved):
             old, new = (json.dumps(v, ensure_ascii=False, default=str) for v in (before, after))
             changes[key] = f"{key} was {old} and is now {new}"
     return changes

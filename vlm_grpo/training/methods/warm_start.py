@@ -122,8 +122,8 @@ def find_end_token(policy: Policy) -> int:
     for content in contents:
         turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": content}]
         try:
-            text = policy.processor.apply_chat_template(turns, tokenize=False)
-        except (TemplateError, TypeError, ValueError):  # it takes the other form
+            text = policy.prompts.chat.write(turns, {}, add_generation_prompt=False)
+        except TemplateError:  # it takes the other form
             continue
         _, is_written, after = text.rpartition(_ANSWER)
         tokens = policy.tokenizer(after, add_special_tokens=False)["input_ids"]
