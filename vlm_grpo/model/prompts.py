@@ -97,8 +97,8 @@ class ChatTemplate:
             said = _build_message(Turn("assistant", _PROBE), self._is_text["assistant"])
             messages = [_build_message(_QUESTION), said, {"role": role, "content": content}]
             try:
-                rendered = self._render(messages, self.arguments).rpartition(_PROBE)[2]
-            except (TemplateError, TypeError, ValueError):
+                rendered = self.write(messages, self.arguments).rpartition(_PROBE)[2]
+            except TemplateError:
                 continue
             if self._holds(rendered, text):
                 return rendered
@@ -117,9 +117,9 @@ class ChatTemplate:
         own = _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas))
         messages = [_build_message(Turn("system", _PROBE), is_text=True), _build_message(_QUESTION)]
         try:
-            plain = self._render(messages, self.arguments).partition(_PROBE)[2]
-            written = self._render(messages, {**self.arguments, "tools": [*schemas]})
-        except (TemplateError, TypeError, ValueError):
+            plain = self.write(messages, self.arguments).partition(_PROBE)[2]
+            written = self.write(messages, {**self.arguments, "tools": [*schemas]})
+        except TemplateError:
             return own
         _, found, after = written.partition(_PROBE)
         if not (plain and found and after.endswith(plain) and len(after) > len(plain)):
