@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import small_environments
-from small_runs import assert_same_run, read_metrics, stop_run, save_tiny_model, small_run
+from small_runs import assert_same_run, read_metrics, save_tiny_model, small_run, stop_run
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.training.trainer import train

@@ -29,7 +29,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
@@ -184,22 +185,30 @@ def metric(
     return _rule("metric", 0.0, without_answer, batch=batch, seconds=seconds)
 
 
-def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    """Return what a user's method returns, or None and the traceback of what it raises.
-
-    The working directory stays, and a process that the method has forked ends here: it would go on
-    as a second run in the same folder.
-    """
+@contextmanager
+def contained() -> Iterator[None]:
+    """Keep the working directory from a user's method, and end here a process that it has forked,
+    which would go on as a second run in the same folder."""
     process, folder, status = os.getpid(), os.open(".", _OPEN_FOLDER), 0
     try:
-        outcome: Outcome = function(*arguments), None
-    except FAILURES as error:
-        outcome, status = (None, _format_traceback()), getattr(error, "code", 1) or 0
-    if os.getpid() != process:
-        os._exit(status if isinstance(status, int) else 1)
-    os.fchdir(folder)
-    os.close(folder)
-    return outcome
+        yield
+    except BaseException as error:
+        status = getattr(error, "code", 1) or 0
+        raise
+    finally:
+        if os.getpid() != process:
+            os._exit(status if isinstance(status, int) else 1)
+        os.fchdir(folder)
+        os.close(folder)
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
+    """Return what a user's method returns, or None and the traceback of what it raises."""
+    try:
+        with contained():
+            return function(*arguments), None
+    except FAILURES:
+        return None, _format_traceback()
 
 
 def _format_traceback() -> str:
