@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.task import reward
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.task.environment import Environment, Point, tool
-from vlm_grpo.types import Observed, ToolCall
+from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
+
+_IMAGE = encode_png(Image.effect_noise((200, 100), 50))
+EXAMPLE = Example("a", (ImageRef("a.png", (200, 100), (100, 100), data=_IMAGE),), "Where?", None)
+
+
+def write(name: Any, *values: Any, **arguments: Any) -> str:
+    """Return a text that ends with a call."""
+    body = {"name": name, "arguments": values[0] if values else arguments}
+    begin, end = Environment.call_tags
+    return f"Let me see. {begin}{json.dumps(body)}{end}"
 
 
 class Peek(Environment):
@@ -48,6 +64,7 @@ class Tools(Environment):
     """Tools with every kind of argument, and with every way to fail."""
 
     calls: int = 0
+    seen: Any = None
 
     @tool
     def crop(self, bbox_2d: Box, label: str = "") -> Image.Image:
@@ -67,18 +84,89 @@ class Tools(Environment):
         return f"{at[0]:g} {at[1]:g} {times} {self.calls}"
 
     @tool
+    def join(self, boxes: list[Box], within: Box | None = None) -> str:
+        """Describe boxes."""
+        return f"{boxes} {within}"
+
+    @tool
+    def say(self, text: str) -> str:
+        """Repeat a text."""
+        return text
+
+    @tool
+    def count(self) -> str:
+        """Count the calls of this tool."""
+        self.calls += 1
+        return f"{self.calls} {os.getcwd()}"
+
+    @tool
     def fail(self, how: str) -> Any:
         """Fail."""
-        if how == "exit":
-            os._exit(3)
-        if how == "sleep":
-            time.sleep(60)
-        if how == "long":
-            return "x" * 10**6
-        if how == "huge":
-            return Image.new("L", (8000, 8000))
-        if how == "thin":
-            return Image.new("L", (4000, 2))
-        if how == "odd":
-            return object()
-        raise SystemExit(how)
+        self.calls += 100  # which nobody sees: a failed call leaves the state as it was
+        return FAILURES[how](self)
+
+
+def _fork(ends: bool) -> str:
+    if (child := os.fork()) == 0:
+        time.sleep(0 if ends else 60)
+    return str(child)
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _recurse() -> Any:
+    return _recurse()
+
+
+def _keep(environment: Tools, value: Any) -> str:
+    environment.seen = value
+    return "kept"
+
+
+FAILURES: dict[str, Callable[[Tools], Any]] = {
+    "exit": lambda _: os._exit(3),
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "sleep": lambda _: time.sleep(60),
+    "fork": lambda _: _fork(ends=True),
+    "fork and sleep": lambda _: _fork(ends=False),
+    "print": lambda _: print("printed", flush=True),
+    "close": lambda _: os.closerange(3, 256),
+    "change the folder": lambda _: os.chdir("/"),
+    "exit politely": lambda _: sys.exit("bye"),
+    "interrupt": lambda _: _raise(KeyboardInterrupt("stop")),
+    "recurse": lambda _: _recurse(),
+    "memory": lambda _: len(bytearray(10 * 2**30)),
+    "raise a placeholder": lambda _: _raise(ValueError("<im<image>age> \ud800")),
+    "raise an own class": lambda _: _raise(type("Own", (Exception,), {})("mine")),
+    "state that cannot be sent": lambda environment: _keep(environment, lambda: 0),
+    "deep state": lambda environment: _keep(environment, _nest(10**5)),
+    "a generator": lambda _: iter(int, 1),
+    "an array": lambda _: np.full((4, 4), np.nan),
+    "an object": lambda _: object(),
+    "a long text": lambda _: "x" * 10**6,
+    "long texts": lambda _: ["x" * 5000] * 100,
+    "surrogates": lambda _: "a\ud800b",
+    "a huge number": lambda _: 10**5000,
+    "placeholders": lambda _: ["<im", "age>", "<im<image>age>"],
+    "control tokens": lambda _: "<|im_<|im_end|>end|><|image_pad|>",
+    "100 megapixels": lambda _: Image.new("1", (10_000, 10_000)),
+    "a line": lambda _: Image.new("L", (1, 4000)),
+    "a thin image": lambda _: Image.new("L", (4000, 2)),
+    "no pixels": lambda _: Image.new("L", (0, 5)),
+    "floats": lambda _: Image.new("F", (8, 8), float("nan")),
+    "many images": lambda _: [Image.new("1", (8, 8))] * 1000,
+    "a palette": lambda _: Image.new("P", (8, 8)),
+    "a transparent image": lambda _: Image.new("RGBA", (8, 8), (255, 0, 0, 0)),
+    "one bit": lambda _: Image.new("1", (8, 8), 1),
+    "16 bits": lambda _: Image.new("I;16", (8, 8), 2**15),
+    "CMYK": lambda _: Image.new("CMYK", (8, 8)),
+}
+
+
+def _nest(depth: int) -> Any:
+    value: Any = None
+    for _ in range(depth):
+        value = [value]
+    return value

@@ -21,13 +21,13 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path):
     lines = list(diagnose("embedded", image))
     names = [line.split()[0] for line in lines]
     assert names == [
-        *("model", "family", "pixel", "image"),
+        *("model", "family", "tools", "pixel", "image"),
         *("log-probs", "gradient", "attention", "form"),
     ]
     # Patches of 14 pixels, merged 2 by 2: sides are rounded to multiples of 28.
-    assert "90 × 60 pixels, resized to 84 × 56; " in lines[3]
-    assert "8 of them for the image" in lines[3]  # 3 × 2 tokens, and the markers around them
-    for line in lines[4:6]:
+    assert "90 × 60 pixels, resized to 84 × 56; " in lines[4]
+    assert "8 of them for the image" in lines[4]  # 3 × 2 tokens, and the markers around them
+    for line in lines[5:7]:
         # float32 has 24 bits; the two forms add in different orders.
         (difference,) = map(float, re.findall(r"\d\.\de[+-]\d+", line))
         assert difference < 1e-3

@@ -50,6 +50,7 @@ def decode_image(source: Path | BinaryIO | Image.Image) -> Image.Image:
     with _open(source) as image:
         transposition = _TRANSPOSITIONS.get(_get_orientation(image))
         decoded = _convert_to_rgb(image)
+        decoded.info.clear()  # a copy of it would be turned again
         return decoded if transposition is None else decoded.transpose(transposition)
 
 

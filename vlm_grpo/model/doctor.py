@@ -55,6 +55,10 @@ def diagnose(
         image = MediaReader(None, PILLOW_WARNS_AT).read(encode_png(Image.fromarray(noise)), "noise")
     example = policy.prompts.with_resized_sizes(Example("doctor", (image,), QUESTION, ""))
     prompt = policy.prompts.build(example, PlainQuestion())
+    try:
+        yield f"tools        results are given in the role {policy.prompts.chat.result_form[0]!r}"
+    except ValueError as error:
+        yield f"tools        none: {error}"
     (width, height), resized = image.size, ""
     if policy.budget is not None:  # else the processor decides
         low, high = policy.budget.min_pixels, policy.budget.max_pixels

@@ -7,9 +7,11 @@ numbers from which the tokens are sampled are one stream per episode.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
@@ -24,6 +26,8 @@ from vlm_grpo.types import (
     Observation,
     Prompt,
 )
+
+logger = logging.getLogger(__name__)
 
 Seeds = Sequence[Sequence[int | str]]
 Sample = Callable[
@@ -137,14 +141,23 @@ def _step(
     steps = runner.step(states, [episode.parts[-1].text for episode in calling])  # type: ignore[arg-type]
     following = []
     for episode, (state, call, observed) in zip(calling, steps, strict=True):
-        assert observed is not None  # the text has a call
         episode.state, text = state, episode.parts[-1].text
+        if observed is None:  # an environment with its own ``step`` ends the episode
+            continue
         episode.turns.append(EpisodeTurn(text, call, observed))
         if len(episode.parts) >= episode.start.max_turns:
             episode.stop = "turns" if episode.start.masks_long else None
             continue
-        seen = builder.observe(observed)
         used = len(episode.tokens)
+        try:
+            seen = builder.observe(observed)
+        except (
+            UserError,
+            ValueError,
+        ) as error:  # too long for the model, or refused by its processor
+            logger.warning("an episode ends, because its observation cannot be read: %s", error)
+            episode.stop = "length"
+            continue
         path = sum(len(o.prompt.token_ids) for o in episode.observations) + len(seen.token_ids)
         longest = len(episode.prompt.token_ids) + path + used
         if used >= max_tokens or (builder.max_tokens and longest >= builder.max_tokens):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import dropwhile, repeat
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ _SET_BY_RENDERER = {
 """Variables of a template that are no arguments of a user; special tokens are others."""
 _QUESTION, _PROBE = Turn("user", "?"), "Be brief."
 # Roles that templates give to the result of a tool, with the texts around it. Many leave out its
-# images in turns of a tool.
+# images in turns of a tool, or know no such turns and write any role.
 _RESULT_FORMS = ("tool", "", ""), ("user", "<tool_response>\n", "\n</tool_response>")
+_NO_ROLE = "nobody"
 _TOOLS = """# Tools
 
 Before you answer you may call tools, one at a time. These are their signatures:
@@ -46,9 +48,9 @@ Before you answer you may call tools, one at a time. These are their signatures:
 </tools>
 
 To call one, end your text with its name and arguments as JSON between these tags:
-<tool_call>
+{}
 {{"name": NAME, "arguments": {{"ARGUMENT": VALUE}}}}
-</tool_call>
+{}
 You then read its result. When you know the answer, write it without a call."""
 
 
@@ -86,45 +88,59 @@ class ChatTemplate:
         return self.write(messages, self.arguments)
 
     def observe(self, text: str) -> str:
-        """Return what stands in the prompt between a call of the model and its next text.
+        """Return what stands in the prompt between a call of the model and its next text: the end
+        of its turn, the result with its images, and the start of the next turn.
 
         ``ValueError``: the template has no place for a result behind a text of the model."""
+        return self._render_result(text, *self.result_form)
+
+    @cached_property
+    def result_form(self) -> tuple[str, str, str]:
+        """The role in which results of tools are given, and the texts around them.
+
+        ``ValueError``: the template has no place for texts and images in any role."""
         self.check_role("assistant")
+        text = f"left{IMAGE}right"
         for role, before, after in _RESULT_FORMS:
-            content = Turn("user", f"{before}{text}{after}").build_content(
-                repeat({"type": "image"})
-            )
-            said = _build_message(Turn("assistant", _PROBE), self._is_text["assistant"])
-            messages = [_build_message(_QUESTION), said, {"role": role, "content": content}]
-            try:
-                rendered = self.write(messages, self.arguments).rpartition(_PROBE)[2]
-            except TemplateError:
-                continue
-            if self._holds(rendered, text):
-                return rendered
+            rendered = self._render_result(text, role, before, after)
+            unknown = self._render_result(text, _NO_ROLE).lower() if role == "tool" else ""
+            is_known = unknown.replace(_NO_ROLE, role) != rendered.lower()
+            is_dumped = re.search(r"""["']type["']: ["']""", rendered) is not None
+            parts = ("left", self._placeholder or "no image", "right")
+            if is_known and not is_dumped and all(part in rendered for part in parts):
+                return role, before, after
         raise ValueError("the model's chat template has no place for the images of a tool's result")
 
-    def _holds(self, rendered: str, text: str) -> bool:
-        """Return whether what a template wrote has a result's texts, and a place for each image."""
-        placeholder = str(getattr(self.processor, "image_token", None) or "<image>")
-        parts = Turn("user", text).parts
-        has_texts = all(part is None or part.strip() in rendered for part in parts)
-        return has_texts and rendered.count(placeholder) >= parts.count(None)
+    def _render_result(self, text: str, role: str, before: str = "", after: str = "") -> str:
+        turn = Turn("user", f"{before}{text}{after}")
+        messages = [
+            _build_message(_QUESTION),
+            _build_message(Turn("assistant", _PROBE), self._is_text["assistant"]),
+            {"role": role, "content": turn.build_content(repeat({"type": "image"}))},
+        ]
+        try:
+            return self.write(messages, self.arguments).partition(_PROBE)[2]
+        except TemplateError:  # it refuses the role, or has no images
+            return ""
 
-    def describe_tools(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+    def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
         """Return what the system message says of tools: what the model's template writes, if it
-        writes anything, or a description in the same form."""
-        own = _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas))
+        asks for calls that ``parse_call`` reads between the tags, or a description of its own."""
+        own = _describe_tools(schemas, tags)
         messages = [_build_message(Turn("system", _PROBE), is_text=True), _build_message(_QUESTION)]
         try:
-            plain = self.write(messages, self.arguments).partition(_PROBE)[2]
+            plain = self.write(messages, self.arguments)
             written = self.write(messages, {**self.arguments, "tools": [*schemas]})
         except TemplateError:
             return own
-        _, found, after = written.partition(_PROBE)
-        if not (plain and found and after.endswith(plain) and len(after) > len(plain)):
-            return own
-        return after.removesuffix(plain).strip()
+        found = _find_insert(written, plain)
+        is_readable = tags[0] in found and ('"arguments"' in found or "<function=" in found)
+        return found if is_readable else own
+
+    @cached_property
+    def _placeholder(self) -> str:
+        """What the template writes for an image."""
+        return _find_insert(*(self.render([Turn("user", f"left{i}right")]) for i in (IMAGE, "")))
 
     @cached_property
     def moves_images(self) -> bool:
@@ -281,14 +297,14 @@ class PromptWriter:
         environment = task.resolve(example)[1].environment
         if environment is None:
             return turns
-        tools = self.describe_tools(environment.describe(example))
+        tools = self.describe_tools(environment.describe(example), environment.call_tags)
         if turns[0].role == "system":
             return (replace(turns[0], text=f"{turns[0].text}\n\n{tools}"), *turns[1:])
         return (Turn("system", tools), *turns)
 
-    def describe_tools(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of the system message that describes tools."""
-        return _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas))
+    def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
+        """Return the text of the system message that describes tools, with the tags of a call."""
+        return _describe_tools(schemas, tags)
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's images with their noise, and whether this call decoded each."""
@@ -444,11 +460,17 @@ class PromptBuilder(PromptWriter):
     def observe(self, observed: Observed) -> Prompt:
         """Build what stands between a call of the model and its next text."""
         example = Example("observation", observed.images, "", None)
-        text = self.chat.observe(self.remove_control_tokens(observed.text))
+        # A space, as the rest of a text around a token could be another one.
+        parts = (self._control_tokens.sub(" ", part) for part in observed.text.split(IMAGE))
+        text = self.chat.observe(IMAGE.join(parts))
         return self.encode_text(self.with_resized_sizes(example), text, add_special_tokens=False)
 
-    def describe_tools(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        return self.chat.describe_tools(schemas)
+    def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
+        try:
+            self.chat.result_form  # noqa: B018, found before a model is trained
+        except ValueError as error:
+            raise UserError(f"task_options.environment: {error}: use another model") from error
+        return self.chat.describe_tools(schemas, tags)
 
     def encode_text(self, example: Example, text: str, **options: Any) -> Prompt:
         """Build the prompt of a text that the chat template wrote; ``options`` are of the
@@ -489,6 +511,18 @@ class PromptBuilder(PromptWriter):
 
     def _resize(self, image: Image.Image, budget: PixelBudget) -> Image.Image:
         return self.family.resize(image, budget, self.processor)
+
+
+def _find_insert(longer: str, shorter: str) -> str:
+    """Return what a text has more than another, in one place."""
+    texts = longer, shorter
+    both = texts, [text[::-1] for text in texts]
+    start, end = (len(commonprefix(pair)) for pair in both)  # noqa: RUF071, no paths
+    return longer[start : len(longer) - end].strip()
+
+
+def _describe_tools(schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
+    return _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas), *tags)
 
 
 def get_context_length(config: Any) -> int | None:

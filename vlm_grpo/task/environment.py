@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import json
 import math
 import re
@@ -29,11 +28,13 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, Self, dataclass_transform
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform
 
 from PIL import Image
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from vlm_grpo.media.images import decode_image, encode_png
 from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame
 from vlm_grpo.task.task import FAILURES, check_names
 from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
@@ -41,8 +42,9 @@ from vlm_grpo.utils.chat import IMAGE
 
 Point = tuple[float, float]  # x and y
 MAX_CALL = 20_000  # characters of a call that are read
-MAX_TEXT = 8_000  # characters of an observation's text; longer ones are cut
-MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 2**25, 200, 2  # of an observed image
+MAX_DEPTH = 16  # lists and objects within each other in a call
+MAX_TEXT = 8_000  # characters of an observation; longer ones are cut
+MAX_IMAGES, MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 8, 2**25, 200, 2  # of an observation
 _LARGEST = 1e6  # absolute value of a coordinate
 _NUMBERS = {Box: 4, Point: 2}
 _FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)</function>", re.DOTALL)
@@ -70,9 +72,9 @@ class Tool:
         properties = {}
         for name, hint in self.parameters.items():
             schema, note = _describe_hint(hint), self.notes.get(name, "")
-            if hint in _NUMBERS:
+            if kind := _find_numbers(hint):
                 form = "[y1, x1, y2, x2]" if frame.y_first else "[x1, y1, x2, y2]"
-                form = form if hint is Box else ("[y, x]" if frame.y_first else "[x, y]")
+                form = form if kind == Box else ("[y, x]" if frame.y_first else "[x, y]")
                 note = " ".join(filter(None, (note, f"{form}, {frame.describe_units(size)}.")))
             properties[name] = {**schema, **({"description": note} if note else {})}
         parameters = {"type": "object", "properties": properties, "required": [*self.required]}
@@ -83,9 +85,10 @@ class Tool:
 def tool(method: Callable) -> Callable:
     """Mark a method of an environment as a tool.
 
-    Its arguments need hints, of which JSON can hold the values, or ``Box`` and ``Point``. The first
-    paragraph of its docstring describes it, and the section ``Args`` its arguments. ``TypeError``:
-    an argument has no hint, or takes any number of values.
+    Its arguments need hints of which JSON can hold the values; ``Box`` and ``Point``, lists of one
+    or ``… | None``, are converted to pixels of the original image. The first paragraph of its
+    docstring describes it, and the section ``Args`` its arguments. ``TypeError``: an argument has
+    no hint, or takes any number of values.
     """
     name, found = method.__qualname__, [*inspect.signature(method).parameters.values()][1:]
     if not inspect.getdoc(method):
@@ -132,13 +135,18 @@ def _read_tool(name: str, method: Callable) -> Tool:
     return Tool(name, summary, {p.name: hints[p.name] for p in parameters}, required, notes)
 
 
+def _find_numbers(hint: Any) -> Any:
+    """Return which of ``Box`` and ``Point`` a hint is, or is a list of, or may be; else None."""
+    is_part = typing.get_origin(hint) in (list, Union, UnionType)
+    return next((k for k in (hint, *typing.get_args(hint) * is_part) if k in _NUMBERS), None)
+
+
 def _describe_hint(hint: Any) -> dict[str, Any]:
-    if (count := _NUMBERS.get(hint)) is not None:
-        numbers = {"type": "number"}
-        return {"type": "array", "items": numbers, "minItems": count, "maxItems": count}
-    schema = TypeAdapter(hint).json_schema()
-    schema.pop("title", None)
-    return schema
+    if (kind := _find_numbers(hint)) is None:
+        return {k: v for k, v in _build_adapter(hint).json_schema().items() if k != "title"}
+    count, numbers = _NUMBERS[kind], {"type": "number"}
+    schema = {"type": "array", "items": numbers, "minItems": count, "maxItems": count}
+    return {"type": "array", "items": schema} if typing.get_origin(hint) is list else schema
 
 
 def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
@@ -157,7 +165,7 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
         raise ToolError(f"the call has {len(body)} characters, more than {MAX_CALL}")
     if function := _FUNCTION.fullmatch(body):
         pairs = _PARAMETER.findall(function[2])
-        return ToolCall(function[1], {name: _read_value(value) for name, value in pairs})
+        return ToolCall(function[1], {name: _clean(_read_value(v)) for name, v in pairs})
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -168,7 +176,7 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         form = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
         raise ToolError(f"the call must have the form {form}")
-    return ToolCall(found["name"], arguments)
+    return ToolCall(_clean(found["name"]), _clean(arguments))
 
 
 def write_call(call: ToolCall, tags: tuple[str, str]) -> str:
@@ -182,6 +190,27 @@ def _read_value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def clean_text(text: str) -> str:
+    """Return a text that every tokenizer reads, not too long and without places of images."""
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode().replace(IMAGE, " ")
+
+
+def _clean(value: Any, depth: int = 0) -> Any:
+    """Return a value of a call with texts that can be written; ``ToolError``: JSON cannot hold it,
+    or it is too deep."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ToolError("the call has a number that is not finite")
+    if depth > MAX_DEPTH:
+        raise ToolError(f"the call has more than {MAX_DEPTH} lists and objects within each other")
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_clean(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {_clean(name): _clean(item, depth + 1) for name, item in value.items()}
+    return value
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=False)
@@ -206,6 +235,9 @@ class Environment:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_names(cls, Environment)
+        for name, member in vars(cls).items():
+            if getattr(member, "is_tool", False) and hasattr(Environment, name):
+                raise TypeError(f"{cls.__qualname__}.{name}: a tool cannot have this name")
         known = typing.get_type_hints(Environment)
         hints = {found.name: known[found.name] for found in dataclasses.fields(Environment)}
         # A dataclass would ignore another default of an option that has no hint beside it.
@@ -260,11 +292,9 @@ class Environment:
             if call is None:
                 return None, None
             return call, self._observe(self._call(call))
-        except ToolError as error:
-            return call, Observed(f"Error: {error}"[:MAX_TEXT], is_error=True)
         except FAILURES as error:  # the user's tool may raise anything
-            message = f"Error: {type(error).__name__}: {error}"
-            return call, Observed(message[:MAX_TEXT].replace(IMAGE, ""), is_error=True)
+            kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
+            return call, Observed(clean_text(f"Error: {kind}{error}"), is_error=True)
 
     def _call(self, call: ToolCall) -> Any:
         tools = find_tools(type(self))
@@ -281,8 +311,13 @@ class Environment:
         return getattr(self, call.name)(**values)
 
     def _convert(self, name: str, value: Any, hint: Any) -> Any:
-        if hint in _NUMBERS:
-            return self._to_pixels(name, value, _NUMBERS[hint])
+        if kind := _find_numbers(hint):
+            if typing.get_origin(hint) is list:
+                if not isinstance(value, list):
+                    raise ToolError(f"{name} must be a list of lists of numbers")
+                return [self._to_pixels(name, item, _NUMBERS[kind]) for item in value]
+            is_left_out = value is None and kind != hint
+            return None if is_left_out else self._to_pixels(name, value, _NUMBERS[kind])
         try:
             return _build_adapter(hint).validate_python(value)
         except ValidationError as error:
@@ -292,8 +327,10 @@ class Environment:
         is_list = isinstance(value, list | tuple) and len(value) == count
         if not is_list or not all(type(number) in (int, float) for number in value):
             raise ToolError(f"{name} must be a list of {count} numbers")
-        if not all(math.isfinite(number) and abs(number) <= _LARGEST for number in value):
-            raise ToolError(f"{name} has a number that is not finite or too large")
+        if not all(abs(number) <= _LARGEST for number in value):
+            raise ToolError(f"{name} has a number that is too large")
+        if not self.example.images:
+            raise ToolError(f"there is no image for {name}")
         numbers = [float(number) for number in value]
         if self.frame.y_first:
             numbers = [n for y, x in zip(numbers[::2], numbers[1::2], strict=True) for n in (x, y)]
@@ -311,18 +348,20 @@ class Environment:
         return box
 
     def _observe(self, shown: Any) -> Observed:
-        parts = list(shown) if isinstance(shown, list | tuple) else [shown]
-        texts, images = list[str](), list[ImageRef]()
-        for part in parts:
+        texts, images, left = [""], list[ImageRef](), MAX_TEXT
+        for part in shown if isinstance(shown, list | tuple) else [shown]:
             if isinstance(part, Image.Image):
                 images.append(_keep_image(part, f"observation {len(images)}"))
-                texts.append(IMAGE)
+                texts.append("")
+                if len(images) > MAX_IMAGES:
+                    raise ToolError(f"the tool returned more than {MAX_IMAGES} images")
             elif isinstance(part, str | int | float) or part is None:
-                text = "" if part is None else str(part)
-                texts.append(text[:MAX_TEXT].replace(IMAGE, ""))
+                text = "" if part is None else str(part)[:left]
+                texts[-1] += text
+                left -= len(text)
             else:
                 raise ToolError(f"the tool returned {type(part).__name__}, not text or an image")
-        return Observed("".join(texts), tuple(images))
+        return Observed(IMAGE.join(map(clean_text, texts)), tuple(images))
 
     def adapt(self, frame: CoordinateFrame) -> Self:
         """Return a copy for a model that writes boxes in a frame."""
@@ -333,7 +372,7 @@ class Environment:
 
 @cache
 def _build_adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=ConfigDict(strict=False))
+    return TypeAdapter(hint)
 
 
 def _keep_image(image: Image.Image, name: str) -> ImageRef:
@@ -343,6 +382,6 @@ def _keep_image(image: Image.Image, name: str) -> ImageRef:
         raise ToolError(f"the image has only {width}x{height} pixels")
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
         raise ToolError(f"an image of {width}x{height} pixels is too large or too thin")
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG", compress_level=1)
-    return ImageRef(name, image.size, image.size, data=buffer.getvalue())
+    upright = decode_image(image)
+    data = encode_png(upright, compress_level=1)
+    return ImageRef(name, upright.size, upright.size, data=data)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.environment import Environment
+from vlm_grpo.task.environment import Environment, clean_text
 from vlm_grpo.task.scorer import Sent, send
+from vlm_grpo.task.task import contained
 from vlm_grpo.types import EpisodeStart, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.timing import CallTimeout, time_limit
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool
 
+TOOL_MEMORY = 8 * 2**30  #: Bytes that a worker process may hold, on Linux
 TOOL_TIMEOUT = 30.0  #: Time limit in seconds of one call of a tool
 _GRACE = 1.0  # seconds after the time limit at which an unresponsive worker is killed
 
+_Parts = tuple[Any, ...]  # of a ``Sent``, which pickle would give as the environment itself
 Step = tuple[Sent, ToolCall | None, Observed | None]
 """The state of an environment after a text, the call in it, and what is read next, if anything."""
 
@@ -25,13 +29,14 @@ class EnvironmentRunner:
     """A runner of environments, whose tools are called in worker processes.
 
     An environment is sent to a worker with its state, and comes back after the call. A call that
-    raises, takes longer than ``seconds`` or ends its process is answered by a message, and leaves
-    the state as it was. It may be used from several threads.
+    raises, takes longer than ``seconds``, needs more than ``TOOL_MEMORY`` or ends its process is
+    answered by a message, and leaves the state as it was. It may be used from several threads.
     """
 
     def __init__(self, workers: int = 1, seconds: float | None = TOOL_TIMEOUT) -> None:
         self.seconds = seconds
-        self._pool = WorkerPool(max(1, workers), ("environment", "rollout.reward_workers"))
+        names = ("environment", "rollout.reward_workers")
+        self._pool = WorkerPool(max(1, workers), names, _limit_memory)
 
     def __enter__(self) -> EnvironmentRunner:
         return self
@@ -58,13 +63,14 @@ class EnvironmentRunner:
                 f"{self._describe(result)}"
             ) from result
         state, shown = result
+        masks_long = environment.over_turn == "mask"
         start = EpisodeStart(
-            state, environment.max_turns, environment.over_turn == "mask", environment.call_tags[1]
+            Sent(*state), environment.max_turns, masks_long, environment.call_tags[1]
         )
         if shown is None:
             return example, start
         text, question = shown.text, example.question
-        if IMAGE not in question and not example.history:
+        if IMAGE not in "".join((question, *(turn.text for turn in example.history))):
             text = text.replace(IMAGE, "")  # all images stand before the question
         question = "\n".join(filter(None, (question, text)))
         images = (*example.images, *shown.images)
@@ -75,13 +81,12 @@ class EnvironmentRunner:
         results = self._run(_step, list(zip(states, texts, strict=True)))
         found: list[Step] = []
         for state, result in zip(states, results, strict=True):
-            if isinstance(result, UserError):
-                raise result
             if isinstance(result, BaseException):
-                message = f"Error: {self._describe(result)}"
+                message = clean_text(f"Error: {self._describe(result)}")
                 found.append((state, None, Observed(message, is_error=True)))
             else:
-                found.append(result)
+                changed, call, observed = result
+                found.append((Sent(*changed) if changed else state, call, observed))
         return found
 
     def _run(self, function: Any, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -103,13 +108,23 @@ class EnvironmentRunner:
 
 def _begin(
     seconds: float | None, environment: Environment, example: Example
-) -> tuple[Sent, Observed | None]:
-    with time_limit(seconds) as call:
+) -> tuple[_Parts, Observed | None]:
+    with contained(), time_limit(seconds) as call:
         shown = call(environment.begin, example)
-    return send(environment), shown
+    return astuple(send(environment)), shown
 
 
-def _step(seconds: float | None, environment: Environment, text: str) -> Step:
-    with time_limit(seconds) as call:
-        found = call(environment.step, text)
-    return send(environment), *found
+def _step(
+    seconds: float | None, environment: Environment, text: str
+) -> tuple[_Parts | None, ToolCall | None, Observed | None]:
+    """Return what ``Step`` says, but None for a state that a failed call leaves as it was."""
+    with contained(), time_limit(seconds) as call:
+        tool_call, observed = call(environment.step, text)
+    has_failed = observed is not None and observed.is_error
+    return None if has_failed else astuple(send(environment)), tool_call, observed
+
+
+def _limit_memory() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = TOOL_MEMORY if most == resource.RLIM_INFINITY else min(TOOL_MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))

@@ -27,6 +27,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.environment import Environment, find_tools
 from vlm_grpo.task.task import stay_in_folder
 from vlm_grpo.utils import trust
@@ -108,7 +109,13 @@ def load_environment(environment: Any) -> Environment:
         found = _find_class(
             importlib.import_module(f"{TOOLS}.{name}"), name, "", Environment, "environment"
         )
-    if not find_tools(found):
+    try:
+        tools = [known.describe(ORIGINAL, (1, 1)) for known in find_tools(found).values()]
+    except FAILURES as error:  # a hint may be any expression
+        raise UserError(
+            f"environment {name}: a tool's argument has a wrong hint: {error}"
+        ) from error
+    if not tools:
         raise UserError(f"environment {name} has no method that is marked @tool")
     return build_object(found, name, options, "environment")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from vlm_grpo.errors import UserError, shorten
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.environment import Environment
 from vlm_grpo.task.registry import get_file, load_file
 from vlm_grpo.task.task import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, Score
@@ -45,9 +46,10 @@ class Sent:
 
     pickled: bytes
     files: tuple[str, ...] = ()
+    changes: bool = False  # whether calls change the object, so that each needs its own
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes, tuple[str, ...]]]:
-        return _unpickle, (self.pickled, self.files)
+        return _unpickle if self.changes else _unpickle_once, (self.pickled, self.files)
 
 
 class RewardScorer:
@@ -243,8 +245,9 @@ def send(value: Any, *parts: Any) -> Sent:
     """
     files = dict.fromkeys(get_file(type(part)) for part in (value, *parts))
     try:
-        return Sent(dump(value), tuple(file for file in files if file is not None))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        known = tuple(file for file in files if file is not None)
+        return Sent(dump(value), known, isinstance(value, Environment))
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
             f"{type(value).__name__} cannot be sent to worker processes ({error}): define it in a "
             "file of its own; rollout.reward_workers=0 scores in this process"
@@ -254,7 +257,6 @@ def send(value: Any, *parts: Any) -> Sent:
 _load_once = lru_cache(load_file)
 
 
-@lru_cache(maxsize=2)  # one for training, which changes with the progress, and one for evaluation
 def _unpickle(pickled: bytes, files: tuple[str, ...]) -> Any:
     for file in files:
         _load_once(Path(file))
@@ -262,6 +264,11 @@ def _unpickle(pickled: bytes, files: tuple[str, ...]) -> Any:
         return pickle.loads(pickled)  # written by the process that started this one
     except FAILURES as error:  # the user's class may raise anything; no call can be made
         raise UserError(f"its task: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=2)  # one for training, which changes with the progress, and one for evaluation
+def _unpickle_once(pickled: bytes, files: tuple[str, ...]) -> Any:
+    return _unpickle(pickled, files)
 
 
 def _apply_rules(

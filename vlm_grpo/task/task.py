@@ -187,21 +187,29 @@ def metric(
     return _rule("metric", 0.0, without_answer, batch=batch, seconds=seconds)
 
 
-def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    """Return what a user's method returns, or None and the traceback of what it raises.
-
-    The working directory stays, and a process that the method has forked ends here: it would go on
-    as a second run in the same folder.
-    """
+@contextmanager
+def contained() -> Iterator[None]:
+    """Keep the working directory from a user's method, and end here a process that it has forked,
+    which would go on as a second run in the same folder."""
     process, status = os.getpid(), 0
     with stay_in_folder():
         try:
-            outcome: Outcome = function(*arguments), None
-        except FAILURES as error:
-            outcome, status = (None, _format_traceback()), getattr(error, "code", 1) or 0
-        if os.getpid() != process:
-            os._exit(status if isinstance(status, int) else 1)
-    return outcome
+            yield
+        except BaseException as error:
+            status = getattr(error, "code", 1) or 0
+            raise
+        finally:
+            if os.getpid() != process:
+                os._exit(status if isinstance(status, int) else 1)
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
+    """Return what a user's method returns, or None and the traceback of what it raises."""
+    try:
+        with contained():
+            return function(*arguments), None
+    except FAILURES:
+        return None, _format_traceback()
 
 
 @contextmanager

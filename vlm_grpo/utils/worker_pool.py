@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -156,8 +157,9 @@ class _Worker:
             raise _LoadError from pickle.loads(answer)[1]
 
     def stop(self) -> int:
-        """Kill the process and return its exit code."""
-        self.process.kill()
+        """Kill the process and those that it has started, and return its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
 
