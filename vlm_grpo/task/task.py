@@ -595,7 +595,8 @@ class Task:
 
     def reward_rules(self) -> dict[str, Rule]:
         """Return the rules of all rewards by name, also of the optional ones."""
-        return {name: rule for name, rule in self._find_rules().items() if rule.kind == "reward"}
+        found = {n: rule for n, rule in self._find_rules().items() if rule.kind == "reward"}
+        return dict(sorted(found.items(), key=lambda pair: pair[1].optional))
 
     def _find_rules(self) -> dict[str, Rule]:
         """Return the rules of the task and of its environment."""
