@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +29,8 @@ if missing := [NAMES.get(name, name) for name in REQUIRED if find_spec(name) is 
         f"--only-binary=:all: --no-deps {' '.join(missing)}"
     )
 sys.path.insert(0, str(ROOT))
-if not any(distributions(name="vlm-grpo")):
-    sys.dont_write_bytecode = True  # nothing is written beside the sources
+is_silent, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+if find_spec("vlm_grpo.data_scripts") is None:  # not installed: nothing is written here
     import_module("vlm_grpo").__path__.append(str(ROOT))  # tasks, configs and data_scripts
+else:
+    sys.dont_write_bytecode = is_silent
