@@ -168,7 +168,7 @@ class JoinedProduct:
     def __init__(
         self,
         layers: Sequence[Any],
-        weight: Tensor | None = None,
+        weight: Any = None,
         is_reordered: bool = False,
         merges: bool = False,
     ) -> None:
@@ -185,7 +185,7 @@ class JoinedProduct:
             for parts, build in ((norms, torch.ones), (biases, torch.zeros))
         )
         self.first: Tensor | None = None
-        self.second: Tensor | None = None
+        self.second: Any = None
         factors = [factor for factor in first if factor is not None]
         if factors:
             self.first = _concatenate(factors).to(self.dtype)
