@@ -168,7 +168,7 @@ class JoinedProduct:
     def __init__(
         self,
         layers: Sequence[Any],
-        weight: Any = None,
+        weight: Tensor | None = None,
         is_reordered: bool = False,
         merges: bool = False,
     ) -> None:
@@ -193,13 +193,14 @@ class JoinedProduct:
             joined = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
             self.second = joined.to(self.dtype)
         if is_reordered:
+            assert weight is not None
             if self.first is not None:
                 weight = torch.cat([weight, self.second], -1)
                 self.first = linear.reorder(self.first)
             weight = linear.reorder(weight)
         else:
             self._keep_addresses()
-        self.weight = weight
+        self.weight: Any = weight
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(layers):
