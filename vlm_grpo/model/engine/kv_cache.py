@@ -31,7 +31,7 @@ Layers = dict[int, tuple[Tensor, ...]]
 recurrent state."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch 2.11 hashes it while it compiles a step
 class CachedKeys:
     """The cached keys that the queries of each of S rows see: the first ones, without gradient.
 
@@ -82,8 +82,9 @@ class CachedKeys:
         """Return the attention output and its log-sum-exps, in at least float32. The queries that
         share a key head are stacked along n."""
         if self.mask is None and cap is None and kernels.has_varlen(query):
+            tensors = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
             output, lse = kernels.run_varlen(
-                *(x.flatten(0, 1) for x in (query, key, value)),
+                *tensors,
                 [self._get_starts(x.shape[1]) for x in (query, key)],
                 [query.shape[1], self.longest],
                 scaling,
