@@ -27,7 +27,7 @@ from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, Example
 
 COUNTING = load_task("counting")
 EXAMPLE = Example("1", (), "How many?", 3)
@@ -38,7 +38,8 @@ ERRORS = [Example(f"e/{n}", (), "How far?", n, source="e") for n in range(2)]
 def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
     items = [e for e in examples for _ in range(len(texts) // len(examples))]
     with RewardScorer() as scorer:
-        return summarize(task, examples, texts, scorer(task, texts, items), 0)
+        outputs = [*map(Completion.from_text, texts)]
+        return summarize(task, examples, outputs, scorer(task, texts, items), 0)
 
 
 def score(task: Task, texts: list[str]):

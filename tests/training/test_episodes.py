@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def make_settings(folder: Path, source: Path, **changes: Any) -> Settings:
     folder.mkdir(exist_ok=True)
     options = {"environment": {"name": PEEK, "max_turns": 3}}
     rollout = {"num_generations": 4, "max_completion_length": 30}
-    return small_run(folder, source, task_options=options, rollout=rollout, **changes)
+    data = {"eval": "embedded:ocr", "eval_limit": 2}
+    return small_run(folder, source, task_options=options, rollout=rollout, data=data, **changes)
 
 
 def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(tmp_path, source):
@@ -38,3 +40,10 @@ def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(tmp_path, sourc
         # Rounding of float32: what was sampled turn by turn has the log-probs of one pass.
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["rewards/turns/mean"] > 1 / 3  # some calls in every step
+        assert row["completions/turns"] == pytest.approx(3 * row["rewards/turns/mean"])
+        assert row["tools/calls"] == pytest.approx(row["completions/turns"] - 1 + row["tools/cut"])
+        assert row["tokens/observed"] > 0
+    assert {"eval/tools/gain", "eval/letters_without_tools"} <= row.keys()
+    (line, *_) = (runs[0] / "samples" / "held-out-000004.jsonl").read_text().splitlines()
+    first, *_ = json.loads(line)["completions"][0]["turns"]
+    assert (first["observed"]["images"], len(first["pictures"])) == ([[28, 28]], 1)

@@ -278,10 +278,7 @@ class PromptWriter:
 
     def adapt(self, task: Task) -> Task:
         """Return the task with the model's coordinate frame and thinking tags."""
-        task = replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
-        if task.environment is None:
-            return task
-        return replace(task, environment=task.environment.adapt(self.frame))
+        return replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
         """Return the chat of an example, as ``PromptSettings.write_chat``."""
@@ -305,6 +302,15 @@ class PromptWriter:
     def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
         """Return the text of the system message that describes tools, with the tags of a call."""
         return _describe_tools(schemas, tags)
+
+    def write_result(self, observed: Observed) -> Turn:
+        """Return a tool's result as a turn of the user, which shows its images everywhere."""
+        _, before, after = _RESULT_FORMS[-1]
+        return Turn("user", f"{before}{self.remove_control_tokens(observed.text)}{after}")
+
+    def remove_control_tokens(self, text: str) -> str:
+        """Return a text without control tokens of the model, of which none is known."""
+        return text
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's images with their noise, and whether this call decoded each."""

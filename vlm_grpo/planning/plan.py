@@ -157,6 +157,8 @@ def _format(plan: Plan) -> Iterator[str]:
         f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
         f"{work.num_micro_batches} micro-batches"
     )
+    if "environment" in step.settings.task_options:
+        yield "           without what the environment shows in each turn, which is not counted"
     yield from _format_memory(step, device)
     if not device.is_cpu:
         yield from _format_host(plan)
@@ -217,9 +219,10 @@ def count_host_bytes(step: StepEstimate, rows: int) -> dict[str, int]:
 def _format_server(step: StepEstimate, device: Device) -> Iterator[str]:
     weights, vllm = step.shape.served_bytes, step.settings.rollout.vllm
     if server := step.memory.server:
-        keys = max(0, server - weights - CONTEXT)
-        yield f"server     {weights / GIB:.1f} GiB of weights, {keys / GIB:.1f} GiB for keys"
-        if keys == 0:
+        keys = server - weights - CONTEXT
+        sizes = f"{weights / GIB:.1f} GiB of weights, {max(keys, 0) / GIB:.1f} GiB for keys"
+        yield f"server     {sizes}"
+        if keys <= 0:
             yield "           too little: raise rollout.vllm.gpu_memory_utilization"
     elif vllm is not None and vllm.python is not None:
         yield "server     its memory beside this process is not planned on a CPU"

@@ -26,6 +26,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import UnionType
@@ -346,6 +347,19 @@ class Environment:
         if not (box[0] < box[2] and box[1] < box[3]):
             raise ToolError(f"{name} has no area inside the image: write x1 < x2 and y1 < y2")
         return box
+
+    def find_boxes(self, call: ToolCall, example: Example) -> list[Box]:
+        """Return the boxes of a call in pixels of the example's first image, without wrong ones."""
+        found, boxes = find_tools(type(self)).get(call.name), list[Box]()
+        if self.example is not example:
+            own = self.adapt(self.frame)
+            own.example = example
+            return own.find_boxes(call, example)
+        for name, hint in () if found is None else found.parameters.items():
+            if hint == Box and name in call.arguments and example.images:
+                with suppress(ToolError):
+                    boxes.append(self._to_pixels(name, call.arguments[name], 4))  # type: ignore[arg-type]
+        return boxes
 
     def _observe(self, shown: Any) -> Observed:
         texts, images, left = [""], list[ImageRef](), MAX_TEXT

@@ -11,7 +11,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import Environment, clean_text
 from vlm_grpo.task.scorer import Sent, send
 from vlm_grpo.task.task import contained
-from vlm_grpo.types import EpisodeStart, Example, Observed, ToolCall
+from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.timing import CallTimeout, time_limit
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool
@@ -23,6 +23,18 @@ _GRACE = 1.0  # seconds after the time limit at which an unresponsive worker is 
 _Parts = tuple[Any, ...]  # of a ``Sent``, which pickle would give as the environment itself
 Step = tuple[Sent, ToolCall | None, Observed | None]
 """The state of an environment after a text, the call in it, and what is read next, if anything."""
+
+
+def count_calls(turns: Sequence[EpisodeTurn]) -> dict[str, float | None]:
+    """Return the metrics of an episode's calls: their number, whether there is one, the share of
+    errors (None without a call), and whether it was cut before its answer. Without turns: none."""
+    if not turns:
+        return {}
+    answers = [turn.observed for turn in turns if turn.observed is not None]
+    errors = sum(answer.is_error for answer in answers) / len(answers) if answers else None
+    cut, called = (float(bool(value)) for value in (turns[-1].observed, answers))
+    values = {"calls": len(answers), "called": called, "errors": errors, "cut": cut}
+    return {f"tools/{name}": value for name, value in values.items()}
 
 
 class EnvironmentRunner:
