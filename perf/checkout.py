@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = (
-    *("torch", "torchvision", "transformers", "peft", "accelerate", "pydantic", "omegaconf"),
-    "qwen_vl_utils",
-    *("jaxtyping", "numpy", "scipy", "PIL", "jinja2", "psutil", "yaml", "rich", "rapidfuzz"),
+    *("torch", "torchvision", "transformers", "peft", "accelerate", "numpy", "scipy", "jaxtyping"),
+    *("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "omegaconf", "antlr4"),
+    *("qwen_vl_utils", "rapidfuzz", "PIL", "jinja2", "psutil", "yaml", "rich"),
 )
 """Modules without which no step runs."""
+NAMES = {"PIL": "pillow", "yaml": "pyyaml", "antlr4": "antlr4-python3-runtime"}
 
-if missing := [name for name in REQUIRED if find_spec(name) is None]:
+if missing := [NAMES.get(name, name) for name in REQUIRED if find_spec(name) is None]:
     version = ".".join(map(str, sys.version_info[:2]))
     sys.exit(
-        f"{Path(sys.argv[0]).name}: {sys.executable} lacks {', '.join(missing)}. Install them, or "
-        f"fetch them on another machine with pip install --target FOLDER --python-version {version}"
-        " --no-deps --only-binary=:all: …, copy the folder, and set PYTHONPATH=FOLDER"
+        f"{Path(sys.argv[0]).name}: {sys.executable} lacks {len(missing)} packages. Install them, "
+        "or fetch them on another machine, copy the folder here and set PYTHONPATH=FOLDER: pip "
+        f"install --constraint constraints.txt --target FOLDER --python-version {version} "
+        f"--only-binary=:all: --no-deps {' '.join(missing)}"
     )
 sys.path.insert(0, str(ROOT))
-if not any(distributions(name="vlm-grpo")):
-    sys.dont_write_bytecode = True  # nothing is written beside the sources
+is_silent, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+if find_spec("vlm_grpo.data_scripts") is None:  # not installed: nothing is written here
     import_module("vlm_grpo").__path__.append(str(ROOT))  # tasks, configs and data_scripts
+else:
+    sys.dont_write_bytecode = is_silent

@@ -423,8 +423,9 @@ def format_all(recorded: dict[str, Any]) -> str:
     parts = []
     for label, given in recorded.items():
         ours, theirs = Counts(**given["ours"]), Counts(**given["trl"])
+        options = ", ".join(f"{name} {value}" for name, value in given["options"].items())
         shown = ", ".join(f"{name} {value:,.0f}" for name, value in ours._asdict().items())
-        parts.append(f"{label} (ours: {shown}; {given['options']}):\n")
+        parts.append(f"{label} (counted: {shown}; {options}):\n")
         parts.append("\n".join([*format_table(ours, theirs, **given["options"]), ""]))
     return "\n".join(parts)
 

@@ -147,9 +147,7 @@ def test_settings_without_effect_are_refused(overrides, problem):
     ("overrides", "problem"),
     [
         ("rollout.torch_compile=true", "torch_compile=true compiles the steps that the policy"),
-        ("rollout.vllm.sleep_level=1 rollout.steps_ahead=1", "no effect with rollout.steps_ahead"),
         ("rollout.vllm.weight_transfer=ipc rollout.steps_ahead=2", "use files, or one step"),
-        ("rollout.vllm.sleep_level=2 policy.lora.r=8", "sleep_level=2 drops the base weights"),
         ("rollout.vllm.weight_transfer=ipc policy.lora.r=8", "no effect on adapters, which are"),
         ("policy.lora.use_dora=true", "policy.lora.use_dora: vLLM does not load such adapters"),
         ("policy.lora.r=8 policy.load_in=4bit", "the servers have the whole weights"),
@@ -170,7 +168,6 @@ def test_servers_and_other_settings_must_agree(overrides, problem):
         ({"urls": ["127.0.0.1:8000"]}, "must start with http"),
         ({"urls": [URL, URL]}, "an address is listed twice"),
         ({"urls": [URL], "arguments": ["--enforce-eager"]}, "vllm.arguments has no effect on runn"),
-        ({"urls": [URL], "sleep_level": 0}, "vllm.sleep_level has no effect on running servers"),
         ({"urls": [URL], "weight_transfer": "ipc"}, "use nccl or files"),
         ({"python": "python", "weight_transfer": "nccl"}, "use ipc or files"),
     ],

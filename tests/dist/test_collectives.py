@@ -170,7 +170,7 @@ def test_a_process_that_waits_for_one_that_failed_ends(monkeypatch, capsys):
     monkeypatch.setattr(collectives, "WATCH_SECONDS", 0.001)
     monkeypatch.setattr(collectives, "GRACE_SECONDS", 0.001)
     monkeypatch.setattr(collectives.os, "_exit", statuses.append)
-    store, is_done = torch.distributed.HashStore(), threading.Event()
+    store, is_done = cast(Any, distributed).HashStore(), threading.Event()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)

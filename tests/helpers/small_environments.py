@@ -48,7 +48,7 @@ class Peek(Environment):
         shown = [f"Part {self.count}", self.peek()] if self.example.images else "Nothing"
         return ToolCall("peek", {}), self._observe(shown)
 
-    @reward(weight=0.5)
+    @reward(weight=0.5, needs_answer=False)
     def turns(self, episode: Any) -> float:
         """Return the share of the turns that were used."""
         return len(episode.turns) / self.max_turns

@@ -454,7 +454,6 @@ def make_settings(*overrides: str) -> Settings:
     [
         ((OWN,), SERVER, 2),
         ((OWN, "policy.lora.r=8"), SERVER, 0),
-        ((OWN, "rollout.vllm.sleep_level=1", "policy.lora.r=8"), SERVER, 1),
         ((OWN, "rollout.steps_ahead=1"), SERVER, None),
         ((OWN, "rollout.vllm.gpu_memory_utilization=0.5"), GPU.memory // 2, 2),
         ((SHARED,), 0, None),  # servers elsewhere take nothing here

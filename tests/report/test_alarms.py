@@ -239,6 +239,11 @@ def test_a_collapse_names_the_learning_rate_and_no_warm_start():
     assert (alarm.name, alarm.step) == ("collapse", 3)
     assert "fell from 0.60 to 0.15 in the last 4 steps" in alarm.message
     assert "after learning rates of up to 1 (optim.lr)" in alarm.message
+    rows = make_rows(**FAILURES["collapse"])  # long after the highest rate
+    for step, row in enumerate(rows):
+        row["learning_rate"] = 1 / (1 + step)
+    (message,) = [alarm.message for alarm in collect_alarms(rows) if alarm.name == "collapse"]
+    assert "after learning rates of up to 1 (optim.lr)" in message
 
 
 def test_the_steps_of_a_mean_are_stated_as_they_are():

@@ -106,7 +106,6 @@ def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
     ("overrides", "weights", "level"),
     [
         ((OWN,), 1, 2),
-        ((OWN, "rollout.vllm.sleep_level=1"), 1, 1),
         ((OWN, "policy.lora.r=8"), 250, 0),
         ((OWN, "policy.lora.r=8"), 251, 1),
         ((OWN, "rollout.steps_ahead=1"), 1, None),
@@ -130,9 +129,6 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(way):
     with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
         choose_transfer(settings, on_gpu=False)
     assert choose_transfer(settings, on_gpu=True) == way
-    asleep = make_settings(OWN, "rollout.vllm.sleep_level=1")
-    with pytest.raises(UserError, match="sleep_level has no effect on a CPU"):
-        choose_sleep_level(load_policy(asleep), asleep)
     assert choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
 
 

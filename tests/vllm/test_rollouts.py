@@ -141,7 +141,7 @@ def test_log_probs_of_episodes_are_the_trainers(tmp_path, server_processes):
     )
     train(settings)
     for row in read_metrics(settings.run_dir):
-        assert row["rewards/turns/mean"] > 0.4  # some have two turns or three
+        assert row["rewards/turns/mean"] > 1 / 3  # some have two turns or three
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
 
 

@@ -43,7 +43,7 @@ def plan(
     models, which prints a table of all of them.
 
     Counts the prompt tokens of the data, adds up the memory of each component, estimates the
-    seconds per step, and finds the largest group and batch that fit, or changes that make it fit.
+    seconds per step, and finds changes that shorten it or make it fit, each with its figures.
 
     \b
     vlm-grpo plan counting

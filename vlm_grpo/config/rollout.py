@@ -37,11 +37,6 @@ class VllmSettings(Frozen):
     """Way in which full weights reach the servers: ``ipc`` (same GPU), ``nccl`` (other GPUs) or
     ``files``. None: ipc for servers started on a GPU with ``steps_ahead`` of 0 or 1, otherwise
     files. Adapters are always files."""
-    sleep_level: Literal[0, 1, 2] | None = None
-    """What a server started by the run frees of a GPU's memory while the policy is updated: 0 its
-    keys, 1 also its weights, which the host keeps, 2 also its weights, which are sent again. None:
-    2 for full weights; with adapters 0 or 1, by what fits. With ``steps_ahead`` it frees nothing.
-    """
     startup_timeout: float = Field(default=900.0, gt=0)
     """Seconds in which a server must be ready."""
     request_timeout: float = Field(default=900.0, gt=0)

@@ -293,8 +293,7 @@ def add_server(
     if vllm is not None and vllm.python is not None and not device.is_cpu:
         server = int(vllm.gpu_memory_utilization * device.memory)
         weights = model.served_bytes
-        level = vllm.sleep_level
-        if level is None and model.lora_rank:
+        if model.lora_rank:
             level = choose_adapter_level(weights, device.memory)
         resting = server if rollout.steps_ahead else CONTEXT + (weights if level == 0 else 0)
     own = {"folded": 0, "cache": 0, "sampling": 0, "graphs": 0}

@@ -219,10 +219,9 @@ def count_host_bytes(step: StepEstimate, rows: int) -> dict[str, int]:
 def _format_server(step: StepEstimate, device: Device) -> Iterator[str]:
     weights, vllm = step.shape.served_bytes, step.settings.rollout.vllm
     if server := step.memory.server:
-        keys = server - weights - CONTEXT
-        sizes = f"{weights / GIB:.1f} GiB of weights, {max(keys, 0) / GIB:.1f} GiB for keys"
-        yield f"server     {sizes}"
-        if keys <= 0:
+        keys = max(0, server - weights - CONTEXT)
+        yield f"server     {weights / GIB:.1f} GiB of weights, {keys / GIB:.1f} GiB for keys"
+        if keys == 0:
             yield "           too little: raise rollout.vllm.gpu_memory_utilization"
     elif vllm is not None and vllm.python is not None:
         yield "server     its memory beside this process is not planned on a CPU"

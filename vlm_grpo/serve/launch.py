@@ -203,17 +203,8 @@ def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:
     """Return what a run's own server frees during the update; None: it does not rest."""
     vllm = settings.rollout.vllm
     assert vllm is not None
-    if policy.device.type != "cuda":
-        if vllm.sleep_level is not None:
-            raise UserError(
-                "rollout.vllm.sleep_level has no effect on a CPU, where vLLM cannot free memory: "
-                "remove it"
-            )
+    if policy.device.type != "cuda" or vllm.python is None or settings.rollout.steps_ahead:
         return None
-    if vllm.python is None or settings.rollout.steps_ahead:
-        return None
-    if vllm.sleep_level is not None:
-        return vllm.sleep_level
     if policy.adapters is None:  # full weights are sent again after each update
         return 2
     # Base weights that take little of the GPU stay there, and others wait in the host's memory.

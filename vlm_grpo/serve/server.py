@@ -130,7 +130,7 @@ class Server:
     """The vLLM server at ``url``, without ``/v1``. Each request may raise ``ServiceError``.
 
     Sampling and loading must end within ``timeout`` seconds. ``process`` is that which the run has
-    started, if any. ``sleep_level`` is what it frees while it rests (``rollout.vllm.sleep_level``).
+    started, if any. ``sleep_level`` is what it frees while it rests (``choose_sleep_level``).
     """
 
     def __init__(

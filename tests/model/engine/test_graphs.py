@@ -207,11 +207,12 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(monkeypatch):
 
 def test_graphs_share_a_pool_that_ends_with_the_last_of_them(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
-    first, second = (CudaGraph(torch.cos, (torch.ones(1),)) for _ in range(2))
+    step: Any = torch.cos
+    first, second = (CudaGraph(step, (torch.ones(1),)) for _ in range(2))
     del first
-    third = CudaGraph(torch.cos, (torch.ones(1),))
+    third = CudaGraph(step, (torch.ones(1),))
     del second, third
-    last = CudaGraph(torch.cos, (torch.ones(1),))
+    last = CudaGraph(step, (torch.ones(1),))
     pools = [event.split()[3] for event in cuda.events if event.startswith("begin")]
     assert pools == ["1,", "1,", "1,", "2,"]
     del last
@@ -223,10 +224,10 @@ def test_a_capture_that_fails_leaves_the_stream_and_its_pool_and_names_its_cause
         note = functools.partial(lambda name, *pool: cuda.events.append(f"{name} {pool}"), name)
         monkeypatch.setattr(torch._C, name, note, raising=False)  # noqa: SLF001
 
-    def step(tokens: Tensor) -> Tensor:
+    def step(tokens: Tensor) -> tuple[Tensor]:
         if cuda.current == "capture":
             raise RuntimeError("operation not permitted when stream is capturing")
-        return tokens
+        return (tokens,)
 
     with pytest.raises(RuntimeError, match="previous error") as caught:
         CudaGraph(step, (torch.ones(1),))
@@ -245,8 +246,9 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
     captured: list[Any] = []
     monkeypatch.setattr(CudaGraph, "__init__", lambda _, *arguments: captured.append(arguments))
     monkeypatch.setattr(graphs, "compile_step", lambda step: ("compiled", step))
-    graphs.capture_compiled(torch.cos, ())
-    assert captured == [(("compiled", torch.cos), ())]
+    step: Any = torch.cos
+    graphs.capture_compiled(step, ())
+    assert captured == [(("compiled", step), ())]
 
 
 @pytest.mark.parametrize(

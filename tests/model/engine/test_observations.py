@@ -6,10 +6,12 @@ import pytest
 import torch
 from family_policies import build_family_policy, build_prompts
 from gpu_standins import use_plain_varlen
-from gradients import relative_distance, use_float64
+from gradients import relative_distance, use_float64, use_float64_recurrence
 from torch import Tensor
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path, pack
+from vlm_grpo.model.engine.repeated import extend_prompt
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Observation, Prompt
 
@@ -94,6 +96,36 @@ def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
     for scores, gradient in results:
         torch.testing.assert_close(scores, expected, rtol=0, atol=1e-11)
         assert relative_distance(gradient, expected_gradient) < 1e-10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_goes_on_behind_observations_with_one_pass_over_the_prompt(name, monkeypatch):
+    policy = build_family_policy(name, torch.float64, shared=True, banned=())
+    use_float64_recurrence(monkeypatch, policy.model)
+    group, other, _ = make_groups(policy, name)
+    # The first two texts of a group have been answered, and one of another prompt.
+    begun = [(group.prompt, (70, 71), group.observations[0][:1])]
+    begun += [
+        (group.prompt, (82,), group.observations[2]),
+        (other.prompt, (90,), other.observations[0]),
+    ]
+    prompts = [extend_prompt(p, Path(own, observed), None) for p, own, observed in begun]
+    lengths = [len(own) for _, own, _ in begun]
+    sampling = SamplingSettings(policy.distribution, 8)
+    groups = policy.sample(prompts, sampling, 1, [(0, i) for i in range(3)], begun=lengths)
+    own = [len(prompt.token_ids) for prompt in (group.prompt, other.prompt)]
+    rest = [
+        len(whole.token_ids) - len(prompt.token_ids)
+        for whole, (prompt, *_) in zip(prompts, begun, strict=True)
+    ]
+    assert policy.counters.prefill_tokens == sum(own) + sum(rest)
+    for (prompt, before, observed), (completion,) in zip(begun, groups, strict=True):
+        assert len(completion.token_ids) == 8 - len(before)
+        piece = GroupSlice(prompt, ((*before, *completion.token_ids),), (0,), (observed,))
+        scored = score_plainly(policy, (piece,))[len(before) :]
+        torch.testing.assert_close(
+            scored.detach(), torch.tensor(completion.logprobs).double(), rtol=0, atol=2e-5
+        )  # norms and rotations are float32
 
 
 def test_a_group_is_cut_with_its_observations():

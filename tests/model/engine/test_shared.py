@@ -299,6 +299,22 @@ def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again():
     assert policy.describe_engine().endswith("as CUDA graphs")
 
 
+def test_rollouts_of_varied_lengths_need_few_captures_on_a_gpu(monkeypatch):
+    """With FlashAttention a step of any length is the same; only the number of rows changes it."""
+    use_plain_varlen(monkeypatch)
+    monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)
+    eos = tuple(range(70, 110))  # completions of many lengths
+    policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=eos) for _ in range(2))
+    captured: list[tuple[Tensor, ...]] = []
+    policy.engine.use_capture(lambda step, inputs: (captured.append(inputs), step)[1])
+    for words in (9, 2, 20, 5, 14):
+        examples = [noise_example(str(n), [], "What? " * (words + n)) for n in range(4)]
+        prompts = [make_prompt(policy, example) for example in examples]
+        found, expected = (sample_groups(p, prompts, group_size=4) for p in (policy, eager))
+        assert get_tokens(found) == get_tokens(expected)
+    assert 2 < len(captured) <= 8
+
+
 def test_a_gpu_keeps_no_large_cache(monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
     policy.engine.use_capture(TracedStep)

@@ -285,7 +285,6 @@ class PackedAttention:
         for span in self.spans:
             state = LayerState()
             outputs.append(run(next(parts), state))
-            self.keep_state(layer, state)
             completions, lengths = next(parts), span.completion_lengths
             if completions.shape[1]:
                 rows = pad_sequence(list(completions[0].split(lengths)), batch_first=True)
@@ -296,19 +295,21 @@ class PackedAttention:
                 outputs.append(torch.cat(kept)[None])
         return torch.cat(outputs, dim=1)
 
-    def keep_state(self, layer: int, state: LayerState) -> None:
-        """Receive the state of a recurrent layer at the end of a prompt."""
-
 
 class PrefillAttention(PackedAttention):
     """Attention over a row of prompts, which stores their keys, values and recurrent states."""
 
-    def __init__(self, spans: Sequence[GroupSpan], masks: Sequence[Masks] | None = None) -> None:
-        super().__init__(spans, masks)
+    def __init__(
+        self,
+        spans: Sequence[GroupSpan],
+        masks: Sequence[Masks] | None = None,
+        path_masks: Sequence[Sequence[Masks]] | None = None,
+    ) -> None:
+        super().__init__(spans, masks, path_masks)
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of each attention layer: (1, key heads, T, head width)."""
         self.states: dict[int, list[LayerState]] = {}
-        """The state of each recurrent layer at the end of each prompt."""
+        """The state of each recurrent layer at the end of each prompt, or of what continues it."""
         self.heads: list[tuple[int, int]] = []
         """Numbers of query heads and key heads of the layers, without repetitions."""
 
@@ -321,5 +322,15 @@ class PrefillAttention(PackedAttention):
             self.heads.append(heads)
         return super().__call__(layer, query, key, value)
 
-    def keep_state(self, layer: int, state: LayerState) -> None:
-        self.states.setdefault(layer, []).append(state)
+    def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
+        outputs, kept = [], self.states.setdefault(layer, [])
+        parts = iter(hidden.split(self._lengths, dim=1))
+        for span in self.spans:
+            state = LayerState()
+            outputs.append(run(next(parts), state))
+            states = [state.fork(1) for _ in span.completion_lengths]
+            # One by one: padding would change the states at their ends.
+            paths = next(parts).split(span.completion_lengths or (0,), dim=1)
+            outputs += [run(path, own) for path, own in zip(paths, states, strict=False)]
+            kept += states or [state]
+        return torch.cat(outputs, dim=1)

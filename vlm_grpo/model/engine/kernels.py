@@ -64,6 +64,16 @@ class GroupSpan(NamedTuple):
     prompt_length: int
     completion_lengths: tuple[int, ...]
 
+    def list_paths(self) -> list[np.ndarray]:
+        """Return the places of the prompt with each completion, or of the prompt alone."""
+        prompt, start = np.arange(self.start, self.start + self.prompt_length), 0
+        found = []
+        for length in self.completion_lengths:
+            own = prompt[-1] + 1 + np.arange(start, start + length)
+            found.append(np.concatenate([prompt, own]))
+            start += length
+        return found or [prompt]
+
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     query = torch.empty(0, dtype=dtype, device=device)

@@ -31,7 +31,7 @@ Layers = dict[int, tuple[Tensor, ...]]
 recurrent state."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch 2.11 hashes it while it compiles a step
 class CachedKeys:
     """The cached keys that the queries of each of S rows see: the first ones, without gradient.
 
@@ -82,8 +82,9 @@ class CachedKeys:
         """Return the attention output and its log-sum-exps, in at least float32. The queries that
         share a key head are stacked along n."""
         if self.mask is None and cap is None and kernels.has_varlen(query):
+            tensors = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
             output, lse = kernels.run_varlen(
-                *(x.flatten(0, 1) for x in (query, key, value)),
+                *tensors,
                 [self._get_starts(x.shape[1]) for x in (query, key)],
                 [query.shape[1], self.longest],
                 scaling,
@@ -273,16 +274,19 @@ class KVCache:
         tensors = zip(self._states[layer], self.completions[layer], strict=True)
         return LayerState(dict(tensors), in_place=True)
 
-    def store_prompts(self, slots: Sequence[int], prefill: PrefillAttention) -> None:
+    def store_prompts(
+        self, slots: Sequence[int], prefill: PrefillAttention, tokens: Sequence[np.ndarray]
+    ) -> None:
+        """Store the ``tokens`` of a row, by their places in it, as the prompts of some slots."""
         if not self.prompts:
             self._allocate(prefill)
-        device = self.get_keys().device
-        lengths = [span.prompt_length for span in prefill.spans]
-        tokens = np.concatenate([np.arange(length) for length in lengths])
-        places = copy_to(device, np.repeat(slots, lengths)), copy_to(device, tokens)
+        device, lengths = self.get_keys().device, [len(places) for places in tokens]
+        order = np.concatenate([np.arange(length) for length in lengths])
+        places = copy_to(device, np.repeat(slots, lengths)), copy_to(device, order)
+        source = copy_to(device, np.concatenate(tokens))
         for layer, keys in prefill.keys.items():
             for cached, new in zip(self.prompts[layer], keys, strict=True):
-                cached.index_put_(places, new[0].transpose(0, 1))
+                cached.index_put_(places, new[0].transpose(0, 1)[source])
         index = copy_to(device, np.array(slots))
         for layer, states in prefill.states.items():
             for name, cached in zip(self._states[layer], self.prompts[layer], strict=True):

@@ -185,7 +185,7 @@ class JoinedProduct:
             for parts, build in ((norms, torch.ones), (biases, torch.zeros))
         )
         self.first: Tensor | None = None
-        self.second: Tensor | None = None
+        self.second: Any = None
         factors = [factor for factor in first if factor is not None]
         if factors:
             self.first = _concatenate(factors).to(self.dtype)
@@ -193,13 +193,14 @@ class JoinedProduct:
             joined = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
             self.second = joined.to(self.dtype)
         if is_reordered:
+            assert weight is not None
             if self.first is not None:
                 weight = torch.cat([weight, self.second], -1)
                 self.first = linear.reorder(self.first)
             weight = linear.reorder(weight)
         else:
             self._keep_addresses()
-        self.weight = weight
+        self.weight: Any = weight
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(layers):

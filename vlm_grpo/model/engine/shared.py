@@ -68,6 +68,15 @@ class PrefixInputs:
     token_ids: Int[np.ndarray, " T"]
     layout: PromptLayout
     features: tuple[ImageFeatures, ...]
+    #: of a prompt that continues another: that one, behind which others continue, too
+    base: PrefixInputs | None = None
+
+    @property
+    def path(self) -> PathInputs:
+        """What stands behind the base, whose last token is fed, too."""
+        base = self.base or self
+        rest = *self.token_ids[len(base.token_ids) :].tolist(), 0
+        return PathInputs(Path(rest), self.layout, self.features[len(base.features) :])
 
     @property
     def next_position(self) -> int:
@@ -107,7 +116,9 @@ class PathInputs:
         """Return (n, T) which tokens of the prompt and the path the path's fed tokens see."""
         if self.layout is None:
             return {}
-        return {kind: mask[prompt_length:-1, :-1] for kind, mask in self.layout.masks.items()}
+        stop = prompt_length + len(self.path.token_ids) - 1
+        masks = self.layout.masks.items()
+        return {kind: mask[prompt_length:stop, :stop] for kind, mask in masks}
 
 
 def pack_row(
@@ -134,7 +145,7 @@ def pack_row(
             sampled = inputs.path.sampled
             positions = next_position + np.arange(count)
             if inputs.layout is not None:
-                positions = inputs.layout.positions[:, length:-1]
+                positions = inputs.layout.positions[:, length : length + count]
             token_ids.append(inputs.path.token_ids[:-1])
             position_ids.append(np.broadcast_to(positions, (axes, count)))
             features += inputs.features
@@ -151,6 +162,11 @@ def pack_row(
         np.array(targets, dtype=np.int64),
         np.concatenate(target_positions),
     )
+
+
+def find_path_masks(row: PackedRow, paths: Sequence[Sequence[PathInputs]]) -> list[list[Masks]]:
+    pairs = zip(row.spans, paths, strict=True)
+    return [[path.find_masks(span.prompt_length) for path in own] for span, own in pairs]
 
 
 class Visible(NamedTuple):
@@ -207,11 +223,7 @@ class SharedEngine(Engine):
         counters.update_tokens += batch.num_tokens
         row = pack_row(prefixes, paths)
         masks = [prefix.layout.masks for prefix in prefixes]
-        path_masks = [
-            [path.find_masks(span.prompt_length) for path in group]
-            for span, group in zip(row.spans, paths, strict=True)
-        ]
-        attend = PackedAttention(row.spans, masks, path_masks)
+        attend = PackedAttention(row.spans, masks, find_path_masks(row, paths))
         head = self.family.head(self.model)
         hidden = self.run_row(row, attend)
         arrays = (row.predictors, row.targets, row.target_positions)
@@ -226,7 +238,14 @@ class SharedEngine(Engine):
 
     def build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
         features = self.encoder(prompts, counters)
-        return [self._build_prefix(prompt, features) for prompt in prompts]
+        bases = {
+            id(p.parts[0]): self._build_prefix(p.parts[0], features) for p in prompts if p.parts
+        }
+        prefixes = (self._build_prefix(prompt, features) for prompt in prompts)
+        return [
+            replace(prefix, base=bases[id(prompt.parts[0])]) if prompt.parts else prefix
+            for prefix, prompt in zip(prefixes, prompts, strict=True)
+        ]
 
     def _build_prefix(self, prompt: Prompt, features: Mapping[Unit, ImageFeatures]) -> PrefixInputs:
         token_ids = np.array(prompt.token_ids, dtype=np.int64)
@@ -271,7 +290,6 @@ class SharedEngine(Engine):
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
     ) -> None:
         prefixes = self.build_prefixes(prompts, counters)
-        counters.prefill_tokens += sum(len(prefix.token_ids) for prefix in prefixes)
         rollout = _Rollout(self, prefixes, state, max_tokens)
         try:
             while True:
@@ -282,6 +300,7 @@ class SharedEngine(Engine):
                 with self.stopwatch("decode"):
                     rollout.advance()
         finally:
+            counters.prefill_tokens += rollout.prefilled
             self._release_large_cache()
 
     def use_capture(self, capture: GraphCapture | None) -> None:
@@ -407,6 +426,7 @@ class _Rollout:
         self.starts = copy_to(self.device, np.append(starts, 0))
         self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
         self.index: tuple[Tensor, ...] | None = None
+        self.prefilled = 0  # number of tokens
 
     def admit(self) -> None:
         while True:
@@ -430,12 +450,24 @@ class _Rollout:
             longest = self.scheduler.lengths[prompts[slots]].max()
             count = max(1, PREFILL_TOKENS // int(longest))
             part, slots = slots[:count], slots[count:]
-            prefixes = [self.prefixes[p] for p in prompts[part]]
-            row = pack_row(prefixes, [()] * len(prefixes))
-            attend = PrefillAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+            # One pass over a prompt that several continue: each gets a slot with all of it.
+            bases: dict[int, tuple[PrefixInputs, list[int]]] = {}
+            for slot in part:
+                prefix = self.prefixes[prompts[slot]]
+                base = prefix.base or prefix
+                bases.setdefault(id(base), (base, []))[1].append(slot)
+            prefixes, slots_of = zip(*bases.values(), strict=True)
+            own = [[self.prefixes[prompts[slot]] for slot in members] for members in slots_of]
+            paths = [[p.path for p in members if p.base is not None] for members in own]
+            row = pack_row(prefixes, paths)
+            masks = [prefix.layout.masks for prefix in prefixes]
+            attend = PrefillAttention(row.spans, masks, find_path_masks(row, paths))
             hidden = self.engine.run_row(row, attend)
-            self.cache.store_prompts(part, attend)
-            last = np.array([start + length - 1 for start, length, _ in row.spans])
+            self.prefilled += len(row.token_ids)
+            part = [slot for members in slots_of for slot in members]
+            tokens = [place for span in row.spans for place in span.list_paths()]
+            self.cache.store_prompts(part, attend, tokens)
+            last = np.array([places[-1] for places in tokens])
             hidden = hidden[copy_to(hidden.device, last)]
             if not len(self.hidden):
                 self.hidden = hidden.new_zeros(len(prompts), hidden.shape[1])
