@@ -19,7 +19,6 @@ from vlm_grpo.task.environment import (
     find_tools,
     parse_call,
     tool,
-    write_call,
 )
 from vlm_grpo.types import Example, Observed, ToolCall
 
@@ -240,7 +239,16 @@ def test_a_tool_is_described_by_its_hints_and_its_docstring():
 
 def test_calls_that_are_written_are_read():
     call = ToolCall("say", {"text": 'a "quoted" 日本'})
-    assert parse_call(write_call(call, TAGS), TAGS) == call
+    assert parse_call(start().write(call), TAGS) == call
+    boxes = [(20.0, 10.0, 100.0, 60.0), (0.0, 0.0, 200.0, 100.0)]
+    call = ToolCall("join", {"boxes": boxes, "within": boxes[0]})
+    for name, frame in FRAMES.items():
+        environment = start(name)
+        _, observed = environment.step(environment.write(call))
+        assert observed is not None
+        found = [float(number) for number in re.findall(r"[\d.]+", observed.text)]
+        # Numbers are rounded to the frame's units: 1 in 1000 of 200 pixels, here.
+        assert found == pytest.approx([*boxes[0], *boxes[1], *boxes[0]], abs=0.2), frame
 
 
 def test_wrong_tools_are_refused_when_their_class_is_defined():

@@ -110,11 +110,11 @@ def find_tools(environment: type) -> dict[str, Tool]:
     for base in reversed(environment.__mro__):
         for name, member in vars(base).items():
             if getattr(member, "is_tool", False):
-                found[name] = _read_tool(name, member)
+                found[name] = read_tool(name, member)
     return found
 
 
-def _read_tool(name: str, method: Callable) -> Tool:
+def read_tool(name: str, method: Callable) -> Tool:
     hints = typing.get_type_hints(method)
     parameters = [*inspect.signature(method).parameters.values()][1:]
     required = tuple(p.name for p in parameters if p.default is p.empty)
@@ -178,12 +178,6 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
         form = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
         raise ToolError(f"the call must have the form {form}")
     return ToolCall(_clean(found["name"]), _clean(arguments))
-
-
-def write_call(call: ToolCall, tags: tuple[str, str]) -> str:
-    """Return a call as a model writes it, in the form of JSON."""
-    body = {"name": call.name, "arguments": dict(call.arguments)}
-    return f"{tags[0]}\n{json.dumps(body, ensure_ascii=False)}\n{tags[1]}"
 
 
 def _read_value(text: str) -> Any:
@@ -261,6 +255,16 @@ class Environment:
 
     # What a subclass uses.
 
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """The tools by name."""
+        return find_tools(type(self))
+
+    @property
+    def target(self) -> Any:
+        """The object whose methods are the tools; its class may be of another file."""
+        return self
+
     @cached_property
     def image(self) -> Image.Image:
         """The example's first image, in its original size."""
@@ -280,7 +284,25 @@ class Environment:
     def describe(self, example: Example) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, for the example's images."""
         size = example.images[0].size if example.images else (1, 1)
-        return [found.describe(self.frame, size) for found in find_tools(type(self)).values()]
+        return [found.describe(self.frame, size) for found in self.tools.values()]
+
+    def write(self, call: ToolCall) -> str:
+        """Return a call, with boxes and points in original pixels, as the model writes it."""
+        hints = {n: found.parameters for n, found in self.tools.items()}.get(call.name, {})
+        values = {n: self._to_frame(v, hints.get(n)) for n, v in call.arguments.items()}
+        body = json.dumps({"name": call.name, "arguments": values}, ensure_ascii=False)
+        return f"{self.call_tags[0]}\n{body}\n{self.call_tags[1]}"
+
+    def _to_frame(self, value: Any, hint: Any) -> Any:
+        if value is None or (kind := _find_numbers(hint)) is None:
+            return value
+        if typing.get_origin(hint) is list:
+            return [self._to_frame(item, kind) for item in value]
+        image, digits = self.example.images[0], self.frame.decimals or None
+        corners = (*value, *value)[:4]
+        corners = self.frame.from_pixels(corners, image.size, image.resized_size)  # type: ignore[arg-type]
+        x1, y1, x2, y2 = (round(number, digits) for number in corners)
+        return list((y1, x1, y2, x2) if self.frame.y_first else (x1, y1, x2, y2))[: len(value)]
 
     def step(self, text: str) -> tuple[ToolCall | None, Observed | None]:
         """Return the call in a text that the model wrote, and what it reads next.
@@ -298,9 +320,9 @@ class Environment:
             return call, Observed(clean_text(f"Error: {kind}{error}"), is_error=True)
 
     def _call(self, call: ToolCall) -> Any:
-        tools = find_tools(type(self))
-        if (found := tools.get(call.name)) is None:
-            raise ToolError(f"there is no tool {call.name[:100]!r}; there is {', '.join(tools)}")
+        if (found := self.tools.get(call.name)) is None:
+            known = ", ".join(self.tools)
+            raise ToolError(f"there is no tool {call.name[:100]!r}; there is {known}")
         if unknown := [name for name in call.arguments if name not in found.parameters]:
             raise ToolError(
                 f"{call.name} has no argument {unknown[0][:100]!r}; "
@@ -309,7 +331,7 @@ class Environment:
         if missing := [name for name in found.required if name not in call.arguments]:
             raise ToolError(f"{call.name} needs the argument {missing[0]}")
         values = {n: self._convert(n, v, found.parameters[n]) for n, v in call.arguments.items()}
-        return getattr(self, call.name)(**values)
+        return getattr(self.target, call.name)(**values)
 
     def _convert(self, name: str, value: Any, hint: Any) -> Any:
         if kind := _find_numbers(hint):

@@ -10,7 +10,7 @@ from typing import Any
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import Environment, clean_text
 from vlm_grpo.task.scorer import Sent, send
-from vlm_grpo.task.task import contained
+from vlm_grpo.task.task import FAILURES, Task, contained
 from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.timing import CallTimeout, time_limit
@@ -65,7 +65,7 @@ class EnvironmentRunner:
 
         ``UserError``: ``reset`` fails.
         """
-        sent = send(environment)
+        sent = send(environment, environment.target)
         (result,) = self._run(_begin, [(sent, example)])
         if isinstance(result, UserError):
             raise result
@@ -118,12 +118,32 @@ class EnvironmentRunner:
         return f"{type(error).__name__}: {error}"[:1000]
 
 
+def demonstrate(
+    runner: EnvironmentRunner, start: EpisodeStart, task: Task, example: Example
+) -> list[EpisodeTurn]:
+    """Return the turns of the environment's demonstration of an example that has begun, without the
+    answer; ``UserError``: it cannot be demonstrated."""
+    environment: Environment = task.environment.adapt(task.environment.frame)
+    environment.example = example
+    try:
+        calls = list(environment.demonstrate(example))[: start.max_turns - 1]
+        texts = [task.enclose("Look closer.", environment.write(call)) for call in calls]
+    except FAILURES as error:  # a user's method may raise anything
+        message = f"{example.name}: demonstrate failed: {type(error).__name__}: {error}"
+        raise UserError(message) from error
+    state, turns = start.state, list[EpisodeTurn]()
+    for text in texts:
+        ((state, call, observed),) = runner.step([state], [text])
+        turns.append(EpisodeTurn(text, call, observed))
+    return turns
+
+
 def _begin(
     seconds: float | None, environment: Environment, example: Example
 ) -> tuple[_Parts, Observed | None]:
     with contained(), time_limit(seconds) as call:
         shown = call(environment.begin, example)
-    return astuple(send(environment)), shown
+    return astuple(send(environment, environment.target)), shown
 
 
 def _step(
@@ -133,7 +153,11 @@ def _step(
     with contained(), time_limit(seconds) as call:
         tool_call, observed = call(environment.step, text)
     has_failed = observed is not None and observed.is_error
-    return None if has_failed else astuple(send(environment)), tool_call, observed
+    return (
+        None if has_failed else astuple(send(environment, environment.target)),
+        tool_call,
+        observed,
+    )
 
 
 def _limit_memory() -> None:

@@ -185,7 +185,10 @@ class RewardScorer:
         """Return the results of ``function(seconds, task, *job)``, or what ended its worker."""
         if not self.workers and (self.seconds is None or can_interrupt()):
             return [function(seconds, task, *job) for job in jobs]
-        sent, limit = send(task, task.environment), None if seconds is None else seconds + _GRACE
+        sent, limit = (
+            send(task, getattr(task.environment, "target", None)),
+            None if seconds is None else seconds + _GRACE,
+        )
         futures = [self._pool.schedule(function, (seconds, sent, *job), limit) for job in jobs]
         results = [future.exception() or future.result() for future in futures]
         for result in results:
@@ -243,7 +246,9 @@ def send(value: Any, *parts: Any) -> Sent:
 
     ``UserError``: it cannot be pickled.
     """
-    files = dict.fromkeys(get_file(type(part)) for part in (value, *parts))
+    files = dict.fromkeys(
+        get_file(part if isinstance(part, type) else type(part)) for part in (value, *parts)
+    )
     try:
         known = tuple(file for file in files if file is not None)
         return Sent(dump(value), known, isinstance(value, Environment))

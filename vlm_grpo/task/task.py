@@ -473,8 +473,11 @@ class Task:
     def gold(self, example: Example) -> str:
         """Return the gold answer as a completion, which must earn ``gold_reward``."""
         text = self.write(self.gold_answer(example), example)
-        text = f"<answer>{text}</answer>" if self.tags else text
-        return self.thinking_tags.enclose("Look at the image.", text) if self._must_think else text
+        return self.enclose("Look at the image.", f"<answer>{text}</answer>" if self.tags else text)
+
+    def enclose(self, thinking: str, text: str) -> str:
+        """Return a text with a thinking before it, if the model must think."""
+        return self.thinking_tags.enclose(thinking, text) if self._must_think else text
 
     @property
     def _must_think(self) -> bool:
