@@ -58,7 +58,7 @@ def test_the_environment_passes_its_test_and_the_check(tmp_path, capsys):
     assert status == 0, err
     assert "Ruler has the tools enlarge" in out
     assert "reads '<image>'" in out
-    assert "a call with wrong arguments reads 'Error: bbox_2d must be a list of 4 numbers'" in out
+    assert "the last one reads 'Error: bbox_2d must be a list of 4 numbers'" in out
 
 
 @pytest.mark.parametrize("kind", ["task", "environment"])

@@ -30,10 +30,7 @@ def new_task(
     vlm-grpo new-task read_clock
     vlm-grpo new-task read_clock --out my_tasks
     """
-    file, test = write_task(name, out)
-    typer.echo(f"wrote {file} and {test}; next:")
-    typer.echo(f"  python -m pytest {test}")
-    typer.echo(f"  vlm-grpo check {file} --data YOUR.jsonl")
+    file = _write(name, out, "task", "TASK --data YOUR.jsonl")
     typer.echo(f"  vlm-grpo train {file} model=Qwen/Qwen2.5-VL-3B-Instruct \\")
     typer.echo("      data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl \\")
     typer.echo("      policy.lora.r=64 optim.lr=1e-5")
@@ -50,12 +47,17 @@ def new_environment(
     \b
     vlm-grpo new-environment ruler
     """
-    file, test = write_task(name, out, "environment")
-    typer.echo(f"wrote {file} and {test}; next:")
-    typer.echo(f"  python -m pytest {test}")
-    typer.echo(f"  vlm-grpo check counting environment={file}")
+    file = _write(name, out, "environment", "counting environment=TASK")
     typer.echo(f"  vlm-grpo train quickstart task_options.environment={file} \\")
     typer.echo("      rollout.max_completion_length=200")
+
+
+def _write(name: str, out: Path, kind: str, checked: str) -> Path:
+    """Write the files of a kind, and print the first commands to run; return the path."""
+    file, test = write_task(name, out, kind)
+    typer.echo(f"wrote {file} and {test}; next:\n  python -m pytest {test}")
+    typer.echo(f"  vlm-grpo check {checked.replace('TASK', str(file))}")
+    return file
 
 
 def write_task(name: str, folder: Path, kind: str = "task") -> list[Path]:

@@ -1,8 +1,4 @@
-"""Classes written for TRL's ``environment_factory`` as environments, without a change of them.
-
-Such a class has a method ``reset``, tools as public methods, and perhaps a method ``get_reward``.
-Its boxes are whatever numbers the model writes, unless their hints are ``Box`` or ``Point``.
-"""
+"""Classes written for TRL's ``environment_factory``, which are environments without a change."""
 
 from __future__ import annotations
 
@@ -17,11 +13,9 @@ from vlm_grpo.task.environment import Environment, Tool, read_tool
 from vlm_grpo.task.task import reward
 from vlm_grpo.types import Candidate, Example, Observed
 
-_NO_TOOLS = ("reset", "get_reward")
-
 
 class Adapted(Environment):
-    """An object of another class, one for each episode."""
+    """An object of another class in each episode, whose public methods are tools."""
 
     factory: type
     instance: Any = field(default=None, init=False)
@@ -29,8 +23,8 @@ class Adapted(Environment):
     @property
     def tools(self) -> Mapping[str, Tool]:
         methods = inspect.getmembers(self.factory, inspect.isfunction)
-        names = ((n, m) for n, m in methods if not n.startswith("_") and n not in _NO_TOOLS)
-        return {name: read_tool(name, method) for name, method in names}
+        own = ((n, m) for n, m in methods if n[0] != "_" and n not in ("reset", "get_reward"))
+        return {name: read_tool(name, method) for name, method in own}
 
     @property
     def target(self) -> Any:
@@ -48,8 +42,7 @@ class Adapted(Environment):
     def _observe(self, shown: Any) -> Observed:
         shown = asyncio.run(shown) if inspect.iscoroutine(shown) else shown
         parts = shown if isinstance(shown, list | tuple) else [shown]
-        blocks = (b.get(b.get("type")) if isinstance(b, Mapping) else b for b in parts)
-        return super()._observe(list(blocks))
+        return super()._observe([p[p["type"]] if isinstance(p, Mapping) else p for p in parts])
 
 
 class Rewarding(Adapted):
@@ -59,7 +52,7 @@ class Rewarding(Adapted):
     def get_reward(self, episode: Candidate) -> float:
         self.begin(episode.example)
         for turn in episode.turns:
-            if turn.call is not None and not (turn.observed and turn.observed.is_error):
+            if turn.call is not None and turn.observed is not None and not turn.observed.is_error:
                 self._observe(self._call(turn.call))
         return self.instance.get_reward()
 

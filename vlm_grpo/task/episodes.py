@@ -47,8 +47,7 @@ class EnvironmentRunner:
 
     def __init__(self, workers: int = 1, seconds: float | None = TOOL_TIMEOUT) -> None:
         self.seconds = seconds
-        names = ("environment", "rollout.reward_workers")
-        self._pool = WorkerPool(max(1, workers), names, _limit_memory)
+        self._pool = WorkerPool(max(1, workers), "environment", _limit_memory)
 
     def __enter__(self) -> EnvironmentRunner:
         return self
@@ -65,7 +64,7 @@ class EnvironmentRunner:
 
         ``UserError``: ``reset`` fails.
         """
-        sent = send(environment, environment.target)
+        sent = send(environment)
         (result,) = self._run(_begin, [(sent, example)])
         if isinstance(result, UserError):
             raise result
@@ -123,14 +122,14 @@ def demonstrate(
 ) -> list[EpisodeTurn]:
     """Return the turns of the environment's demonstration of an example that has begun, without the
     answer; ``UserError``: it cannot be demonstrated."""
-    environment: Environment = task.environment.adapt(task.environment.frame)
+    environment = task.environment.adapt(task.environment.frame)
     environment.example = example
     try:
         calls = list(environment.demonstrate(example))[: start.max_turns - 1]
         texts = [task.enclose("Look closer.", environment.write(call)) for call in calls]
     except FAILURES as error:  # a user's method may raise anything
-        message = f"{example.name}: demonstrate failed: {type(error).__name__}: {error}"
-        raise UserError(message) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{example.name}: demonstrate failed: {reason}") from error
     state, turns = start.state, list[EpisodeTurn]()
     for text in texts:
         ((state, call, observed),) = runner.step([state], [text])
@@ -143,7 +142,7 @@ def _begin(
 ) -> tuple[_Parts, Observed | None]:
     with contained(), time_limit(seconds) as call:
         shown = call(environment.begin, example)
-    return astuple(send(environment, environment.target)), shown
+    return astuple(send(environment)), shown
 
 
 def _step(
@@ -153,11 +152,7 @@ def _step(
     with contained(), time_limit(seconds) as call:
         tool_call, observed = call(environment.step, text)
     has_failed = observed is not None and observed.is_error
-    return (
-        None if has_failed else astuple(send(environment, environment.target)),
-        tool_call,
-        observed,
-    )
+    return None if has_failed else astuple(send(environment)), tool_call, observed
 
 
 def _limit_memory() -> None:

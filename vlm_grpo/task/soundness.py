@@ -103,35 +103,28 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
 
 def _check_environment(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     """Call the tools as demonstrated, and as nobody should."""
-    environment, problems, scores = task.environment, list[str](), list[float]()
+    environment, scores, problems = task.environment, list[float](), list[str]()
     yield f"{type(environment).__name__} has the tools {', '.join(environment.tools)}"
     with EnvironmentRunner() as runner:
-        for example in examples:
-            example, start = runner.begin(environment, example)
+        for number, row in enumerate(examples):
+            example, start = runner.begin(environment, row)
             turns = demonstrate(runner, start, task, example)
-            for turn in turns:
-                assert turn.observed is not None
-                if example.name == examples[0].name:
-                    yield f"{turn.call or turn.text!r} reads {turn.observed.text[:300]!r}"
-                if turn.observed.is_error:
-                    problems.append(f"{example.id}: {turn.text!r} reads {turn.observed.text!r}")
+            read = [f"{turn.text!r} reads {turn.observed.text[:300]!r}" for turn in turns]
+            problems += [line for t, line in zip(turns, read, strict=True) if t.observed.is_error]
+            yield from () if number else read
             scores.append(task.score(task.gold(example), example, turns=turns).total or 0.0)
         _raise("demonstrated calls that fail", problems)
         yield f"demonstrations with gold answers earn {fmean(scores):.3f} on average"
-        begin, end = environment.call_tags
-        texts = [f"{begin}{body}{end}" for body in _BAD_CALLS]
+        bodies = [*_BAD_CALLS]
         for name, found in environment.tools.items():
-            bad = {key: [[1e9, {"<image>": None}]] for key in found.parameters}
-            texts.append(f"{begin}{json.dumps({'name': name, 'arguments': bad})}{end}")
-        for text, (_, _, seen) in zip(
-            texts, runner.step([start.state] * len(texts), texts), strict=True
-        ):
-            if seen is None or seen.text.count("<image>") != len(seen.images):
-                problems.append(f"{text:.80} reads {seen}")
-            elif text == texts[-1]:
-                yield f"a call with wrong arguments reads {seen.text!r}"
-    _raise("hostile calls that are not answered in text", problems)
-    yield f"{len(texts)} malformed and hostile calls are answered in text"
+            wrong = {key: [[1e9, {"<image>": None}]] for key in found.parameters}
+            bodies.append(json.dumps({"name": name, "arguments": wrong}))
+        begin, end = environment.call_tags
+        steps = runner.step([start.state] * len(bodies), [f"{begin}{b}{end}" for b in bodies])
+    seen = [observed for *_, observed in steps]
+    pairs = zip(bodies, seen, strict=True)
+    _raise("hostile calls without an answer", [body for body, answer in pairs if answer is None])
+    yield f"{len(bodies)} hostile calls are answered in text; the last one reads {seen[-1].text!r}"
 
 
 def build_exploits(task: Task, example: Example, other: Example) -> dict[str, str]:

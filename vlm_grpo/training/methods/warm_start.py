@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -90,31 +89,21 @@ class TargetWriter:
     def write(self, example: Example, task: Task, start: EpisodeStart | None = None) -> Completion:
         """Write the target of an example, behind the demonstration of an episode that starts;
         ``UserError``: the sampler could not generate it."""
-        if start is None:
-            return self._write_text(example, task)
-        own = task.resolve(example)[1]
-        turns, tokens, seen = demonstrate(self.runner, start, own, example), (), []
+        turns, before, seen = list[EpisodeTurn](), list[int](), list[Observation]()
+        if start is not None:
+            turns = demonstrate(self.runner, start, task.resolve(example)[1], example)
         for turn in turns:
-            assert turn.observed is not None
-            tokens += tuple(self.tokenizer(turn.text, add_special_tokens=False)["input_ids"])
-            seen.append(Observation(len(tokens), self.prompts.observe(turn.observed)))
-        answer = self._write_text(example, task, len(tokens))
-        turns.append(EpisodeTurn(answer.text))
-        tokens += answer.token_ids
-        none = (0.0,) * len(tokens)
-        return replace(
-            answer, token_ids=tokens, logprobs=none, observations=tuple(seen), turns=tuple(turns)
-        )
-
-    def _write_text(self, example: Example, task: Task, begun: int = 0) -> Completion:
+            before += self.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+            seen.append(Observation(len(before), self.prompts.observe(turn.observed)))  # type: ignore[arg-type]
         text = self._get_text(example, task)
         if self.prompts.remove_control_tokens(text) != text:
             raise UserError(
                 f"{example.name}: its target {text!r:.80} has the text of a control token of the "
                 "model: remove or rewrite it"
             )
-        token_ids = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end)
-        length, rollout = begun + len(token_ids), self.rollout
+        own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = (*before, *own, self.end)
+        length, rollout = len(token_ids), self.rollout
         if length > rollout.max_completion_length:
             raise UserError(
                 f"{example.name}: its target {text!r:.80} has {length} tokens with the end token, "
@@ -126,7 +115,9 @@ class TargetWriter:
                 f"rollout.min_new_tokens={rollout.min_new_tokens}: lower it"
             )
         # Only this completion can be written: each of its tokens has probability 1.
-        return Completion(token_ids, (0.0,) * len(token_ids), text, "eos")
+        turns += [EpisodeTurn(text)] if turns else []
+        more = {"observations": tuple(seen), "turns": tuple(turns)}
+        return Completion(token_ids, (0.0,) * length, text, "eos", **more)  # type: ignore[arg-type]
 
     def _get_text(self, example: Example, task: Task) -> str:
         text = example.meta.get(TARGET_COLUMN)
