@@ -17,6 +17,7 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.scored import (
     Row,
     Scored,
+    compare_tools,
     find_majority,
     merge_scores,
     read_scored,
@@ -98,6 +99,20 @@ def test_an_error_is_subtracted_from_1_in_the_interval_too():
     found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0.25"])
     assert found.value == 0.875  # the mean of 1 and 1 - 0.25
     assert found.interval == (0.875, 0.875)  # without variance
+
+
+def test_tools_gain_and_harm_by_the_primary_metric_of_each_source():
+    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
+    examples = [*COUNTS[:4], *ERRORS]
+    plain = evaluate(mixed, examples, [*"0923", "0.5", "1"])
+    found = compare_tools(evaluate(mixed, examples, [*"0199", "0.25", ""]), plain)
+    # One count becomes right and two wrong, and one error falls by 0.25; the other has no answer.
+    assert found.metrics["tools/gain"] == (1 + 0.25) / 5
+    assert found.metrics["tools/harm"] == 2 / 5
+    name = f"e/{Distance.primary_metric}_without_tools"
+    assert (found.metrics["c/exact_without_tools"], found.metrics[name]) == (3 / 4, 0.25)
+    assert [*map(found.is_error, ("tools/gain", "tools/harm", name))] == [False, True, True]
+    assert compare_tools(plain) is plain
 
 
 def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path):

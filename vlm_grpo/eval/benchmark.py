@@ -20,7 +20,7 @@ from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import check_weights, generate_runs, load_evaluated_model, open_log
 from vlm_grpo.eval.outputs import read_outputs
-from vlm_grpo.eval.scored import Scored, compare_tools, has_answer, is_of_tools, summarize
+from vlm_grpo.eval.scored import WITHOUT_TOOLS, Scored, compare_tools, has_answer, summarize
 from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
@@ -254,8 +254,11 @@ def evaluate_benchmark(
             settings.save(folder / "config.yaml")
             report, *plain = [_score(benchmark, *run, settings) for run in runs]
             scored = compare_tools(report.scored, *(other.scored for other in plain))
-            tools = {n: v for n, v in scored.metrics.items() if is_of_tools(n)}
-            reports[title] = replace(report, scored=scored, metrics={**report.metrics, **tools})
+            names = (
+                n for n in scored.metrics if n.startswith("tools/") or n.endswith(WITHOUT_TOOLS)
+            )
+            metrics = {**report.metrics, **{name: scored.metrics[name] for name in names}}
+            reports[title] = replace(report, scored=scored, metrics=metrics)
             print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
     if state.is_main_process:
         _finish(settings.run_dir / "results.json", name, reports)

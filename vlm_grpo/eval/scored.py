@@ -349,14 +349,10 @@ def compare_tools(scored: Scored, plain: Scored | None = None) -> Scored:
                 gain = before - now if is_error else now - before
                 metrics |= {"tools/gain": max(0.0, gain), "tools/harm": max(0.0, -gain)}
         rows.append({**row, "metrics": metrics})
-    means = {name: _mean(column) for name, column in _collect(rows).items() if is_of_tools(name)}
+    columns = _collect(rows)
+    means = {n: _mean(columns[n]) for n in ("tools/gain", "tools/harm") if n in columns}
     means |= {n + WITHOUT_TOOLS: plain.metrics[n] for n in names if n in plain.metrics}
     return replace(scored, rows=tuple(rows), metrics={**scored.metrics, **means})
-
-
-def is_of_tools(name: str) -> bool:
-    """Return whether a metric is of calls or of what tools are worth."""
-    return name.startswith("tools/") or name.endswith(WITHOUT_TOOLS)
 
 
 def _build_output(output: Completion, score: Score) -> Output:
