@@ -92,7 +92,7 @@ class Maze(Environment):
             doors |= {(here, there), (there, here)}
             seen.add(there)
             path.append(there)
-        cells = sorted(product(range(self.cells), repeat=2))
+        cells: list[Cell] = [(x, y) for x in range(self.cells) for y in range(self.cells)]
         start = rng.choice(cells)
         far = [c for c in cells if len(_solve(start, c, doors)) >= LEAST_MOVES]
         return start, rng.choice(far), doors
@@ -103,7 +103,7 @@ class Maze(Environment):
     def _draw(self) -> Image.Image:
         _, goal, doors = self._build(self.example)
         side = self.cell
-        image = Image.new("RGB", (side * self.cells,) * 2, (120, 120, 120))
+        image = Image.new("RGB", (side * self.cells, side * self.cells), (120, 120, 120))
         pen = ImageDraw.Draw(image)
         for x, y in product(range(self.cells), repeat=2):
             left, top, right, bottom = x * side, y * side, (x + 1) * side - 1, (y + 1) * side - 1

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +42,7 @@ from vlm_grpo.utils.chat import IMAGE
 
 Point = tuple[float, float]  # x and y
 MAX_CALL = 20_000  # characters of a call that are read
-MAX_DEPTH = 16  # lists and objects within each other in a call
+MAX_PARTS = 200  # lists and objects in a call
 MAX_TEXT = 8_000  # characters of an observation; longer ones are cut
 MAX_IMAGES, MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 8, 2**25, 200, 2  # of an observation
 _LARGEST = 1e6  # absolute value of a coordinate
@@ -166,10 +165,10 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
         raise ToolError(f"the call has {len(body)} characters, more than {MAX_CALL}")
     if function := _FUNCTION.fullmatch(body):
         pairs = _PARAMETER.findall(function[2])
-        return ToolCall(function[1], {name: _clean(_read_value(v)) for name, v in pairs})
+        return ToolCall(function[1], {name: _read_value(v) for name, v in pairs})
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        found = _read_json(body)
+    except ValueError as error:
         raise ToolError(f"the call is not JSON ({str(error)[:200]})") from error
     arguments = (
         found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else 0
@@ -177,35 +176,27 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         form = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
         raise ToolError(f"the call must have the form {form}")
-    return ToolCall(_clean(found["name"]), _clean(arguments))
+    return ToolCall(found["name"], arguments)
+
+
+def _read_json(text: str) -> Any:
+    """Read JSON without surrogates; ``ValueError``: it is none, or has numbers that are not."""
+    if sum(map(text.count, "[{")) > MAX_PARTS:
+        raise ToolError(f"the call has more than {MAX_PARTS} lists and objects")
+    found = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    return json.loads(found.encode("utf-8", "replace"))
 
 
 def _read_value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return _read_json(text)
+    except ValueError:
         return text
 
 
 def clean_text(text: str) -> str:
     """Return a text that every tokenizer reads, not too long and without places of images."""
     return text[:MAX_TEXT].encode("utf-8", "replace").decode().replace(IMAGE, " ")
-
-
-def _clean(value: Any, depth: int = 0) -> Any:
-    """Return a value of a call with texts that can be written; ``ToolError``: JSON cannot hold it,
-    or it is too deep."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ToolError("the call has a number that is not finite")
-    if depth > MAX_DEPTH:
-        raise ToolError(f"the call has more than {MAX_DEPTH} lists and objects within each other")
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_clean(item, depth + 1) for item in value]
-    if isinstance(value, dict):
-        return {_clean(name): _clean(item, depth + 1) for name, item in value.items()}
-    return value
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=False)

@@ -243,8 +243,9 @@ def _load(load: Callable[[], Any], source: str, remedy: str = "") -> Any:
 
 def _find_task(module: Any, source: str, class_name: str = "") -> type[Task]:
     """Return a task class, or that which a module defines."""
-    is_class = inspect.isclass(module) and issubclass(module, Task)
-    return _check_class(module if is_class else _find_class(module, source, class_name), source)
+    is_task = isinstance(module, type) and issubclass(module, Task)
+    found: Any = module if is_task else _find_class(module, source, class_name)
+    return _check_class(found, source)
 
 
 def _find_class(

@@ -109,9 +109,11 @@ def _check_environment(task: Task, examples: Sequence[Example]) -> Iterator[str]
         for number, row in enumerate(examples):
             example, start = runner.begin(environment, row)
             turns = demonstrate(runner, start, task, example)
-            read = [f"{turn.text!r} reads {turn.observed.text[:300]!r}" for turn in turns]
-            problems += [line for t, line in zip(turns, read, strict=True) if t.observed.is_error]
-            yield from () if number else read
+            for text, seen in ((turn.text, turn.observed) for turn in turns if turn.observed):
+                line = f"{text!r} reads {seen.text[:300]!r}"
+                problems += [line] * seen.is_error
+                if number == 0:
+                    yield line
             scores.append(task.score(task.gold(example), example, turns=turns).total or 0.0)
         _raise("demonstrated calls that fail", problems)
         yield f"demonstrations with gold answers earn {fmean(scores):.3f} on average"
@@ -121,10 +123,10 @@ def _check_environment(task: Task, examples: Sequence[Example]) -> Iterator[str]
             bodies.append(json.dumps({"name": name, "arguments": wrong}))
         begin, end = environment.call_tags
         steps = runner.step([start.state] * len(bodies), [f"{begin}{b}{end}" for b in bodies])
-    seen = [observed for *_, observed in steps]
-    pairs = zip(bodies, seen, strict=True)
-    _raise("hostile calls without an answer", [body for body, answer in pairs if answer is None])
-    yield f"{len(bodies)} hostile calls are answered in text; the last one reads {seen[-1].text!r}"
+    answers = [observed.text for *_, observed in steps if observed is not None]
+    if len(answers) < len(bodies):
+        raise UserError("a hostile call got no answer: step must return one for each call")
+    yield f"{len(bodies)} hostile calls are answered in text; the last one reads {answers[-1]!r}"
 
 
 def build_exploits(task: Task, example: Example, other: Example) -> dict[str, str]:
