@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from PIL import Image
 
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.task.environment import Environment, ToolError, tool
+from vlm_grpo.types import Example, ToolCall
 
 MOST_ASPECT = 100  #: longest side of a part, in its shortest
 
 
 class Zoom(Environment):
     """Look closer at parts of the image.
+
+    A row's ``evidence`` is a list of boxes in pixels of the image, at which a demonstration looks.
 
     Attributes:
         min_side: shorter parts are enlarged to this number of pixels; the model's own pixel budget
@@ -39,6 +44,10 @@ class Zoom(Environment):
         scale = max(1.0, self.min_side / min(part.size))
         size = round(part.width * scale), round(part.height * scale)
         return part.resize(size, Image.Resampling.LANCZOS) if size != part.size else part
+
+    def demonstrate(self, example: Example) -> Sequence[ToolCall]:
+        boxes = example.meta.get("evidence", ())
+        return [ToolCall("zoom", {"bbox_2d": list(box)}) for box in boxes]
 
 
 def _widen(low: float, high: float, least: int, limit: int) -> tuple[int, int]:

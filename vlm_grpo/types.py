@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -234,6 +234,13 @@ class EpisodeTurn:
     call: ToolCall | None = None  #: None: it made none, or one that cannot be read
     observed: Observed | None = None  #: None: the episode ended with this turn
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them, with the sizes of the images instead of these."""
+        row, seen = asdict(self), self.observed
+        if seen is not None:
+            row["observed"]["images"] = [list(image.size) for image in seen.images]
+        return row
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -265,6 +272,13 @@ class Completion:
     variant: tuple[str, int] | None = None
     observations: tuple[Observation, ...] = ()  #: in their order; none of their tokens is its own
     turns: tuple[EpisodeTurn, ...] = ()  #: of an episode; its ``text`` is that of the last one
+
+    @classmethod
+    def from_text(
+        cls, text: str, stop: StopReason = "eos", turns: Sequence[EpisodeTurn] = ()
+    ) -> Completion:
+        """Build a completion of which no tokens are known."""
+        return cls((), (), text, stop, turns=tuple(turns))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from vlm_grpo import load_policy, load_settings, load_task
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.eval.evaluate import evaluate_model
+from vlm_grpo.eval.generate import LocalModel
 from vlm_grpo.model.engine.batch import MicroBatch, pack
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.task.scorer import RewardScorer
@@ -53,7 +54,7 @@ def train(steps: int, seed: int = 0) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(weights, lr=2e-4, betas=(0.9, 0.99), weight_decay=0.0)
 
     def accuracy() -> float:
-        return evaluate_policy(policy, task, held_out, SETTINGS, scorer).value
+        return evaluate_model(LocalModel(policy, SETTINGS), task, held_out, scorer).value
 
     before = accuracy()
     for step in range(steps):

@@ -21,7 +21,8 @@ HEAVY = {"torch", "transformers", "datasets", "pyarrow", "numpy", "scipy", "matp
 
 
 COMMANDS = (
-    "train sft sample evaluate predict serve plan report export doctor settings new-task check"
+    "train sft sample evaluate predict serve plan report export doctor settings new-task "
+    "new-environment check"
 )
 
 

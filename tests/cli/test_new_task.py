@@ -43,9 +43,28 @@ def test_the_task_loads_passes_its_test_and_is_sound(tmp_path, capsys):
     assert "ReadClock is sound on this data" in out
 
 
-@pytest.mark.parametrize("name", ["a", "read_clock", "w" * LONGEST_NAME])
-def test_the_files_pass_ruff(tmp_path, name):
-    files = write_task(name, tmp_path)
+def test_the_environment_passes_its_test_and_the_check(tmp_path, capsys):
+    status, out, _ = run(capsys, "new-environment", "ruler", "--out", tmp_path)
+    assert status == 0
+    commands = shlex.split(out.partition("next:")[2].replace("\\\n", " "))
+    assert commands[:4] == ["python", "-m", "pytest", str(tmp_path / "test_ruler.py")]
+    command = [sys.executable, *commands[1:4], "-q", "-W", "error", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "5 passed" in done.stdout
+    file = tmp_path / "ruler.py"
+    assert len(file.read_text().splitlines()) < 60
+    status, out, err = run(capsys, "check", "counting", f"environment={file}", "--limit", 4)
+    assert status == 0, err
+    assert "Ruler has the tools enlarge" in out
+    assert "reads '<image>'" in out
+    assert "the last one reads 'Error: bbox_2d must be a list of 4 numbers'" in out
+
+
+@pytest.mark.parametrize("kind", ["task", "environment"])
+@pytest.mark.parametrize("name", ["a", "w" * LONGEST_NAME])
+def test_the_files_pass_ruff(tmp_path, name, kind):
+    files = write_task(name, tmp_path, kind)
     config = Path(__file__).parents[2] / "pyproject.toml"
     for check in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *check, "--config", config, *files]

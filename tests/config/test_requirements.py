@@ -135,6 +135,12 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("rollout.sampler=vllm", "rollout.sampler=vllm needs servers: set either"),
         (f"rollout.vllm.urls=[{URL}]", "rollout.vllm has no effect without rollout.sampler=vllm"),
         ("rollout.cuda_graphs=false rollout.torch_compile=true", "cuda_graphs=false leave"),
+        (
+            "task_options.environment=zoom rollout.noise.share=0.25",
+            "noise does not know the episodes",
+        ),
+        ("task_options.environment=zoom objective.replay.size=5", "objective.replay=null"),
+        (f"task_options.environment=zoom {' '.join(OWN)}", "samples no episodes"),
     ],
 )
 def test_settings_without_effect_are_refused(overrides, problem):

@@ -18,6 +18,7 @@ from vlm_grpo.data_scripts import (
     make_screens,
     make_shapes,
     make_tables,
+    make_tiny_words,
     make_words,
 )
 from vlm_grpo.data_scripts.make_shapes import COLORS, MAX_COUNT, RELATIONS, SIDE
@@ -28,7 +29,10 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
-MODULES = make_charts, make_clips, make_screens, make_shapes, make_tables, make_words
+MODULES = (
+    *(make_charts, make_clips, make_screens, make_shapes),
+    *(make_tables, make_tiny_words, make_words),
+)
 GENERATORS = {kind: m.draw_examples for m in MODULES for kind in m.draw_examples.kinds}
 RECORDED = {
     "counting": "9c3c933de746ab70",
@@ -495,3 +499,18 @@ def test_every_dial_changes_the_images(world, dials):
     seen = [list_images(draw(world, 10))]
     seen += [list_images(draw(f"{world},{name}={value}", 10)) for name, value in dials.items()]
     assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
+
+
+@pytest.mark.parametrize("world", ["tiny_words", "tiny_words:hard"])
+def test_tiny_words_are_at_their_evidence_and_small_unless_tools_are_useless(world):
+    for row in draw(world, 10):
+        ((x1, y1, x2, y2),) = row.meta["evidence"]
+        pixels = get_pixels(row)
+        inside = np.zeros(pixels.shape[:2], bool)
+        inside[y1:y2, x1:x2] = True
+        (plain,) = np.unique(pixels[~inside], axis=0)
+        assert (pixels[inside] != plain).any()
+        assert (x2 - x1, y2 - y1) == make_words.SIZE
+        assert pixels.shape[:2] == ((84, 252) if world == "tiny_words" else (112, 336))
+    for row in draw(f"{world.partition(':')[0]}:medium,useless=true", 3):
+        assert row.meta["evidence"] == [[0, 0, 252, 84]]

@@ -29,7 +29,7 @@ from vlm_grpo.eval.benchmark import (
 from vlm_grpo.eval.generate import PredictionLog
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.coordinates import FRAMES
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, Example
 
 
 def make_examples(golds: list, **meta: list) -> list[Example]:
@@ -43,7 +43,7 @@ def make_report(name: str, examples: list[Example], texts: list[str]) -> Report:
     benchmark = load_benchmark(name)
     task = benchmark.load_task()
     scores = [task.score(text, row) for text, row in zip(texts, examples, strict=True)]
-    return build_report(benchmark, task, examples, texts, scores)
+    return build_report(benchmark, task, examples, [*map(Completion.from_text, texts)], scores)
 
 
 def test_counting_report_by_hand():

@@ -27,7 +27,7 @@ from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Completion, Example, ImageRef
 from vlm_grpo.utils.chat import Turn
 
 
@@ -91,18 +91,18 @@ def test_several_samples_begin_with_the_only_one_and_resume(tmp_path, monkeypatc
     log = PredictionLog(tmp_path, {})
     keys = [(example.id, number) for example in examples[2:4] for number in range(4)]
     # One chunk of two is finished, and one sample of the next, which is generated again.
-    kept = ["\ud83d"] * 8  # UTF-8 cannot encode it
+    kept = [Completion.from_text("\ud83d")] * 8  # UTF-8 cannot encode it
     log.append(keys, [examples[2]] * 4 + [examples[3]] * 4, kept)
-    log.append([(examples[0].id, 3)], [examples[0]], ["incomplete"])
+    log.append([(examples[0].id, 3)], [examples[0]], [Completion.from_text("incomplete")])
     resumed = generate_all(model, task, examples, PredictionLog(tmp_path, {}))[1]
     assert resumed == [*texts[:8], *kept, *texts[16:]]
     lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
-    assert [json.loads(line)["output"] for line in lines] == resumed
+    assert [json.loads(line)["output"] for line in lines] == [output.text for output in resumed]
 
 
 EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
 KEYS = [(example.id, 0) for example in EXAMPLES]
-GOLDS = [str(example.answer) for example in EXAMPLES]
+GOLDS = [Completion.from_text(str(example.answer)) for example in EXAMPLES]
 REQUEST = {"model": "embedded", "seed": 0}
 
 

@@ -115,8 +115,11 @@ def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
     lines = [json.dumps({"id": e.id, "output": str(e.answer)}) for e in reversed(EXAMPLES)]
     lines[-1] = json.dumps({**FIRST, "seen": [[56, 56]]})
     (tmp_path / "p.jsonl").write_text("\n".join(lines))  # the last line has no line break
-    found, texts = read_outputs(tmp_path / "p.jsonl", EXAMPLES)
-    assert texts == ["3", *(str(example.answer) for example in EXAMPLES[1:])]
+    found, outputs = read_outputs(tmp_path / "p.jsonl", EXAMPLES)
+    assert [output.text for output in outputs] == [
+        "3",
+        *(str(example.answer) for example in EXAMPLES[1:]),
+    ]
     resized = replace(EXAMPLES[0].images[0], resized_size=(56, 56))
     assert found == [replace(EXAMPLES[0], images=(resized,)), *EXAMPLES[1:]]
 
@@ -129,6 +132,7 @@ def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
         ([{"id": "other", "output": "3"}], "no example has the id 'other'"),
         ([FIRST] * 2, "has an output already"),
         ([{**FIRST, "output": 3}], ":1: a row is"),
+        ([{**FIRST, "turns": [{}]}], ":1: its turns cannot be read: KeyError"),
         (['"a text"'], "p.jsonl:1: "),
         ([], f"no output for id '{EXAMPLES[0].id}'"),
     ],

@@ -19,7 +19,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.images import Clip
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.eval.generate import LocalModel
 from vlm_grpo.eval.predict import Prediction, Predictor, predict
 from vlm_grpo.media.videos import decode_frames
@@ -56,7 +56,9 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name):
     settings = load_settings(name, ["data.eval_limit=1"])
     policy = load_policy(settings, training=False)
     task = load_task(name, frame=policy.prompts.frame)
-    (row,) = evaluate_policy(policy, task, [load_example(name)], settings, RewardScorer()).rows
+    (row,) = evaluate_model(
+        LocalModel(policy, settings), task, [load_example(name)], RewardScorer()
+    ).rows
     assert prediction.completion.text == row["output"]
     assert prediction.answer == row["answer"]
 
@@ -151,7 +153,7 @@ def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row():
     settings = load_settings("counting", ["policy.dtype=float32"])
     policy = load_policy(settings, training=False)
     task = load_task("counting", frame=policy.prompts.frame)
-    (row,) = evaluate_policy(policy, task, [example], settings, RewardScorer()).rows
+    (row,) = evaluate_model(LocalModel(policy, settings), task, [example], RewardScorer()).rows
     predictor = Predictor("embedded", "counting", ["policy.dtype=float32"])
     frames = [Image.open(path) for path in sorted(paths[1].iterdir())]
     given = (*paths, Clip(paths[0].read_bytes()), Clip("a.mp4"), Clip({"frames": frames, "fps": 2}))

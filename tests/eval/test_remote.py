@@ -223,7 +223,7 @@ def ask_once(settings: Settings, example: Example, **options: Any) -> tuple[dict
         evaluated = load_evaluated_model(settings, None, Endpoint(server.address, **options))
         task = load_task("counting", frame=evaluated.prompts.frame)
         resized = evaluated.prompts.with_resized_sizes(example)
-        ((_, (completion,)),) = evaluated.generate(task, [resized], [(0, "x")], [range(1)])
+        ((_, (completion,)),) = evaluated.generate(task, [(resized, None)], [(0, "x")], [range(1)])
     return model.bodies[0], completion.text
 
 

@@ -25,7 +25,7 @@ from vlm_grpo.model.prompts import PromptWriter
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, Example
 from vlm_grpo.utils.chat import Turn
 
 COUNTING = load_task("counting")
@@ -43,7 +43,8 @@ def make_samples(
     writer = PromptWriter(ORIGINAL, None, settings.prompt)
     pairs = zip(examples, texts, strict=True)
     scores = [[task.score(text, example) for text in own] for example, own in pairs]
-    return SampledExamples(settings, task, writer, examples, texts, scores)
+    outputs = [[*map(Completion.from_text, own)] for own in texts]
+    return SampledExamples(settings, task, writer, examples, outputs, scores)
 
 
 EXAMPLES = [Example(name, (), f"How many {name}?", 3) for name in ("dogs", "cats", "cows")]

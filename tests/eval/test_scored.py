@@ -17,6 +17,7 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.scored import (
     Row,
     Scored,
+    compare_tools,
     find_majority,
     merge_scores,
     read_scored,
@@ -27,7 +28,7 @@ from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, Example
 
 COUNTING = load_task("counting")
 EXAMPLE = Example("1", (), "How many?", 3)
@@ -38,7 +39,8 @@ ERRORS = [Example(f"e/{n}", (), "How far?", n, source="e") for n in range(2)]
 def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
     items = [e for e in examples for _ in range(len(texts) // len(examples))]
     with RewardScorer() as scorer:
-        return summarize(task, examples, texts, scorer(task, texts, items), 0)
+        outputs = [*map(Completion.from_text, texts)]
+        return summarize(task, examples, outputs, scorer(task, texts, items), 0)
 
 
 def score(task: Task, texts: list[str]):
@@ -97,6 +99,20 @@ def test_an_error_is_subtracted_from_1_in_the_interval_too():
     found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0.25"])
     assert found.value == 0.875  # the mean of 1 and 1 - 0.25
     assert found.interval == (0.875, 0.875)  # without variance
+
+
+def test_tools_gain_and_harm_by_the_primary_metric_of_each_source():
+    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
+    examples = [*COUNTS[:4], *ERRORS]
+    plain = evaluate(mixed, examples, [*"0923", "0.5", "1"])
+    found = compare_tools(evaluate(mixed, examples, [*"0199", "0.25", ""]), plain)
+    # One count becomes right and two wrong, and one error falls by 0.25; the other has no answer.
+    assert found.metrics["tools/gain"] == (1 + 0.25) / 5
+    assert found.metrics["tools/harm"] == 2 / 5
+    name = f"e/{Distance.primary_metric}_without_tools"
+    assert (found.metrics["c/exact_without_tools"], found.metrics[name]) == (3 / 4, 0.25)
+    assert [*map(found.is_error, ("tools/gain", "tools/harm", name))] == [False, True, True]
+    assert compare_tools(plain) is plain
 
 
 def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path):

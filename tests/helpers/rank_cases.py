@@ -41,7 +41,7 @@ from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import generate
-from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import weights
@@ -360,9 +360,8 @@ def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any
     scorer: Any = count
     try:
         with trainer.strategy.gathered():
-            found = evaluate_policy(
-                trainer.policy, trainer.task, examples, trainer.settings, scorer
-            )
+            model = generate.LocalModel(trainer.policy, trainer.settings)
+            found = evaluate_model(model, trainer.task, examples, scorer)
     except UserError as error:
         return [str(error)]
     return [[(row["id"], row["rewards"]["letters"]) for row in found.rows], len(scored)]

@@ -84,7 +84,8 @@ def _write_evaluation(
     settings: Settings, step: int, task: Task, examples: list[Example], texts: list[str]
 ) -> None:
     scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
-    evaluation = summarize(task, examples, texts, scores, settings.seed)
+    outputs = [*map(Completion.from_text, texts)]
+    evaluation = summarize(task, examples, outputs, scores, settings.seed)
     path = settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl"
     evaluation.write(path)
     write_held_out(settings.run_dir / "samples", step, task, examples, evaluation.rows)

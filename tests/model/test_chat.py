@@ -329,13 +329,13 @@ def test_a_model_without_a_place_for_results_is_refused_at_the_start(name):
     ],
 )
 def test_tools_are_described_as_the_template_does_if_its_calls_can_be_read(name, words):
-    chat = make_chat((LIBRARY / f"{name}.jinja").read_text("utf-8"))
+    prompts = make_builder(make_chat((LIBRARY / f"{name}.jinja").read_text("utf-8")))
     schemas = load_environment("zoom").describe(noise_example("a", [(56, 28)]))
-    text = chat.describe_tools(schemas, ("<tool_call>", "</tool_call>"))
+    text = prompts.describe_tools(schemas, ("<tool_call>", "</tool_call>"))
     assert text.startswith("# Tools\n\n")
     assert words in text
     assert '"description": "Look closer at a part of the image."' in text
-    assert "<call>" in chat.describe_tools(schemas, ("<call>", "</call>"))
+    assert "<call>" in prompts.describe_tools(schemas, ("<call>", "</call>"))
 
 
 def test_a_result_cannot_write_turns_or_places_of_images():

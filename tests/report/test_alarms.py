@@ -101,6 +101,8 @@ FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
     },
     "sampler mismatch": {"sampling/sampling_logp_difference/mean": lambda t: 0.2 * t},
     "reward fails": {"rewards/format/failed": lambda t: 30 * t},
+    "no calls": {"tools/calls": lambda t: 1.5 * (t < 0.5)},
+    "calls fail": {"tools/errors": lambda t: t},
 }
 
 

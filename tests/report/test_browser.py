@@ -20,6 +20,7 @@ from report_runs import TASKS, load_few_examples, make_group, write_alarms
 from vlm_grpo.report import build_report, compare_runs
 from vlm_grpo.report.samples import write_samples
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import EpisodeTurn, Observed, ToolCall
 
 pytestmark = NEEDS_BROWSER
 
@@ -218,6 +219,40 @@ def test_comparison_shows_both_runs(browser, runs):
     assert browser.read_log() == []
 
 
+def test_the_turns_of_an_episode_are_drawn(browser, tmp_path):
+    task = load_task("grounding", environment="zoom")
+    (example,) = load_few_examples("grounding", task)
+    environment, turns = task.environment.adapt(task.frame), []
+    environment.begin(example)
+    for box in ([10, 10, 40, 30], [30, 10, 10, 40]):  # a good one, and a reversed one
+        call = {"name": "zoom", "arguments": {"bbox_2d": box}}
+        text = f"<think>It is small.</think><tool_call>{json.dumps(call)}</tool_call>"
+        turns.append(EpisodeTurn(text, *environment.step(text)))
+    answered = make_group(task, example, [task.gold(example)] * 2)
+    texts = [EpisodeTurn(completion.text) for completion in answered.completions]
+    episodes = ((*turns, texts[0]), turns[:1])  # the second was cut
+    pairs = zip(answered.completions, episodes, strict=True)
+    completions = tuple(replace(c, turns=tuple(own)) for c, own in pairs)
+    sampled = replace(answered, completions=completions)
+    write_samples(tmp_path / "samples", 0, [sampled], [[0.0, 0.0]], task)
+    browser.open(build_report(tmp_path))
+
+    def count(parts: str) -> list[int]:
+        script = "[...document.querySelectorAll('.answer')].map((a) => a.querySelectorAll('%s'))"
+        return browser.run(f"return {script % parts}.map((found) => found.length)")
+
+    assert (count(".read"), count(".read.error")) == ([2, 1], [1, 0])
+    assert count(".seen .picture") == [2, 2]  # the image with the box, and the part
+    assert count(".seen .marks img") == [1, 1]
+    assert count(".answer-text") == [1, 0]
+    widths = browser.run(
+        "return [...document.querySelectorAll('.seen img')].map((i) => i.naturalWidth)"
+    )
+    width = example.images[0].size[0]
+    assert widths[:3] == [width, width, 360]  # 30 x 28 pixels, enlarged
+    assert browser.read_log() == []
+
+
 def test_hostile_output_is_harmless(browser, tmp_path):
     """Text of a model or a dataset cannot run scripts, load resources or break the layout."""
     run = tmp_path / "<b onclick=x> & co"
@@ -227,7 +262,9 @@ def test_hostile_output_is_harmless(browser, tmp_path):
         row = replace(example, id=words, question=words, answer=words)
         sampled = make_group(task, row, [*HOSTILE, f"<think>{words}</think>{words}"])
         failing = [replace(s, failures={words: words}) for s in sampled.scores]
-        sampled = replace(sampled, scores=tuple(failing))
+        turn = EpisodeTurn(words, ToolCall(words, {words: words}), Observed(words))
+        called = [replace(c, turns=(turn, EpisodeTurn(c.text))) for c in sampled.completions]
+        sampled = replace(sampled, scores=tuple(failing), completions=tuple(called))
         write_samples(run / "samples", step, [sampled], [[0.0] * len(failing)], task)
     write_alarms(run, [{"step": words, "name": words, "message": words} for words in HOSTILE])
     (run / "metrics.jsonl").write_text(

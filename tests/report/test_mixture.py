@@ -16,7 +16,7 @@ from vlm_grpo.report.run import Run, measure_change, read_run
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.summary import TrainResult
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, Example
 
 TASK = Mixed(members={"c": load_task("counting"), "e": Distance()})
 
@@ -33,7 +33,8 @@ def make_run(folder: Path, counts: int, *outputs: str) -> Run:
     (folder / "config.yaml").write_text("task: mixed\n")
     for step, texts in enumerate(map(str.split, outputs)):
         with RewardScorer() as scorer:
-            found = summarize(TASK, examples, texts, scorer(TASK, texts, examples), 0)
+            scores = scorer(TASK, texts, examples)
+        found = summarize(TASK, examples, [*map(Completion.from_text, texts)], scores, 0)
         found.write(folder / "evaluation" / f"step-{step:06d}.jsonl")
     return read_run(folder)
 

@@ -19,7 +19,6 @@ from vlm_grpo.task.environment import (
     find_tools,
     parse_call,
     tool,
-    write_call,
 )
 from vlm_grpo.types import Example, Observed, ToolCall
 
@@ -52,9 +51,9 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "outside": (crop([500, 500, 600, 600]), "no area inside the image"),
     "too large": (crop([0, 0, 1e7, 5]), "too large"),
     "a huge integer": (crop([0, 0, 10**1000, 5]), "too large"),
-    "not a number": (look('{"at": [NaN, 1]}'), "not finite"),
-    "infinite": (look('{"at": [1e999, 1]}'), "not finite"),
-    "minus infinite": (look('{"at": [-Infinity, 1]}'), "not finite"),
+    "not a number": (look('{"at": [NaN, 1]}'), "not JSON (Out of range"),
+    "infinite": (look('{"at": [1e999, 1]}'), "not JSON (Out of range"),
+    "minus infinite": (look('{"at": [-Infinity, 1]}'), "not JSON (Out of range"),
     "more digits than Python reads": (look('{"at": [' + "9" * 5000 + ", 1]}"), "not JSON"),
     "three numbers": (crop([1, 2, 3]), "bbox_2d must be a list of 4 numbers"),
     "nested": (crop([[1, 2, 3, 4]]), "bbox_2d must be a list of 4 numbers"),
@@ -85,10 +84,10 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "nothing": (wrap(""), "the call is not JSON"),
     "Python": (wrap("look(at=(1, 1))"), "the call is not JSON"),
     "two objects": (wrap('{"name": "look"} {"name": "look"}'), "the call is not JSON"),
-    "deep JSON": (look(DEEP), "the call is not JSON"),
-    "rather deep JSON": (
-        write("say", text=[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]),
-        "more than 16 lists",
+    "deep JSON": (look(DEEP), "the call has more than 200 lists and objects"),
+    "deep parameters": (
+        wrap(f"<function=say><parameter=text>{DEEP}</parameter></function>"),
+        "200",
     ),
     "a megabyte": (write("say", text="x" * 2**20), "characters, more than 20000"),
     "brackets of a megabyte": (wrap("[" * 2**20), "characters, more than 20000"),
@@ -240,7 +239,16 @@ def test_a_tool_is_described_by_its_hints_and_its_docstring():
 
 def test_calls_that_are_written_are_read():
     call = ToolCall("say", {"text": 'a "quoted" 日本'})
-    assert parse_call(write_call(call, TAGS), TAGS) == call
+    assert parse_call(start().write(call), TAGS) == call
+    boxes = [(20.0, 10.0, 100.0, 60.0), (0.0, 0.0, 200.0, 100.0)]
+    call = ToolCall("join", {"boxes": boxes, "within": boxes[0]})
+    for name, frame in FRAMES.items():
+        environment = start(name)
+        _, observed = environment.step(environment.write(call))
+        assert observed is not None
+        found = [float(number) for number in re.findall(r"[\d.]+", observed.text)]
+        # Numbers are rounded to the frame's units: 1 in 1000 of 200 pixels, here.
+        assert found == pytest.approx([*boxes[0], *boxes[1], *boxes[0]], abs=0.2), frame
 
 
 def test_wrong_tools_are_refused_when_their_class_is_defined():

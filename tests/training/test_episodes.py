@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_environments
+from small_environments import EXAMPLE
 from small_runs import assert_same_run, read_metrics, save_tiny_model, small_run, stop_run
 
+from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.episodes import begin_episodes
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.task.episodes import EnvironmentRunner
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.methods.warm_start import TargetWriter
 from vlm_grpo.training.trainer import train
 
 PEEK = f"{small_environments.__file__}:Peek"
@@ -24,7 +35,8 @@ def make_settings(folder: Path, source: Path, **changes: Any) -> Settings:
     folder.mkdir(exist_ok=True)
     options = {"environment": {"name": PEEK, "max_turns": 3}}
     rollout = {"num_generations": 4, "max_completion_length": 30}
-    return small_run(folder, source, task_options=options, rollout=rollout, **changes)
+    data = {"eval": "embedded:ocr", "eval_limit": 2}
+    return small_run(folder, source, task_options=options, rollout=rollout, data=data, **changes)
 
 
 def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(tmp_path, source):
@@ -38,3 +50,66 @@ def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(tmp_path, sourc
         # Rounding of float32: what was sampled turn by turn has the log-probs of one pass.
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["rewards/turns/mean"] > 1 / 3  # some calls in every step
+        assert row["completions/turns"] == pytest.approx(3 * row["rewards/turns/mean"])
+        assert row["tools/calls"] == pytest.approx(row["completions/turns"] - 1 + row["tools/cut"])
+        assert row["tokens/observed"] > 0
+    assert {"eval/tools/gain", "eval/letters_without_tools"} <= row.keys()
+    (line, *_) = (runs[0] / "samples" / "held-out-000004.jsonl").read_text().splitlines()
+    first, *_ = json.loads(line)["completions"][0]["turns"]
+    assert (first["observed"]["images"], len(first["pictures"])) == ([[28, 28]], 1)
+
+
+def test_a_demonstration_is_written_as_it_would_be_sampled(source):
+    settings = Settings(
+        task="ocr",
+        model=str(source),
+        data={"train": "none"},
+        policy={"dtype": "float32"},
+        rollout={"max_completion_length": 400},
+    )
+    policy = load_policy(settings)
+    task = policy.prompts.adapt(load_task("ocr", environment="zoom"))
+    example = replace(EXAMPLE, answer="EXIT", meta={"evidence": [[20, 10, 90, 60], [0, 0, 50, 50]]})
+    with EnvironmentRunner() as runner:
+        example, start = begin_episodes(policy.prompts, runner, example, task)
+    writer = TargetWriter(policy, settings)
+    target = writer.write(example, task, start)
+    writer.runner.close()
+    first, second = target.observations
+    assert [turn.call and turn.call.name for turn in target.turns] == ["zoom", "zoom", None]
+    assert target.text == target.turns[-1].text == "EXIT"
+    decode = policy.tokenizer.decode
+    # The model's own tokens end with each call, where sampling stops; the end of the turn is read.
+    texts = [target.turns[0].text, target.turns[1].text, "EXIT<|im_end|>"]
+    places = [0, first.start, second.start, len(target.token_ids)]
+    own = [target.token_ids[a:b] for a, b in pairwise(places)]
+    assert list(map(decode, own)) == texts
+    for observation in (first, second):
+        assert decode(observation.prompt.token_ids).startswith("<|im_end|>\n<|im_start|>user\n")
+    sizes = [o.prompt.example.images[0].size for o in target.observations]
+    # 70 x 50 and 50 x 50 pixels, whose edges are rounded to pixels of the resized image.
+    assert sizes == [pytest.approx((470, 336), abs=20), pytest.approx((336, 336), abs=20)]
+    assert len(target.logprobs) == len(target.token_ids)
+    small = settings.model_copy(update={"rollout": RolloutSettings(max_completion_length=100)})
+    writer = TargetWriter(policy, small)
+    with pytest.raises(UserError, match=r"its target 'EXIT' has 1\d\d tokens .* raise it"):
+        writer.write(example, task, start)
+    writer.runner.close()
+
+
+def test_supervised_steps_train_on_demonstrations(tmp_path, source):
+    options = {"environment": {"name": "zoom", "min_side": 28}}
+    settings = small_run(
+        tmp_path,
+        source,
+        task="ocr",
+        task_options=options,
+        data={"train": "embedded:tiny_words"},
+        policy={"max_pixels": 2352},
+        rollout={"max_completion_length": 200},
+        warm_start={"steps": 3},
+    )
+    train(settings)
+    rows = read_metrics(settings.run_dir)
+    losses = [row["loss"] for row in rows[:3]]
+    assert losses == sorted(losses, reverse=True)

@@ -27,7 +27,7 @@ from vlm_grpo.cli.common import SettingsCommand
 from vlm_grpo.cli.doctor import doctor
 from vlm_grpo.cli.evaluate import evaluate
 from vlm_grpo.cli.export import export
-from vlm_grpo.cli.new_task import new_task
+from vlm_grpo.cli.new_task import new_environment, new_task
 from vlm_grpo.cli.plan import plan
 from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
@@ -58,7 +58,7 @@ app = typer.Typer(
 )
 for command in (train, sft, sample, evaluate, predict, serve, plan):
     app.command(cls=SettingsCommand)(command)
-for command in (report, export, doctor, tasks, settings, new_task, check):
+for command in (report, export, doctor, tasks, settings, new_task, new_environment, check):
     app.command()(command)
 
 MOVED = {

@@ -1,4 +1,4 @@
-"""``vlm-grpo new-task``: write a new task, which runs without changes, and its test."""
+"""``vlm-grpo new-task`` and ``new-environment``: write a new file, which runs, and its test."""
 
 from __future__ import annotations
 
@@ -30,17 +30,39 @@ def new_task(
     vlm-grpo new-task read_clock
     vlm-grpo new-task read_clock --out my_tasks
     """
-    file, test = write_task(name, out)
-    typer.echo(f"wrote {file} and {test}; next:")
-    typer.echo(f"  python -m pytest {test}")
-    typer.echo(f"  vlm-grpo check {file} --data YOUR.jsonl")
+    file = _write(name, out, "task", "TASK --data YOUR.jsonl")
     typer.echo(f"  vlm-grpo train {file} model=Qwen/Qwen2.5-VL-3B-Instruct \\")
     typer.echo("      data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl \\")
     typer.echo("      policy.lora.r=64 optim.lr=1e-5")
 
 
-def write_task(name: str, folder: Path) -> list[Path]:
-    """Write ``NAME.py`` and ``test_NAME.py``, which may not exist yet; return their paths."""
+def new_environment(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the environment, for example ruler.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+) -> None:
+    """Write a new environment, whose tools a model calls before it answers, and its test.
+
+    \b
+    vlm-grpo new-environment ruler
+    """
+    file = _write(name, out, "environment", "counting environment=TASK")
+    typer.echo(f"  vlm-grpo train quickstart task_options.environment={file} \\")
+    typer.echo("      rollout.max_completion_length=200")
+
+
+def _write(name: str, out: Path, kind: str, checked: str) -> Path:
+    """Write the files of a kind, and print the first commands to run; return the path."""
+    file, test = write_task(name, out, kind)
+    typer.echo(f"wrote {file} and {test}; next:\n  python -m pytest {test}")
+    typer.echo(f"  vlm-grpo check {checked.replace('TASK', str(file))}")
+    return file
+
+
+def write_task(name: str, folder: Path, kind: str = "task") -> list[Path]:
+    """Write ``NAME.py`` and ``test_NAME.py`` of a task or an environment, which may not exist yet;
+    return their paths."""
     _check_name(name)
     words = name.split("_")
     values = {
@@ -49,7 +71,7 @@ def write_task(name: str, folder: Path) -> list[Path]:
         "class_name": "".join(word.capitalize() for word in words),
     }
     templates = resources.files("vlm_grpo") / "templates"
-    files = {f"{name}.py": "task.py.txt", f"test_{name}.py": "test_task.py.txt"}
+    files = {f"{name}.py": f"{kind}.py.txt", f"test_{name}.py": f"test_{kind}.py.txt"}
     texts = {
         folder / file: Template((templates / template).read_text("utf-8")).substitute(values)
         for file, template in files.items()
@@ -69,11 +91,11 @@ def write_task(name: str, folder: Path) -> list[Path]:
 
 def _check_name(name: str) -> None:
     problems = {
-        "is not a name for a task: use lowercase letters, digits and single underscores, starting "
+        "is not a name for a file: use lowercase letters, digits and single underscores, starting "
         "with a letter, for example read_clock": not re.fullmatch(
             r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name
         ),
-        f"is too long for a task's name: {LONGEST_NAME} letters at most": len(name) > LONGEST_NAME,
+        f"is too long for a name: {LONGEST_NAME} letters at most": len(name) > LONGEST_NAME,
         "is a keyword of Python: give another name": keyword.iskeyword(name),
         f"is a module of Python's standard library, which {name}.py would shadow: give another "
         "name": name in sys.stdlib_module_names,

@@ -42,7 +42,7 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
-_EMBEDDED_MODULES = ("charts", "clips", "screens", "shapes", "tables", "words")
+_EMBEDDED_MODULES = ("charts", "clips", "screens", "shapes", "tables", "tiny_words", "words")
 _EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 _ARGUMENTS: dict[Split, str] = {"train": "data", "eval": "held_out"}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -273,6 +273,9 @@ class Mixed(Task):
         if example.source not in self.members:
             raise ValueError(f"its source {example.source!r} is none of {', '.join(self.members)}")
         return example.source, self.members[example.source]
+
+    def without_tools(self) -> Self:
+        return replace(self, members={n: t.without_tools() for n, t in self.members.items()})
 
     question, prompt, instructions = map(_forward, ("question", "prompt", "instructions"))
     parse, read, write, check = map(_forward, ("parse", "read", "write", "check"))

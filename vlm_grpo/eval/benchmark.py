@@ -18,14 +18,14 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.generate import check_weights, generate_all, load_evaluated_model, open_log
+from vlm_grpo.eval.generate import check_weights, generate_runs, load_evaluated_model, open_log
 from vlm_grpo.eval.outputs import read_outputs
-from vlm_grpo.eval.scored import Scored, has_answer, summarize
+from vlm_grpo.eval.scored import WITHOUT_TOOLS, Scored, compare_tools, has_answer, summarize
 from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame
-from vlm_grpo.types import Example, Score
+from vlm_grpo.types import Completion, Example, Score
 from vlm_grpo.utils.atomic_io import create_folder, write_atomic
 
 _MAX_GROUPS = 40
@@ -54,7 +54,7 @@ def build_report(
     benchmark: Benchmark,
     task: Task,
     examples: Sequence[Example],
-    texts: Sequence[str],
+    outputs: Sequence[Completion],
     scores: Sequence[Score],
     seed: int = 0,
 ) -> Report:
@@ -68,7 +68,7 @@ def build_report(
         if failed := [name for name in names if name in score.failures]:
             reason = score.failures[failed[0]].strip().splitlines()[-1]
             raise UserError(f"{failed[0]} of example {example.id} cannot be computed: {reason}")
-    scored = summarize(task, examples, texts, scores, seed)
+    scored = summarize(task, examples, outputs, scores, seed)
     metrics = {name: scored.metrics[name] for name in names if name in scored.metrics}
     baseline = _score_baseline(benchmark, task, examples)
     values, scale = scored.get_column(benchmark.metric), benchmark.scale
@@ -110,13 +110,14 @@ def _score_baseline(
     """Return the name of the answer that is given to every example, and its official metric."""
     if benchmark.task in ("counting", "ocr"):
         common, _ = Counter(map(task.gold, examples)).most_common(1)[0]
-        name, outputs = f"always {unwrap(common)[:40]!r}", [common] * len(examples)
+        name, texts = f"always {unwrap(common)[:40]!r}", [common] * len(examples)
     elif benchmark.task == "grounding":
         full_images = [replace(e, answer={"boxes": [[0, 0, *e.images[0].size]]}) for e in examples]
-        name, outputs = "the whole image", [task.gold(example) for example in full_images]
+        name, texts = "the whole image", [task.gold(example) for example in full_images]
     else:
         return None
-    scores = [task.score(text, e) for text, e in zip(outputs, examples, strict=True)]
+    scores = [task.score(text, e) for text, e in zip(texts, examples, strict=True)]
+    outputs = [Completion.from_text(text) for text in texts]
     return name, summarize(task, examples, outputs, scores, 0).value * benchmark.scale
 
 
@@ -248,10 +249,16 @@ def evaluate_benchmark(
         task = benchmark.load_task(model.prompts.frame, **options)
         folder = settings.run_dir / (weights.name if weights else "model")
         log = open_log(folder, model, weights, task, examples)
-        resized, texts = generate_all(model, task, examples, log)
+        runs = generate_runs(model, task, examples, log)
         if state.is_main_process:
             settings.save(folder / "config.yaml")
-            reports[title] = _score(benchmark, task, resized, texts, settings)
+            report, *plain = [_score(benchmark, *run, settings) for run in runs]
+            scored = compare_tools(report.scored, *(other.scored for other in plain))
+            names = (
+                n for n in scored.metrics if n.startswith("tools/") or n.endswith(WITHOUT_TOOLS)
+            )
+            metrics = {**report.metrics, **{name: scored.metrics[name] for name in names}}
+            reports[title] = replace(report, scored=scored, metrics=metrics)
             print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
     if state.is_main_process:
         _finish(settings.run_dir / "results.json", name, reports)
@@ -273,8 +280,8 @@ def score_benchmark(
     benchmark = load_benchmark(name)
     task = benchmark.load_task(frame, **settings.task_options)
     examples = _load_examples(settings, task)
-    resized, texts = read_outputs(path, examples, task.frame == RESIZED)
-    report = _score(benchmark, task, resized, texts, settings)
+    resized, outputs = read_outputs(path, examples, task.frame == RESIZED)
+    report = _score(benchmark, task, resized, outputs, settings)
     if len(resized) < len(examples):
         print(f"{len(examples) - len(resized)} more examples have no output in the file")
     results = settings.run_dir / "results-predictions.json"
@@ -290,20 +297,21 @@ def _score(
     benchmark: Benchmark,
     task: Task,
     examples: Sequence[Example],
-    texts: Sequence[str],
+    outputs: Sequence[Completion],
     settings: Settings,
 ) -> Report:
     """Score outputs by the benchmark's reader, and by the reward's parser for comparison."""
+    texts, turns = [output.text for output in outputs], [output.turns for output in outputs]
     with build_scorer(settings, rank=0) as scorer:  # only the first rank scores
-        scores = scorer(task, texts, examples)
-        report = build_report(benchmark, task, examples, texts, scores, settings.seed)
+        scores = scorer(task, texts, examples, turns=turns)
+        report = build_report(benchmark, task, examples, outputs, scores, settings.seed)
         if benchmark.reader is None:
             return report
         plain = benchmark.model_copy(update={"reader": None})
         options = {**settings.task_options, "thinking_tags": task.thinking_tags}
         task = plain.load_task(task.frame, **options)
-        scores = scorer(task, texts, examples)
-        strict = build_report(benchmark, task, examples, texts, scores, settings.seed)
+        scores = scorer(task, texts, examples, turns=turns)
+        strict = build_report(benchmark, task, examples, outputs, scores, settings.seed)
     pair, own = ((r.value, r.scored.metrics["answered"]) for r in (strict, report))
     return report if pair == own else replace(report, strict=pair)
 

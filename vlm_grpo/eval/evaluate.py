@@ -22,55 +22,59 @@ from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import (
+    EvaluatedModel,
     LocalModel,
+    PredictionLog,
     check_weights,
-    generate_all,
+    generate_runs,
     load_evaluated_model,
     name_outputs,
     open_log,
 )
 from vlm_grpo.eval.outputs import read_outputs
-from vlm_grpo.eval.scored import Scored, summarize
+from vlm_grpo.eval.scored import Scored, compare_tools, summarize
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.resolve import find_checkpoint
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED
 from vlm_grpo.task.scorer import FailureGuard, RewardScorer
-from vlm_grpo.types import Example, Score
+from vlm_grpo.types import Completion, Example, Score
 
 
-def evaluate_policy(
-    policy: Policy,
+def evaluate_model(
+    model: EvaluatedModel,
     task: Task,
     examples: Sequence[Example],
-    settings: Settings,
     scorer: RewardScorer,
+    log: PredictionLog | None = None,
 ) -> Scored:
     """Generate and score ``evaluation.samples`` completions of each example.
 
     The ranks share the examples; each returns the evaluation of all, or raises ``UserError``. The
-    completions of an example depend only on the seed and on the example's index.
+    completions of an example depend only on the seed and on the example's index. Those of episodes
+    are compared with completions without tools.
     """
-    resized, texts = generate_all(LocalModel(policy, settings), task, examples)
-    scores = score_all(task, resized, texts, scorer)
-    return summarize(task, resized, texts, scores, settings.seed)
+    runs = generate_runs(model, task, examples, log)
+    scored = [summarize(*run, score_all(*run, scorer), model.settings.seed) for run in runs]
+    return compare_tools(*scored)
 
 
 def score_all(
-    task: Task, examples: Sequence[Example], texts: Sequence[str], scorer: RewardScorer
+    task: Task, examples: Sequence[Example], outputs: Sequence[Completion], scorer: RewardScorer
 ) -> list[Score]:
     """Score the outputs of ``generate_all``, shared among the ranks; each returns all."""
     state = initialize_distributed()
-    rank, ranks, count = state.process_index, state.num_processes, len(texts) // len(examples)
+    rank, ranks, count = state.process_index, state.num_processes, len(outputs) // len(examples)
     items = [example for example in examples for _ in range(count)]
-    own = [index for index in range(len(texts)) if index // count % ranks == rank]
+    own = [index for index in range(len(outputs)) if index // count % ranks == rank]
     found: list[Score] = []
     with fail_together(state):  # each completion is scored once: a judge costs time and money
         groups = [index // count for index in own]
-        found = scorer(task, [texts[i] for i in own], [items[i] for i in own], groups=groups)
+        texts, turns = [outputs[i].text for i in own], [outputs[i].turns for i in own]
+        found = scorer(task, texts, [items[i] for i in own], groups=groups, turns=turns)
     by_index = dict(gather_object(list(zip(own, found, strict=True))))
-    scores = [by_index[index] for index in range(len(texts))]
+    scores = [by_index[index] for index in range(len(outputs))]
     FailureGuard().check(task, scores, items)
     return scores
 
@@ -120,9 +124,7 @@ def evaluate(
         log = open_log(folder / name, model, weights, scoring_task, examples)
     state = initialize_distributed()
     with build_scorer(settings, state.process_index) as scorer:
-        resized, texts = generate_all(model, scoring_task, examples, log)
-        scores = score_all(scoring_task, resized, texts, scorer)
-    evaluation = summarize(scoring_task, resized, texts, scores, settings.seed)
+        evaluation = evaluate_model(model, scoring_task, examples, scorer, log)
     if state.is_main_process:
         evaluation.write(folder / f"{name}.jsonl")
     return replace(evaluation, path=folder / f"{name}.jsonl")
@@ -134,11 +136,10 @@ def score_outputs(task: Task, data: DataSettings, path: Path) -> tuple[Scored, i
     Also return the number of examples that have no output in the file.
     """
     loaded = load_examples(data.train, task, data)
-    examples, texts = read_outputs(path, loaded, task.frame == RESIZED)
+    examples, outputs = read_outputs(path, loaded, task.frame == RESIZED)
     with RewardScorer() as scorer:
-        scores = scorer(task, texts, examples)
-    FailureGuard().check(task, scores, examples)
-    return summarize(task, examples, texts, scores, 0), len(loaded) - len(examples)
+        scores = score_all(task, examples, outputs, scorer)
+    return summarize(task, examples, outputs, scores, 0), len(loaded) - len(examples)
 
 
 class HeldOutEvaluator:
@@ -174,9 +175,8 @@ class HeldOutEvaluator:
         if not self.examples:
             return None
         with self.policy.stopwatch("evaluation"), self.strategy.gathered():
-            evaluation = evaluate_policy(
-                self.policy, self.task, self.examples, self.settings, self.scorer
-            )
+            model = LocalModel(self.policy, self.settings)
+            evaluation = evaluate_model(model, self.task, self.examples, self.scorer)
         if evaluation.is_better_than(None if self.best is None else self.best[0]):
             self.best = (evaluation.value, step)
         return evaluation

@@ -31,7 +31,9 @@ from vlm_grpo.config.section import flatten
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError, bullets, list_bad_rows
+from vlm_grpo.eval.outputs import format_output, read_output
 from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.episodes import Begun, begin_episodes, sample_episodes
 from vlm_grpo.model.families import PixelBudget
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.policy import Policy, load_policy
@@ -40,8 +42,10 @@ from vlm_grpo.model.resolve import UNKNOWN
 from vlm_grpo.serve.chat import Answer, ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
-from vlm_grpo.types import Completion, Example, VideoRef
+from vlm_grpo.task.episodes import EnvironmentRunner
+from vlm_grpo.types import Completion, EpisodeTurn, Example, VideoRef
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
+from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.http_json import LONGEST_WAIT, ServiceError
 from vlm_grpo.utils.jsonl import format_rows, read_rows
 from vlm_grpo.utils.remote_calls import call_each
@@ -80,6 +84,7 @@ class LocalModel:
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         self.policy, self.settings = policy, settings
+        self.runner = EnvironmentRunner(settings.rollout.reward_workers)
         self.prompts: PromptWriter = policy.prompts
 
     def split(self, examples: Sequence[Example]) -> list[range]:
@@ -88,17 +93,25 @@ class LocalModel:
         return [range(chunk.start * count, chunk.stop * count) for chunk in chunks]
 
     def generate(
-        self, task: Task, examples: Sequence[Example], seeds: Sequence[Seed], todo: Sequence[range]
+        self, task: Task, begun: Sequence[Begun], seeds: Sequence[Seed], todo: Sequence[range]
     ) -> Iterator[tuple[range, list[Completion]]]:
         evaluation, rollout = self.settings.evaluation, self.settings.rollout
         distribution = replace(self.policy.distribution, temperature=evaluation.temperature)
         sampling = SamplingSettings(distribution, rollout.max_completion_length, rollout.stop)
         count, limit = evaluation.samples, evaluation.max_tokens_per_batch
+        builder, policy = self.policy.prompts, self.policy
         for chunk in todo:
-            firsts = chunk[::count]
-            prompts = [self.policy.prompts.build(examples[index], task) for index in firsts]
-            chunk_seeds = [seeds[index] for index in firsts]
-            groups = self.policy.sample(prompts, sampling, count, chunk_seeds, limit)
+            pairs = [begun[index] for index in chunk[::count]]
+            prompts = [replace(builder.build(e, task), start=start) for e, start in pairs]
+            groups = sample_episodes(
+                prompts,
+                sampling,
+                [range(count)] * len(prompts),
+                [seeds[index] for index in chunk[::count]],
+                lambda p, s, n, k, begun: policy.sample(p, s, n, k, limit, begun=begun),
+                builder,
+                self.runner,
+            )
             self.policy.engine.clear_image_features()
             yield chunk, [completion for group in groups for completion in group]
 
@@ -118,6 +131,7 @@ class RemoteModel:
                 "start it without a launcher"
             )
         self.endpoint, self.settings = endpoint, settings
+        self.runner = EnvironmentRunner(settings.rollout.reward_workers)
         self.prompts = _load_prompts(endpoint, settings)
         self.client = ChatClient(endpoint)
         self.served_name = self.client.model
@@ -129,8 +143,9 @@ class RemoteModel:
         return [range(index, index + 1) for index in range(len(examples))]
 
     def generate(
-        self, task: Task, examples: Sequence[Example], seeds: Sequence[Seed], todo: Sequence[range]
+        self, task: Task, begun: Sequence[Begun], seeds: Sequence[Seed], todo: Sequence[range]
     ) -> Iterator[tuple[range, list[Completion]]]:
+        examples = [example for example, _ in begun]
         indices = [index for chunk in todo for index in chunk]
         is_several = len(indices) > 1
         if is_several:
@@ -146,10 +161,11 @@ class RemoteModel:
         counts: list[tuple[int | None, int | None]] = []  # of tokens
         failures: dict[int, Exception] = {}
         in_a_row, has_answered = 0, len(indices) < len(examples)
-        limit = (self.endpoint.retries + 1) * (self.endpoint.timeout + LONGEST_WAIT)
+        turns = max((start.max_turns for _, start in begun if start is not None), default=1)
+        limit = turns * (self.endpoint.retries + 1) * (self.endpoint.timeout + LONGEST_WAIT)
 
         def ask(index: int) -> Answer:
-            return self._ask(task, examples[index], seeds[index])
+            return self._ask(task, begun[index], seeds[index])
 
         with closing(call_each(ask, indices, self.endpoint.concurrency, limit)) as results:
             for position, found in results:
@@ -165,7 +181,8 @@ class RemoteModel:
                     raise found
                 else:
                     in_a_row, has_answered = 0, True
-                    self._check_length(found, task, examples[index])
+                    if len(found.completion.turns) < 2:
+                        self._check_length(found, task, examples[index])
                     counts.append((found.prompt_tokens, found.completion_tokens))
                     yield range(index, index + 1), [found.completion]
         if counts and is_several:
@@ -177,15 +194,49 @@ class RemoteModel:
         if failures:
             raise UserError(_describe_failures(failures, examples, len(indices) - len(counts)))
 
-    def _ask(self, task: Task, example: Example, seed: Seed) -> Answer:
+    def _ask(self, task: Task, begun: Begun, seed: Seed) -> Answer:
+        example, start = begun
         messages = build_messages(self.prompts.write(example, task), self._load_media(example))
-        options = dict(self._options)
+        if start is None:
+            return self._ask_turn(messages, self._options, seed)
+        # An episode: each text is asked for behind those before it and what was read after them.
+        tags = task.resolve(example)[1].environment.call_tags
+        options = {**self._options, "stop": [*self._options.get("stop", ()), tags[1]]}
+        if isinstance(self.prompts, PromptBuilder):
+            options |= _KEEP_STOP
+        answers, turns, state = list[Answer](), list[EpisodeTurn](), start.state
+        while True:
+            try:
+                answer = self._ask_turn(messages, options, (*seed, *filter(None, [len(turns)])))
+            except ServiceError as error:
+                if not (turns and _is_refusal(error)):
+                    raise
+                break  # what was read is too long for the server
+            answers.append(answer)
+            text, stop, call, observed = answer.completion.text, answer.completion.stop, None, None
+            if tags[0] and tags[0] in text.rpartition(tags[1])[2] and stop != "length":
+                text += tags[1]  # which servers leave out
+            if tags[1] in text:
+                ((state, call, observed),) = self.runner.step([state], [text])
+            turns.append(EpisodeTurn(text, call, observed))
+            options["max_tokens"] -= answer.completion_tokens or 0
+            if observed is None or len(turns) >= start.max_turns or options["max_tokens"] <= 0:
+                break
+            shown = Example("observation", observed.images, "", None)
+            media = self._load_media(self.prompts.with_resized_sizes(shown))
+            chat = Turn("assistant", text), self.prompts.write_result(observed)
+            messages = [*messages, *build_messages(chat, media)]
+        columns = zip(*((a.prompt_tokens, a.completion_tokens) for a in answers), strict=True)
+        counts = (None if None in column else sum(filter(None, column)) for column in columns)
+        stop = answers[-1].completion.stop
+        return Answer(Completion.from_text(turns[-1].text, stop, turns), *counts)
+
+    def _ask_turn(self, messages: list[Any], given: Mapping[str, Any], seed: Seed) -> Answer:
+        options = dict(given)
         if options["temperature"]:
             digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
             options["seed"] = int.from_bytes(digest, "little") >> 1  # 31 bits, as all servers take
         answer = self.client.ask(messages, options, self.prompts.thinking_tags)
-        if not isinstance(self.prompts, PromptBuilder):
-            return answer
         text = self.prompts.remove_control_tokens(answer.completion.text)
         return replace(answer, completion=replace(answer.completion, text=text))
 
@@ -279,7 +330,8 @@ EvaluatedModel = LocalModel | RemoteModel
 
 ``split`` splits the indices of examples, each ``evaluation.samples`` times, one after the other,
 into chunks. ``generate`` yields those of ``todo`` in any order, with a completion of each index.
-The examples have the resized sizes of their images; the seeds of one share a prefix. An example
+``runner`` calls tools. The examples have begun (``begin_episodes``); the seeds of one share a
+prefix. An example
 without an output is a ``UserError`` after all others. ``served_name`` is None of a policy.
 """
 
@@ -342,24 +394,30 @@ def generate_all(
     task: Task,
     examples: Sequence[Example],
     log: PredictionLog | None = None,
-) -> tuple[list[Example], list[str]]:
+    places: Sequence[int] | None = None,
+) -> tuple[list[Example], list[Completion]]:
     """Generate ``evaluation.samples`` outputs per example, and return all on every rank.
 
     Rank r of n generates every n-th chunk, starting with chunk r, of those that are not in the log,
     which is finished here. The outputs of an example depend on the seed and on its index, not on
     the rank. Examples that the model cannot use are named before any output is generated.
+    ``places`` are the indices that stand in the examples' seeds; None: their own.
 
     Returns:
-        The examples with the resized sizes of their images, and their outputs: all of the first
-        example, then all of the second, and so on.
+        The examples with the resized sizes of their images and what their environment shows first,
+        and their outputs, of which texts and turns are kept: all of the first example, then all of
+        the second, and so on. With a log, the images that they observed have no pixels.
     """
     state = initialize_distributed()
     usable = model.prompts.select_usable(examples, task)
-    resized = [model.prompts.with_resized_sizes(example) for example in usable]
+    begun = list[Begun]()
+    with fail_together(state):
+        begun = [begin_episodes(model.prompts, model.runner, example, task) for example in usable]
+    resized = [example for example, _ in begun]
     numbers = range(model.settings.evaluation.samples)
     items = [example for example in resized for _ in numbers]
     keys = [(example.id, number) for example in resized for number in numbers]
-    outputs: dict[OutputKey, str] = {}
+    outputs: dict[OutputKey, Completion] = {}
     if log is not None:
         # All ranks use what any of them has read, and none writes before all have read.
         outputs = dict(gather_object(list(log.outputs.items())))
@@ -370,25 +428,43 @@ def generate_all(
     # A policy adds the number of the sample to the seed of the first.
     seeds: list[Seed] = [
         (model.settings.seed, "evaluation", index, *([number] if number else []))
-        for index in range(len(resized))
+        for index in (places or range(len(resized)))
         for number in numbers
     ]
     with fail_together(state):
-        results = model.generate(task, items, seeds, own)
+        results = model.generate(task, [own for own in begun for _ in numbers], seeds, own)
         if state.is_main_process and log is not None:
             results = _show_progress(results, sum(map(len, own)), len(items) // state.num_processes)
         for chunk, completions in results:
-            batch, texts = keys[chunk.start : chunk.stop], [c.text for c in completions]
-            outputs |= zip(batch, texts, strict=True)
+            batch = keys[chunk.start : chunk.stop]
+            found = [Completion.from_text(c.text, turns=c.turns) for c in completions]
             if log is not None:
-                log.append(batch, items[chunk.start : chunk.stop], texts)
+                found = log.append(batch, items[chunk.start : chunk.stop], found)
+            outputs |= zip(batch, found, strict=True)
     outputs = dict(gather_object(list(outputs.items())))
-    texts = [outputs[key] for key in keys]
+    every_output = [outputs[key] for key in keys]
     if log is not None:
         if state.is_main_process:
-            log.finish(keys, items, texts)
+            log.finish(keys, items, every_output)
         state.wait_for_everyone()
-    return resized, texts
+    return resized, every_output
+
+
+def generate_runs(
+    model: EvaluatedModel,
+    task: Task,
+    examples: Sequence[Example],
+    log: PredictionLog | None = None,
+) -> list[tuple[Task, list[Example], list[Completion]]]:
+    """Return the task and what ``generate_all`` returns; then, of the examples that have an
+    environment, the same without its tools, from the same seeds."""
+    runs = [(task, *generate_all(model, task, examples, log))]
+    own = [*enumerate(runs[0][1])]
+    if own := [(i, e) for i, e in own if task.resolve(e)[1].environment is not None]:
+        places, given = zip(*own, strict=True)
+        plain, log = task.without_tools(), None if log is None else log.without_tools()
+        runs.append((plain, *generate_all(model, plain, given, log, places)))
+    return runs
 
 
 def _show_progress(
@@ -423,11 +499,12 @@ class PredictionLog:
     Each process writes ``predictions-N.jsonl`` and reads those of all processes, however many there
     were. ``finish`` merges them into ``predictions.jsonl`` with a line per example: "id", "output"
     and "seen", the resized sizes of the images; further outputs of an example have their number as
-    "sample". Process 0 must create its log first. ``outputs`` are those that were read.
+    "sample", episodes their "turns" (``format_output``). Process 0 must create its log first.
+    ``outputs`` are those that were read.
     """
 
     def __init__(self, folder: Path, request: Mapping[str, Any], rank: int = 0) -> None:
-        self.folder = folder
+        self.folder, self.request, self.rank = folder, request, rank
         folder.mkdir(parents=True, exist_ok=True)
         request_path = folder / "request.json"
         values = json.loads(json.dumps(request, sort_keys=True, default=str))
@@ -440,19 +517,27 @@ class PredictionLog:
             write_atomic(request_path, json.dumps({"request": values}, indent=1).encode())
         self.path = folder / "predictions.jsonl"
         self.rank_path = folder / f"predictions-{rank}.jsonl"
-        self.outputs: dict[OutputKey, str] = {}
+        self.outputs: dict[OutputKey, Completion] = {}
         for path in sorted(folder.glob("predictions*.jsonl")):
             rows = read_rows(path, truncate=path == self.rank_path)
-            self.outputs |= {(row["id"], row.get("sample", 0)): row["output"] for row in rows}
+            self.outputs |= {(row["id"], row.get("sample", 0)): read_output(row) for row in rows}
+
+    def without_tools(self) -> PredictionLog:
+        """Open the log of the outputs of the same request without tools, in a folder within."""
+        request = {**self.request, "without_tools": True}
+        with initialize_distributed().main_process_first():
+            return PredictionLog(self.folder / "without-tools", request, self.rank)
 
     def append(
-        self, keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[str]
-    ) -> None:
-        """Write the outputs of a chunk, which then survive the end of the process."""
+        self, keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[Completion]
+    ) -> list[Completion]:
+        """Write the outputs of a chunk, which then survive the end of the process; return them as
+        they are read again."""
         append_durable(self.rank_path, _format_lines(keys, examples, outputs))
+        return [read_output(format_output(output)) for output in outputs]
 
     def finish(
-        self, keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[str]
+        self, keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[Completion]
     ) -> None:
         """Write the file of all outputs, in this order, and delete the others."""
         write_atomic(self.path, _format_lines(keys, examples, outputs))
@@ -461,13 +546,13 @@ class PredictionLog:
 
 
 def _format_lines(
-    keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[str]
+    keys: Sequence[OutputKey], examples: Sequence[Example], outputs: Sequence[Completion]
 ) -> bytes:
     rows = []
     for (_, number), example, output in zip(keys, examples, outputs, strict=True):
         sizes = [image.resized_size for image in example.images]
         sample = {"sample": number} if number else {}
-        rows.append({"id": example.id, **sample, "output": output, "seen": sizes})
+        rows.append({"id": example.id, **sample, **format_output(output), "seen": sizes})
     return format_rows(rows)
 
 

@@ -8,15 +8,41 @@ from typing import Any
 
 from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.errors import UserError, list_bad_rows
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, EpisodeTurn, Example, ImageRef, Observed, ToolCall
+
+
+def format_output(output: Completion) -> dict[str, Any]:
+    """Return an output for JSON, with the turns of an episode."""
+    turns = [turn.to_json() for turn in output.turns]
+    return {"output": output.text, **({"turns": turns} if turns else {})}
+
+
+def read_output(row: Mapping[str, Any]) -> Completion:
+    """Read what ``format_output`` returned; the images that were read have no pixels.
+
+    ``ValueError``: its turns are none.
+    """
+    turns = list[EpisodeTurn]()
+    try:
+        for turn in row.get("turns", ()):
+            call, seen = turn["call"] and ToolCall(**turn["call"]), turn["observed"]
+            if seen is not None:
+                sizes = [(width, height) for width, height in seen["images"]]
+                images = tuple(ImageRef("observation", size, size) for size in sizes)
+                seen = Observed(str(seen["text"]), images, bool(seen["is_error"]))
+            turns.append(EpisodeTurn(str(turn["text"]), call, seen))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its turns cannot be read: {error!r}") from error
+    return Completion.from_text(row["output"], turns=turns)
 
 
 def read_outputs(
     path: Path, examples: Sequence[Example], needs_resized_size: bool = False
-) -> tuple[list[Example], list[str]]:
+) -> tuple[list[Example], list[Completion]]:
     """Read a file of outputs, and match them with examples.
 
-    A line is ``{"id", "output"[, "seen": [[width, height]]]}``, one for every example; or a sample
+    A line is ``{"id", "output"[, "turns"][, "seen": [[width, height]]]}``, one for every example,
+    with the turns of an episode as ``EpisodeTurn.to_json`` returns them; or a sample
     of ``lmms-eval --log_samples``, ``{"doc_id", "input", "resps", "filtered_resps", …}``, which is
     matched by its index in the dataset, and of which the file may lack some.
 
@@ -31,7 +57,7 @@ def read_outputs(
         if the file has them, and one output per example.
     """
     indices = {example.id: index for index, example in enumerate(examples)}
-    found: dict[int, tuple[Example, str]] = {}
+    found: dict[int, tuple[Example, Completion]] = {}
     problems: list[str] = []
     is_log = False
     for row in read_jsonl(path):
@@ -40,7 +66,8 @@ def read_outputs(
                 raise ValueError(row.problem)
             if "doc_id" in row.values:
                 is_log = True
-                index, output = _read_sample(row.values, examples)
+                index, text = _read_sample(row.values, examples)
+                output = Completion.from_text(text)
             else:
                 index, output = _read_prediction(row.values, indices)
             example = examples[index]
@@ -71,7 +98,9 @@ def _is_size(value: Any) -> bool:
     return is_pair and all(isinstance(side, int) and side > 0 for side in value)
 
 
-def _read_prediction(values: Mapping[str, Any], indices: Mapping[str, int]) -> tuple[int, str]:
+def _read_prediction(
+    values: Mapping[str, Any], indices: Mapping[str, int]
+) -> tuple[int, Completion]:
     name, output = values.get("id"), values.get("output")
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -79,7 +108,7 @@ def _read_prediction(values: Mapping[str, Any], indices: Mapping[str, int]) -> t
         raise ValueError('a row is {"id": …, "output": text}, or a sample logged by lmms-eval')
     if name not in indices:
         raise ValueError(f"no example has the id {name!r}")
-    return indices[name], output
+    return indices[name], read_output(values)
 
 
 def _read_sample(values: Mapping[str, Any], examples: Sequence[Example]) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel, load_evaluated_model
+from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.resolve import NO_TASK, UNKNOWN, resolve_model, resolve_unknown
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
@@ -122,7 +123,9 @@ class Predictor:
             name = references[0].name
             raise UserError(f"image {name} cannot be resized for the model: {error}") from error
         seeds = [(self.settings.seed, "predict")]
-        ((_, (completion,)),) = self.model.generate(self.task, [example], seeds, [range(1)])
+        begun = begin_episodes(self.model.prompts, self.model.runner, example, self.task)
+        ((_, (completion,)),) = self.model.generate(self.task, [begun], seeds, [range(1)])
+        example = begun[0]
         try:
             answer = self.task.read(completion.text, example)
         except FAILURES as error:  # a user's parser may raise anything

@@ -27,7 +27,7 @@ from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import earns, get_gold_reward, measure_pass
-from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, Score
+from vlm_grpo.types import TARGET_COLUMN, Completion, Example, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.jsonl import format_rows
@@ -35,13 +35,13 @@ from vlm_grpo.utils.jsonl import format_rows
 
 @dataclass(frozen=True)
 class SampledExamples:
-    """Training examples, and the texts and scores of the k samples of each."""
+    """Training examples, and the outputs and scores of the k samples of each."""
 
     settings: Settings
     task: Task
     prompts: PromptWriter  # writes the prompts of the model
     examples: Sequence[Example]
-    texts: Sequence[Sequence[str]]
+    outputs: Sequence[Sequence[Completion]]
     scores: Sequence[Sequence[Score]]
 
 
@@ -99,7 +99,8 @@ def write_completions(
 ) -> tuple[int, int]:
     """Write the examples with the completions that earned enough, as rows for training on them.
 
-    A truncated completion, and one with the text of a control token, is left out. At most ``keep``
+    A truncated completion, one with the text of a control token, and one that called a tool is
+    left out. At most ``keep``
     of an example are written: those with the highest reward, of equal ones the first. ``least`` is
     the reward that they must have earned; None: the full one. Return the number of rows, and of
     the examples that have one.
@@ -108,11 +109,12 @@ def write_completions(
     columns: dict[Any, str] = {} if is_mixture(data.train) else {**data.columns}
     tasks = _name_tasks(found.settings)
     rows, count = [], 0
-    for example, texts, scores in zip(found.examples, found.texts, found.scores, strict=True):
+    for example, outputs, scores in zip(found.examples, found.outputs, found.scores, strict=True):
         enough = get_gold_reward(found.task, example) if least is None else least
         totals: dict[str, float] = {}
-        for text, score in zip(texts, scores, strict=True):
-            if earns(score, enough) and _is_complete(text, found):
+        for output, score in zip(outputs, scores, strict=True):
+            text = output.text
+            if len(output.turns) < 2 and earns(score, enough) and _is_complete(text, found):
                 totals[text] = max(totals.get(text, score.total or 0.0), score.total or 0.0)
         best = sorted(totals, key=lambda text: -totals[text])[:keep]
         count += bool(best)

@@ -16,18 +16,27 @@ from pydantic import BaseModel, Field, ValidationError
 
 from vlm_grpo.eval.statistics import bootstrap_interval, estimate_best, format_value
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.episodes import count_calls
 from vlm_grpo.task.scorer import group_by_source
-from vlm_grpo.types import Example, Score
+from vlm_grpo.types import Completion, EpisodeTurn, Example, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.jsonl import format_rows, read_valid_rows
 
 logger = logging.getLogger(__name__)
 
 
+WITHOUT_TOOLS = "_without_tools"  # ends the name of a primary metric of the model without tools
+_SHARES = ("gain", "harm", "called", "errors", "cut")
+_DEFECTS = ("tools/harm", "tools/errors", "tools/cut")
+
+
 class Output(TypedDict):
     """An output of a model and its values by name."""
 
     output: str
+    turns: NotRequired[
+        Sequence[EpisodeTurn]
+    ]  # of an episode; from a file, what ``to_json`` returns
     answer: Any  # None: it has none
     reward: float | None  # weighted sum of the rewards; None: one of them failed
     rewards: Mapping[str, float | None]
@@ -123,7 +132,9 @@ class Scored:
 
     def is_error(self, name: str) -> bool:
         """Return whether a metric is known to be better if it is lower."""
-        return self.parts.get(name, self.lower_is_better and name == self.primary_metric)
+        name = name.removesuffix(WITHOUT_TOOLS)
+        own = name in _DEFECTS or (self.lower_is_better and name == self.primary_metric)
+        return self.parts.get(name, own)
 
     def pair(
         self, before: Scored, name: str, changed: Collection[str] = ()
@@ -165,8 +176,15 @@ class Scored:
 
     @property
     def lines(self) -> list[str]:
-        """Descriptions of the primary metric, and of those of a mixture's sources."""
-        return [*map(self.describe, (self.primary_metric, *self.parts))]
+        """Descriptions of the primary metric, of those of a mixture's sources, and of tools."""
+        known = self.primary_metric, *self.parts
+        plain = [name + WITHOUT_TOOLS for name in known if name + WITHOUT_TOOLS in self.metrics]
+        lines = [*map(self.describe, (*known, *plain))]
+        if (calls := self.metrics.get("tools/calls")) is not None:
+            shares = ((n, self.metrics.get(f"tools/{n}")) for n in _SHARES)
+            texts = [f"{name} {format_value(v)}" for name, v in shares if v is not None]
+            lines.append(f"tools: {', '.join(texts)}, {calls:.2f} calls each")
+        return lines
 
     def write(self, path: Path) -> None:
         """Write the rows as JSON Lines, and the summary as JSON."""
@@ -261,20 +279,22 @@ def _mean(column: Mapping[str, float]) -> float:
 def summarize(
     task: Task,
     examples: Sequence[Example],
-    texts: Sequence[str],
+    outputs: Sequence[Completion],
     scores: Sequence[Score],
     seed: int,
 ) -> Scored:
     """Build the table of outputs: as many of each example, one example after the other."""
-    count = len(texts) // len(examples)
+    count = len(outputs) // len(examples)
+    pairs = zip(scores, outputs, strict=True)
+    scores = [replace(s, metrics={**s.metrics, **count_calls(o.turns)}) for s, o in pairs]
     items = [example for example in examples for _ in range(count)]
     own_scores = [scores[start : start + count] for start in range(0, len(scores), count)]
     rows: list[Any] = []
     for number, (example, own) in enumerate(zip(examples, own_scores, strict=True)):
-        own_texts = texts[number * count : (number + 1) * count]
-        samples = [*map(_build_output, own_texts, own)]
+        own_outputs = outputs[number * count : (number + 1) * count]
+        samples = [*map(_build_output, own_outputs, own)]
         row = {"id": example.id} | ({"source": example.source} if example.source else {})
-        row |= _build_output(own_texts[0], merge_scores(task, example, own))
+        row |= _build_output(own_outputs[0], merge_scores(task, example, own))
         rows.append(row | ({"samples": samples} if count > 1 else {}))
     columns = _collect(rows)
     names = dict.fromkeys(name for row in rows for name in (*row["rewards"], *row["metrics"]))
@@ -310,9 +330,35 @@ def summarize(
     return Scored(tuple(rows), *known)
 
 
-def _build_output(text: str, score: Score) -> Output:
-    return {
-        "output": text,
+def compare_tools(scored: Scored, plain: Scored | None = None) -> Scored:
+    """Add to a table the primary metric of the same examples without tools (None: there is nothing
+    to add), and what tools gain and harm: by how much each example is better or worse with them, or
+    0. Of a metric of 0 or 1 the means are shares of the examples.
+    """
+    if plain is None:
+        return scored
+    others = {row["id"]: {**row["rewards"], **row["metrics"]} for row in plain.rows}
+    names, rows = scored.parts or {scored.primary_metric: scored.lower_is_better}, list[Row]()
+    for row in scored.rows:
+        metrics, other = {**row["metrics"]}, others.get(row["id"], {})
+        for name, is_error in names.items():
+            now, before = {**row["rewards"], **row["metrics"]}.get(name), other.get(name)
+            if name in other:
+                metrics[name + WITHOUT_TOOLS] = before
+            if now is not None and before is not None:
+                gain = before - now if is_error else now - before
+                metrics |= {"tools/gain": max(0.0, gain), "tools/harm": max(0.0, -gain)}
+        rows.append({**row, "metrics": metrics})
+    columns = _collect(rows)
+    means = {n: _mean(columns[n]) for n in ("tools/gain", "tools/harm") if n in columns}
+    means |= {n + WITHOUT_TOOLS: plain.metrics[n] for n in names if n in plain.metrics}
+    return replace(scored, rows=tuple(rows), metrics={**scored.metrics, **means})
+
+
+def _build_output(output: Completion, score: Score) -> Output:
+    turns: Any = {"turns": output.turns} if output.turns else {}
+    return turns | {
+        "output": output.text,
         "answer": score.answer,
         "reward": score.total,
         "rewards": dict(score.rewards),

@@ -36,11 +36,13 @@ Sample = Callable[
 ]
 """Samples behind prompts, given the settings, the numbers of the completions, the seeds, and the
 numbers of tokens that each completion has already."""
+Begun = tuple[Example, EpisodeStart | None]
+"""An example of which ``begin_episodes`` has begun the episodes, if it has an environment."""
 
 
 def begin_episodes(
     builder: PromptWriter, runner: EnvironmentRunner | None, example: Example, task: Task
-) -> tuple[Example, EpisodeStart | None]:
+) -> Begun:
     """Return an example with the resized sizes of its images and what its environment shows at the
     start, and the start of its episodes; None: it has no environment."""
     example, environment = builder.with_resized_sizes(example), task.resolve(example)[1].environment

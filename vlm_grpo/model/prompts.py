@@ -124,18 +124,17 @@ class ChatTemplate:
             return ""
 
     def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
-        """Return what the system message says of tools: what the model's template writes, if it
-        asks for calls that ``parse_call`` reads between the tags, or a description of its own."""
-        own = _describe_tools(schemas, tags)
+        """Return what the template writes of tools in the system message; empty: nothing, or it
+        asks for calls that ``parse_call`` does not read between the tags."""
         messages = [_build_message(Turn("system", _PROBE), is_text=True), _build_message(_QUESTION)]
         try:
             plain = self.write(messages, self.arguments)
             written = self.write(messages, {**self.arguments, "tools": [*schemas]})
         except TemplateError:
-            return own
+            return ""
         found = _find_insert(written, plain)
         is_readable = tags[0] in found and ('"arguments"' in found or "<function=" in found)
-        return found if is_readable else own
+        return found if is_readable else ""
 
     @cached_property
     def _placeholder(self) -> str:
@@ -278,10 +277,7 @@ class PromptWriter:
 
     def adapt(self, task: Task) -> Task:
         """Return the task with the model's coordinate frame and thinking tags."""
-        task = replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
-        if task.environment is None:
-            return task
-        return replace(task, environment=task.environment.adapt(self.frame))
+        return replace(task, frame=self.frame, thinking_tags=self.thinking_tags)
 
     def write(self, example: Example, task: Task) -> tuple[Turn, ...]:
         """Return the chat of an example, as ``PromptSettings.write_chat``."""
@@ -304,7 +300,16 @@ class PromptWriter:
 
     def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
         """Return the text of the system message that describes tools, with the tags of a call."""
-        return _describe_tools(schemas, tags)
+        return _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas), *tags)
+
+    def write_result(self, observed: Observed) -> Turn:
+        """Return a tool's result as a turn of the user, which shows its images everywhere."""
+        _, before, after = _RESULT_FORMS[-1]
+        return Turn("user", f"{before}{self.remove_control_tokens(observed.text)}{after}")
+
+    def remove_control_tokens(self, text: str) -> str:
+        """Return a text without control tokens of the model, of which none is known."""
+        return text
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's images with their noise, and whether this call decoded each."""
@@ -470,7 +475,7 @@ class PromptBuilder(PromptWriter):
             self.chat.result_form  # noqa: B018, found before a model is trained
         except ValueError as error:
             raise UserError(f"task_options.environment: {error}: use another model") from error
-        return self.chat.describe_tools(schemas, tags)
+        return self.chat.describe_tools(schemas, tags) or super().describe_tools(schemas, tags)
 
     def encode_text(self, example: Example, text: str, **options: Any) -> Prompt:
         """Build the prompt of a text that the chat template wrote; ``options`` are of the
@@ -519,10 +524,6 @@ def _find_insert(longer: str, shorter: str) -> str:
     both = texts, [text[::-1] for text in texts]
     start, end = (len(commonprefix(pair)) for pair in both)  # noqa: RUF071, no paths
     return longer[start : len(longer) - end].strip()
-
-
-def _describe_tools(schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
-    return _TOOLS.format("\n".join(json.dumps(schema) for schema in schemas), *tags)
 
 
 def get_context_length(config: Any) -> int | None:

@@ -157,6 +157,8 @@ def _format(plan: Plan) -> Iterator[str]:
         f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
         f"{work.num_micro_batches} micro-batches"
     )
+    if "environment" in step.settings.task_options:
+        yield "           without what the environment shows in each turn, which is not counted"
     yield from _format_memory(step, device)
     if not device.is_cpu:
         yield from _format_host(plan)

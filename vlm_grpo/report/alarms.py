@@ -251,6 +251,13 @@ def _find_failures(run: AlarmMonitor) -> Condition:
     return count / run.completions, {"name": name}
 
 
+def _find_unused(run: AlarmMonitor) -> Condition:
+    """Return the share of the calls of tools that are no longer made; 0 if there were few."""
+    now, before = (run.recent("tools/calls", SHORT), run.recent("tools/calls"))
+    before = max(before, 0.0 if math.isnan(first := run.start("tools/calls")) else first)
+    return (1 - now / before if before >= 0.05 else 0.0), {"before": before}
+
+
 CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "collapse": _find_collapse,
     "overfitting": _find_overfitting,
@@ -264,5 +271,7 @@ CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "rewards diverge": _find_divergence,
     "sampler mismatch": _find_mismatch,
     "reward fails": _find_failures,
+    "no calls": _find_unused,
+    "calls fail": lambda run: (run.recent("tools/errors", SHORT), {}),
 }
 """The condition of each alarm of ``alarms.yaml``."""

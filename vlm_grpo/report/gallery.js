@@ -44,7 +44,8 @@ function matches(answer, entry) {
   if (min !== "" && !(answer.reward !== null && answer.reward >= Number(min))) return false;
   if (max !== "" && !(answer.reward !== null && answer.reward <= Number(max))) return false;
   if (!query) return true;
-  const texts = [entry.id, entry.question, entry.gold, ...answer.parts.map(([, text]) => text)];
+  const texts = [entry.id, entry.question, entry.gold, ...answer.parts.map(([, text]) => text),
+    ...answer.turns.flatMap((turn) => [turn.read ?? "", ...turn.parts.map(([, text]) => text)])];
   return texts.some((text) => text.toLowerCase().includes(query));
 }
 
@@ -241,11 +242,8 @@ function answerCard(answer, entry) {
     answer.advantage === null ? null : advantageBar(answer.advantage, entry),
     answer.stop === null ? null : element("span", null, `${answer.tokens ?? "?"} tokens, `,
       answer.stop === "length" ? element("b", { class: "cut" }, "truncated") : `stop reason: ${answer.stop}`));
-  const hasParts = answer.parts.some(([part]) => part !== "answer");
-  const parts = answer.parts.flatMap(([part, text]) => [
-    hasParts ? element("span", { class: "part-name" }, part) : null,
-    untrusted("div", `part ${part === "answer" ? "answer-text" : part}`, text),
-  ]);
+  const parts = [...answer.turns.flatMap((turn, index) => turnParts(turn, index, entry)),
+    ...(answer.turns.at(-1)?.read === null || !answer.turns.length ? textParts(answer.parts) : [])];
   if (!answer.parts.length) parts.push(element("div", { class: "part thinking" }, "(empty)"));
   const parsed = answer.parsed === null ? null : element("span", null, `parsed as ${answer.parsed.slice(0, 120)}`);
   const failures = Object.entries(answer.failures).map(([name, message]) =>
@@ -263,6 +261,31 @@ function answerCard(answer, entry) {
     ...values(answer.rewards, "reward"), ...values(answer.metrics, "metric"), parsed), ...failures);
   card.className = matches(answer, entry) ? "answer" : "answer dim";
   return card;
+}
+
+/** Return the parts of a text, with their names if there are several kinds. */
+function textParts(parts) {
+  const isNamed = parts.some(([part]) => part !== "answer");
+  return parts.flatMap(([part, text]) => [
+    isNamed ? element("span", { class: "part-name" }, part) : null,
+    untrusted("div", `part ${part === "answer" ? "answer-text" : part}`, text),
+  ]);
+}
+
+/** Return a turn of an episode: its text, its call drawn on the source, and what was read next. */
+function turnParts(turn, index, entry) {
+  if (turn.read === null) return []; // the answer
+  const marks = [markImage(turn.boxes, "")].filter(Boolean);
+  const seen = turn.pictures.map((_, number) => makePicture(turn, number, null));
+  const images = [marks.length ? makePicture(entry, 0, marks) : null, ...seen].filter(Boolean);
+  return [
+    element("span", { class: "part-name" }, `turn ${index + 1}`),
+    ...turn.parts.map(([part, text]) => untrusted("div", `part ${part === "thinking" ? part : "text"}`, text)),
+    element("div", { class: turn.isError ? "read error" : "read" },
+      element("span", { class: "part-name" }, turn.isError ? "read (an error)" : "read"),
+      untrusted("div", "part", turn.read.replaceAll("<image>", "").trim()),
+      images.length ? element("div", { class: "seen" }, ...images) : null),
+  ];
 }
 
 function values(named, kind) {

@@ -32,8 +32,10 @@ two are None if undefined.
 
 An answer has ``label``, ``step``, ``kind`` (one of ``KINDS``), ``parts`` (pairs of a part's name,
 thinking, text or answer, and its text), ``parsed`` (the parsed answer), ``marks`` (a picture's file
-name), ``reward``, ``rewards``, ``metrics``, ``score``, ``advantage``, ``stop``, ``tokens`` and
-``failures``.
+name), ``reward``, ``rewards``, ``metrics``, ``score``, ``advantage``, ``stop``, ``tokens``,
+``failures``, and ``turns`` of an episode. These have ``parts``, ``boxes`` (a drawing of the call
+over the first picture), and what was read next: ``read`` (None: it is the last turn), ``pictures``,
+``sizes`` and ``isError``.
 """
 
 KINDS = ("correct", "incorrect", "no answer", "truncated", "unscorable", "target")
@@ -149,7 +151,11 @@ def split_text(text: str, tags: Mapping[str, Any] | None = None) -> list[tuple[s
 
 def _get_picture_names(entries: Sequence[Entry]) -> set[str]:
     names = {name for e in entries for name in (*e["pictures"], e["goldMarks"])}
-    names.update(answer["marks"] for entry in entries for answer in entry["answers"])
+    for answer in (answer for entry in entries for answer in entry["answers"]):
+        names.add(answer["marks"])
+        names.update(
+            name for turn in answer["turns"] for name in (turn["boxes"], *turn["pictures"])
+        )
     return names - {None}
 
 
@@ -207,6 +213,7 @@ def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[s
         "step": row["step"],
         "kind": kind,
         "parts": split_text(str(completion["text"]), row.get("thinking_tags")),
+        "turns": [_build_turn(turn, row) for turn in completion.get("turns") or ()],
         "parsed": None if answer is None else _format_value(answer),
         "marks": _check_picture_name(completion.get("marks")),
         "reward": reward,
@@ -220,6 +227,19 @@ def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[s
             display_text(str(name), 60): display_text(str(message)[-TEXT_CHARACTERS:])
             for name, message in (completion.get("failures") or {}).items()
         },
+    }
+
+
+def _build_turn(turn: Mapping[str, Any], row: Row) -> dict[str, Any]:
+    seen = turn.get("observed")
+    sizes = () if seen is None else seen.get("images", ())
+    return {
+        "parts": split_text(str(turn["text"]), row.get("thinking_tags")),
+        "boxes": _check_picture_name(turn.get("boxes")),
+        "pictures": [_check_picture_name(name) for name in turn.get("pictures", ())],
+        "sizes": [[int(width), int(height)] for width, height in sizes],
+        "read": None if seen is None else display_text(str(seen["text"])),
+        "isError": seen is not None and bool(seen.get("is_error")),
     }
 
 

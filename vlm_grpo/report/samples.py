@@ -13,8 +13,8 @@ from typing import Any
 from PIL import Image
 
 from vlm_grpo.task import Task
-from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.types import Example, Group, ImageRef, Score
+from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR, draw_boxes
+from vlm_grpo.types import EpisodeTurn, Example, Group, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.chat import THINK_TAGS
 from vlm_grpo.utils.jsonl import format_rows
@@ -62,6 +62,10 @@ class ThumbnailStore:
         except Exception:  # a user's drawing may raise anything; the run must continue
             logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
             return None
+        return self.add_overlay(drawn)
+
+    def add_overlay(self, drawn: Image.Image) -> str | None:
+        """Write a transparent image and return its name; None: nothing is drawn on it."""
         if drawn.getbbox() is None:
             return None
         data = thumbnail(drawn)
@@ -155,6 +159,7 @@ def write_samples(
         for completion, score, advantage in scored:
             row = _score_fields(thumbnails, task, example, score)
             row |= {"text": completion.text, "stop": completion.stop}
+            row |= _turn_fields(thumbnails, task, example, completion.turns)
             row |= {"tokens": len(completion.token_ids), "advantage": advantage}
             row |= {} if completion.variant is None else dict([completion.variant])
             completions.append(row)
@@ -174,6 +179,7 @@ def write_held_out(
         row = summary.get("samples", [summary])[0]
         score = task.combine(row["answer"], {**row["metrics"], **row["rewards"]}, {})
         completion = {"text": row["output"], **_score_fields(thumbnails, task, example, score)}
+        completion |= _turn_fields(thumbnails, task, example, row.get("turns", ()))
         fields = _example_fields(thumbnails, task, example)
         written.append({"step": step, **fields, "completions": [completion]})
     return _write_rows(folder / f"held-out-{step:06d}.jsonl", written)
@@ -199,6 +205,21 @@ def _example_fields(thumbnails: ThumbnailStore, task: Task, example: Example) ->
         "marked": images.index(task.target_image(example)) if images else 0,
         "headline": _get_primary_metric(task, example),
     }
+
+
+def _turn_fields(
+    thumbnails: ThumbnailStore, task: Task, example: Example, turns: Sequence[EpisodeTurn]
+) -> dict[str, Any]:
+    """Return the turns of an episode, with thumbnails of what was read and the boxes of calls."""
+    rows, environment = [], task.resolve(example)[1].environment
+    for turn in turns:
+        images = () if turn.observed is None else turn.observed.images
+        row = {**turn.to_json(), "pictures": [thumbnails.add_image(image) for image in images]}
+        if turn.call and environment and (boxes := environment.find_boxes(turn.call, example)):
+            canvas = Image.new("RGBA", example.images[0].picture_size)
+            row["boxes"] = thumbnails.add_overlay(draw_boxes(canvas, boxes, PREDICTED_COLOR))
+        rows.append(row)
+    return {"turns": rows} if rows else {}
 
 
 def _get_primary_metric(task: Task, example: Example) -> str | None:

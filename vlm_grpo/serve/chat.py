@@ -228,4 +228,4 @@ def _read_answer(response: Any, url: str, tags: ThinkingTags) -> Answer:
     if not isinstance(text, str | None):  # None: such as a refusal, or thinking that was cut off
         raise ServiceError(f"{url}: the response has no answer: {str(response)[:300]}")
     prompt_tokens, tokens = (count if isinstance(count, int) else None for count in counts)
-    return Answer(Completion((), (), text or "", stop), prompt_tokens, tokens)
+    return Answer(Completion.from_text(text or "", stop), prompt_tokens, tokens)

@@ -22,10 +22,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import UnionType
@@ -42,7 +42,7 @@ from vlm_grpo.utils.chat import IMAGE
 
 Point = tuple[float, float]  # x and y
 MAX_CALL = 20_000  # characters of a call that are read
-MAX_DEPTH = 16  # lists and objects within each other in a call
+MAX_PARTS = 200  # lists and objects in a call
 MAX_TEXT = 8_000  # characters of an observation; longer ones are cut
 MAX_IMAGES, MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 8, 2**25, 200, 2  # of an observation
 _LARGEST = 1e6  # absolute value of a coordinate
@@ -109,11 +109,11 @@ def find_tools(environment: type) -> dict[str, Tool]:
     for base in reversed(environment.__mro__):
         for name, member in vars(base).items():
             if getattr(member, "is_tool", False):
-                found[name] = _read_tool(name, member)
+                found[name] = read_tool(name, member)
     return found
 
 
-def _read_tool(name: str, method: Callable) -> Tool:
+def read_tool(name: str, method: Callable) -> Tool:
     hints = typing.get_type_hints(method)
     parameters = [*inspect.signature(method).parameters.values()][1:]
     required = tuple(p.name for p in parameters if p.default is p.empty)
@@ -165,10 +165,10 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
         raise ToolError(f"the call has {len(body)} characters, more than {MAX_CALL}")
     if function := _FUNCTION.fullmatch(body):
         pairs = _PARAMETER.findall(function[2])
-        return ToolCall(function[1], {name: _clean(_read_value(v)) for name, v in pairs})
+        return ToolCall(function[1], {name: _read_value(v) for name, v in pairs})
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        found = _read_json(body)
+    except ValueError as error:
         raise ToolError(f"the call is not JSON ({str(error)[:200]})") from error
     arguments = (
         found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else 0
@@ -176,41 +176,27 @@ def parse_call(text: str, tags: tuple[str, str]) -> ToolCall | None:
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         form = '{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}'
         raise ToolError(f"the call must have the form {form}")
-    return ToolCall(_clean(found["name"]), _clean(arguments))
+    return ToolCall(found["name"], arguments)
 
 
-def write_call(call: ToolCall, tags: tuple[str, str]) -> str:
-    """Return a call as a model writes it, in the form of JSON."""
-    body = {"name": call.name, "arguments": dict(call.arguments)}
-    return f"{tags[0]}\n{json.dumps(body, ensure_ascii=False)}\n{tags[1]}"
+def _read_json(text: str) -> Any:
+    """Read JSON without surrogates; ``ValueError``: it is none, or has numbers that are not."""
+    if sum(map(text.count, "[{")) > MAX_PARTS:
+        raise ToolError(f"the call has more than {MAX_PARTS} lists and objects")
+    found = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    return json.loads(found.encode("utf-8", "replace"))
 
 
 def _read_value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return _read_json(text)
+    except ValueError:
         return text
 
 
 def clean_text(text: str) -> str:
     """Return a text that every tokenizer reads, not too long and without places of images."""
     return text[:MAX_TEXT].encode("utf-8", "replace").decode().replace(IMAGE, " ")
-
-
-def _clean(value: Any, depth: int = 0) -> Any:
-    """Return a value of a call with texts that can be written; ``ToolError``: JSON cannot hold it,
-    or it is too deep."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ToolError("the call has a number that is not finite")
-    if depth > MAX_DEPTH:
-        raise ToolError(f"the call has more than {MAX_DEPTH} lists and objects within each other")
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_clean(item, depth + 1) for item in value]
-    if isinstance(value, dict):
-        return {_clean(name): _clean(item, depth + 1) for name, item in value.items()}
-    return value
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=False)
@@ -260,6 +246,16 @@ class Environment:
 
     # What a subclass uses.
 
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """The tools by name."""
+        return find_tools(type(self))
+
+    @property
+    def target(self) -> Any:
+        """The object whose methods are the tools; its class may be of another file."""
+        return self
+
     @cached_property
     def image(self) -> Image.Image:
         """The example's first image, in its original size."""
@@ -279,7 +275,25 @@ class Environment:
     def describe(self, example: Example) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, for the example's images."""
         size = example.images[0].size if example.images else (1, 1)
-        return [found.describe(self.frame, size) for found in find_tools(type(self)).values()]
+        return [found.describe(self.frame, size) for found in self.tools.values()]
+
+    def write(self, call: ToolCall) -> str:
+        """Return a call, with boxes and points in original pixels, as the model writes it."""
+        hints = {n: found.parameters for n, found in self.tools.items()}.get(call.name, {})
+        values = {n: self._to_frame(v, hints.get(n)) for n, v in call.arguments.items()}
+        body = json.dumps({"name": call.name, "arguments": values}, ensure_ascii=False)
+        return f"{self.call_tags[0]}\n{body}\n{self.call_tags[1]}"
+
+    def _to_frame(self, value: Any, hint: Any) -> Any:
+        if value is None or (kind := _find_numbers(hint)) is None:
+            return value
+        if typing.get_origin(hint) is list:
+            return [self._to_frame(item, kind) for item in value]
+        image, digits = self.example.images[0], self.frame.decimals or None
+        corners = (*value, *value)[:4]
+        corners = self.frame.from_pixels(corners, image.size, image.resized_size)  # type: ignore[arg-type]
+        x1, y1, x2, y2 = (round(number, digits) for number in corners)
+        return list((y1, x1, y2, x2) if self.frame.y_first else (x1, y1, x2, y2))[: len(value)]
 
     def step(self, text: str) -> tuple[ToolCall | None, Observed | None]:
         """Return the call in a text that the model wrote, and what it reads next.
@@ -297,9 +311,9 @@ class Environment:
             return call, Observed(clean_text(f"Error: {kind}{error}"), is_error=True)
 
     def _call(self, call: ToolCall) -> Any:
-        tools = find_tools(type(self))
-        if (found := tools.get(call.name)) is None:
-            raise ToolError(f"there is no tool {call.name[:100]!r}; there is {', '.join(tools)}")
+        if (found := self.tools.get(call.name)) is None:
+            known = ", ".join(self.tools)
+            raise ToolError(f"there is no tool {call.name[:100]!r}; there is {known}")
         if unknown := [name for name in call.arguments if name not in found.parameters]:
             raise ToolError(
                 f"{call.name} has no argument {unknown[0][:100]!r}; "
@@ -308,7 +322,7 @@ class Environment:
         if missing := [name for name in found.required if name not in call.arguments]:
             raise ToolError(f"{call.name} needs the argument {missing[0]}")
         values = {n: self._convert(n, v, found.parameters[n]) for n, v in call.arguments.items()}
-        return getattr(self, call.name)(**values)
+        return getattr(self.target, call.name)(**values)
 
     def _convert(self, name: str, value: Any, hint: Any) -> Any:
         if kind := _find_numbers(hint):
@@ -346,6 +360,19 @@ class Environment:
         if not (box[0] < box[2] and box[1] < box[3]):
             raise ToolError(f"{name} has no area inside the image: write x1 < x2 and y1 < y2")
         return box
+
+    def find_boxes(self, call: ToolCall, example: Example) -> list[Box]:
+        """Return the boxes of a call in pixels of the example's first image, without wrong ones."""
+        found, boxes = find_tools(type(self)).get(call.name), list[Box]()
+        if self.example is not example:
+            own = self.adapt(self.frame)
+            own.example = example
+            return own.find_boxes(call, example)
+        for name, hint in () if found is None else found.parameters.items():
+            if hint == Box and name in call.arguments and example.images:
+                with suppress(ToolError):
+                    boxes.append(self._to_pixels(name, call.arguments[name], 4))  # type: ignore[arg-type]
+        return boxes
 
     def _observe(self, shown: Any) -> Observed:
         texts, images, left = [""], list[ImageRef](), MAX_TEXT

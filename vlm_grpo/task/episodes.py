@@ -10,8 +10,8 @@ from typing import Any
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import Environment, clean_text
 from vlm_grpo.task.scorer import Sent, send
-from vlm_grpo.task.task import contained
-from vlm_grpo.types import EpisodeStart, Example, Observed, ToolCall
+from vlm_grpo.task.task import FAILURES, Task, contained
+from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.timing import CallTimeout, time_limit
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool
@@ -25,6 +25,18 @@ Step = tuple[Sent, ToolCall | None, Observed | None]
 """The state of an environment after a text, the call in it, and what is read next, if anything."""
 
 
+def count_calls(turns: Sequence[EpisodeTurn]) -> dict[str, float | None]:
+    """Return the metrics of an episode's calls: their number, whether there is one, the share of
+    errors (None without a call), and whether it was cut before its answer. Without turns: none."""
+    if not turns:
+        return {}
+    answers = [turn.observed for turn in turns if turn.observed is not None]
+    errors = sum(answer.is_error for answer in answers) / len(answers) if answers else None
+    cut, called = (float(bool(value)) for value in (turns[-1].observed, answers))
+    values = {"calls": len(answers), "called": called, "errors": errors, "cut": cut}
+    return {f"tools/{name}": value for name, value in values.items()}
+
+
 class EnvironmentRunner:
     """A runner of environments, whose tools are called in worker processes.
 
@@ -35,8 +47,7 @@ class EnvironmentRunner:
 
     def __init__(self, workers: int = 1, seconds: float | None = TOOL_TIMEOUT) -> None:
         self.seconds = seconds
-        names = ("environment", "rollout.reward_workers")
-        self._pool = WorkerPool(max(1, workers), names, _limit_memory)
+        self._pool = WorkerPool(max(1, workers), "environment", _limit_memory)
 
     def __enter__(self) -> EnvironmentRunner:
         return self
@@ -104,6 +115,26 @@ class EnvironmentRunner:
         if isinstance(error, TimeoutError | CallTimeout):
             return f"the tool took longer than its limit of {self.seconds:g} s"
         return f"{type(error).__name__}: {error}"[:1000]
+
+
+def demonstrate(
+    runner: EnvironmentRunner, start: EpisodeStart, task: Task, example: Example
+) -> list[EpisodeTurn]:
+    """Return the turns of the environment's demonstration of an example that has begun, without the
+    answer; ``UserError``: it cannot be demonstrated."""
+    environment = task.environment.adapt(task.environment.frame)
+    environment.example = example
+    try:
+        calls = list(environment.demonstrate(example))[: start.max_turns - 1]
+        texts = [task.enclose("Look closer.", environment.write(call)) for call in calls]
+    except FAILURES as error:  # a user's method may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{example.name}: demonstrate failed: {reason}") from error
+    state, turns = start.state, list[EpisodeTurn]()
+    for text in texts:
+        ((state, call, observed),) = runner.step([state], [text])
+        turns.append(EpisodeTurn(text, call, observed))
+    return turns
 
 
 def _begin(

@@ -27,8 +27,9 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.adapter import find_adapter
 from vlm_grpo.task.coordinates import ORIGINAL
-from vlm_grpo.task.environment import Environment, find_tools
+from vlm_grpo.task.environment import Environment
 from vlm_grpo.task.task import stay_in_folder
 from vlm_grpo.utils import trust
 
@@ -98,7 +99,11 @@ def load_environment(environment: Any) -> Environment:
     path, _, class_name = name.partition(".py:")
     if name.endswith(".py") or class_name:
         module = load_file(Path(f"{path}.py" if class_name else path), "environment")
-        found = _find_class(module, name, class_name, Environment, "environment")
+        member = getattr(module, class_name, None)
+        if isinstance(member, type) and not issubclass(member, Environment):
+            found, options = find_adapter(member, name), {"factory": member, **options}
+        else:
+            found = _find_class(module, name, class_name, Environment, "environment")
     else:
         names = [m.name for m in pkgutil.iter_modules(importlib.import_module(TOOLS).__path__)]
         if name not in names:
@@ -109,15 +114,16 @@ def load_environment(environment: Any) -> Environment:
         found = _find_class(
             importlib.import_module(f"{TOOLS}.{name}"), name, "", Environment, "environment"
         )
+    built = build_object(found, name, options, "environment")
     try:
-        tools = [known.describe(ORIGINAL, (1, 1)) for known in find_tools(found).values()]
+        tools = [known.describe(ORIGINAL, (1, 1)) for known in built.tools.values()]
     except FAILURES as error:  # a hint may be any expression
         raise UserError(
             f"environment {name}: a tool's argument has a wrong hint: {error}"
         ) from error
     if not tools:
         raise UserError(f"environment {name} has no method that is marked @tool")
-    return build_object(found, name, options, "environment")
+    return built
 
 
 def load_task_class(task: str | Path | type[Task]) -> type[Task]:
@@ -237,8 +243,9 @@ def _load(load: Callable[[], Any], source: str, remedy: str = "") -> Any:
 
 def _find_task(module: Any, source: str, class_name: str = "") -> type[Task]:
     """Return a task class, or that which a module defines."""
-    is_class = inspect.isclass(module) and issubclass(module, Task)
-    return _check_class(module if is_class else _find_class(module, source, class_name), source)
+    is_task = isinstance(module, type) and issubclass(module, Task)
+    found: Any = module if is_task else _find_class(module, source, class_name)
+    return _check_class(found, source)
 
 
 def _find_class(

@@ -185,7 +185,10 @@ class RewardScorer:
         """Return the results of ``function(seconds, task, *job)``, or what ended its worker."""
         if not self.workers and (self.seconds is None or can_interrupt()):
             return [function(seconds, task, *job) for job in jobs]
-        sent, limit = send(task, task.environment), None if seconds is None else seconds + _GRACE
+        sent, limit = (
+            send(task),
+            None if seconds is None else seconds + _GRACE,
+        )
         futures = [self._pool.schedule(function, (seconds, sent, *job), limit) for job in jobs]
         results = [future.exception() or future.result() for future in futures]
         for result in results:
@@ -238,15 +241,14 @@ def measure_pass(task: Task, example: Example, score: Score) -> float:
     return value
 
 
-def send(value: Any, *parts: Any) -> Sent:
-    """Return a task or an environment for a worker; ``parts`` may be of other files than it.
-
-    ``UserError``: it cannot be pickled.
-    """
-    files = dict.fromkeys(get_file(type(part)) for part in (value, *parts))
+def send(value: Any) -> Sent:
+    """Return a task or an environment for a worker; ``UserError``: it cannot be pickled."""
+    environment = value if isinstance(value, Environment) else value.environment
+    target = getattr(environment, "target", None)  # an object or a class, perhaps of a third file
+    kinds = type(value), type(environment), target if isinstance(target, type) else type(target)
+    files = dict.fromkeys(file for file in map(get_file, kinds) if file is not None)
     try:
-        known = tuple(file for file in files if file is not None)
-        return Sent(dump(value), known, isinstance(value, Environment))
+        return Sent(dump(value), tuple(files), isinstance(value, Environment))
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
             f"{type(value).__name__} cannot be sent to worker processes ({error}): define it in a "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.task.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
+from vlm_grpo.task.task import find_rules
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
@@ -40,14 +44,24 @@ _HOSTILE = {
     "not a number": '{"bbox_2d": [NaN, Infinity, 1e999, -1]}',
 }
 """Texts on which parsers have raised exceptions or hung."""
+_BAD_CALLS = (
+    *("", "[" * 20_000, "9" * 100_000, '{"name": "<image>", "arguments": {}}', '{"name": 1}'),
+    *("<function=none></function>", '{"name": "\\ud800", "arguments": {"x": NaN}}'),
+)
+"""Between the tags of a call, none of which is one."""
 
 
 def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
-    """Check a task on examples, and yield the lines of a report.
+    """Check a task and its environment on examples, and yield the lines of a report.
 
     ``UserError``: gold answers earn less than the full reward, an exploit earns more than its
-    bound, or the parser raises or is slow; it lists all problems of the first check that failed.
+    bound, the parser raises or is slow, a demonstration fails, or a hostile call is not answered;
+    it lists all problems of the first check that failed.
     """
+    if task.environment is not None:
+        yield from _check_environment(task, examples[:_BATCH_ROWS])
+        weights = {n: weight for n, weight in task.weights.items() if n in find_rules(type(task))}
+        task = replace(task, environment=None, weights=weights)
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
     _raise("gold answers for which write returns no text", wrong)
@@ -85,6 +99,34 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     earned = fmean((score.total or 0.0) / full for score in scores)
     yield f"always answering {text[:60]!r}, the answer of {count} rows, earns {earned:.3f}"
     yield f"{type(task).__name__} is sound on this data"
+
+
+def _check_environment(task: Task, examples: Sequence[Example]) -> Iterator[str]:
+    """Call the tools as demonstrated, and as nobody should."""
+    environment, scores, problems = task.environment, list[float](), list[str]()
+    yield f"{type(environment).__name__} has the tools {', '.join(environment.tools)}"
+    with EnvironmentRunner() as runner:
+        for number, row in enumerate(examples):
+            example, start = runner.begin(environment, row)
+            turns = demonstrate(runner, start, task, example)
+            for text, seen in ((turn.text, turn.observed) for turn in turns if turn.observed):
+                line = f"{text!r} reads {seen.text[:300]!r}"
+                problems += [line] * seen.is_error
+                if number == 0:
+                    yield line
+            scores.append(task.score(task.gold(example), example, turns=turns).total or 0.0)
+        _raise("demonstrated calls that fail", problems)
+        yield f"demonstrations with gold answers earn {fmean(scores):.3f} on average"
+        bodies = [*_BAD_CALLS]
+        for name, found in environment.tools.items():
+            wrong = {key: [[1e9, {"<image>": None}]] for key in found.parameters}
+            bodies.append(json.dumps({"name": name, "arguments": wrong}))
+        begin, end = environment.call_tags
+        steps = runner.step([start.state] * len(bodies), [f"{begin}{b}{end}" for b in bodies])
+    answers = [observed.text for *_, observed in steps if observed is not None]
+    if len(answers) < len(bodies):
+        raise UserError("a hostile call got no answer: step must return one for each call")
+    yield f"{len(bodies)} hostile calls are answered in text; the last one reads {answers[-1]!r}"
 
 
 def build_exploits(task: Task, example: Example, other: Example) -> dict[str, str]:

@@ -354,6 +354,8 @@ class Task:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
+        if self.environment is not None and self.environment.frame != self.frame:
+            object.__setattr__(self, "environment", self.environment.adapt(self.frame))
         known = self.reward_rules()
         if unknown := sorted(set(self.weights) - set(known)):
             raise ValueError(
@@ -471,8 +473,11 @@ class Task:
     def gold(self, example: Example) -> str:
         """Return the gold answer as a completion, which must earn ``gold_reward``."""
         text = self.write(self.gold_answer(example), example)
-        text = f"<answer>{text}</answer>" if self.tags else text
-        return self.thinking_tags.enclose("Look at the image.", text) if self._must_think else text
+        return self.enclose("Look at the image.", f"<answer>{text}</answer>" if self.tags else text)
+
+    def enclose(self, thinking: str, text: str) -> str:
+        """Return a text with a thinking before it, if the model must think."""
+        return self.thinking_tags.enclose(thinking, text) if self._must_think else text
 
     @property
     def _must_think(self) -> bool:
@@ -604,6 +609,12 @@ class Task:
         if shared := sorted(own.keys() & others.keys()):
             raise ValueError(f"the task and its environment both have {', '.join(shared)}")
         return {**own, **others}
+
+    def without_tools(self) -> Self:
+        """Return the task without its environment and the rewards and metrics of that."""
+        own = find_rules(type(self))
+        weights = {name: weight for name, weight in self.weights.items() if name in own}
+        return replace(self, environment=None, weights=weights)
 
     def _find_owner(self, name: str) -> Any:
         return self if name in find_rules(type(self)) else self.environment

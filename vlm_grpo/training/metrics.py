@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vlm_grpo.dist.collectives import gather_object
+from vlm_grpo.task.episodes import count_calls
 from vlm_grpo.training.batch import Rollout, StepAdvantages
 from vlm_grpo.training.objective import Advantages, MetricAccumulator
 from vlm_grpo.types import Group
@@ -95,6 +96,14 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
         pairs = [p for g in varied for p in zip(g.completions, g.scores, strict=True)]
         means[f"{name}/reward"] = _sum_and_count(s.total for c, s in pairs if c.variant)
         means[f"{name}/clean_reward"] = _sum_and_count(s.total for c, s in pairs if not c.variant)
+    episodes = [c for group in groups if group.prompt.start is not None for c in group.completions]
+    calls = [count_calls(c.turns) for c in episodes]
+    for name in calls[0] if calls else ():
+        means[name] = _sum_and_count(own[name] for own in calls)
+    if episodes:
+        means["completions/turns"] = _sum_and_count(len(c.turns) for c in episodes)
+        observed = (sum(len(o.prompt.token_ids) for o in c.observations) for c in episodes)
+        means["tokens/observed"] = _sum_and_count(observed)
     minima = {"completions/min_length": min(lengths)} if lengths else {}
     maxima = {"completions/max_length": max(lengths)} if lengths else {}
     if staleness := [step - c.version for c in completions if c.version is not None]:

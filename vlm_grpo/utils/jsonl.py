@@ -69,6 +69,8 @@ def format_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _to_json(value: Any) -> Any:
+    if hasattr(value, "to_json"):
+        return value.to_json()
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else str(value)

@@ -14,10 +14,21 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Method, Run
 from vlm_grpo.training.objective import LossInputs, TokenBatch
-from vlm_grpo.types import TARGET_COLUMN, Completion, Example, Group, Prompt, Score
+from vlm_grpo.types import (
+    TARGET_COLUMN,
+    Completion,
+    EpisodeStart,
+    EpisodeTurn,
+    Example,
+    Group,
+    Observation,
+    Prompt,
+    Score,
+)
 
 _ANSWER = "an answer 7"
 
@@ -45,7 +56,7 @@ class WarmStart(Method):
     def write(self, prompts: Sequence[Prompt], task: Task) -> list[Group]:
         groups = []
         for prompt in prompts:
-            target = self.writer.write(prompt.example, task)
+            target = self.writer.write(prompt.example, task, prompt.start)
             groups.append(Group(prompt, (target,), (_read(target.text, prompt.example, task),)))
         return groups
 
@@ -72,17 +83,26 @@ class TargetWriter:
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         self.prompts, self.tokenizer = policy.prompts, policy.tokenizer
+        self.runner = EnvironmentRunner(settings.rollout.reward_workers)
         self.rollout, self.end = settings.rollout, find_end_token(policy)
 
-    def write(self, example: Example, task: Task) -> Completion:
-        """Write the target of an example; ``UserError``: the sampler could not generate it."""
+    def write(self, example: Example, task: Task, start: EpisodeStart | None = None) -> Completion:
+        """Write the target of an example, behind the demonstration of an episode that starts;
+        ``UserError``: the sampler could not generate it."""
+        turns, before, seen = list[EpisodeTurn](), list[int](), list[Observation]()
+        if start is not None:
+            turns = demonstrate(self.runner, start, task.resolve(example)[1], example)
+        for turn in turns:
+            before += self.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+            seen.append(Observation(len(before), self.prompts.observe(turn.observed)))  # type: ignore[arg-type]
         text = self._get_text(example, task)
         if self.prompts.remove_control_tokens(text) != text:
             raise UserError(
                 f"{example.name}: its target {text!r:.80} has the text of a control token of the "
                 "model: remove or rewrite it"
             )
-        token_ids = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end)
+        own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = (*before, *own, self.end)
         length, rollout = len(token_ids), self.rollout
         if length > rollout.max_completion_length:
             raise UserError(
@@ -95,7 +115,9 @@ class TargetWriter:
                 f"rollout.min_new_tokens={rollout.min_new_tokens}: lower it"
             )
         # Only this completion can be written: each of its tokens has probability 1.
-        return Completion(token_ids, (0.0,) * length, text, "eos")
+        turns += [EpisodeTurn(text)] if turns else []
+        more = {"observations": tuple(seen), "turns": tuple(turns)}
+        return Completion(token_ids, (0.0,) * length, text, "eos", **more)  # type: ignore[arg-type]
 
     def _get_text(self, example: Example, task: Task) -> str:
         text = example.meta.get(TARGET_COLUMN)
