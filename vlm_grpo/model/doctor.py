@@ -56,7 +56,7 @@ def diagnose(
     example = policy.prompts.with_resized_sizes(Example("doctor", (image,), QUESTION, ""))
     prompt = policy.prompts.build(example, PlainQuestion())
     try:
-        yield f"tools        results are given in the role {policy.prompts.chat.result_form[0]!r}"
+        yield f"tools        results are given in the role {policy.prompts.find_result_role()!r}"
     except ValueError as error:
         yield f"tools        none: {error}"
     (width, height), resized = image.size, ""

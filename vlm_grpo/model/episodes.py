@@ -121,10 +121,7 @@ def sample_episodes(
         groups.append([_Episode(prompt, start, seed, n, [c], start.state) for n, c in pairs])
     active = [e for group in groups for e in group if isinstance(e, _Episode)]
     while active := _step(active, builder, runner, longest):
-        kind = builder.family.completion_type
-        behind = [
-            extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations)), kind) for e in active
-        ]
+        behind = [extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations))) for e in active]
         ranges = [range(e.number, e.number + 1) for e in active]
         own_seeds, begun = [e.seed for e in active], [len(e.tokens) for e in active]
         for episode, (part,) in zip(

@@ -55,7 +55,8 @@ class FormCheck:
         group = max(groups, key=self._growth)
         longest = max(group.completions, key=lambda completion: len(completion.token_ids))
         self._note(group.prompt, len(longest.token_ids))
-        return MicroBatch((GroupSlice(group.prompt, (longest.token_ids,), (0,)),))
+        observed = (longest.observations,) if longest.observations else ()
+        return MicroBatch((GroupSlice(group.prompt, (longest.token_ids,), (0,), observed),))
 
     def _growth(self, group: Group) -> float:
         if group.prompt.example.images and not self.has_seen_images:

@@ -472,10 +472,22 @@ class PromptBuilder(PromptWriter):
 
     def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:
         try:
-            self.chat.result_form  # noqa: B018, found before a model is trained
+            self.find_result_role()  # before a model is trained
         except ValueError as error:
             raise UserError(f"task_options.environment: {error}: use another model") from error
+        for tag in filter(self._control_tokens.search, tags):
+            raise UserError(
+                f"task_options.environment: call_tags has {tag!r}, a control token of the model, "
+                "which is no part of its texts: choose others"
+            )
         return self.chat.describe_tools(schemas, tags) or super().describe_tools(schemas, tags)
+
+    def find_result_role(self) -> str:
+        """Return the role in which results of tools are given; ``ValueError``: in none."""
+        names = getattr(self.processor, "model_input_names", ())
+        if self.family.completion_type is not None or "cross_attention_mask" in names:
+            raise ValueError("the model reads images only before its own texts")
+        return self.chat.result_form[0]
 
     def encode_text(self, example: Example, text: str, **options: Any) -> Prompt:
         """Build the prompt of a text that the chat template wrote; ``options`` are of the

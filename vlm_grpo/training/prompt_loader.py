@@ -84,7 +84,9 @@ class PromptLoader:
                 builder, own = self.policy.prompts, self.stream[position]
                 example, start = begin_episodes(builder, self.runner, own, self.task)
                 prompt = replace(self._build(example), start=start)
-                other = None if variant is None else variant.change(example, index)
+                other = (
+                    None if variant is None or start is not None else variant.change(example, index)
+                )
                 if variant is not None and other is not None:
                     changed = replace(self._build(other), label=variant.label)
                     prompt = replace(prompt, variant=changed)

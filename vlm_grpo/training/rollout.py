@@ -424,7 +424,7 @@ class RolloutSampler:
     ) -> list[tuple[Completion, ...]]:
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        minimum = longest + rollout.num_generations * rollout.max_completion_length
+        minimum = longest + max(map(len, numbers)) * rollout.max_completion_length
         # FSDP2 does not reshard a rank's weights after an error within a forward pass, and its
         # ranks would then gather other tensors: they stop at the end of the round.
         is_fsdp = not self.strategy.may_retry
@@ -439,7 +439,7 @@ class RolloutSampler:
                     raise
                 if self.budget.limit <= minimum:
                     raise UserError(
-                        f"out of memory while sampling the {rollout.num_generations} completions "
+                        f"out of memory while sampling {max(map(len, numbers))} completions "
                         f"of one prompt of {longest} tokens: lower rollout.num_generations, "
                         "rollout.max_completion_length or policy.max_pixels"
                     ) from error

@@ -9,6 +9,7 @@ from gpu_standins import use_plain_varlen
 from gradients import relative_distance, use_float64, use_float64_recurrence
 from torch import Tensor
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path, pack
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
@@ -98,6 +99,25 @@ def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
         assert relative_distance(gradient, expected_gradient) < 1e-10
 
 
+@pytest.mark.parametrize("name", ["idefics3", "llava_onevision", "mistral3"])
+def test_images_of_other_sizes_are_filled_as_by_the_processor(name):
+    plain, merged = (
+        build_family_policy(name, torch.float64, shared=shared, banned=())
+        for shared in (False, True)
+    )
+    groups = MicroBatch(make_groups(plain, name))
+    with torch.no_grad():  # one encodes each observation by itself, the other all of a path
+        scores = [policy.score(groups).logprobs for policy in (plain, merged)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mllama", "paligemma"])
+def test_models_that_read_images_only_before_their_own_texts_are_refused(name):
+    prompts = build_family_policy(name).prompts
+    with pytest.raises(UserError, match=r"environment: the model reads images only before its own"):
+        prompts.describe_tools((), ("<tool_call>", "</tool_call>"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_goes_on_behind_observations_with_one_pass_over_the_prompt(name, monkeypatch):
     policy = build_family_policy(name, torch.float64, shared=True, banned=())
@@ -109,7 +129,7 @@ def test_sampling_goes_on_behind_observations_with_one_pass_over_the_prompt(name
         (group.prompt, (82,), group.observations[2]),
         (other.prompt, (90,), other.observations[0]),
     ]
-    prompts = [extend_prompt(p, Path(own, observed), None) for p, own, observed in begun]
+    prompts = [extend_prompt(p, Path(own, observed)) for p, own, observed in begun]
     lengths = [len(own) for _, own, _ in begun]
     sampling = SamplingSettings(policy.distribution, 8)
     groups = policy.sample(prompts, sampling, 1, [(0, i) for i in range(3)], begun=lengths)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
@@ -142,7 +143,7 @@ class Engine:
         return score_logits(logits[real], targets, steps.expand_as(real)[real], settings)
 
     def _score_path(self, prompt: Prompt, path: Path, settings: ScoringSettings) -> TokenScores:
-        whole = extend_prompt(prompt, path, self.family.completion_type)
+        whole = extend_prompt(prompt, path)
         inputs = self._build_inputs([whole], [()])
         predictors = len(prompt.token_ids) - 1 + path.sampled
         logits = self.model(**inputs, use_cache=False).logits[0]
@@ -199,11 +200,8 @@ class Engine:
         """Free the memory that is kept for the next rollout's captured steps."""
 
 
-def extend_prompt(prompt: Prompt, path: Path, kind: int | None) -> Prompt:
-    """Return the prompt of a path behind a prompt, with the images of both.
-
-    ``kind``: the token type of sampled tokens; None: that of the token before them.
-    """
+def extend_prompt(prompt: Prompt, path: Path) -> Prompt:
+    """Return the prompt of a path behind a prompt, with the images of both."""
     parts = (prompt, *(observation.prompt for observation in path.observations))
     starts = [0, *(observation.start for observation in path.observations), len(path.tokens)]
     own = [path.tokens[start:stop] for start, stop in itertools.pairwise(starts)]
@@ -216,11 +214,10 @@ def extend_prompt(prompt: Prompt, path: Path, kind: int | None) -> Prompt:
             for part, tokens in zip(parts, own, strict=True):
                 no_image = torch.zeros_like(first).repeat_interleave(len(part.token_ids), 1)
                 values = part.vision.get(name, no_image)
-                last = values[:, -1:] if kind is None else torch.full_like(first, kind)
-                pieces += [values, last.repeat_interleave(len(tokens), 1)]
+                pieces += [values, values[:, -1:].repeat_interleave(len(tokens), 1)]
             vision[name] = torch.cat(pieces, dim=1)
         else:
-            vision[name] = torch.cat([p.vision[name] for p in parts if name in p.vision])
+            vision[name] = _join([p.vision[name] for p in parts if name in p.vision])
     return replace(
         prompt,
         example=replace(
@@ -230,6 +227,14 @@ def extend_prompt(prompt: Prompt, path: Path, kind: int | None) -> Prompt:
         vision=vision,
         parts=tuple(part for pair in zip(parts, sampled, strict=True) for part in pair),
     )
+
+
+def _join(values: Sequence[Tensor]) -> Tensor:
+    """Join tensors of images along the first axis, the others of which processors fill by zeros."""
+    largest = np.array([value.shape[:0:-1] for value in values]).max(0)
+    missing = [largest - value.shape[:0:-1] for value in values]
+    pairs = [[side for count in counts.tolist() for side in (0, count)] for counts in missing]
+    return torch.cat([functional.pad(v, p) for v, p in zip(values, pairs, strict=True)])
 
 
 def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:

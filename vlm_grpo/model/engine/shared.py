@@ -256,7 +256,7 @@ class SharedEngine(Engine):
     ) -> PathInputs:
         if not path.observations:
             return PathInputs(path)
-        whole = extend_prompt(prompt, path, self.family.completion_type)
+        whole = extend_prompt(prompt, path)
         observed = (f for o in path.observations for f in self._find(o.prompt, features))
         return PathInputs(path, self._lay_out(whole), tuple(observed))
 

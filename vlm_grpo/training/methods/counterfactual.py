@@ -24,7 +24,6 @@ from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.attention import PackedAttention, find_mask
-from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.engine.kernels import Layer, build_window_mask
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
@@ -82,10 +81,10 @@ class Counterfactual(Method):
     def score(self, passes: Passes) -> Values:
         """Score each completion behind a prompt of its own, whose mean weight it changes."""
         slices = [
-            GroupSlice(piece.prompt, (tokens,), (row,))
+            piece.select(slice(place, place + 1))
             for piece in passes.slices
             if piece.prompt.example.images
-            for tokens, row in zip(piece.completions, piece.rows, strict=True)
+            for place in range(len(piece.rows))
         ]
         others, view = passes.rollout.sampler_logprobs, self._build_view()
         with passes.strategy.gathered():
@@ -115,7 +114,8 @@ class CounterfactualAttention:
 
     def __call__(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = self.packed(layer, query, key, value)
-        for span, masks in zip(self.packed.spans, self.packed.masks, strict=True):
+        packed = self.packed
+        for span, masks, paths in zip(packed.spans, packed.masks, packed.path_masks, strict=True):
             first, prompt = span.start, span.prompt_length
             row = slice(first, first + prompt + sum(span.completion_lengths))
             inside = (image for image in self.images if first <= image[0] < row.stop)
@@ -124,6 +124,8 @@ class CounterfactualAttention:
                 visible = build_window_mask(size, size, layer.window, query.device)
                 if (own := find_mask(masks, layer.kind)) is not None:
                     visible[:prompt, :prompt] = own
+                if (own := find_mask(paths[0], layer.kind)) is not None:  # each group is one path
+                    visible[prompt:] = own
                 with torch.autocast(query.device.type, enabled=False):
                     output[0, row] += self._replace(layer, part, visible, images)
         return output

@@ -39,7 +39,8 @@ class Replay(Method):
         weights, objective = task.reward_weights(), self.run.settings.objective
         useful = []
         for index, group in groups.items():
-            if has_spread(group, weights, objective):
+            # The state would not hold what an episode has observed.
+            if group.prompt.start is None and has_spread(group, weights, objective):
                 # Without what only the metrics of its own step need.
                 stripped = (replace(c, entropies=(), version=None) for c in group.completions)
                 scores = (replace(score, answer=None) for score in group.scores)
