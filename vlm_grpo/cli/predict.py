@@ -73,9 +73,9 @@ def predict(
     predictor = Predictor(model, task, overrides or (), endpoint)
     prediction = predictor(images, question)
     completion = prediction.completion
-    for turn in completion.turns:
-        if turn.observed is not None:
-            typer.echo(f"turn     {turn.text}\n         read: {turn.observed.text}")
+    for turn in completion.turns[:-1]:
+        read = "" if turn.observed is None else turn.observed.text
+        typer.echo(f"turn     {turn.text}\n         read: {read}")
     typer.echo(f"output   {completion.text}")
     if completion.stop == "length":
         typer.echo(
