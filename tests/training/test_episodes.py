@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import small_environments
-from small_environments import EXAMPLE
+from small_environments import EXAMPLE, write
 from small_runs import assert_same_run, read_metrics, save_tiny_model, small_run, stop_run
 
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.episodes import begin_episodes
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.episodes import begin_episodes, sample_episodes
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.methods.warm_start import TargetWriter
 from vlm_grpo.training.trainer import train
+from vlm_grpo.types import Completion
 
 PEEK = f"{small_environments.__file__}:Peek"
 
@@ -113,3 +115,31 @@ def test_supervised_steps_train_on_demonstrations(tmp_path, source):
     rows = read_metrics(settings.run_dir)
     losses = [row["loss"] for row in rows[:3]]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_a_result_that_the_model_cannot_take_is_answered_in_text(source):
+    settings = Settings(
+        task="ocr",
+        model=str(source),
+        data={"train": "none"},
+        policy={"dtype": "float32", "max_pixels": 2352},
+        rollout={"max_completion_length": 200},
+    )
+    policy = load_policy(settings)
+    task = policy.prompts.adapt(load_task("ocr", environment={"name": "zoom", "least": 4}))
+    thin = write("zoom", bbox_2d=[0, 0, 10**5, 4])
+
+    def sample(prompts, sampling, numbers, seeds, begun):
+        text = thin if not begun else "EXIT"
+        tokens = tuple(policy.tokenizer(text)["input_ids"])
+        return [(Completion(tokens, (0.0,) * len(tokens), text, "stop"),)] * len(prompts)
+
+    with EnvironmentRunner() as runner:
+        example, start = begin_episodes(policy.prompts, runner, EXAMPLE, task)
+        prompt = replace(policy.prompts.build(example, task), start=start)
+        settings = SamplingSettings(policy.distribution, 200)
+        arguments = [range(1)], [(0,)], sample, policy.prompts, runner
+        ((episode,),) = sample_episodes([prompt], settings, *arguments)
+    assert episode.text == "EXIT"
+    assert episode.turns[0].observed.text == "Error: the result cannot be shown to you"
+    assert "cannot be shown to you" in episode.observations[0].prompt.text

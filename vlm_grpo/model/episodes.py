@@ -24,6 +24,7 @@ from vlm_grpo.types import (
     EpisodeTurn,
     Example,
     Observation,
+    Observed,
     Prompt,
 )
 
@@ -143,20 +144,17 @@ def _step(
         episode.state, text = state, episode.parts[-1].text
         if observed is None:  # an environment with its own ``step`` ends the episode
             continue
+        try:
+            seen = builder.observe(observed)
+        except (UserError, ValueError) as error:  # longer than the context, or too thin to resize
+            logger.debug("an observation cannot be shown: %s", error)
+            observed = Observed("Error: the result cannot be shown to you", is_error=True)
+            seen = builder.observe(observed)
         episode.turns.append(EpisodeTurn(text, call, observed))
         if len(episode.parts) >= episode.start.max_turns:
             episode.stop = "turns" if episode.start.masks_long else None
             continue
         used = len(episode.tokens)
-        try:
-            seen = builder.observe(observed)
-        except (
-            UserError,
-            ValueError,
-        ) as error:  # too long for the model, or refused by its processor
-            logger.warning("an episode ends, because its observation cannot be read: %s", error)
-            episode.stop = "length"
-            continue
         path = sum(len(o.prompt.token_ids) for o in episode.observations) + len(seen.token_ids)
         longest = len(episode.prompt.token_ids) + path + used
         if used >= max_tokens or (builder.max_tokens and longest >= builder.max_tokens):
