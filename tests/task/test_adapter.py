@@ -129,5 +129,5 @@ def test_a_class_without_a_reward_adds_none_and_takes_what_it_names(path):
 
 
 def test_a_class_without_reset_is_refused(path):
-    with pytest.raises(UserError, match=r"environment .*:Empty: Empty has no method reset"):
+    with pytest.raises(UserError, match=r"there is no environment class Empty"):
         load_environment(f"{path}:Empty")

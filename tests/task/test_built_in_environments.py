@@ -108,5 +108,5 @@ def test_tasks_are_checked_with_their_environment():
     assert lines[0] == "Maze has the tools move"
     assert "You are at the goal: KU0<image>" in "".join(lines)
     assert "demonstrations with gold answers earn 3.000 on average" in lines
-    assert any(line.startswith("8 hostile calls are answered in text; the l") for line in lines)
+    assert any(line.startswith("5 hostile calls are answered in text; the l") for line in lines)
     assert lines[-1] == "OCR is sound on this data"

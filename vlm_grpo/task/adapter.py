@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import Environment, Tool, read_tool
 from vlm_grpo.task.task import reward
 from vlm_grpo.types import Candidate, Example, Observed
@@ -55,10 +54,3 @@ class Rewarding(Adapted):
             if turn.call is not None and turn.observed is not None and not turn.observed.is_error:
                 self._observe(self._call(turn.call))
         return self.instance.get_reward()
-
-
-def find_adapter(kind: type, name: str) -> type[Adapted]:
-    """Return the environment of a class; ``UserError``: it has no ``reset``."""
-    if not callable(getattr(kind, "reset", None)):
-        raise UserError(f"environment {name}: {kind.__name__} has no method reset")
-    return Rewarding if callable(getattr(kind, "get_reward", None)) else Adapted

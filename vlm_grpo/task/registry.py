@@ -27,7 +27,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
-from vlm_grpo.task.adapter import find_adapter
+from vlm_grpo.task.adapter import Adapted, Rewarding
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.environment import Environment
 from vlm_grpo.task.task import stay_in_folder
@@ -99,9 +99,14 @@ def load_environment(environment: Any) -> Environment:
     path, _, class_name = name.partition(".py:")
     if name.endswith(".py") or class_name:
         module = load_file(Path(f"{path}.py" if class_name else path), "environment")
-        member = getattr(module, class_name, None)
-        if isinstance(member, type) and not issubclass(member, Environment):
-            found, options = find_adapter(member, name), {"factory": member, **options}
+        member: Any = getattr(module, class_name, None)
+        if (
+            isinstance(member, type)
+            and hasattr(member, "reset")
+            and not issubclass(member, Environment)
+        ):
+            found = Rewarding if hasattr(member, "get_reward") else Adapted
+            options["factory"] = member
         else:
             found = _find_class(module, name, class_name, Environment, "environment")
     else:
