@@ -140,7 +140,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
             "noise does not know the episodes",
         ),
         ("task_options.environment=zoom objective.replay.size=5", "objective.replay=null"),
-        (f"task_options.environment=zoom {' '.join(OWN)}", "samples no episodes"),
     ],
 )
 def test_settings_without_effect_are_refused(overrides, problem):

@@ -161,6 +161,11 @@ class Settings(Frozen):
         return tuple(dict.fromkeys(names))
 
     @property
+    def has_environment(self) -> bool:
+        options = (source.task_options for source in self.data.get_sources("train"))
+        return any(own.get("environment") for own in (self.task_options, *options))
+
+    @property
     def supervised_steps(self) -> int:
         """The number of steps at the start that train on gold answers, without a rollout."""
         return 0 if self.warm_start is None else self.warm_start.count(self.optim.max_steps)
