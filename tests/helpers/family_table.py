@@ -69,7 +69,7 @@ def build_cells(name: str, processor: Any) -> dict[str, str]:
     family = load_family(config)
     names = family.size_settings(processor)
     has_budget = family.pixel_budget(processor) is not None
-    box = FRAMES[family.frame].write((64, 96, 192, 240), (640, 480), (320, 240))
+    box = FRAMES[family.frame].write_all([(64, 96, 192, 240)], (640, 480), (320, 240))
     return {
         "models": TITLES[name],
         "model type": f"`{name}`",
