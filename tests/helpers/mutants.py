@@ -172,7 +172,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("config/prompt.py", "(*turns, message)", "(message,)"),
     ("model/prompts.py", "is_native=is_open or is_on", "is_native=is_open"),
     ("model/prompts.py", "is_open = text.rstrip()", "is_open = text"),
-    ("model/prompts.py", "add_generation_prompt=True, **arguments", "add_generation_prompt=True"),
+    ("model/prompts.py", "**special, **arguments, **given", "**special, **given"),
     ("model/prompts.py", "thinking_tags=self.thinking_tags)", "thinking_tags=THINK_TAGS)"),
     ("model/prompts.py", "for turn in turns:", "for turn in turns[-1:]:"),
     ("serve/chat.py", 'if turn.role == "user" else turn.text', ""),
