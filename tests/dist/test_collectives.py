@@ -165,30 +165,6 @@ def test_the_error_of_a_lost_rank_is_explained(error):
         raise RuntimeError("shapes do not match")
 
 
-def test_a_process_that_waits_for_one_that_failed_ends(monkeypatch, capsys):
-    statuses: list[int] = []
-    monkeypatch.setattr(collectives, "WATCH_SECONDS", 0.001)
-    monkeypatch.setattr(collectives, "GRACE_SECONDS", 0.001)
-    monkeypatch.setattr(collectives.os, "_exit", statuses.append)
-    store, is_done = cast(Any, distributed).HashStore(), threading.Event()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(collectives, "_BLOCKS", itertools.count())
-    with explain_lost_rank():
-        pass
-    with pytest.raises(UserError, match="memory"), explain_lost_rank():
-        raise UserError("out of memory")
-    assert not statuses  # what is done waits for nobody
-    collectives.end_with_others(store, "vlm_grpo/failed/1", is_done)
-    assert statuses == [2]
-    assert "process 1 of this run has failed, and this one waited for it" in capsys.readouterr().err
-    is_done.set()
-    collectives.end_with_others(store, "vlm_grpo/failed/1", is_done)
-    assert statuses == [2]
-
-
 FULL = torch.arange(5.0)
 SHARDS = (torch.tensor([0.0, 1.0, 2.0]), torch.tensor([3.0, 4.0, 0.0]))
 """The shards of two ranks, of equal lengths: the last one is padded."""

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import sys
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +13,13 @@ from accelerate import Accelerator, PartialState, utils
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import UserError
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which tensors are all-reduced: large enough to saturate the link, small
 compared with a model."""
-_BLOCKS = itertools.count()  # of ``explain_lost_rank``, which all processes enter alike
-WATCH_SECONDS = 2.0  # between two looks for it
-GRACE_SECONDS = 120.0  # in which a process finds out by itself, and saves what it can
 TOLERANCE = 0.02
 """Excess of the most loaded rank over the mean up to which no item is moved."""
 
@@ -39,22 +32,10 @@ def gather_object(items: list[Any]) -> list[Any]:
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
     """Raise a ``UserError`` for a collective that failed because another process has died or is
-    late. If the block fails in one process, those that wait for it end after ``GRACE_SECONDS``:
-    NCCL would wait for the time limit."""
-    store: Any = None
-    if distributed.is_initialized() and distributed.get_world_size() > 1:
-        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-    key, is_done = f"vlm_grpo/failed/{next(_BLOCKS)}", threading.Event()
-    if store is not None:
-        threading.Thread(target=end_with_others, args=(store, key, is_done), daemon=True).start()
+    late."""
     try:
         yield
-    except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store has died
-            if store is not None and not isinstance(error, Stopped):
-                store.set(key, str(distributed.get_rank()))
-        if not isinstance(error, RuntimeError):
-            raise
+    except RuntimeError as error:
         lost = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
         if not lost:
             raise
@@ -63,30 +44,6 @@ def explain_lost_rank() -> Iterator[None]:
             "the others waited for it longer than ddp_timeout. Finished checkpoints are intact: "
             "resume=true continues from the newest one"
         ) from error
-    finally:
-        is_done.set()
-
-
-def end_with_others(store: Any, key: str, is_done: threading.Event) -> None:
-    """End this process some time after another one has written its number to the store under
-    ``key``, unless it is done by then."""
-    rank = "which keeps the store"
-    while not is_done.wait(WATCH_SECONDS):
-        try:
-            if not store.check([key]):
-                continue
-            rank = store.get(key).decode()
-        except RuntimeError:  # the connection is lost
-            pass
-        if not is_done.wait(GRACE_SECONDS):
-            print(
-                f"process {rank} of this run has failed, and this one waited for it: its own "
-                "message gives the reason; resume=true continues from the newest checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(2)
-        return
 
 
 @contextlib.contextmanager
