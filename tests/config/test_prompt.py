@@ -59,6 +59,7 @@ def test_a_wrong_template_is_refused_at_the_start_with_its_line(template, reason
     ("template", "reason"),
     [
         ("{{ meta.clue }}", "prompt.template: UndefinedError: 'dict object' has no attribute"),
+        ("{{ 9999 * ('x' * 9999) }}", "prompt.template: TemplateError: an operation may make"),
         ("{{ question.__class__.__mro__ }}", "prompt.template: SecurityError"),
         ("{{ meta.update(x=1) }}", "prompt.template: SecurityError"),
         ("{{ 1 / 0 }}", "prompt.template: ZeroDivisionError: division by zero"),

@@ -30,6 +30,12 @@ def write(name: Any, *values: Any, **arguments: Any) -> str:
     return f"Let me see. {begin}{json.dumps(body)}{end}"
 
 
+def see(observed: Observed | None) -> Observed:
+    """Return what was read, which is something."""
+    assert observed is not None
+    return observed
+
+
 class Peek(Environment):
     """Read an image after every text with a frequent character."""
 
@@ -76,7 +82,8 @@ class Tools(Environment):
             label: its name.
         """
         self.calls += 1
-        return self.image.crop(tuple(map(round, bbox_2d)))
+        x1, y1, x2, y2 = map(round, bbox_2d)
+        return self.image.crop((x1, y1, x2, y2))
 
     @tool
     def look(self, at: Point, times: int = 1) -> str:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from tiny_models import noise_example, tiny_model
 
 from vlm_grpo.config.prompt import PromptSettings
@@ -67,6 +68,16 @@ def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
 def test_a_template_that_cannot_be_used_is_one_error(template, reason):
     with pytest.raises(UserError, match=f"the model's chat template cannot be used: .*{reason}"):
         make_chat(template)
+
+
+def test_a_template_that_grows_without_end_is_an_error_of_the_prompt():
+    chat = make_chat(
+        CHAT_TEMPLATE + "{% set ns = namespace(x='x') %}{% for _ in range(messages[0].content[0]"
+        ".text | length) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+    )
+    assert chat.render(ask(text="short")).endswith("x" * 2**5)
+    with pytest.raises(TemplateError, match="a value is longer than 1,000,000 characters"):
+        chat.render(ask(text=99 * "long"))
 
 
 def test_arguments_reach_the_template():

@@ -167,8 +167,8 @@ def test_changes_are_combined_where_one_is_not_enough(planner, monkeypatch):
         ]
 
     step = planner.estimate_step(planner.settings)
-    zero = dict.fromkeys(vars(step.memory), 0)
-    step = replace(step, memory=Memory(**zero | {"cache": 9, "update": 9}))
+    zero: dict[str, Any] = dict.fromkeys(vars(step.memory), 0)
+    step = replace(step, memory=Memory(**{**zero, "cache": 9, "update": 9}))
     monkeypatch.setattr(plans, "CHANGES", take(("a", "cache"), ("b", "host"), ("c", "update")))
     tiny = planner.on(Device("tiny", 5, is_cpu=True))
     assert [text for text, _ in plans.suggest_changes(tiny, step)] == ["a c"]

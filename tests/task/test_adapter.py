@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from small_environments import EXAMPLE, write
+from small_environments import EXAMPLE, see, write
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import FRAMES
@@ -92,18 +92,20 @@ def test_a_class_of_trl_runs_unchanged_with_its_reward(path):
         for text in texts:
             ((state, call, observed),) = runner.step([state], [text])
             turns.append(EpisodeTurn(text, call, observed))
-        assert [turn.observed.text for turn in turns] == [
+        assert [see(turn.observed).text for turn in turns] == [
             "now 1",
             "now 3",
             "here: <image>",
             "waited",
         ]
-        assert turns[2].observed.images[0].size == (64, 32)
+        assert see(turns[2].observed).images[0].size == (64, 32)
         # Each episode has an object of its own.
         ((_, _, observed),) = runner.step([start.state], [write("increment")])
-        assert observed.text == "now 1"
+        assert see(observed).text == "now 1"
         ((_, _, observed),) = runner.step([start.state], [write("_hidden")])
-        assert observed.text.startswith("Error: there is no tool '_hidden'; there is increment")
+        assert see(observed).text.startswith(
+            "Error: there is no tool '_hidden'; there is increment"
+        )
     scores = RewardScorer(workers=1)
     for count, expected in ((2, 1.0), (1, 0.0)):
         (score,) = scores(task, ["3"], [example], turns=[tuple(turns[:count])])

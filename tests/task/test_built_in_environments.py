@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from PIL import Image, ImageChops
-from small_environments import EXAMPLE, write
+from small_environments import EXAMPLE, see, write
 from video_files import level, make_video
 
 from vlm_grpo.data_scripts import make_clips
@@ -17,17 +17,17 @@ from vlm_grpo.task.soundness import check_task
 from vlm_grpo.types import EpisodeTurn, Example, VideoRef
 
 WORD = Example("maze-1", (), "Find the word.", "KUQ")
-BOX = [20, 10, 90, 60]
+BOX = (20, 10, 90, 60)
 
 
 def test_zoom_shows_the_part_of_the_original_that_the_evidence_names():
-    example = replace(EXAMPLE, meta={"evidence": [BOX]})
+    example = replace(EXAMPLE, meta={"evidence": [list(BOX)]})
     for frame in FRAMES.values():
         zoom = load_environment({"name": "zoom", "min_side": 100}).adapt(frame)
         zoom.begin(example)
         (call,) = zoom.demonstrate(example)
         _, observed = zoom.step(zoom.write(call))
-        (image,) = observed.images
+        (image,) = see(observed).images
         expected = EXAMPLE.images[0].load().crop(BOX).resize((140, 100), Image.Resampling.LANCZOS)
         if frame.span == "original":
             assert ImageChops.difference(image.load(), expected).getbbox() is None
@@ -43,9 +43,11 @@ def test_select_frame_shows_the_frame_of_a_time(seconds):
     (call,) = environment.demonstrate(example)
     _, observed = environment.step(environment.write(call))
     number = min(3, round(seconds))
-    assert observed.text == f"{number} s:<image>"
-    shown = example.images[0].frames[number].load().resize((112, 112), Image.Resampling.LANCZOS)
-    assert ImageChops.difference(observed.images[0].load(), shown).getbbox() is None
+    assert see(observed).text == f"{number} s:<image>"
+    clip = example.images[0]
+    assert isinstance(clip, VideoRef)
+    shown = clip.frames[number].load().resize((112, 112), Image.Resampling.LANCZOS)
+    assert ImageChops.difference(see(observed).images[0].load(), shown).getbbox() is None
 
 
 def test_select_frame_decodes_a_file_at_any_time(tmp_path):
@@ -56,8 +58,9 @@ def test_select_frame_decodes_a_file_at_any_time(tmp_path):
     environment.begin(Example("a", (clip,), "", None))
     for seconds, number in ((0.5, 5), (1.23, 12), (2.0, 19)):
         _, observed = environment.step(write("select_frame", seconds=seconds))
-        assert level(observed.images[0].load()) == number
-        assert observed.images[0].size == (448, 336)
+        (image,) = see(observed).images
+        assert level(image.load()) == number
+        assert image.size == (448, 336)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +70,10 @@ def test_a_time_outside_the_clip_is_answered(seconds, answer):
     (example,) = make_clips.draw_examples("clips", 1)
     environment = load_environment("select_frame")
     environment.begin(example)
-    assert answer in environment.step(write("select_frame", seconds=seconds))[1].text
+    assert answer in see(environment.step(write("select_frame", seconds=seconds))[1]).text
     environment.begin(EXAMPLE)
-    assert "there is no video" in environment.step(write("select_frame", seconds=1))[1].text
+    _, observed = environment.step(write("select_frame", seconds=1))
+    assert "there is no video" in see(observed).text
 
 
 def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
@@ -86,14 +90,14 @@ def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
             starts.append(image.data)
             turns = demonstrate(runner, start, task, example)
             assert 2 <= len(turns) <= 8
-            assert turns[-1].observed.text == "You are at the goal: KUQ<image>"
-            assert all("KUQ" not in turn.observed.text for turn in turns[:-1])
+            assert see(turns[-1].observed).text == "You are at the goal: KUQ<image>"
+            assert all("KUQ" not in see(turn.observed).text for turn in turns[:-1])
             assert task.score("KUQ", example, turns=turns).rewards["goal"] == 1.0
             short = task.score("KUQ", example, turns=turns[:-1])
             assert (short.rewards["goal"], short.metrics["moves"]) == (0.0, len(turns) - 1)
             assert task.score("KUQ", example).rewards["goal"] == 0.0
             walls = runner.step([start.state] * 4, [write("move", direction=d) for d in DIRECTIONS])
-            blocked = [EpisodeTurn("", call, seen) for _, call, seen in walls if seen.is_error]
+            blocked = [EpisodeTurn("", call, seen) for _, call, seen in walls if see(seen).is_error]
             assert 1 <= len(blocked) <= 3
             assert task.score("", example, turns=blocked).metrics["moves"] is None
     assert len({*starts}) > 1

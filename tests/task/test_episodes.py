@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import small_environments
-from small_environments import EXAMPLE, FAILURES, write
+from small_environments import EXAMPLE, FAILURES, see, write
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import Environment, tool
@@ -75,7 +75,7 @@ def test_processes_that_a_tool_leaves_behind_end_with_the_workers():
     with EnvironmentRunner(workers=1, seconds=1.0) as runner:
         _, start = runner.begin(load_environment(TOOLS), EXAMPLE)
         ((_, _, observed),) = runner.step([start.state], [write("fail", how="fork and sleep")])
-        child = int(observed.text)
+        child = int(see(observed).text)
         os.kill(child, 0)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":  # killed, not yet buried

@@ -126,7 +126,7 @@ def test_workers_give_the_same_scores_in_the_same_order(failing, workers):
 
 
 def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monkeypatch):
-    scorer, item = RewardScorer(LIMIT), ("good", EXAMPLE, 1)
+    scorer, item = RewardScorer(LIMIT), ("good", EXAMPLE, 1, ())
     good, unread = (failing.apply_rules(t, EXAMPLE, 1) for t in ("good", "the parser raises"))
     results = {"parse": good, "right": good, "trouble": unread, "letters": good}
     monkeypatch.setattr(scorer, "_run", lambda *given: [results[name] for _, name in given[2]])

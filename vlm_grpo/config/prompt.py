@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import AfterValidator, Field, field_validator
 
 from vlm_grpo.config.section import Frozen
@@ -15,12 +14,13 @@ from vlm_grpo.errors import nearest
 from vlm_grpo.task import FAILURES, Task, write_prompt
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn, place_images
+from vlm_grpo.utils.sandbox import Sandbox
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names that chat templates give to the switch of a model's thinking."""
 VARIABLES = ("question", "instruction", "id", "source", "meta")
 """Variables of ``prompt.template``."""
-_SANDBOX = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+_SANDBOX = Sandbox(undefined=StrictUndefined)
 MessageTemplate = Annotated[str, AfterValidator(lambda text: compile_template(text) and text)]
 
 
@@ -67,7 +67,7 @@ class PromptSettings(Frozen):
                 "source": example.source,
                 "meta": example.meta,
             }
-            return compile_template(self.template).render(variables)
+            return _SANDBOX.render(compile_template(self.template), variables)
         except FAILURES as error:  # of the template, or of a user's question
             raise ValueError(f"prompt.template: {type(error).__name__}: {error}") from error
 
@@ -84,7 +84,7 @@ def compile_template(text: str) -> Template:
                     f"line {name.lineno} has the unknown name {name.name}"
                     f"{nearest(name.name, VARIABLES)}; it may use {', '.join(VARIABLES)}"
                 )
-        return _SANDBOX.from_string(text)
+        return _SANDBOX.compile_bounded(parsed)
     except TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno} is not Jinja: {error.message}") from error
     except RecursionError as error:

@@ -27,6 +27,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.types import Example, ImageRef, Observed, Prompt, VideoRef
 from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, Role, ThinkingTags, Turn
+from vlm_grpo.utils.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +195,8 @@ class ChatTemplate:
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         special = self.processor.tokenizer.special_tokens_map
         variables = {"tools": None, "documents": None, **special, **arguments, **given}
-        try:
-            return _compile(self._text)[0].render(variables)
-        except TemplateError:
-            raise
-        except Exception as error:  # of the template's own operations
-            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        sandbox, template, _ = _compile(self._text)
+        return sandbox.render(template, variables)
 
     @property
     def _text(self) -> str:
@@ -225,17 +222,22 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=8)
-def _compile(text: str) -> tuple[Template, list[str]]:
-    """Return a chat template in transformers' sandbox, and the names of its arguments."""
+def _compile(text: str) -> tuple[Sandbox, Template, list[str]]:
+    """Return the environment of transformers' chat templates, with bounds, a template of it, and
+    the names of the template's arguments."""
+    theirs = chat_template_utils._compile_jinja_template("").environment  # noqa: SLF001
+    extensions = [type(extension) for extension in theirs.extensions.values()]
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    sandbox.globals |= {name: each for name, each in theirs.globals.items() if name != "lipsum"}
+    sandbox.filters["tojson"] = sandbox.bound(theirs.filters["tojson"])
     try:
-        template = chat_template_utils._compile_jinja_template(text)  # noqa: SLF001
-        sandbox = template.environment
         parsed = sandbox.parse(text)
         known = find_undeclared_variables(parsed) - _SET_BY_RENDERER - set(sandbox.globals)
+        template = sandbox.compile_bounded(parsed)
     except (TemplateError, RecursionError) as error:
         place = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         raise UserError(f"the model's chat template cannot be used: {place}{error}") from error
-    return template, sorted(name for name in known if not name.endswith("_token"))
+    return sandbox, template, sorted(name for name in known if not name.endswith("_token"))
 
 
 def _build_message(

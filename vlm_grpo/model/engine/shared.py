@@ -452,12 +452,13 @@ class _Rollout:
             part, slots = slots[:count], slots[count:]
             # One pass over a prompt that several continue: each gets a slot with all of it.
             bases: dict[int, tuple[PrefixInputs, list[int]]] = {}
+            owners: list[int] = prompts.tolist()
             for slot in part:
-                prefix = self.prefixes[prompts[slot]]
+                prefix = self.prefixes[owners[slot]]
                 base = prefix.base or prefix
                 bases.setdefault(id(base), (base, []))[1].append(slot)
             prefixes, slots_of = zip(*bases.values(), strict=True)
-            own = [[self.prefixes[prompts[slot]] for slot in members] for members in slots_of]
+            own = [[self.prefixes[owners[slot]] for slot in members] for members in slots_of]
             paths = [[p.path for p in members if p.base is not None] for members in own]
             row = pack_row(prefixes, paths)
             masks = [prefix.layout.masks for prefix in prefixes]
