@@ -14,8 +14,8 @@ from typing import Any
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import read_json_rows
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.graders.page_tests import TYPES
-from vlm_grpo.task.graders.tables import import_extra
+from vlm_grpo.tasks.graders.page_tests import TYPES
+from vlm_grpo.tasks.graders.tables import import_extra
 
 LONGEST_SIDE = 1288  #: Longest side of a page's image in pixels, as in olmOCR since version 0.2
 _LEFT_OUT = ("pdf", "page", "url", "checked")

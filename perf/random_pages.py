@@ -9,8 +9,8 @@ from typing import Any
 
 from random_outputs import edit, make_example
 
-from vlm_grpo.task.graders.page_tests import normalize
-from vlm_grpo.task.graders.tables import Grid, read_grids
+from vlm_grpo.tasks.graders.page_tests import normalize
+from vlm_grpo.tasks.graders.tables import Grid, read_grids
 from vlm_grpo.types import Example, VideoRef
 
 _CELLS = (

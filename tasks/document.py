@@ -10,9 +10,9 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from vlm_grpo.task import Task, reward
-from vlm_grpo.task.graders.page_tests import Page, Test, check_test, normalize, write_page
-from vlm_grpo.task.graders.tables import import_extra
 from vlm_grpo.task.scores import match
+from vlm_grpo.tasks.graders.page_tests import Page, Test, check_test, normalize, write_page
+from vlm_grpo.tasks.graders.tables import import_extra
 from vlm_grpo.types import Example
 
 MAX_CHARACTERS = 50_000  #: Maximum length of a page's text
@@ -26,7 +26,7 @@ class Document(Task):
 
     Tests are rows of olmOCR-Bench: a text is present or absent, or before another; a cell is in a
     table next to others; a formula is there; the output is sound. They are described in
-    ``vlm_grpo.task.graders.page_tests``. Metrics against the text are computed for the examples
+    ``vlm_grpo.tasks.graders.page_tests``. Metrics against the text are computed for the examples
     that have one.
     """
 

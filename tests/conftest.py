@@ -116,7 +116,7 @@ LONG = (
 """Files that take longest, and start first."""
 
 MEASURED = re.compile(
-    r"(training/objective/(?!test_brute)|config/test_objective|task/graders/|test_types"
+    r"(training/objective/(?!test_brute)|config/test_objective|tasks/graders/|test_types"
     r"|task/test_(?!failures|registry|drawing|scorer)|data/test_(images|videos))"
 )
 """Test files of the modules whose coverage is measured; ``pyproject.toml`` lists these modules."""
@@ -140,7 +140,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     """
     with untraced():
         import_module("torch").set_num_threads(1)
-    for module in ("training.objective", "config.objective", "task", "task.graders.tables"):
+    for module in ("training.objective", "config.objective", "task", "tasks.graders.tables"):
         import_module(f"vlm_grpo.{module}")
     with contextlib.nullcontext() if MEASURED.match(find_path(collector)) else untraced():
         return (yield)

@@ -152,6 +152,8 @@ def plant(folder: Path, marker: Path, values: dict[str, Any]) -> str:
         ({"objective": {"loss": "FOLDER/foreign.py:function"}}, ("train FILE",)),
         ({"objective": {"advantage_estimator": "FOLDER/foreign.py:function"}}, ("train FILE",)),
         ({"methods": ["FOLDER/foreign.py"]}, COMMANDS[:1]),
+        ({"task_options": {"environment": "FOLDER/foreign.py:Foreign"}}, COMMANDS),
+        ({"task_options": {"environment": {"name": "FOLDER/foreign.py"}}}, COMMANDS[:1]),
         ({"methods": [{"file": "FOLDER/foreign.py"}]}, COMMANDS[:1]),
         ({"evaluation": {"benchmark": "FOLDER/benchmark.yaml"}}, ("train FILE",)),
         ({"rollout": {"sampler": "vllm", "vllm": {"python": "FOLDER/foreign.py"}}},

@@ -27,6 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 INSTALLED_AS = {
     "vlm_grpo": "vlm_grpo",
     "tasks": "vlm_grpo/tasks",
+    "environments": "vlm_grpo/environments",
     "configs": "vlm_grpo/configs",
     "data_scripts": "vlm_grpo/data_scripts",
 }

@@ -379,7 +379,7 @@ def _read_claims(folders: tuple[tuple[str, int], ...]) -> dict[str, dict[str, En
         package = f"package {point.dist.name}" if point.dist else "an unnamed package"
         claims.setdefault(point.name, {})[f"{point.value} of {package}"] = point
     for module in pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__):
-        if not module.name.startswith("_"):
+        if not (module.ispkg or module.name.startswith("_")):
             point = EntryPoint(module.name, f"{BUILT_IN}.{module.name}", BUILT_IN)
             claims.setdefault(module.name, {})["the task of vlm_grpo itself"] = point
     return claims

@@ -7,7 +7,7 @@ import unicodedata
 from functools import lru_cache
 from typing import Any
 
-from vlm_grpo.task.graders.tables import import_extra
+from vlm_grpo.tasks.graders.tables import import_extra
 
 MAX_FORMULA = 4_000  #: Maximum length of a formula that is normalized
 # Environments in which the borders of cells do not show.

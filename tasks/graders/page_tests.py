@@ -15,8 +15,8 @@ from typing import Any
 
 from rapidfuzz import fuzz
 
-from vlm_grpo.task.graders.formulas import contains_formula
-from vlm_grpo.task.graders.tables import Grid, Place, import_extra, read_grids
+from vlm_grpo.tasks.graders.formulas import contains_formula
+from vlm_grpo.tasks.graders.tables import Grid, Place, import_extra, read_grids
 
 Test = Mapping[str, Any]
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from vlm_grpo.task.graders.formulas import MAX_FORMULA
-from vlm_grpo.task.graders.page_tests import Page, check_test, find_near, normalize, write_page
+from vlm_grpo.tasks.graders.formulas import MAX_FORMULA
+from vlm_grpo.tasks.graders.page_tests import Page, check_test, find_near, normalize, write_page
 
 TESTS = [
     {"type": "present", "text": "Annual report"},

@@ -10,8 +10,8 @@ import pytest
 from rapidfuzz.distance import Levenshtein
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.graders import tables
-from vlm_grpo.task.graders.tables import (
+from vlm_grpo.tasks.graders import tables
+from vlm_grpo.tasks.graders.tables import (
     MAX_CHARACTERS,
     MAX_PLACES,
     MAX_STEPS,

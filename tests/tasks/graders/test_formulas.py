@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.graders.formulas import MAX_FORMULA, contains_formula, normalize_formula
+from vlm_grpo.tasks.graders.formulas import MAX_FORMULA, contains_formula, normalize_formula
 
 TABLE = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text("utf-8"))
 
