@@ -59,6 +59,22 @@ VARIANTS = {
 FORM_COLUMNS = ("model", "prompt", "log-probs", "gradient")
 
 
+# Names that image processors give to what determines the size of an image.
+_SIZE_SETTINGS = (
+    *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
+    *("min_patches", "max_patches", "min_image_tokens", "max_image_tokens", "max_soft_tokens"),
+)
+
+
+def find_size_settings(processor: Any) -> dict[str, Any]:
+    """Return what determines the size of images, by the image processor's names."""
+    values = vars(getattr(processor, "image_processor", None) or processor)
+    found = {key: values[key] for key in _SIZE_SETTINGS if values.get(key) is not None}
+    for key in found.keys() & {"size", "crop_size", "max_image_size"}:
+        found[key] = {edge: length for edge, length in dict(found[key]).items() if length}
+    return found
+
+
 def build_table(build: Callable[[str], tuple[Any, Any]] = build_family_model) -> str:
     """Return the table; ``build`` returns the small model and the processor of a name."""
     return format_table(COLUMNS, [build_cells(name, build(name)[1]) for name in TITLES])
@@ -67,7 +83,7 @@ def build_table(build: Callable[[str], tuple[Any, Any]] = build_family_model) ->
 def build_cells(name: str, processor: Any) -> dict[str, str]:
     config: Any = type("Config", (), {"model_type": name})  # all that selects a family
     family = load_family(config)
-    names = family.size_settings(processor)
+    names = find_size_settings(processor)
     has_budget = family.pixel_budget(processor) is not None
     box = FRAMES[family.frame].write_all([(64, 96, 192, 240)], (640, 480), (320, 240))
     return {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
@@ -22,15 +20,11 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path):
     names = [line.split()[0] for line in lines]
     assert names == [
         *("model", "family", "tools", "pixel", "image"),
-        *("log-probs", "gradient", "attention", "form"),
+        *("attention", "form"),
     ]
     # Patches of 14 pixels, merged 2 by 2: sides are rounded to multiples of 28.
     assert "90 × 60 pixels, resized to 84 × 56; " in lines[4]
     assert "8 of them for the image" in lines[4]  # 3 × 2 tokens, and the markers around them
-    for line in lines[5:7]:
-        # float32 has 24 bits; the two forms add in different orders.
-        (difference,) = map(float, re.findall(r"\d\.\de[+-]\d+", line))
-        assert difference < 1e-3
     assert lines[-2].startswith("attention    PyTorch's flash kernels for CPUs")
     assert lines[-1].endswith("one prompt pass per group of 4 (policy.engine=auto)")
 

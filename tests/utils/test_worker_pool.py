@@ -18,28 +18,13 @@ from subprocess import PIPE, Popen
 import pytest
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils import worker_process
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, is_worker
 
 
-def initialize() -> None:
-    os.environ["GIVEN"] = "value"
-
-
-def end() -> None:
-    os._exit(3)
-
-
-def sleep() -> None:
-    time.sleep(60)
-
-
-def fail() -> None:
-    int("none")
-
-
-def get_given() -> tuple[int, str]:
+def get_number() -> int:
     assert is_worker()
-    return os.getpid(), os.environ["GIVEN"]
+    return os.getpid()
 
 
 def iter_nothing() -> Iterator[int]:
@@ -77,22 +62,20 @@ def terminate_fork() -> int | None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1, "test", initialize)
+    pool = WorkerPool(1, "test")
     yield pool
     pool.close()
 
 
 def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
-    first, given = pool.schedule(get_given, ()).result(60)
-    assert given == "value"
+    first = pool.schedule(get_number, ()).result(60)
     with pytest.raises(WorkerEnded) as expired:
         pool.schedule(os._exit, [7]).result(60)
     assert expired.value.exitcode == 7
-    second, given = pool.schedule(get_given, ()).result(60)
-    assert given == "value"
+    second = pool.schedule(get_number, ()).result(60)
     assert second not in (first, os.getpid())
     os.kill(second, signal.SIGKILL)  # between two calls
-    third, _ = pool.schedule(get_given, ()).result(60)
+    third = pool.schedule(get_number, ()).result(60)
     assert third != second
     with pytest.raises(TimeoutError):
         pool.schedule(time.sleep, [60], 0.05).result(60)
@@ -100,10 +83,10 @@ def test_a_worker_that_ends_fails_its_call_and_is_replaced(pool):
 
 
 def test_an_argument_that_cannot_be_loaded_fails_its_call_only(pool):
-    worker, _ = pool.schedule(get_given, ()).result(60)
+    worker = pool.schedule(get_number, ()).result(60)
     with pytest.raises(ValueError, match="no number"):
         pool.schedule(int, [Unloadable()]).result(60)
-    assert pool.schedule(get_given, ()).result(60) == (worker, "value")
+    assert pool.schedule(get_number, ()).result(60) == worker
 
 
 def test_a_process_that_a_call_forks_ends_on_signals(pool):
@@ -152,29 +135,30 @@ def test_workers_never_run_the_users_program(pool, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="score is defined in the program"):
         pool.schedule(main.score, ())
     pool.close()
-    assert pool.schedule(get_given, ()).result(60)[1] == "value"
+    assert pool.schedule(get_number, ()).result(60)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
-    ("initialize", "reason"),
+    ("program", "reason"),
     [
-        (end, "did not start: exit code 3; lower rollout.reward_workers (0: none)"),
-        (sleep, "did not start: no answer after 0.5 s"),
-        (fail, "cannot load a call: ValueError: invalid literal"),
+        ("raise SystemExit(3)", "exit code 3; lower rollout.reward_workers (0: none)"),
+        ("import time; time.sleep(60)", "no answer after 0.5 s"),
     ],
 )
-def test_workers_that_do_not_start_are_one_error(initialize, reason, monkeypatch):
-    if initialize is sleep:
+def test_workers_that_do_not_start_are_one_error(program, reason, monkeypatch, tmp_path):
+    if "sleep" in program:
         monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.5)
+    (tmp_path / "program.py").write_text(program)
+    monkeypatch.setattr(worker_process, "__file__", str(tmp_path / "program.py"))
     started = []
     monkeypatch.setattr(
         "subprocess.Popen.__init__",
         lambda *args, init=Popen.__init__, **given: (started.append(args), init(*args, **given))[0],
     )
-    pool = WorkerPool(1, "test", initialize)
+    pool = WorkerPool(1, "test")
     for _ in range(3):
-        with pytest.raises(WorkerError, match=f"the test workers {re.escape(reason)}"):
+        with pytest.raises(WorkerError, match=f"did not start: {re.escape(reason)}"):
             pool.schedule(str, ()).result(60)
     assert len(started) == 1
     pool.close()

@@ -12,15 +12,13 @@ from vlm_grpo.config.data import PILLOW_WARNS_AT
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media.images import encode_png
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.sampling import SamplingSettings
-from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.form_check import ROLLOUT_LENGTH
+from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.types import Example, ImageRef, Prompt
+from vlm_grpo.types import Example, ImageRef
 
 QUESTION = "What is in the image? Describe every object in a few words."
 GROUP_SIZE = 4
-COMPLETION_LENGTH = 16
 
 
 def diagnose(
@@ -38,7 +36,7 @@ def diagnose(
             "model": model,
             "data": {"train": "none"},
             "policy": {"dtype": dtype},
-            "rollout": {"num_generations": GROUP_SIZE, "min_new_tokens": COMPLETION_LENGTH},
+            "rollout": {"num_generations": GROUP_SIZE, "min_new_tokens": ROLLOUT_LENGTH},
         }
     )
     policy = load_policy(settings, training=False)
@@ -75,30 +73,5 @@ def diagnose(
     if reason is not None:
         yield f"form         one prompt pass per completion: {reason}"
         return
-    yield from _compare_forms(policy, prompt)
     yield f"attention    {policy.describe_engine()}"
     yield f"form         one prompt pass per group of {GROUP_SIZE} (policy.engine=auto)"
-
-
-def _compare_forms(policy: Policy, prompt: Prompt) -> Iterator[str]:
-    """Yield how far the two forms' scores and gradients of the same completions differ."""
-    sampling = SamplingSettings(policy.distribution, COMPLETION_LENGTH)
-    (group,) = policy.sample([prompt], sampling, GROUP_SIZE, [(0,)])
-    # Of different lengths, as in a real group.
-    tokens = tuple(c.token_ids[: len(c.token_ids) - i] for i, c in enumerate(group))
-    batch = MicroBatch((GroupSlice(prompt, tokens, tuple(range(len(group)))),))
-    scores, gradients = [], []
-    for form in (policy, policy.view(repeated=True)):
-        policy.model.zero_grad()
-        form.engine.clear_image_features()
-        logprobs = form.score(batch).logprobs
-        logprobs.sum().backward()
-        scores.append(logprobs.detach())
-        grads = ((n, w.grad) for n, w in policy.trainable_parameters())
-        gradients.append({n: grad.cpu().double() for n, grad in grads if grad is not None})
-    largest = float((scores[0] - scores[1]).abs().max())
-    yield f"log-probs    largest difference of the two forms: {largest:.1e} nats"
-    shared, plain = gradients
-    different = sum(float((shared[name] - plain[name]).square().sum()) for name in plain)
-    norm = sum(float(gradient.square().sum()) for gradient in plain.values())
-    yield f"gradient     relative difference {(different / norm) ** 0.5:.1e}"

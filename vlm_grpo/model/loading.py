@@ -285,11 +285,10 @@ def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> 
     """Return the processor's pixel budget, overridden by the settings of a run."""
     if (own := family.pixel_budget(processor)) is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
-            found = (f"{key}={value}" for key, value in family.size_settings(processor).items())
             raise UserError(
                 "policy.min_pixels and policy.max_pixels have no effect on this model, whose image "
-                f"processor has no pixel budget but {', '.join(found) or 'a fixed size'}: remove "
-                "them, and change its preprocessor_config.json instead"
+                "processor has no pixel budget: remove them, and change its "
+                "preprocessor_config.json instead"
             )
         return None
     budget = PixelBudget(

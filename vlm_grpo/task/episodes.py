@@ -14,7 +14,7 @@ from vlm_grpo.task.task import FAILURES, Task, contained
 from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.timing import CallTimeout, time_limit
-from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool
 
 TOOL_MEMORY = 8 * 2**30  #: Bytes that a worker process may hold, on Linux
 TOOL_TIMEOUT = 30.0  #: Time limit in seconds of one call of a tool
@@ -47,7 +47,7 @@ class EnvironmentRunner:
 
     def __init__(self, workers: int = 1, seconds: float | None = TOOL_TIMEOUT) -> None:
         self.seconds = seconds
-        self._pool = WorkerPool(max(1, workers), "environment", _limit_memory)
+        self._pool = WorkerPool(max(1, workers), "environment")
 
     def __enter__(self) -> EnvironmentRunner:
         return self
@@ -102,12 +102,7 @@ class EnvironmentRunner:
 
     def _run(self, function: Any, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
         limit = None if self.seconds is None else self.seconds + _GRACE
-        futures = [self._pool.schedule(function, (self.seconds, *job), limit) for job in jobs]
-        results = [future.exception() or future.result() for future in futures]
-        for result in results:
-            if isinstance(result, WorkerError):
-                raise result
-        return results
+        return self._pool.run(function, [(self.seconds, *job) for job in jobs], limit)
 
     def _describe(self, error: BaseException) -> str:
         if isinstance(error, WorkerEnded):
@@ -140,6 +135,7 @@ def demonstrate(
 def _begin(
     seconds: float | None, environment: Environment, example: Example
 ) -> tuple[_Parts, Observed | None]:
+    _limit_memory()
     with contained(), time_limit(seconds) as call:
         shown = call(environment.begin, example)
     return astuple(send(environment)), shown
@@ -149,6 +145,7 @@ def _step(
     seconds: float | None, environment: Environment, text: str
 ) -> tuple[_Parts | None, ToolCall | None, Observed | None]:
     """Return what ``Step`` says, but None for a state that a failed call leaves as it was."""
+    _limit_memory()
     with contained(), time_limit(seconds) as call:
         tool_call, observed = call(environment.step, text)
     has_failed = observed is not None and observed.is_error

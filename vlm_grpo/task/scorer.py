@@ -23,7 +23,7 @@ from vlm_grpo.task.task import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
-from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, dump
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool, dump
 
 logger = logging.getLogger(__name__)
 
@@ -185,16 +185,8 @@ class RewardScorer:
         """Return the results of ``function(seconds, task, *job)``, or what ended its worker."""
         if not self.workers and (self.seconds is None or can_interrupt()):
             return [function(seconds, task, *job) for job in jobs]
-        sent, limit = (
-            send(task),
-            None if seconds is None else seconds + _GRACE,
-        )
-        futures = [self._pool.schedule(function, (seconds, sent, *job), limit) for job in jobs]
-        results = [future.exception() or future.result() for future in futures]
-        for result in results:
-            if isinstance(result, WorkerError):
-                raise result
-        return results
+        sent, limit = send(task), None if seconds is None else seconds + _GRACE
+        return self._pool.run(function, [(seconds, sent, *job) for job in jobs], limit)
 
 
 def group_by_source(task: Task, examples: Sequence[Example]) -> list[tuple[str, Task, list[int]]]:

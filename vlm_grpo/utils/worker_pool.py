@@ -45,11 +45,11 @@ class WorkerPool:
     The workers never import the user's program. They end with this process, however it ends, and
     no other signal than SIGKILL ends them. A worker that ends is replaced; the call that it was
     running fails. One that does not start fails every call until the pool is closed. Messages
-    name the workers by their work. Each worker begins with a call of ``initialize``.
+    name the workers by their work.
     """
 
-    def __init__(self, workers: int, work: str, initialize: Callable[[], Any] = int) -> None:
-        self.workers, self.work, self.initialize = workers, work, initialize
+    def __init__(self, workers: int, work: str) -> None:
+        self.workers, self.work = workers, work
         self._crew: _Crew | None = None
         self._lock = threading.Lock()
 
@@ -66,10 +66,21 @@ class WorkerPool:
         call = _Call(self._dump((function, tuple(arguments))), seconds)
         with self._lock:
             if self._crew is None:
-                self._crew = _Crew(self.workers, self.work, self._dump((self.initialize, ())))
+                self._crew = _Crew(self.workers, self.work)
                 self._close = weakref.finalize(self, self._crew.close)  # at exit at the latest
             self._crew.calls.put(call)
         return call.future
+
+    def run(
+        self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], seconds: float | None
+    ) -> list[Any]:
+        """Return the results of calls, in the order of the jobs, or what they have raised."""
+        futures = [self.schedule(function, job, seconds) for job in jobs]
+        results = [future.exception() or future.result() for future in futures]
+        for result in results:
+            if isinstance(result, WorkerError):
+                raise result
+        return results
 
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
@@ -166,8 +177,8 @@ class _Worker:
 class _Crew:
     """The threads of a pool; each starts a worker for its first call, and awaits its answers."""
 
-    def __init__(self, size: int, work: str, first: bytes) -> None:
-        self.work, self.first = work, first
+    def __init__(self, size: int, work: str) -> None:
+        self.work = work
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.failure: WorkerError | None = None
         self.workers: set[_Worker] = set()
@@ -232,11 +243,8 @@ class _Crew:
                 self.workers = {worker for worker in self.workers if worker.process.poll() is None}
                 self.workers.add(worker := _Worker())
             worker.send(pickle.dumps([path or os.getcwd() for path in sys.path]))
-            worker.load(self.first)
-            if (error := pickle.loads(worker.receive(START_SECONDS))[1]) is not None:
-                raise self._fail(error) from error
-        except _LoadError as failure:
-            raise self._fail(failure.__cause__) from failure.__cause__
+            worker.load(pickle.dumps((int, ())))
+            worker.receive(START_SECONDS)
         except (OSError, WorkerEnded) as error:
             self.failure = WorkerError(
                 f"the {self.work} workers did not start: {error}; lower rollout.reward_workers "

@@ -94,11 +94,6 @@ _MEDIA_SETTING = re.compile(
     r"(^|_)(image|img|video|vision|visual|audio|[be]o[iav])(_\w+)?_token(_ids?|_index)?$"
 )
 _MEDIA_TOKEN = re.compile(r"(?i).*(im(age|g)|video|audio|\brow_\d+_col_).*|TILE\w*")
-# Names that image processors give to what determines the size of an image.
-_SIZE_SETTINGS = (
-    *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
-    *("min_patches", "max_patches", "min_image_tokens", "max_image_tokens", "max_soft_tokens"),
-)
 
 
 @dataclass(frozen=True)
@@ -144,14 +139,6 @@ class Family:
             return None
         size = processor.image_processor.size
         return PixelBudget(size["shortest_edge"] // frames, size["longest_edge"] // frames)
-
-    def size_settings(self, processor: Any) -> dict[str, Any]:
-        """Return what determines the size of images, by the image processor's names."""
-        values = vars(getattr(processor, "image_processor", None) or processor)
-        found = {key: values[key] for key in _SIZE_SETTINGS if values.get(key) is not None}
-        for key in found.keys() & {"size", "crop_size", "max_image_size"}:
-            found[key] = {edge: length for edge, length in dict(found[key]).items() if length}
-        return found
 
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
         """Set the processor's pixel budget, which is saved with the model."""
