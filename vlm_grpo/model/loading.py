@@ -44,7 +44,7 @@ from vlm_grpo.model.adapters import (
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
-from vlm_grpo.model.hub import suggest_model
+from vlm_grpo.model.hub import check_reachable, suggest_model
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 from vlm_grpo.utils import trust
 
@@ -267,6 +267,7 @@ def load_prompt_builder(
 def _load(kind: Any, source: str, settings: Settings) -> Any:
     arguments = _hub_arguments(settings)
     try:
+        check_reachable(source, arguments["revision"])
         return kind.from_pretrained(source, **arguments)
     except _ERRORS as error:
         reason = error if str(error) else type(error).__name__
