@@ -9,6 +9,7 @@ import pytest
 from commands import fails, run
 from huggingface_hub import constants
 
+from vlm_grpo.model import hub
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.known import (
@@ -140,6 +141,7 @@ def test_a_wrong_name_is_one_message_with_the_nearest(capsys, name, expected):
 def test_files_that_cannot_be_loaded_name_the_plan_without_them(capsys, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
     for name, expected in (
         (SEVEN, f"vlm-grpo plan {SEVEN} plans it without them"),
         (SEVEN[:-5], f"cannot be loaded (did you mean {SEVEN}?): it is neither"),
