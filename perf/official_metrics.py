@@ -32,13 +32,18 @@ import numpy as np
 import official_scripts as scripts
 import random_outputs as outputs
 import random_pages as pages
+import torch
 from official_scripts import Checkout, Score
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from random_formulas import draw_formula
 from random_outputs import draw_scene, make_example
+from random_pages import change_page
+from scipy.stats import spearmanr
 
 from vlm_grpo.benchmarks.definition import load_benchmark
+from vlm_grpo.data_scripts.omnidocbench import build_markdown
+from vlm_grpo.tasks.document import edit_distance, order_distance
 from vlm_grpo.types import Example
 
 
@@ -103,6 +108,8 @@ COMPARISONS = [
         ("iiit5k", "deep-text-recognition", "test.py", scripts.load_words, outputs.draw_word_image),
         ("icdar2015", "deep-text-recognition", "test.py", scripts.load_words,
          outputs.draw_word_image),
+        ("sroie", "ViBERTgrid", "eval_SROIE.py", scripts.load_sroie, outputs.draw_field),
+        ("clevr", "clevr-iep", "iep/preprocess.py", scripts.load_clevr, outputs.draw_counting),
         ("pubtabnet", "PubTabNet", "src/metric.py", scripts.load_teds, pages.draw_table),
         *(
             ("olmocr_bench", "olmocr", "olmocr/bench/tests.py", scripts.load_olmocr,
@@ -263,6 +270,61 @@ def compare_fsc147(checkout: Checkout, count: int, seed: int) -> tuple[int, Coun
     )
 
 
+def compare_reason_seg(checkout: Checkout, count: int, seed: int) -> tuple[int, Counter]:
+    """Return the number of boxes, filled to masks, and of those with another IoU, by measure."""
+    measure, rng = scripts.load_lisa(checkout), random.Random(seed)
+    task, wrong, masks = load_benchmark("reason_seg").load_task(), Counter(), []
+    for _ in range(count):
+        gold = outputs.draw_box(rng)
+        found = [round(edge) for edge in outputs.draw_box_near(rng, gold)]
+        example = make_example({"boxes": [gold]})
+        text = outputs.write_box(rng, found)
+        score = task.score(text, example)
+        ours = {**score.rewards, **score.metrics}["iou"]
+        boxes = [(task.read(text, example) or [(0, 0, 0, 0)])[0], gold]
+        masks.append([_fill(box) for box in boxes])
+        theirs, _ = measure(*([mask] for mask in masks[-1]))
+        is_outside = min(boxes[0]) < 0 or max(boxes[0]) > scripts.SIDE
+        # The script adds 1e-5 to the union, in single precision.
+        kind = "a box beyond the edge of the image" if is_outside else "other"
+        wrong[kind] += abs(ours - theirs) > 1e-5
+        logging.info("%s", ("reason_seg", text, gold, ours, theirs))
+    giou, ciou = measure(*zip(*masks, strict=True))
+    print(f"reason_seg: gIoU {giou:.4f}, cIoU {ciou:.4f}")
+    return count, wrong
+
+
+def _fill(box: Sequence[float]) -> torch.Tensor:
+    mask = torch.zeros(scripts.SIDE, scripts.SIDE)
+    x1, y1, x2, y2 = (max(0, int(edge)) for edge in box)
+    mask[y1:y2, x1:x2] = 1
+    return mask
+
+
+def compare_omnidocbench(checkout: Checkout, count: int, seed: int) -> tuple[int, Counter]:
+    """Return the number of outputs for the demo pages, and of those with other errors."""
+    measure = scripts.load_omnidocbench(checkout)
+    demo = "demo_data/omnidocbench_demo/OmniDocBench_demo.json"
+    pages, rng = json.loads(checkout.read(demo)), random.Random(seed)
+    rows = []
+    for i in range(count):
+        page = pages[i % len(pages)]
+        gold = build_markdown(page)
+        form, text = change_page(rng, gold)
+        with redirect_stdout(io.StringIO()):
+            theirs = measure(page, text)
+        ours = (edit_distance(text, gold), order_distance(text, gold)) if text.strip() else (1, 1)
+        rows.append((*ours, *theirs))
+        logging.info("%s", ("omnidocbench", page["page_info"]["image_path"], form, ours, theirs))
+    values, found = np.array(rows), Counter()
+    for i, name in enumerate(("text", "order")):
+        ours, theirs = values[:, i], values[:, i + 2]
+        means = f"means {ours.mean():.3f} here and {theirs.mean():.3f}"
+        likeness = f"rank correlation {spearmanr(ours, theirs).statistic:.2f}"
+        found[f"of the {name} ({means}, {likeness})"] = int(np.sum(abs(ours - theirs) > 1e-9))
+    return count, found
+
+
 def compare_logs(checkout: Checkout) -> tuple[int, Counter]:
     """Return the number of outputs in R1-V's own logs, and of those with another score."""
     task, count, wrong = load_benchmark("super_clevr_200").load_task(), 0, Counter()
@@ -335,6 +397,15 @@ def list_results(
     if checkout := checkouts.get("LearningToCountEverything"):
         source = f"LearningToCountEverything {checkout.commit}, `test.py`"
         rows.append(("fsc147", source, compare_fsc147(checkout, count, seed)))
+    if checkout := checkouts.get("LISA"):
+        source = f"LISA {checkout.commit}, `train_ds.py`"
+        rows.append(
+            ("reason_seg, `iou`, filled boxes", source, compare_reason_seg(checkout, count, seed))
+        )
+    if checkout := checkouts.get("OmniDocBench"):
+        source = f"OmniDocBench {checkout.commit}, `dataset/end2end_dataset.py`"
+        numbers = compare_omnidocbench(checkout, count, seed)
+        rows.append(("omnidocbench, its demo pages", source, numbers))
     if checkout := checkouts.get("OVDEval"):
         nms = checkout.load("eval.py", "calculate_iou", "nms_threaded", header="import numpy as np")
         numbers = compare_detection("ovdeval", nms, count, seed)
@@ -355,7 +426,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
     known = {comparison.repository for comparison in COMPARISONS}
-    known |= {"LearningToCountEverything", "OVDEval"}
+    known |= {"LearningToCountEverything", "OVDEval", "LISA", "OmniDocBench"}
     pairs = [argument.partition("=")[::2] for argument in options.checkouts]
     if unknown := sorted({name for name, _ in pairs} - known):
         parser.error(f"{', '.join(unknown)}: give some of {', '.join(sorted(known))}")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import atexit
+import copy
 import importlib
 import importlib.util
 import shutil
 import subprocess
+import sys
 import tempfile
 import textwrap
 import types
@@ -45,6 +47,11 @@ class Checkout:
     def read(self, file: str) -> str:
         """Return the text of a committed file."""
         return self._git("show", f"HEAD:{file}")
+
+    def list_files(self, folder: str) -> list[str]:
+        """Return the paths of a folder's committed files of Python."""
+        names = self._git("ls-tree", "-r", "--name-only", "HEAD", folder).splitlines()
+        return [name for name in names if name.endswith(".py")]
 
     def load(self, file: str, *names: str, header: str = "") -> Any:
         """Load functions, classes and variables of a file as a module; none named: the whole file.
@@ -366,6 +373,98 @@ def _load_olmocr(checkout: Checkout, file: str, renderer: Any) -> Score:
         return float(test.run(text)[0])
 
     return score
+
+
+def load_sroie(checkout: Checkout, file: str) -> Score:
+    """Load ViBERTgrid's scorer of SROIE's fields, which follows the competition's rules.
+
+    Its filters of dates and totals belong to its model and are left out.
+    """
+    loop = checkout.find_loop(file, "recall_accum += 1")
+    (fields,) = [
+        node
+        for node in loop.body
+        if isinstance(node, ast.For) and "recall_accum" in ast.unparse(node)
+    ]
+    code = checkout.import_source(
+        "SROIE_CLASS_LIST, curr_log = ['others', 'field'], ''\n"
+        "SROIE_result_filter = lambda text, class_index: text\n"
+        "def count(pred_key_list, key_dict, num_classes=2):\n"
+        "    log, recall_accum, precision_accum, curr_num_det = {}, 0, 0, 0\n"
+        f"{textwrap.indent(ast.unparse(fields), '    ')}\n"
+        "    return recall_accum"
+    )
+    return lambda text, example: float(code.count(["", text], [{"field": example.answer[0]}]))
+
+
+def load_clevr(checkout: Checkout, file: str) -> Score:
+    """Load the vocabulary of CLEVR's authors; an answer is right if it is the gold one's entry."""
+    names = ("SPECIAL_TOKENS", "tokenize", "build_vocab", "encode")
+    code = checkout.load(file, *names)
+    vocabulary = code.build_vocab(map(str, range(101)))
+
+    def score(text: str, example: Example) -> float:
+        found, gold = (
+            code.encode([answer], vocabulary, allow_unk=True)
+            for answer in (text, str(example.answer))
+        )
+        return float(found == gold)
+
+    return score
+
+
+def load_lisa(checkout: Checkout) -> Callable[[list[Any], list[Any]], tuple[float, float]]:
+    """Load LISA's gIoU and cIoU of lists of predicted and gold masks."""
+    utils = checkout.load("utils/utils.py", "intersectionAndUnionGPU", header="import torch")
+    loop = checkout.find_loop("train_ds.py", "acc_iou_meter.update")
+    start = next(i for i, line in enumerate(loop.body) if ", acc_iou = " in ast.unparse(line))
+    lines = [ast.unparse(line) for line in loop.body[start : start + 2]]
+    body = textwrap.indent("\n".join(lines), "    ")
+    code = checkout.import_source(
+        "from numpy import float64\n"
+        f"def measure(output_list, masks_list):\n{body}\n"
+        "    ciou = intersection / (union + 1e-10)\n"
+        "    return float(acc_iou[1] / len(masks_list)), float(ciou[1])"
+    )
+    code.intersectionAndUnionGPU = vars(utils)["intersectionAndUnionGPU"]
+    return code.measure
+
+
+def load_omnidocbench(checkout: Checkout) -> Callable[[Any, str], tuple[float, float]]:
+    """Load OmniDocBench's errors of a page's text and order, which need its requirements.
+
+    These are ``Levenshtein``, ``func_timeout``, ``loguru``, ``pylatexenc`` and ``beautifulsoup4``.
+    Both errors are 1 if no block is matched.
+    """
+    for package in ("dataset", "registry", "utils"):
+        for path in checkout.list_files(package):
+            target = checkout.folder / path
+            target.parent.mkdir(exist_ok=True)
+            # The packages themselves import the other benchmarks' code.
+            target.write_text("" if target.name == "__init__.py" else checkout.read(path))
+    sys.path.insert(0, str(checkout.folder))
+    sys.modules.setdefault("evaluate", types.ModuleType("evaluate"))  # for metrics not used here
+    dataset = importlib.import_module("dataset.end2end_dataset").End2EndDataset
+    header = (
+        "import io, json, Levenshtein, pandas as pd, types\nfrom collections import defaultdict\n"
+        "METRIC_REGISTRY = types.SimpleNamespace(register=lambda name: lambda item: item)\n"
+        "open = lambda *given, **named: io.StringIO()"
+    )
+    metric = vars(checkout.load("metrics/cal_metric.py", "call_Edit_dist", header=header))
+    reader = dataset.__new__(dataset)
+    reader.match_method = "quick_match"
+
+    def measure(page: Any, text: str) -> tuple[float, float]:
+        copied = copy.deepcopy(page)  # the script writes into it
+        matched, _, _, _, order = reader.process_get_matched_elements(copied, text, "a.jpg", 0)
+        for row in matched:
+            row["img_id"] = "a.jpg"
+        if not matched:
+            return 1.0, 1.0
+        _, result = metric["call_Edit_dist"](matched).evaluate()
+        return float(result["Edit_dist"]["ALL_page_avg"]), order["edit"] if order else 1.0
+
+    return measure
 
 
 def load_charades(checkout: Checkout, file: str, threshold: float | None = None) -> Score:

@@ -188,6 +188,15 @@ def draw_reading(rng: random.Random, **meta: Any) -> tuple[Example, str]:
     return make_example(golds, **meta), wrap(rng, draw_text(rng, rng.choice(golds)))
 
 
+_FIELDS = "25/12/2018|9.00|RM 23.10|UNIHAKKA INTERNATIONAL SDN BHD|12, JALAN TAMPOI 7/4,81200 JOHOR"
+
+
+def draw_field(rng: random.Random) -> tuple[Example, str]:
+    """Draw a receipt's field."""
+    gold = rng.choice([*_FIELDS.split("|"), draw_gold_text(rng)])
+    return make_example([gold]), wrap(rng, draw_text(rng, gold))
+
+
 def draw_annotated(rng: random.Random) -> tuple[Example, str]:
     """Draw ten annotators' answers; the rows leave out empty ones."""
     pool = [draw_word(rng) for _ in range(3)] + ["a"]

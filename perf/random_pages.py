@@ -115,10 +115,8 @@ def draw_cell_test(rng: random.Random, grids: list[Grid]) -> dict[str, Any]:
     return test | {"max_diffs": rng.choice([0, 0, 1, 3])}
 
 
-def draw_page(rng: random.Random, kind: str) -> tuple[Example, str]:
-    """Draw a page's test of a type, and an output near the page."""
-    kind = rng.choice(["present", "absent"]) if kind == "present" else kind
-    page = write_page(rng)
+def change_page(rng: random.Random, page: str) -> tuple[str, str]:
+    """Apply a random change to a page, and return its name and the text."""
     blocks: list[str] = rng.sample(page.split("\n\n"), page.count("\n\n") + 1)
     kinds: dict[str, Callable[[], str]] = {
         "itself": lambda: page,
@@ -134,7 +132,14 @@ def draw_page(rng: random.Random, kind: str) -> tuple[Example, str]:
         "malformed tables": lambda: break_table(rng, f"{page}       "),
     }
     form = rng.choice(list(kinds))
-    text = kinds[form]()
+    return form, kinds[form]()
+
+
+def draw_page(rng: random.Random, kind: str) -> tuple[Example, str]:
+    """Draw a page's test of a type, and an output near the page."""
+    kind = rng.choice(["present", "absent"]) if kind == "present" else kind
+    page = write_page(rng)
+    form, text = change_page(rng, page)
     test: dict[str, Any] = {"type": kind}
     if kind == "table":
         grids = read_grids(page) or read_grids(write_table(rng))

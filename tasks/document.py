@@ -17,6 +17,7 @@ from vlm_grpo.types import Example
 
 MAX_CHARACTERS = 50_000  #: Maximum length of a page's text
 MAX_BLOCKS = 400  #: Maximum number of paragraphs of a page that are matched
+_GAP = re.compile(r"\n\s*\n")  # empty lines between blocks, with any line ends
 _MOST_TIMES, _MOST_MORE = 3, 1_000
 """Most letters of an answer: the first number times those of the gold text, plus the second."""
 
@@ -148,7 +149,7 @@ def order_distance(answer: str, gold: str) -> float:
     in the answer, and of all gold blocks.
     """
     blocks, golds = (
-        [text for part in page.split("\n\n") if (text := normalize(part).strip())][:MAX_BLOCKS]
+        [text for part in _GAP.split(page) if (text := normalize(part).strip())][:MAX_BLOCKS]
         for page in (answer, gold)
     )
     if not blocks:
