@@ -176,15 +176,23 @@ def _compare_limited(gold: str, answer: str) -> bool:
                 return call(compare, gold, answer)
             except (CallTimeout, MemoryError):
                 return False
-    future = _start_pool().schedule(compare, (gold, answer), _SECONDS)
+    future = _start_pool().schedule(_compare, (_Ready(), gold, answer), _SECONDS)
     return not isinstance(future.exception(), Exception) and future.result()
 
 
 @cache
 def _start_pool() -> WorkerPool:
-    return WorkerPool(1, "comparison", _prepare)
+    return WorkerPool(1, "comparison")
 
 
+class _Ready:
+    """A part of a call whose loading, before the time limit begins, prepares a worker."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _prepare, ()
+
+
+@cache
 def _prepare() -> None:
     """Import the library and compare once, which takes longer than a comparison may the first time;
     limit the memory."""
@@ -192,6 +200,10 @@ def _prepare() -> None:
     if find_spec("resource") is not None:  # not on Windows
         resource = import_module("resource")
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+
+
+def _compare(_: None, gold: str, answer: str) -> bool:
+    return compare(gold, answer)
 
 
 @cache

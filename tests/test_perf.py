@@ -231,8 +231,9 @@ def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
     engine: Any = policy.engine
     prefix = engine.build_prefixes([prompt], policy.counters)[0]
     features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
-    prefixes = [replace(prefix, features=features)]
-    monkeypatch.setattr(engine, "build_prefixes", lambda *_: prefixes)
+    prefix = replace(prefix, features=features)
+    monkeypatch.setattr(engine, "encoder", lambda *_: {})
+    monkeypatch.setattr(engine, "_build_prefix", lambda *_: prefix)
     policy.model.to("meta")
     with torch.profiler.profile() as profiler:
         policy.score(build_batch(prompt)).logprobs.sum().backward()

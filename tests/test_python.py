@@ -291,8 +291,8 @@ def test_a_plain_script_runs_once_whatever_it_calls(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert (
-        "task Own cannot be sent to the reward workers (Own is defined in the program, which "
-        "workers do not run): define it in a file of its own, or set rollout.reward_workers=0\n"
+        "Own cannot be sent to worker processes (Own is defined in the program, which workers do "
+        "not run): define it in a file of its own, or set rollout.reward_workers=0\n"
     ) in done.stdout
     assert (tmp_path / "ran").read_text() == "x"
 

@@ -62,7 +62,7 @@ def test_a_wrong_template_is_refused_at_the_start_with_its_line(template, reason
         ("{{ 9999 * ('x' * 9999) }}", "prompt.template: TemplateError: an operation may make"),
         ("{{ question.__class__.__mro__ }}", "prompt.template: SecurityError"),
         ("{{ meta.update(x=1) }}", "prompt.template: SecurityError"),
-        ("{{ 1 / 0 }}", "prompt.template: ZeroDivisionError: division by zero"),
+        ("{{ 1 / 0 }}", "prompt.template: TemplateError: ZeroDivisionError: division by zero"),
         ("<image> and <image>", "it has 2 <image> in its texts and 1 images"),
     ],
 )

@@ -122,11 +122,12 @@ def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(monkeypatch):
         policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)
         prompt = build_prompt(policy)
         engine: Any = policy.engine
-        prefixes = engine.build_prefixes([prompt], policy.counters)
+        (prefix,) = engine.build_prefixes([prompt], policy.counters)
         policy.model.to("meta")  # has the shapes of a GPU's kernels, but no values
-        features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefixes[0].features)
-        prefixes = [replace(prefixes[0], features=features)]
-        monkeypatch.setattr(engine, "build_prefixes", lambda *_, p=prefixes: p)
+        features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
+        prefix = replace(prefix, features=features)
+        monkeypatch.setattr(engine, "encoder", lambda *_: {})
+        monkeypatch.setattr(engine, "_build_prefix", lambda *_, p=prefix: p)
         saved[layers] = measure_saved_bytes(policy, build_batch(prompt))
     monkeypatch.undo()
     shape = measure("qwen2_5_vl", "lora-bfloat16", on_cpu=False)

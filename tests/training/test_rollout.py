@@ -38,7 +38,7 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert expected.resampled == 0  # without dynamic sampling
 
     def sample_within_limit(*args: Any) -> Any:
-        if (args[-2] or sys.maxsize) > limit:  # the last one checks for a stop
+        if (args[4] or sys.maxsize) > limit:
             raise torch.OutOfMemoryError("out of memory")
         return sample(*args)
 
@@ -154,7 +154,12 @@ def test_scores_return_to_their_groups():
     ]
 
     def score(
-        task: Any, texts: list[str], examples: list[Example], lengths: list[int], groups: list[int]
+        task: Any,
+        texts: list[str],
+        examples: list[Example],
+        lengths: list[int],
+        groups: list[int],
+        turns: list[Any],
     ) -> list[Score]:
         assert groups == [0, 0, 1, 1, 1]
         pairs = zip(texts, examples, lengths, strict=True)

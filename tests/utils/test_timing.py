@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -222,10 +223,19 @@ def test_only_the_main_thread_can_interrupt():
 
 
 def test_a_signal_names_the_work_that_it_waits_for(capsys):
-    with StopRequest():
-        os.kill(os.getpid(), signal.SIGTERM)
-    expected = "\nSIGTERM: saving after the update or evaluation that runs, or before"
-    assert capsys.readouterr().err.startswith(expected)
+    def stop(*earlier: float, inside: bool) -> str:
+        with StopRequest() as request:
+            for seconds in earlier:
+                with request.finishing("update"):
+                    time.sleep(seconds)
+            with request.finishing("update") if inside else nullcontext():
+                os.kill(os.getpid(), signal.SIGTERM)
+        return capsys.readouterr().err
+
+    sampled = "saving the last finished step; what was sampled since is sampled again"
+    assert stop(inside=False) == f"\nSIGTERM: {sampled}; repeat to stop at once\n"
+    assert "SIGTERM: finishing the update, the first, and saving" in stop(inside=True)
+    assert "SIGTERM: finishing the update, about 1 s, and saving" in stop(0.7, inside=True)
     with StopRequest() as request:
         request.check()
         request.signal = signal.SIGTERM

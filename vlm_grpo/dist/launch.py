@@ -17,6 +17,8 @@ from accelerate import (
     PartialState,
 )
 from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import StateDictType
 
 from vlm_grpo.config.run import DDP_TIMEOUT, Settings
@@ -55,6 +57,7 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
             raise UserError(f"RANK={rank} {_STRAY}, but WORLD_SIZE={size}: {_REMEDY}")
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _initialize_after_restart(timeout)
     return PartialState(cpu=_on_cpu(), timeout=timedelta(seconds=timeout))
 
 
@@ -64,6 +67,32 @@ def _requests(feature: str) -> bool:
 
 def _on_cpu() -> bool:  # accelerate then needs cpu=True, or it would not connect the processes
     return _requests("CPU") or not torch.accelerator.is_available()
+
+
+def _initialize_after_restart(timeout: float) -> None:
+    """Initialize the process group after a restart by the launcher, under a prefix of its own.
+
+    Without it the ranks would read the addresses of dead processes and wait for them.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or distributed.is_initialized():
+        return
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank, seconds = int(os.environ["RANK"]), timedelta(seconds=timeout)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=not hosted and rank == 0,
+        timeout=seconds,
+        wait_for_workers=False,
+    )
+    distributed.init_process_group(
+        "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
+        store=PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=seconds,
+    )
 
 
 def build_accelerator(settings: Settings) -> Accelerator:

@@ -242,9 +242,10 @@ def send(value: Any) -> Sent:
     try:
         return Sent(dump(value), tuple(files), isinstance(value, Environment))
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        remedy = ", or set rollout.reward_workers=0" if isinstance(value, Task) else ""
         raise UserError(
             f"{type(value).__name__} cannot be sent to worker processes ({error}): define it in a "
-            "file of its own; rollout.reward_workers=0 scores in this process"
+            f"file of its own{remedy}"
         ) from error
 
 

@@ -132,21 +132,22 @@ class Trainer:
         settings, ranks = self.settings, self.accelerator
         with self.meter.step(self.global_step):
             rollout = self._rollout()
-            scores = self.updater.score(rollout)
-            advantages = compute_advantages(
-                rollout, scores, settings.objective, self.estimator, ranks
-            )
-            batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
-            metrics = rollout_metrics(rollout, advantages)
-            metrics = {**self.updater.update(batch), **metrics}
-            metrics |= get_rates(self.updater.scheduler)
-            self.policy.engine.clear_image_features()
-            groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
-            is_skipped = bool(metrics["skipped_updates"])
-            with fail_together(ranks):  # the main process writes
-                self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
-            self.nonfinite_steps = self.nonfinite_steps + 1 if is_skipped else 0
-            check_gradients(self.global_step, self.nonfinite_steps, settings.run_dir)
+            with self.stop_request.finishing("update"):
+                scores = self.updater.score(rollout)
+                advantages = compute_advantages(
+                    rollout, scores, settings.objective, self.estimator, ranks
+                )
+                batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
+                metrics = rollout_metrics(rollout, advantages)
+                metrics = {**self.updater.update(batch), **metrics}
+                metrics |= get_rates(self.updater.scheduler)
+                self.policy.engine.clear_image_features()
+                groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
+                is_skipped = bool(metrics["skipped_updates"])
+                with fail_together(ranks):  # the main process writes
+                    self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
+                self.nonfinite_steps = self.nonfinite_steps + 1 if is_skipped else 0
+                check_gradients(self.global_step, self.nonfinite_steps, settings.run_dir)
         metrics |= self.meter.measure(rollout, batch)
         self.global_step += 1
         return metrics
@@ -253,7 +254,7 @@ class Trainer:
         return evaluation
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
-        with self._save_on_error():
+        with self._save_on_error(), self.stop_request.finishing("evaluation"):
             evaluation = self._evaluate()
         if evaluation is not None:
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}

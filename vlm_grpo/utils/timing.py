@@ -101,7 +101,7 @@ class StepInterrupted(Exception):
 class StopRequest:
     """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
 
-    It ends the sampling of a step at once; an update or an evaluation ends before the run does.
+    It ends the sampling of a step at once; work in ``finishing`` ends before the run does.
     As a context manager it handles the signals; a second signal, other than SIGHUP, raises
     ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
     main thread only the time limit applies, ``max_hours`` from now.
@@ -111,6 +111,8 @@ class StopRequest:
         self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
+        self._work: tuple[str, float] | None = None  # what a stop waits for, and since when it runs
+        self._seconds: dict[str, float] = {}  # of the last work of each kind
 
     @property
     def reason(self) -> str | None:
@@ -131,6 +133,17 @@ class StopRequest:
         if self.reason is not None:
             raise StepInterrupted
 
+    @contextmanager
+    def finishing(self, work: str) -> Iterator[None]:
+        """Mark work that a stop waits for, as long as the last one took."""
+        started = time.monotonic()
+        self._work = work, started
+        try:
+            yield
+        finally:
+            self._work = None
+        self._seconds[work] = time.monotonic() - started
+
     def __enter__(self) -> StopRequest:
         with suppress(ValueError):  # not the main thread
             for number in SIGNALS:
@@ -150,8 +163,16 @@ class StopRequest:
         self.signal = signal.Signals(number)
         with suppress(OSError):  # the terminal is gone
             print(
-                f"\n{self.signal.name}: saving after the update or evaluation that runs, or before "
-                "what is sampled; repeat to stop at once",
+                f"\n{self.signal.name}: {self._describe_rest()}; repeat to stop at once",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _describe_rest(self) -> str:
+        if self._work is None:
+            return "saving the last finished step; what was sampled since is sampled again"
+        work, started = self._work
+        if work not in self._seconds:
+            return f"finishing the {work}, the first, and saving"
+        left = max(0.0, started + self._seconds[work] - time.monotonic())
+        return f"finishing the {work}, about {left:.0f} s, and saving"
