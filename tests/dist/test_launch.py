@@ -243,7 +243,9 @@ def test_the_launcher_continues_after_a_killed_process(tmp_path):
     ranks[1].kill()
     process.join(400)
     assert process.exitcode == 0, log.read_text()
-    assert "another process of this run has died" in log.read_text()
+    # The other process notices, or the launcher ends it first.
+    texts = ("another process of this run has died", "SIGTERM: ")
+    assert any(text in log.read_text() for text in texts)
     assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(6))
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
 
