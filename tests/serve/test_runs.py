@@ -35,7 +35,8 @@ def _forks() -> None:
 def find_pids(fake: Path) -> list[int]:
     """Return all servers and children that a run has started."""
     pids = [call["pid"] for call in read_calls(fake, "start")]
-    return [*pids, *([int((fake / "child").read_text())] if (fake / "child").exists() else [])]
+    child = fake / "child"  # empty while it is written
+    return [*pids, *map(int, child.read_text().split() if child.exists() else [])]
 
 
 def assert_nothing_is_left(settings: Settings, fake: Path) -> None:
@@ -189,7 +190,7 @@ def test_ctrl_c_saves_the_run_and_ends_its_servers(settings, fake, tmp_path, whe
         if when == "rollout":
             wait_for(lambda: len(read_calls(fake, GENERATE)) == 7)  # the other two are answered
         else:
-            wait_for(lambda: (fake / "child").exists() and "run folder" in _read(tmp_path))
+            wait_for(lambda: len(find_pids(fake)) == 2 and "run folder" in _read(tmp_path))
         assert process.pid is not None
         assert all(is_alive(pid) for pid in find_pids(fake))
         os.killpg(process.pid, signal.SIGINT)
