@@ -1,4 +1,4 @@
-"""Expected seconds of a step on an H100, computed from counted kernels and bytes; not measured.
+"""Compute from counted kernels and bytes how long a step should take on an H100; no GPU is used.
 
     python perf/expected_seconds.py                   print the tables of the recorded counts
     python perf/expected_seconds.py --count LABEL     count this code before that, and record it

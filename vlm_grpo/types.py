@@ -194,7 +194,7 @@ class Prompt:
     #: of another form of a prompt, the name and strength of the change
     label: tuple[str, int] | None = None
     #: of a prompt that continues another: it, what was sampled (without a text) and observed, in
-    #: turn; their images are encoded apart
+    #: turn; their images are encoded apart, and ``vision`` is empty
     parts: tuple[Prompt, ...] = ()
     start: EpisodeStart | None = None  #: of its episodes; None: its completions call no tools
 

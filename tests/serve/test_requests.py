@@ -21,11 +21,19 @@ from video_files import make_video
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import DiffusionNoise
+from vlm_grpo.model.engine.batch import Path as TokenPath
+from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve.requests import build_request, check_prompt, read_choices, revert_normalization
+from vlm_grpo.serve.requests import (
+    build_features,
+    build_request,
+    check_prompt,
+    read_choices,
+    revert_normalization,
+)
 from vlm_grpo.serve.server import WeightLabel
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, Observation
 from vlm_grpo.utils.http_json import ServiceError
 
 LABEL = WeightLabel("weights", "run")
@@ -239,6 +247,21 @@ def test_the_frames_are_sent_without_loss(clip_policy):
         # Rows of 2 × 2 blocks of patches; values are colors, the two frames, rows and columns.
         blocks = pixels.reshape(2, 3, 2, 2, 3, 2, 16, 16).transpose(5, 0, 2, 6, 1, 3, 7, 4)
         assert np.array_equal(blocks.reshape(2, 64, 96, 3), frames[2 * index : 2 * index + 2])
+
+
+def test_an_observed_image_is_sent_behind_the_frames_of_a_clip(clip_policy):
+    clip, image = (
+        make_prompt(clip_policy, Example("a", (part,), "When?", 0)) for part in (CLIP, IMAGE)
+    )
+    whole = extend_prompt(clip, TokenPath((7, 8), (Observation(2, image),)))
+    found = build_features(clip_policy, whole)
+    expected = [build_features(clip_policy, prompt) for prompt in (clip, image)]
+    for kind, name in (("kwargs_data", "image"), ("mm_hashes", "image")):
+        assert found[kind][name] == [item for part in expected for item in part[kind][name]]
+    places = [part["mm_placeholders"]["image"] for part in expected]
+    behind = len(clip.token_ids) + 2
+    moved = [{**place, "offset": place["offset"] + behind} for place in places[1]]
+    assert found["mm_placeholders"]["image"] == [*places[0], *moved]
 
 
 def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import Path
@@ -60,7 +61,7 @@ class _Episode:
     seed: Sequence[int | str]
     number: int  # in its group
     parts: list[Completion]  # what was sampled in each turn
-    state: object  # of the environment
+    state: Any  # of the environment
     turns: list[EpisodeTurn] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     stop: str | None = None  # why it ended, if not as its last part did
@@ -138,28 +139,36 @@ def _step(
     """Call the tools that the last turns ask for; return the episodes that go on."""
     calling = [e for e in episodes if e.start.end_of_call in e.parts[-1].text]
     states = [episode.state for episode in calling]
-    steps = runner.step(states, [episode.parts[-1].text for episode in calling])  # type: ignore[arg-type]
+    steps = runner.step(states, [episode.parts[-1].text for episode in calling])
     following = []
     for episode, (state, call, observed) in zip(calling, steps, strict=True):
         episode.state, text = state, episode.parts[-1].text
         if observed is None:  # an environment with its own ``step`` ends the episode
             continue
-        try:
-            seen = builder.observe(observed)
-        except (UserError, ValueError) as error:  # longer than the context, or too thin to resize
-            logger.debug("an observation cannot be shown: %s", error)
-            observed = Observed("Error: the result cannot be shown to you", is_error=True)
-            seen = builder.observe(observed)
-        episode.turns.append(EpisodeTurn(text, call, observed))
+        used = len(episode.tokens)
         if len(episode.parts) >= episode.start.max_turns:
             episode.stop = "turns" if episode.start.masks_long else None
-            continue
-        used = len(episode.tokens)
-        path = sum(len(o.prompt.token_ids) for o in episode.observations) + len(seen.token_ids)
-        longest = len(episode.prompt.token_ids) + path + used
-        if used >= max_tokens or (builder.max_tokens and longest >= builder.max_tokens):
+        elif used >= max_tokens:
             episode.stop = "length"
-            continue
-        episode.observations.append(Observation(used, seen))
-        following.append(episode)
+        else:
+            observed, seen = _show(observed, builder)
+            prompts = episode.prompt, *(o.prompt for o in episode.observations), seen
+            length = sum(len(prompt.token_ids) for prompt in prompts) + used
+            if builder.max_tokens and length >= builder.max_tokens:
+                episode.stop = "length"
+            else:
+                episode.observations.append(Observation(used, seen))
+                following.append(episode)
+        episode.turns.append(EpisodeTurn(text, call, observed))
     return following
+
+
+def _show(observed: Observed, builder: PromptBuilder) -> tuple[Observed, Prompt]:
+    """Return what the model reads after a call, and its tokens and images; an error in place of
+    what is longer than the context, or too thin to resize."""
+    try:
+        return observed, builder.observe(observed)
+    except (UserError, ValueError) as error:
+        logger.debug("an observation cannot be shown: %s", error)
+    observed = Observed("Error: the result cannot be shown to you", is_error=True)
+    return observed, builder.observe(observed)

@@ -135,7 +135,8 @@ def check_prompt(policy: Policy, prompt: Prompt, found: Sequence[int]) -> None:
 def build_features(policy: Policy, prompt: Prompt) -> dict[str, Any]:
     """Build the part of a request that holds the images and frames of a prompt with clips."""
     items = []
-    for image in policy.family.split_images(prompt):
+    parts = prompt.parts or (prompt,)
+    for image in (image for part in parts for image in policy.family.split_images(part)):
         try:
             pixels = revert_normalization(image["pixel_values"], policy.processor.image_processor)
         except ValueError as error:

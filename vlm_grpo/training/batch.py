@@ -261,6 +261,8 @@ class StepBatch:
     # none
     behind_variant: Tensor | None = None
     is_written: bool = False  # whether the completions are targets that a method wrote
+    # (T,) log-probs under the policy before the update, if a method has scored them
+    scored: Tensor | None = None
 
     @property
     def num_updates(self) -> int:

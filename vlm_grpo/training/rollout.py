@@ -410,7 +410,6 @@ class RolloutSampler:
     def _sample_completions(
         self, prompts: Sequence[Prompt], indices: Sequence[int]
     ) -> list[tuple[Completion, ...]]:
-        """Sample with a token budget that is halved if memory runs out; the result is the same."""
         arguments, builder = self._build_arguments(prompts, indices), self.policy.prompts
         return sample_episodes(*arguments, self._sample_within_memory, builder, self.runner)
 
@@ -422,6 +421,7 @@ class RolloutSampler:
         seeds: Seeds,
         begun: Sequence[int] = (),
     ) -> list[tuple[Completion, ...]]:
+        """Sample with a token budget that is halved if memory runs out; the result is the same."""
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
         minimum = longest + max(map(len, numbers)) * rollout.max_completion_length

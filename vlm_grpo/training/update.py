@@ -114,8 +114,10 @@ class Updater:
         dtype = torch.promote_types(self.policy.model.dtype, torch.float32)
         sampled = batch.values["sampler_logprobs"]  # what recalled groups keep
         old = copy_to(self.policy.device, sampled).to(dtype, copy=True)
-        if len(batch.mini_batches) > 1:
-            end = batch.layout.total if batch.recalled is None else batch.recalled
+        end = batch.layout.total if batch.recalled is None else batch.recalled
+        if batch.scored is not None:
+            old[:end] = batch.scored[:end]
+        elif len(batch.mini_batches) > 1:
             later = [piece for part in batch.mini_batches[1:] for piece in part]
             own = [piece for piece in later if batch.layout.starts[piece.rows[0]] < end]
             with self.strategy.gathered():
@@ -219,7 +221,8 @@ def pack_step(
     for name in weights.keys() & methods.keys():
         covered = [methods[name].covers(group) for group in groups for _ in group.completions]
         weights[name] = weights[name] * torch.tensor(covered, dtype=weights[name].dtype)
-    values = {name: part for name, part in scores.items() if name != "penalties"}
+    apart = "penalties", "old_logprobs"
+    values = {name: part for name, part in scores.items() if name not in apart}
     values["sampler_logprobs"] = rollout.sampler_logprobs
     signal = own
     if advantages.tokens is not None:
@@ -248,6 +251,7 @@ def pack_step(
         int(layout.starts[rollout.num_sampled]) if rollout.recalled else None,
         torch.tensor(behind) if any(behind) else None,
         author is not None,
+        scores.get("old_logprobs"),
     )
 
 

@@ -29,6 +29,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -218,6 +219,7 @@ def find_mask(masks: Masks, kind: str) -> Tensor | None:
     return masks.get(kind, masks.get(ALL_LAYERS))
 
 
+@dataclass(eq=False)
 class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``, that the spans cover.
 
@@ -225,17 +227,17 @@ class PackedAttention:
     ``path_masks`` those of each of its completions, (n, T + n) over the prompt and its own tokens.
     """
 
-    def __init__(
-        self,
-        spans: Sequence[GroupSpan],
-        masks: Sequence[Masks] | None = None,
-        path_masks: Sequence[Sequence[Masks]] | None = None,
-    ) -> None:
-        self.spans, self.masks = spans, masks or [{}] * len(spans)
-        self.path_masks = path_masks or [[{}] * len(span.completion_lengths) for span in spans]
+    spans: Sequence[GroupSpan]
+    masks: Sequence[Masks] = ()
+    path_masks: Sequence[Sequence[Masks]] = ()
+
+    def __post_init__(self) -> None:
+        self.masks = self.masks or [{}] * len(self.spans)
+        lengths = [span.completion_lengths for span in self.spans]
+        self.path_masks = self.path_masks or [[{}] * len(own) for own in lengths]
         self._plan: VarlenPlan | None = None
         self._lengths = [
-            n for span in spans for n in (span.prompt_length, sum(span.completion_lengths))
+            n for span in self.spans for n in (span.prompt_length, sum(span.completion_lengths))
         ]
 
     def __call__(
@@ -299,13 +301,8 @@ class PackedAttention:
 class PrefillAttention(PackedAttention):
     """Attention over a row of prompts, which stores their keys, values and recurrent states."""
 
-    def __init__(
-        self,
-        spans: Sequence[GroupSpan],
-        masks: Sequence[Masks] | None = None,
-        path_masks: Sequence[Sequence[Masks]] | None = None,
-    ) -> None:
-        super().__init__(spans, masks, path_masks)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of each attention layer: (1, key heads, T, head width)."""
         self.states: dict[int, list[LayerState]] = {}

@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         """Sample all completions of ``state``, with at most ``max_tokens`` prompt and completion
         tokens processed or cached at once."""
-        pairs = zip(prompts, state.sizes, strict=True)
+        pairs = zip(map(join_parts, prompts), state.sizes, strict=True)
         repeated = [prompt for prompt, size in pairs for _ in range(size)]
         counters.prefill_tokens += sum(len(prompt.token_ids) for prompt in repeated)
         counters.encoder_passes += sum(len(prompt.example.images) for prompt in repeated)
@@ -143,7 +143,7 @@ class Engine:
         return score_logits(logits[real], targets, steps.expand_as(real)[real], settings)
 
     def _score_path(self, prompt: Prompt, path: Path, settings: ScoringSettings) -> TokenScores:
-        whole = extend_prompt(prompt, path)
+        whole = join_parts(extend_prompt(prompt, path))
         inputs = self._build_inputs([whole], [()])
         predictors = len(prompt.token_ids) - 1 + path.sampled
         logits = self.model(**inputs, use_cache=False).logits[0]
@@ -201,32 +201,42 @@ class Engine:
 
 
 def extend_prompt(prompt: Prompt, path: Path) -> Prompt:
-    """Return the prompt of a path behind a prompt, with the images of both."""
+    """Return the prompt of a path behind a prompt, with the images of both.
+
+    Its vision tensors are those of its ``parts``, which ``join_parts`` joins.
+    """
     parts = (prompt, *(observation.prompt for observation in path.observations))
     starts = [0, *(observation.start for observation in path.observations), len(path.tokens)]
     own = [path.tokens[start:stop] for start, stop in itertools.pairwise(starts)]
     sampled = [Prompt(Example("sampled", (), "", None), "", tokens, {}) for tokens in own]
-    vision: dict[str, Any] = {}
-    for name in dict.fromkeys(name for part in parts for name in part.vision):
-        known = next(part for part in parts if name in part.vision)
-        if _is_per_token(name, known.vision[name], known):
-            first, pieces = known.vision[name][:, :1], []
-            for part, tokens in zip(parts, own, strict=True):
-                no_image = torch.zeros_like(first).repeat_interleave(len(part.token_ids), 1)
-                values = part.vision.get(name, no_image)
-                pieces += [values, values[:, -1:].repeat_interleave(len(tokens), 1)]
-            vision[name] = torch.cat(pieces, dim=1)
-        else:
-            vision[name] = _join([p.vision[name] for p in parts if name in p.vision])
     return replace(
         prompt,
         example=replace(
             prompt.example, images=tuple(i for part in parts for i in part.example.images)
         ),
         token_ids=(*prompt.token_ids, *path.token_ids.tolist()),
-        vision=vision,
+        vision={},
         parts=tuple(part for pair in zip(parts, sampled, strict=True) for part in pair),
     )
+
+
+def join_parts(prompt: Prompt, with_pixels: bool = True) -> Prompt:
+    """Return a prompt with the vision tensors of its parts, if it continues another."""
+    if not prompt.parts:
+        return prompt
+    vision: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in prompt.parts for name in part.vision):
+        known = next(part for part in prompt.parts if name in part.vision)
+        if _is_per_token(name, known.vision[name], known):
+            first, pieces = known.vision[name][:, :1], []
+            for part, sampled in zip(prompt.parts[::2], prompt.parts[1::2], strict=True):
+                no_image = torch.zeros_like(first).repeat_interleave(len(part.token_ids), 1)
+                values = part.vision.get(name, no_image)
+                pieces += [values, values[:, -1:].repeat_interleave(len(sampled.token_ids), 1)]
+            vision[name] = torch.cat(pieces, dim=1)
+        elif with_pixels or not name.startswith("pixel_values"):
+            vision[name] = _join([p.vision[name] for p in prompt.parts if name in p.vision])
+    return replace(prompt, vision=vision)
 
 
 def _join(values: Sequence[Tensor]) -> Tensor:

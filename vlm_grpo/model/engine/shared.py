@@ -39,7 +39,7 @@ from vlm_grpo.model.engine.kv_cache import (
     SlotScheduler,
 )
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
-from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt
+from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt, join_parts
 from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings, draw_tokens
 from vlm_grpo.model.engine.vision import ImageEncoder
 from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
@@ -270,7 +270,9 @@ class SharedEngine(Engine):
     def _lay_out(self, prompt: Prompt) -> PromptLayout:
         key = prompt.token_ids, tuple(image.clean for image in prompt.example.images)
         if key not in self._layouts:
-            self._layouts[key] = self.family.lay_out(self.model, prompt)
+            # Pixels are encoded part by part, and a layout needs the sizes only.
+            whole = join_parts(prompt, with_pixels=False)
+            self._layouts[key] = self.family.lay_out(self.model, whole)
         return self._layouts[key]
 
     def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:

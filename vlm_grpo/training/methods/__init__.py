@@ -192,7 +192,7 @@ class Method:
         """Score the step's completions in further passes; all ranks call it together.
 
         Scores reach the loss as ``TokenBatch.scores``, or as its field of that name; ``penalties``
-        are subtracted from the rewards.
+        are subtracted from the rewards, and the update does not score ``old_logprobs`` again.
         """
         return {}
 

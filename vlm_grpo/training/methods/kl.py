@@ -78,9 +78,13 @@ class ReferenceKL(Method):
         reference = passes.logprobs(weights=self.in_place())
         if self.own.kl_in == "loss":
             return {"reference_logprobs": reference}
-        estimate = KL_ESTIMATORS[self.own.kl_estimator]
-        penalties = self.own.beta * estimate(passes.logprobs().cpu(), reference.cpu())
-        return {"reference_logprobs": reference, "penalties": penalties}
+        estimate, policy = KL_ESTIMATORS[self.own.kl_estimator], passes.logprobs()
+        penalties = self.own.beta * estimate(policy.cpu(), reference.cpu())
+        return {
+            "reference_logprobs": reference,
+            "penalties": penalties,
+            "old_logprobs": policy,
+        }
 
     def state_dict(self) -> tuple[None, dict[str, Any]]:
         pairs = self.snapshot.items()
