@@ -10,7 +10,6 @@ import pytest
 from pydantic import BaseModel
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.requirements import Requirement, _read_table, list_notes, parse
 from vlm_grpo.config.rollout import VllmSettings
@@ -192,10 +191,11 @@ def test_an_outside_sampler_is_corrected_for_unless_the_user_chooses_how():
 
 
 def test_the_warmup_is_compared_with_the_steps_of_the_epochs():
-    settings = OptimSettings(num_train_epochs=3, prompts_per_step=4, warmup_steps=9)
+    optim = {"max_steps": None, "num_train_epochs": 3, "prompts_per_step": 4, "warmup_steps": 9}
     with pytest.raises(UserError, match=r"warmup_steps=9 exceeds optim\.max_steps=8"):
-        settings.with_steps(10)
-    assert OptimSettings(num_train_epochs=3, warmup_steps=0.5).with_steps(10).max_steps == 2
+        load_settings("counting", optim=optim).with_steps(10)
+    settings = load_settings("counting", optim=optim | {"warmup_steps": 0.5})
+    assert settings.with_steps(10).optim.max_steps == 8  # ⌈3 · 10 / 4⌉
 
 
 def test_the_ratio_is_not_1_with_replay_or_several_updates():

@@ -77,15 +77,6 @@ class OptimSettings(Frozen):
         rates = {"vision": self.lr_vision, "projector": self.lr_projector}
         return {part: rate for part, rate in rates.items() if rate is not None}
 
-    def with_steps(self, num_examples: int) -> OptimSettings:
-        """Return the settings with the number of steps that ``num_train_epochs`` amounts to."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        if self.num_train_epochs is not None:
-            prompts = self.num_train_epochs * num_examples
-            given["max_steps"] = max(1, math.ceil(prompts / self.prompts_per_step))
-            given["num_train_epochs"] = None
-        return OptimSettings(**given)
-
 
 def count_warmup(warmup_steps: float, steps: int) -> int:
     """Return the number of steps of a warmup, given as a number or as a share of ``steps``."""

@@ -172,10 +172,16 @@ class Settings(Frozen):
 
     def with_steps(self, num_examples: int) -> Settings:
         """Return the settings with the number of steps that ``num_train_epochs`` amounts to."""
-        if self.optim.num_train_epochs is None:
+        optim = self.optim
+        if optim.num_train_epochs is None:
             return self
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return Settings(**{**given, "optim": self.optim.with_steps(num_examples)})
+        prompts = optim.num_train_epochs * num_examples
+        steps = max(1, math.ceil(prompts / optim.prompts_per_step))
+        given, own = (
+            {name: getattr(o, name) for name in o.model_fields_set} for o in (self, optim)
+        )
+        own |= {"max_steps": steps, "num_train_epochs": None}
+        return Settings(**{**given, "optim": OptimSettings(**own)})
 
     def is_supervised(self, step: int) -> bool:
         every = self.warm_start is not None and self.warm_start.steps == "all"
