@@ -280,7 +280,9 @@ class RolloutSampler:
             begun = begin()
             own, groups = begun.own, self._make_groups(begun, task)
             self._stop_request.check()
-        self._check_rewards(groups, task)
+        scores = [score for group in groups for score in group.scores]
+        examples = [group.prompt.example for group in groups for _ in group.scores]
+        self.failures.check(task, scores, examples, self._add_ranks)
         self._check_form(groups)
         return dict(zip(own, groups, strict=True))
 
@@ -364,12 +366,6 @@ class RolloutSampler:
             if any_rank(self.accelerator, not policy.shared) and policy.shared:
                 policy.repeat_prompts()
 
-    def _check_rewards(self, groups: Sequence[Group], task: Task) -> None:
-        """Raise ``UserError`` on all ranks if a reward fails on every completion of all ranks."""
-        scores = [score for group in groups for score in group.scores]
-        examples = [group.prompt.example for group in groups for _ in group.scores]
-        self.failures.check(task, scores, examples, self._add_ranks)
-
     def _add_ranks(self, numbers: list[int]) -> list[int]:
         if self.world_size == 1:
             return numbers
@@ -391,7 +387,9 @@ class RolloutSampler:
             return []
         with stopwatch("rollout"):
             if begun.completions is None:
-                completions = self._sample_completions(prompts, begun.own)
+                arguments = self._build_arguments(prompts, begun.own)
+                sample, builder = self._sample_within_memory, self.policy.prompts
+                completions = sample_episodes(*arguments, sample, builder, self.runner)
             else:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)
@@ -406,12 +404,6 @@ class RolloutSampler:
         seconds = self.policy.stopwatch.seconds
         spent = ended - max(begun.began, self._last_end)
         seconds["generation"], self._last_end = seconds.get("generation", 0.0) + spent, ended
-
-    def _sample_completions(
-        self, prompts: Sequence[Prompt], indices: Sequence[int]
-    ) -> list[tuple[Completion, ...]]:
-        arguments, builder = self._build_arguments(prompts, indices), self.policy.prompts
-        return sample_episodes(*arguments, self._sample_within_memory, builder, self.runner)
 
     def _sample_within_memory(
         self,
