@@ -62,7 +62,10 @@ def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
     for number, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:number]]:
             raise UserError(f"the run {folder} is given twice: a comparison needs different runs")
-    runs = list(zip(_name_runs(folders), map(read_run, folders), strict=True))
+    labels = [folder.resolve().name for folder in folders]
+    if len(set(labels)) < len(labels):
+        labels = [str(folder) for folder in folders]
+    runs = [(display_text(n, 200), read_run(f)) for n, f in zip(labels, folders, strict=True)]
     names = [run.name for _, run in runs]
     title = " and ".join(names) if len(runs) == 2 else f"{len(runs)} runs"
     joined = "-".join(names)
@@ -71,13 +74,6 @@ def compare_runs(folders: Sequence[Path], sweep: Sequence[str] = ()) -> Path:
         joined = f"{len(runs)}-runs-{digest}"
     path = folders[0].resolve().parent / f"compare-{joined}.html"
     return _write(path, title, runs, sweep)
-
-
-def _name_runs(folders: Sequence[Path]) -> list[str]:
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    return [display_text(name, 200) for name in names]
 
 
 def _write(

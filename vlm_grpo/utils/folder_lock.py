@@ -61,7 +61,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
             yield
         finally:
             if _HELD.pop(key, None) is not None:  # not in a process that user code has forked
-                _remove_own(folder / ".lock", file)
+                with suppress(FileNotFoundError):
+                    # Not that of another folder, which has the name now.
+                    if os.path.samestat((folder / ".lock").stat(), os.fstat(file.fileno())):
+                        (folder / ".lock").unlink()
 
 
 def _open_locked(folder: Path) -> BinaryIO:
@@ -89,13 +92,6 @@ def _open_locked(folder: Path) -> BinaryIO:
                 file.truncate(0)  # of a holder that was killed
                 return file
         file.close()  # its last holder has removed it meanwhile
-
-
-def _remove_own(path: Path, file: BinaryIO) -> None:
-    """Remove the file of a lock, unless it is that of another folder, which has the name now."""
-    with suppress(FileNotFoundError):
-        if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            path.unlink()
 
 
 def _describe_process() -> str:

@@ -222,18 +222,14 @@ class _Crew:
                     raise error
                 call.future.set_result(result)
             except _LoadError as failure:
-                # One argument that cannot be loaded is no fault of the other calls.
                 cause = failure.__cause__
-                is_of_all = isinstance(cause, UserError)
-                call.future.set_exception(self._fail(cause) if is_of_all else cause)
+                if isinstance(cause, UserError):  # else it is no fault of the other calls
+                    cause = self.failure = WorkerError(
+                        f"the {self.work} workers cannot load a call: {cause}"
+                    )
+                call.future.set_exception(cause)
             except BaseException as error:  # somebody waits for the call, whatever it has raised
                 call.future.set_exception(error)
-
-    def _fail(self, error: BaseException | None) -> WorkerError:
-        """Return the error of every call from now on: no worker can load what it needs."""
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        self.failure = WorkerError(f"the {self.work} workers cannot load a call: {kind}{error}")
-        return self.failure
 
     def _start(self) -> _Worker:
         try:
