@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -165,12 +165,14 @@ def write_samples(
             completions.append(row)
         fields = {"step": step, **_example_fields(thumbnails, task, example)}
         rows.append({**fields, "prompt": group.prompt.text, "completions": completions})
-    return _write_rows(folder / f"step-{step:06d}.jsonl", rows)
+    path = folder / f"step-{step:06d}.jsonl"
+    write_atomic(path, format_rows(rows))
+    return path
 
 
 def write_held_out(
     folder: Path, step: int, task: Task, examples: Sequence[Example], rows: Sequence[Any]
-) -> Path:
+) -> None:
     """Write ``held-out-N.jsonl``: the first held-out examples, with ``resized_size`` set, and their
     answers, a row of ``Scored.rows`` for each."""
     thumbnails = ThumbnailStore(folder)
@@ -182,7 +184,7 @@ def write_held_out(
         completion |= _turn_fields(thumbnails, task, example, row.get("turns", ()))
         fields = _example_fields(thumbnails, task, example)
         written.append({"step": step, **fields, "completions": [completion]})
-    return _write_rows(folder / f"held-out-{step:06d}.jsonl", written)
+    write_atomic(folder / f"held-out-{step:06d}.jsonl", format_rows(written))
 
 
 def _example_fields(thumbnails: ThumbnailStore, task: Task, example: Example) -> dict[str, Any]:
@@ -242,8 +244,3 @@ def _score_fields(
         "failures": dict(score.failures),
         "marks": thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR),
     }
-
-
-def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    write_atomic(path, format_rows(rows))
-    return path
