@@ -79,7 +79,6 @@ class DeepSpeedZero2(Strategy):
                 optimizer.state[part] = {"step": steps, **moments}
 
     def _module(self) -> nn.Module:
-        """Return the module that DeepSpeed wraps."""
         return self.policy.model
 
     @contextlib.contextmanager
@@ -93,15 +92,11 @@ class DeepSpeedZero2(Strategy):
                 # Leaving would start collectives, in which this rank would wait for the others.
                 self._failed = stack.pop_all()
                 raise
-            self._prepare_reduction()
-
-    def _prepare_reduction(self) -> None:
-        """Give every weight a gradient, scaled so that DeepSpeed's mean over ranks is the sum."""
-        for _, weight in self.trainable:
-            if weight.grad is None:  # all ranks reduce the same weights in the same order
-                weight.grad = torch.zeros_like(weight)
-            else:
-                weight.grad *= self.accelerator.num_processes
+            for _, weight in self.trainable:
+                if weight.grad is None:  # all ranks reduce the same weights in the same order
+                    weight.grad = torch.zeros_like(weight)
+                else:  # DeepSpeed's mean over ranks is then the sum
+                    weight.grad *= self.accelerator.num_processes
 
     def step(self) -> float:
         self.engine.step()

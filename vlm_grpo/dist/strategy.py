@@ -94,7 +94,13 @@ class Strategy:
     def accumulate(self) -> Iterator[None]:
         """Accumulate the gradients of a step inside; reduce them over all ranks at the end."""
         yield
-        self.reduce_gradients()
+        # AdamW moves the weights whose gradient is zero, but not those without one, and skipping
+        # groups must not change the result.
+        for _, weight in self.trainable:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        grads = [weight.grad for _, weight in self.trainable]
+        sum_over_ranks(self.accelerator, [g for g in grads if not isinstance(g, DTensor)])  # type: ignore[misc]
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
         """Yield the micro-batches to run forward and backward, and None for a dummy pass, which
@@ -105,18 +111,6 @@ class Strategy:
     def dummy_loss(self) -> Tensor:
         """Return the loss of a dummy pass: 0, with a zero gradient for every weight."""
         raise RuntimeError("this strategy makes no dummy passes")
-
-    def reduce_gradients(self) -> None:
-        """Sum the gradients over all ranks.
-
-        A weight without a gradient gets a zero gradient: AdamW moves the weights whose gradient is
-        zero, but not those without one, and skipping groups must not change the result.
-        """
-        for _, weight in self.trainable:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-        grads = [weight.grad for _, weight in self.trainable]
-        sum_over_ranks(self.accelerator, [g for g in grads if not isinstance(g, DTensor)])  # type: ignore[misc]
 
     def step(self) -> float:
         """Clip the reduced gradients, make one optimizer step, drop the gradients, and return their
