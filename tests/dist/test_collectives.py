@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -197,7 +197,9 @@ def test_an_infinite_gradient_changes_no_weight(folder, launch):
 def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder):
     run_launches(folder, ["fsdp-2-oom"])
     last, first = ((folder / f"fsdp-2-oom.{rank}").read_text() for rank in ("last", "first"))
-    assert re.search(r"process 1: out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last)
+    assert re.search(
+        r"process 1: out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last
+    )
     assert first.startswith("another process of this run has died")
     checkpoints = folder / "runs" / "fsdp-2-oom" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
