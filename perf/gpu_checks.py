@@ -100,7 +100,7 @@ def build_visibility(spans: Sequence[GroupSpan], window: int | None) -> Tensor:
     """Return which tokens each token of a row sees (T, T): earlier ones of its prompt and of its
     own completion, in the window that ends with it."""
     group, part, place = [], [], []  # of each token; part 0 is the prompt
-    for number, (_, prompt, lengths) in enumerate(spans):
+    for number, (_, prompt, lengths, _) in enumerate(spans):
         for index, length in enumerate((prompt, *lengths)):
             group += [number] * length
             part += [index] * length

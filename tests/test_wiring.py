@@ -116,6 +116,19 @@ CASES: dict[str, dict[str, Any]] = {
         "optim": {"mini_batches": 2, "max_tokens_per_batch": 60},
         "rollout": {"max_completion_length": 16},
     },
+    "episodes that fork, dapo, masked, in micro-batches": {
+        "task_options": {"environment": "zoom"},  # in the settings; the task has Peek
+        "objective": {"loss_type": "dapo", "beta": 0.5, "mask_truncated_completions": True},
+        "optim": {"max_tokens_per_batch": 400},
+        "rollout": {"max_completion_length": 16, "forks": 2},
+    },
+    "episodes that fork, dr_grpo, LoRA, entropy, two mini-batches": {
+        **LORA,
+        "task_options": {"environment": "zoom"},
+        "objective": {"loss_type": "dr_grpo", "entropy_coef": 0.05, "num_iterations": 1},
+        "optim": {"mini_batches": 2},
+        "rollout": {"max_completion_length": 16, "forks": 2},
+    },
 }  # fmt: skip
 """Settings under which the gradient of every update is compared with plain transformers."""
 ENDS = range(0, 256, 3)
@@ -272,6 +285,19 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     observed = [o.prompt for c in completions for o in c.observations]
     assert {len(prompt.example.images) for prompt in observed} == {0, 1}
     assert max(len(c.turns) for c in completions) == environment.max_turns
+    for group in (group for groups in recorder.groups for group in groups):
+        for number, own in enumerate(group.completions):
+            if settings.rollout.forks == 1:
+                assert own.trunk is None
+                continue
+            assert own.trunk == number // 2 * 2
+            trunk, count = group.completions[own.trunk], own.trunk_length
+            assert own.logprobs[:count] == trunk.logprobs[:count]
+            assert own.turns[0] == trunk.turns[0]
+            assert own.observations[:1] == trunk.observations[:1]
+    if settings.rollout.forks > 1:
+        pairs = list(zip(completions[::2], completions[1::2], strict=True))
+        assert any(a.observations and a.token_ids != b.token_ids for a, b in pairs)
 
 
 @pytest.mark.parametrize(("loss", "iterations"), [("grpo", 1), ("dapo", 2)])

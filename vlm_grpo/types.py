@@ -272,6 +272,13 @@ class Completion:
     variant: tuple[str, int] | None = None
     observations: tuple[Observation, ...] = ()  #: in their order; none of their tokens is its own
     turns: tuple[EpisodeTurn, ...] = ()  #: of an episode; its ``text`` is that of the last one
+    #: of a forked episode, the number of the first of its group with the same first turn
+    trunk: int | None = None
+
+    @property
+    def trunk_length(self) -> int:
+        """The number of tokens that were sampled once for all completions of its trunk."""
+        return self.observations[0].start if self.observations else len(self.token_ids)
 
     @classmethod
     def from_text(

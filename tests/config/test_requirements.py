@@ -139,6 +139,9 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
             "noise does not know the episodes",
         ),
         ("task_options.environment=zoom objective.replay.size=5", "objective.replay=null"),
+        ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
+        ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
+        ("rollout.forks=8", "forks=8 must divide rollout.num_generations=8 into at least two"),
     ],
 )
 def test_settings_without_effect_are_refused(overrides, problem):

@@ -67,6 +67,9 @@ class RolloutSettings(Frozen):
     weights that are as many steps old; 0: generation and update take turns (vllm only)."""
     num_generations: int = Field(default=8, ge=2)
     """Completions per prompt, G; a group of one has no advantage."""
+    forks: int = Field(default=1, ge=1)
+    """Episodes that share one first turn: with F, a group samples G/F first turns, each of which is
+    passed once and followed by F episodes of their own; 1: each has its own (environments only)."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of the distribution that is sampled from and trained."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -7,7 +7,9 @@ numbers from which the tokens are sampled are one stream per episode.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +39,7 @@ Sample = Callable[
     Sequence[tuple[Completion, ...]],
 ]
 """Samples behind prompts, given the settings, the numbers of the completions, the seeds, and the
-numbers of tokens that each completion has already."""
+numbers of tokens that each prompt's completions have already."""
 Begun = tuple[Example, EpisodeStart | None]
 """An example of which ``begin_episodes`` has begun the episodes, if it has an environment."""
 
@@ -65,6 +67,18 @@ class _Episode:
     turns: list[EpisodeTurn] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     stop: str | None = None  # why it ended, if not as its last part did
+    trunk: int | None = None  # number of the episode that it is a branch of
+
+    def fork(self, count: int) -> list[_Episode]:
+        """Return it and its branches, whose first turn and environment's state are its own."""
+        if count == 1:
+            return [self]
+        self.trunk = self.number
+        return [self, *(self._branch(self.number + place) for place in range(1, count))]
+
+    def _branch(self, number: int) -> _Episode:
+        own = {name: [*getattr(self, name)] for name in ("parts", "turns", "observations")}
+        return replace(self, number=number, **own)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -85,6 +99,7 @@ class _Episode:
             last.variant,
             tuple(self.observations),
             tuple(turns),
+            self.trunk,
         )
 
 
@@ -104,7 +119,9 @@ def sample_episodes(
     turns; what it observed last is then dropped whole.
 
     Args:
-        numbers: the numbers of each prompt's completions in their group.
+        numbers: the numbers of each prompt's completions in their group. Those between two
+            numbers are branches of the episode with the first one: they begin after what it
+            observes first, or are equal to it if it ends before.
         seeds: the seed of each prompt.
         sample: samples the next part of some completions.
         builder: writes what is observed in the model's chat template.
@@ -122,14 +139,24 @@ def sample_episodes(
         pairs = zip(own, members, strict=True)
         groups.append([_Episode(prompt, start, seed, n, [c], start.state) for n, c in pairs])
     active = [e for group in groups for e in group if isinstance(e, _Episode)]
-    while active := _step(active, builder, runner, longest):
-        behind = [extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations))) for e in active]
-        ranges = [range(e.number, e.number + 1) for e in active]
-        own_seeds, begun = [e.seed for e in active], [len(e.tokens) for e in active]
-        for episode, (part,) in zip(
-            active, sample(behind, sampling, ranges, own_seeds, begun), strict=True
-        ):
+    active = _step(active, builder, runner, longest)
+    for group, own in zip(groups, numbers, strict=True):
+        forks = {id(e): e.fork(own.step) for e in group if isinstance(e, _Episode)}
+        group[:] = [branch for e in group for branch in forks.get(id(e), [e])]
+        active = [branch for e in active for branch in forks.get(id(e), [e])]
+    while active:
+        # Branches with the same tokens so far are sampled behind one prompt.
+        ids = zip(map(id, (e.observations[-1] for e in active)), active, strict=True)
+        runs = itertools.groupby(ids, key=operator.itemgetter(0))
+        alike = [[e for _, e in run] for _, run in runs]
+        firsts = [own[0] for own in alike]
+        behind = [extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations))) for e in firsts]
+        ranges = [range(own[0].number, own[-1].number + 1) for own in alike]
+        own_seeds, begun = [e.seed for e in firsts], [len(e.tokens) for e in firsts]
+        found = sample(behind, sampling, ranges, own_seeds, begun)
+        for episode, part in zip(active, itertools.chain(*found), strict=True):
             episode.parts.append(part)
+        active = _step(active, builder, runner, longest)
     return [tuple(e.finish() if isinstance(e, _Episode) else e for e in group) for group in groups]
 
 

@@ -126,14 +126,15 @@ class Policy:
             seeds: seed of each prompt's random streams, which a completion's number extends.
             max_tokens: most tokens cached at once; None: as many as fit into the GPU's free memory.
             check: called every few tokens; may raise to end the sampling.
-            begun: number of tokens that each completion has already, at the end of its prompt: it
-                continues their random stream, up to the same length; empty: none.
+            begun: number of tokens that each prompt's completions have already, at its end: they
+                continue their random streams, up to the same length; empty: none.
         """
         self.check_form(prompts)
         if isinstance(num_generations, int):
             num_generations = [range(num_generations)] * len(prompts)
         pairs = zip(seeds, num_generations, strict=True)
         streams = [(*seed, index) for seed, own in pairs for index in own]
+        begun = [n for n, own in zip(begun, num_generations, strict=False) for _ in own]
         uniforms = np.zeros((len(streams), sampling.max_completion_length - min(begun, default=0)))
         for row, count, stream in zip(uniforms, begun or (0,) * len(streams), streams, strict=True):
             row[: sampling.max_completion_length - count] = draw_uniforms(

@@ -138,8 +138,7 @@ class VllmSampler:
         seeds: Sequence[Sequence[int | str]],
         begun: Sequence[int] = (),
     ) -> Future[list[Completions]]:
-        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``, but
-        those that have begun are one of each prompt."""
+        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``."""
         begun = begun or [0] * len(prompts)
         job = _Job(prompts, sampling, num_generations, seeds, begun, self.version)
         self._jobs.put(job)

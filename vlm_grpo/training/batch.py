@@ -388,7 +388,8 @@ def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSl
                 tuple(c.observations for c in own) if any(c.observations for c in own) else ()
             )
             tokens = tuple(completion.token_ids for completion in own)
-            slices.append(GroupSlice(group.prompt, tokens, tuple(rows), observed))
+            trunks = tuple(c.trunk for c in own if c.trunk is not None)
+            slices.append(GroupSlice(group.prompt, tokens, tuple(rows), observed, trunks))
         start += len(group.completions)
     return tuple(slices)
 

@@ -394,7 +394,10 @@ class RolloutSampler:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)
         prompts, completions = join_groups(prompts, completions)
-        self.num_tokens += sum(len(c.token_ids) for members in completions for c in members)
+        for members in completions:
+            once = {c.trunk: c.trunk_length for c in members if c.trunk is not None}
+            again = sum(once[c.trunk] for c in members if c.trunk is not None)
+            self.num_tokens += sum(len(c.token_ids) for c in members) - again + sum(once.values())
         with stopwatch("reward"):
             return score_groups(self.scorer, task, prompts, completions)
 
@@ -464,7 +467,11 @@ class SamplingArguments(NamedTuple):
         rollout, size = settings.rollout, settings.rollout.num_generations
         clean = size - varied
         pairs = [(i, p) for i, p in zip(indices, prompts, strict=True) if p.variant is not None]
-        parts = [(p, range(size if p.variant is None else clean)) for p in prompts]
+        steps = [1 if p.start is None else rollout.forks for p in prompts]
+        parts = [
+            (p, range(0, size if p.variant is None else clean, step))
+            for p, step in zip(prompts, steps, strict=True)
+        ]
         parts += [(p.variant, range(clean, size)) for _, p in pairs if p.variant is not None]
         asked, numbers = ([*column] for column in zip(*parts, strict=True))
         seeds = [(settings.seed, index) for index in (*indices, *(i for i, _ in pairs))]
@@ -497,7 +504,10 @@ def estimate_cost(
 
     def count(keep: Sequence[bool]) -> int:
         repeated = 0 if shared else max(0, sum(keep) - 1) * len(group.prompt.token_ids)
-        return repeated + sum(piece.num_tokens for piece in build_slices([group], keep))
+        pieces = build_slices([group], keep)
+        if not shared:
+            pieces = tuple(replace(piece, trunks=()) for piece in pieces)
+        return repeated + sum(piece.num_tokens for piece in pieces)
 
     references = objective.needs_reference * (2 if objective.kl_in == "reward" else 1)
     updates = objective.num_iterations * (1 + BACKWARD_COST)

@@ -21,7 +21,8 @@ from vlm_grpo.model.engine.attention import (
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan, _Gather
 from vlm_grpo.model.families.family import ALL_LAYERS
 
-SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
+SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (2, 1, 2, 1), (-1, -1, 0, 0))]
+SPANS.append(GroupSpan(31, 6, ()))
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
 LAYER = Layer(0, "full_attention", SCALING)
 
@@ -47,11 +48,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None = No
 def list_sequences() -> Iterator[tuple[int, list[int], int]]:
     """Yield the places of each prompt, and of each completion behind its prompt: the number of
     its group, the places in the row and how many of them come before the sequence's own."""
-    for group, (start, length, completions) in enumerate(SPANS):
-        prompt, first = list(range(start, start + length)), start + length
-        yield group, prompt, 0
-        for count in completions:
-            yield group, [*prompt, *range(first, first + count)], length
+    for group, (start, length, completions, parents) in enumerate(SPANS):
+        rows, first = [list(range(start, start + length))], start + length
+        yield group, rows[0], 0
+        for count, parent in zip(completions, parents or (-1,) * len(completions), strict=True):
+            before = rows[parent + 1]  # of the prompt, or of a trunk
+            rows.append([*before, *range(first, first + count)])
+            yield group, rows[-1], len(before)
             first += count
 
 

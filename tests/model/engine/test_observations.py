@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from family_policies import build_family_policy, build_prompts
@@ -32,6 +34,17 @@ def make_groups(policy: Policy, name: str) -> tuple[GroupSlice, ...]:
         GroupSlice(text, ((90, 91, 92),), (3,), ((Observation(1, second),),)),
         GroupSlice(third, ((75,), (76, 77)), (4, 5)),
     )
+
+
+def make_forks(policy: Policy, name: str) -> GroupSlice:
+    """Build a group of two trunks that fork, of which one branch observes another image, of one
+    that ended in its first turn, and of one that has a single branch left."""
+    first, second, third, text = build_prompts(policy, name, 4)
+    one, other = Observation(2, second), Observation(1, text)
+    completions = (70, 71, 72), (70, 71, 73, 74, 75), (80, 81), (80, 81), (90, 91), (90, 92, 93)
+    observed = (one,), (one, Observation(4, third)), (), (), (other,), (other,)
+    completions, observed = (*completions, (76, 77)), (*observed, (Observation(1, third),))
+    return GroupSlice(first, completions, tuple(range(6, 13)), observed, (0, 0, 2, 2, 4, 4, 6))
 
 
 def score_plainly(policy: Policy, groups: tuple[GroupSlice, ...]) -> Tensor:
@@ -89,7 +102,7 @@ def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
     ]
     use_float64(monkeypatch, *(policy.model for policy in policies))
     plain, merged, in_one = policies
-    groups = make_groups(plain, name)
+    groups = (*make_groups(plain, name), make_forks(plain, name))
     expected, expected_gradient = run(plain, score_plainly(plain, groups))
     results = [run(policy, policy.score(MicroBatch(groups)).logprobs) for policy in (plain, merged)]
     use_plain_varlen(monkeypatch)
@@ -146,6 +159,34 @@ def test_sampling_goes_on_behind_observations_with_one_pass_over_the_prompt(name
         torch.testing.assert_close(
             scored.detach(), torch.tensor(completion.logprobs).double(), rtol=0, atol=2e-5
         )  # norms and rotations are float32
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_minimum_length_counts_the_tokens_of_earlier_turns(shared):
+    policy = build_family_policy("qwen2_5_vl", torch.float64, shared=shared, banned=())
+    first, *_ = build_prompts(policy, "qwen2_5_vl", 4)
+    prompts = [extend_prompt(first, Path((70,) * count, (Observation(count, first),)))
+               for count in (2, 1)]  # fmt: skip
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    ends = tuple(token for token in range(vocabulary) if token != 70)  # all others end an episode
+    ending = replace(policy.distribution, eos=ends, min_new_tokens=2)
+    groups = policy.sample(
+        prompts, SamplingSettings(ending, 8), 3, [(0, i) for i in range(2)], begun=[2, 1]
+    )
+    # The first episode may end at once, the second after another token, which must be 70.
+    assert [[len(c.token_ids) for c in group] for group in groups] == [[1] * 3, [2] * 3]
+
+
+def test_a_trunk_is_passed_once():
+    policy = build_family_policy("qwen2_5_vl", torch.float64, shared=True, banned=())
+    forks = make_forks(policy, "qwen2_5_vl")
+    _, second, _, text = build_prompts(policy, "qwen2_5_vl", 4)
+    # The second branch of each trunk: its sampled tokens with what it observed, and an answer.
+    saved = 2 + len(second.token_ids) + 1 + (1 + len(text.token_ids))
+    assert forks.num_tokens == replace(forks, trunks=()).num_tokens - saved
+    assert forks.select(slice(1, 4)).num_tokens == forks.select(slice(1, 3)).num_tokens
+    policy.score(MicroBatch((forks,)))
+    assert policy.counters.update_tokens == forks.num_tokens
 
 
 def test_a_group_is_cut_with_its_observations():

@@ -221,7 +221,8 @@ def find_mask(masks: Masks, kind: str) -> Tensor | None:
 
 @dataclass(eq=False)
 class PackedAttention:
-    """Attention over one row of groups, each ``[prompt | c1 | … | cG]``, that the spans cover.
+    """Attention over one row of groups, each ``[prompt | c1 | … | cG]``, that the spans cover. A
+    branch also sees its trunk, one of the completions before it, as if it belonged to the prompt.
 
     ``masks`` has each group's masks of layers in which its prompt is not causal (``PromptLayout``);
     ``path_masks`` those of each of its completions, (n, T + n) over the prompt and its own tokens.
@@ -237,7 +238,9 @@ class PackedAttention:
         self.path_masks = self.path_masks or [[{}] * len(own) for own in lengths]
         self._plan: VarlenPlan | None = None
         self._lengths = [
-            n for span in self.spans for n in (span.prompt_length, sum(span.completion_lengths))
+            n
+            for span in self.spans
+            for n in (span.prompt_length, *(sum(lengths) for _, lengths in span.levels))
         ]
 
     def __call__(
@@ -261,23 +264,33 @@ class PackedAttention:
         parts = zip(*(x.split(self._lengths, dim=2) for x in tensors), strict=True)
         outputs = []
         for span, mask, own_masks in zip(self.spans, masks, path_masks, strict=True):
-            prompt, completions = next(parts), next(parts)
+            prompt = next(parts)
             if row is None or mask is not None:
                 outputs.append(kernels.attend_prompt(layer, prompt[:3], mask))
             else:
                 outputs.append(prompt[3])
-            lengths = span.completion_lengths
-            pieces = [(completions, lengths, None)]
-            if any(mask is not None for mask in own_masks):  # observed images that see themselves
-                own = zip(*(x.split(lengths, dim=2) for x in completions), strict=True)
-                pieces = [(x, (n,), m) for x, n, m in zip(own, lengths, own_masks, strict=True)]
-            for own, lengths, mask in pieces:
-                if mask is not None:
-                    outputs.append(kernels.attend_path(layer, prompt, own, mask))
-                elif row is not None:
-                    outputs.append(own[3])
-                elif own[0].shape[2]:
-                    outputs.append(kernels.attend_completions(layer, prompt, own, lengths))
+            trunks: list[tuple[Tensor, ...]] = []
+            left = iter(own_masks)
+            for parent, lengths in span.levels:
+                completions, before = next(parts), prompt
+                if parent >= 0:
+                    pairs = zip(prompt[:3], trunks[parent], strict=False)
+                    before = tuple(torch.cat(pair, dim=2) for pair in pairs)
+                own_masks = list(itertools.islice(left, len(lengths)))
+                pieces = [(completions, lengths, None)]
+                if span.parents or any(mask is not None for mask in own_masks):
+                    own = list(zip(*(x.split(lengths, dim=2) for x in completions), strict=True))
+                    trunks += own
+                    if any(mask is not None for mask in own_masks):  # images that see themselves
+                        every = zip(own, lengths, own_masks, strict=True)
+                        pieces = [(x, (n,), m) for x, n, m in every]
+                for own, lengths, mask in pieces:
+                    if mask is not None:
+                        outputs.append(kernels.attend_path(layer, before, own, mask))
+                    elif row is not None:
+                        outputs.append(own[3])
+                    elif own[0].shape[2]:
+                        outputs.append(kernels.attend_completions(layer, before, own, lengths))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
@@ -285,16 +298,22 @@ class PackedAttention:
         parts = iter(hidden.split(self._lengths, dim=1))
         outputs = []
         for span in self.spans:
-            state = LayerState()
-            outputs.append(run(next(parts), state))
-            completions, lengths = next(parts), span.completion_lengths
-            if completions.shape[1]:
-                rows = pad_sequence(list(completions[0].split(lengths)), batch_first=True)
-                if rows.shape[1] == 1:  # kernels for single tokens have no gradient
-                    rows = nn.functional.pad(rows, (0, 0, 0, 1))
-                rows = run(rows, state.fork(len(rows)))
-                kept = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-                outputs.append(torch.cat(kept)[None])
+            states = [LayerState()]  # of the prompt, then of the trunks
+            outputs.append(run(next(parts), states[0]))
+            for parent, lengths in span.levels:
+                every = list(next(parts)[0].split(lengths))
+                # One by one where branches go on from the end, whose state padding would change.
+                is_trunk = bool(span.parents) and parent < 0
+                for own in [[row] for row in every] if is_trunk else [every]:
+                    state = states[parent + 1].fork(len(own))
+                    states += [state] * is_trunk
+                    rows = pad_sequence(own, batch_first=True)
+                    if rows.shape[1] == 1:  # kernels for single tokens have no gradient
+                        rows = nn.functional.pad(rows, (0, 0, 0, 1))
+                    if rows.shape[1]:
+                        rows = run(rows, state)
+                        kept = [row[: len(x)] for row, x in zip(rows, own, strict=True)]
+                        outputs.append(torch.cat(kept)[None])
         return torch.cat(outputs, dim=1)
 
 
@@ -327,7 +346,8 @@ class PrefillAttention(PackedAttention):
             outputs.append(run(next(parts), state))
             states = [state.fork(1) for _ in span.completion_lengths]
             # One by one: padding would change the states at their ends.
-            paths = next(parts).split(span.completion_lengths or (0,), dim=1)
-            outputs += [run(path, own) for path, own in zip(paths, states, strict=False)]
+            for _, lengths in span.levels:  # no path is a trunk
+                paths = next(parts).split(lengths, dim=1)
+                outputs += [run(path, own) for path, own in zip(paths, states, strict=True)]
             kept += states or [state]
         return torch.cat(outputs, dim=1)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,41 @@ class Path:
             places[observation.start :] += len(observation.prompt.token_ids)
         return places
 
+    @property
+    def num_fed(self) -> int:
+        """The number of tokens that are fed: the last one is predicted only."""
+        return len(self.tokens) - 1 + sum(len(o.prompt.token_ids) for o in self.observations)
+
+    @property
+    def fork(self) -> int:
+        """The number of fed tokens up to the end of the first observation; without one, all."""
+        if not self.observations:
+            return self.num_fed
+        return self.observations[0].start + len(self.observations[0].prompt.token_ids)
+
+
+class Segment(NamedTuple):
+    """Tokens of a path that are fed once, perhaps for several completions."""
+
+    members: tuple[int, ...]  # numbers of those completions in their slice, whose tokens are equal
+    start: int
+    stop: int
+    parent: int = -1  # number of the segment that it continues; -1: the prompt
+
+
+def split_paths(paths: Sequence[Path], trunks: Sequence[int] = ()) -> tuple[Segment, ...]:
+    """Return the segments of a slice's completions, which are numbered by their trunks."""
+    groups: dict[object, list[int]] = {}
+    for member in range(len(paths)):
+        groups.setdefault(trunks[member] if trunks else member, []).append(member)
+    found, branches = list[Segment](), list[Segment]()
+    for root, members in enumerate(groups.values()):
+        path, is_shared = paths[members[0]], len(members) > 1
+        found.append(Segment(tuple(members), 0, path.fork if is_shared else path.num_fed))
+        for member in members if is_shared and path.observations else ():
+            branches.append(Segment((member,), path.fork, paths[member].num_fed, root))
+    return (*found, *branches)
+
 
 @dataclass(frozen=True)
 class GroupSlice:
@@ -62,6 +98,9 @@ class GroupSlice:
     rows: tuple[int, ...]  # index of each completion among all completions of the step
     # what stands between the tokens of each completion; empty: nothing does in any of them
     observations: tuple[tuple[Observation, ...], ...] = ()
+    # number of each completion's trunk: those of one trunk have equal tokens up to the end of their
+    # first observation, or have none and are equal; empty: no tokens are passed for several
+    trunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(map(len, self.completions)):  # the others' places would be counted wrongly
@@ -70,8 +109,13 @@ class GroupSlice:
     @property
     def num_tokens(self) -> int:
         """Tokens in the packed row: a completion's last token is predicted, never fed."""
-        observed = sum(len(o.prompt.token_ids) for own in self.observations for o in own)
-        return len(self.prompt.token_ids) + sum(len(c) - 1 for c in self.completions) + observed
+        own = sum(segment.stop - segment.start for segment in self.segments)
+        return len(self.prompt.token_ids) + own
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """What is fed behind the prompt: trunks and completions without one, then branches."""
+        return split_paths(self.paths, self.trunks)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -81,7 +125,7 @@ class GroupSlice:
 
     def select(self, chosen: slice) -> GroupSlice:
         parts = self.completions[chosen], self.rows[chosen], self.observations[chosen]
-        return GroupSlice(self.prompt, *parts)
+        return GroupSlice(self.prompt, *parts, self.trunks[chosen])
 
 
 @dataclass(frozen=True)

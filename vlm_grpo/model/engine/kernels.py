@@ -15,6 +15,7 @@ other devices.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,16 @@ class GroupSpan(NamedTuple):
     start: int
     prompt_length: int
     completion_lengths: tuple[int, ...]
+    # number of the completion that each one continues, a trunk; -1 or empty: the prompt
+    parents: tuple[int, ...] = ()
+
+    @property
+    def levels(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The lengths of the neighbors that continue the same, and its number, -1: the prompt."""
+        parents = self.parents or (-1,) * len(self.completion_lengths)
+        pairs = zip(parents, self.completion_lengths, strict=True)
+        runs = itertools.groupby(pairs, key=operator.itemgetter(0))
+        return [(parent, tuple(length for _, length in run)) for parent, run in runs]
 
     def list_paths(self) -> list[np.ndarray]:
         """Return the places of the prompt with each completion, or of the prompt alone."""
@@ -137,14 +148,19 @@ class VarlenPlan:
     def __init__(self, spans: Sequence[GroupSpan], device: torch.device) -> None:
         lengths = [(0, 0)]
         keys: list[np.ndarray] = []
-        for start, prompt_length, completion_lengths in spans:
-            prompt = np.arange(start, start + prompt_length)
-            lengths.append((prompt_length, prompt_length))
+        for span in spans:
+            start = span.start + span.prompt_length
+            prompt = np.arange(span.start, start)
+            lengths.append((len(prompt), len(prompt)))
             keys.append(prompt)
-            start += prompt_length
-            for length in filter(None, completion_lengths):
-                lengths.append((length, prompt_length + length))
-                keys += [prompt, np.arange(start, start + length)]
+            seen: list[np.ndarray] = []
+            parents = span.parents or (-1,) * len(span.completion_lengths)
+            for parent, length in zip(parents, span.completion_lengths, strict=True):
+                own = np.arange(start, start + length)
+                seen.append(np.concatenate([prompt if parent < 0 else seen[parent], own]))
+                if length:
+                    lengths.append((length, len(seen[-1])))
+                    keys.append(seen[-1])
                 start += length
         # The index in the row of each sequence's first query, and T; in ``keys``, of its first key,
         # and K.

@@ -65,6 +65,9 @@ class TokenScores:
         columns = zip(*(part.columns for part in parts), strict=True)
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
+    def take(self, index: Int[Tensor, " tokens"]) -> TokenScores:
+        return TokenScores(*(None if column is None else column[index] for column in self.columns))  # type: ignore[arg-type]
+
 
 def score_tokens(
     head: nn.Module,

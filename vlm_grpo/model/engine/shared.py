@@ -8,9 +8,10 @@ finish stay in the batch and nothing is stored for them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
-from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch, Path
+from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch, Path, Segment, split_paths
 from vlm_grpo.model.engine.graphs import (
     CudaGraph,
     DecodeStep,
@@ -76,7 +77,7 @@ class PrefixInputs:
         """What stands behind the base, whose last token is fed, too."""
         base = self.base or self
         rest = *self.token_ids[len(base.token_ids) :].tolist(), 0
-        return PathInputs(Path(rest), self.layout, self.features[len(base.features) :])
+        return PathInputs(Path(rest), self.layout, (self.features[len(base.features) :],))
 
     @property
     def next_position(self) -> int:
@@ -102,6 +103,9 @@ class PackedRow:
     first token of each completion."""
     targets: Int[np.ndarray, " M"]
     target_positions: Int[np.ndarray, " M"]  # index of each target within its completion
+    segments: tuple[tuple[Segment, ...], ...]  # of each slice
+    # index of the target of each of the completions' tokens; None: they are the targets
+    order: Int[np.ndarray, " tokens"] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,20 +114,29 @@ class PathInputs:
 
     path: Path
     layout: PromptLayout | None = None  # of the prompt and the path; None: nothing was observed
-    features: tuple[ImageFeatures, ...] = ()  # of the observed images
+    features: tuple[tuple[ImageFeatures, ...], ...] = ()  # of the images of each observation
 
-    def find_masks(self, prompt_length: int) -> Masks:
-        """Return (n, T) which tokens of the prompt and the path the path's fed tokens see."""
+    def find_masks(self, prompt_length: int, segment: Segment) -> Masks:
+        """Return (n, T) which tokens of the prompt and the path a segment's tokens see."""
         if self.layout is None:
             return {}
-        stop = prompt_length + len(self.path.token_ids) - 1
-        masks = self.layout.masks.items()
-        return {kind: mask[prompt_length:stop, :stop] for kind, mask in masks}
+        start, stop = prompt_length + segment.start, prompt_length + segment.stop
+        return {kind: mask[start:stop, :stop] for kind, mask in self.layout.masks.items()}
+
+    def list_features(self, segment: Segment) -> Iterator[ImageFeatures]:
+        """Return those in a segment: a trunk ends with the first observation."""
+        is_trunk = len(segment.members) > 1
+        shown = self.features[1:] if segment.start else self.features[: 1 if is_trunk else None]
+        return itertools.chain(*shown)
 
 
 def pack_row(
-    prefixes: Sequence[PrefixInputs], completions: Sequence[Sequence[PathInputs]]
+    prefixes: Sequence[PrefixInputs],
+    completions: Sequence[Sequence[PathInputs]],
+    segments: Sequence[Sequence[Segment]] = (),
 ) -> PackedRow:
+    """Pack the completions of each prompt; without ``segments``, they share the prompt alone."""
+    segments = segments or [split_paths([inputs.path for inputs in own]) for own in completions]
     layouts = [i.layout for group in completions for i in group if i.layout is not None]
     axes = max(len(layout.positions) for layout in (*(p.layout for p in prefixes), *layouts))
     token_ids: list[Any] = []
@@ -132,41 +145,61 @@ def pack_row(
     features: list[ImageFeatures] = []
     predictors, target_positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     start = 0
-    for prefix, group in zip(prefixes, completions, strict=True):
+    for prefix, group, parts in zip(prefixes, completions, segments, strict=True):
         length = len(prefix.token_ids)
-        fed = tuple(len(inputs.path.token_ids) - 1 for inputs in group)
-        spans.append(GroupSpan(start, length, fed))
+        fed = tuple(segment.stop - segment.start for segment in parts)
+        parents = tuple(segment.parent for segment in parts)
+        spans.append(
+            GroupSpan(start, length, fed, parents if max(parents, default=-1) >= 0 else ())
+        )
         token_ids.append(prefix.token_ids)
         position_ids.append(np.broadcast_to(prefix.layout.positions, (axes, length)))
         features += prefix.features
         next_position, last = prefix.next_position, start + length - 1
         start += length
-        for inputs, count in zip(group, fed, strict=True):
-            sampled = inputs.path.sampled
-            positions = next_position + np.arange(count)
+        places = [[np.array([last])] for _ in group]  # of the prompt's end and each path's tokens
+        for segment, count in zip(parts, fed, strict=True):
+            inputs, own = group[segment.members[0]], slice(segment.start, segment.stop)
+            positions = next_position + np.arange(own.start, own.stop)
             if inputs.layout is not None:
-                positions = inputs.layout.positions[:, length : length + count]
-            token_ids.append(inputs.path.token_ids[:-1])
+                positions = inputs.layout.positions[:, length + own.start : length + own.stop]
+            token_ids.append(inputs.path.token_ids[own])
             position_ids.append(np.broadcast_to(positions, (axes, count)))
-            features += inputs.features
-            predictors.append(np.where(sampled > 0, start - 1 + sampled, last))
-            target_positions.append(np.arange(len(sampled)))
+            features += inputs.list_features(segment)
+            for member in segment.members:
+                places[member].append(np.arange(start, start + count))
             start += count
-    targets = [token for group in completions for inputs in group for token in inputs.path.tokens]
-    return PackedRow(
+        for inputs, found in zip(group, places, strict=True):
+            predictors.append(np.concatenate(found)[inputs.path.sampled])
+            target_positions.append(np.arange(len(inputs.path.tokens)))
+    paths = [inputs.path for group in completions for inputs in group]
+    targets = np.array([token for path in paths for token in path.tokens], dtype=np.int64)
+    row = PackedRow(
         np.concatenate(token_ids).astype(np.int64),
         np.concatenate(position_ids, axis=1),
         tuple(spans),
         tuple(features),
         np.concatenate(predictors),
-        np.array(targets, dtype=np.int64),
+        targets,
         np.concatenate(target_positions),
+        tuple(map(tuple, segments)),
     )
+    if all(len(segment.members) == 1 for parts in segments for segment in parts):
+        return row
+    # A trunk's tokens are predicted once, too: equal predictors have one place in the completion.
+    pairs = row.predictors * (targets.max() + 1) + targets
+    _, kept, order = np.unique(pairs, return_index=True, return_inverse=True)
+    columns = row.predictors[kept], targets[kept], row.target_positions[kept]
+    names = "predictors", "targets", "target_positions"
+    return replace(row, order=order, **dict(zip(names, columns, strict=True)))
 
 
 def find_path_masks(row: PackedRow, paths: Sequence[Sequence[PathInputs]]) -> list[list[Masks]]:
-    pairs = zip(row.spans, paths, strict=True)
-    return [[path.find_masks(span.prompt_length) for path in own] for span, own in pairs]
+    triples = zip(row.spans, paths, row.segments, strict=True)
+    return [
+        [own[part.members[0]].find_masks(span.prompt_length, part) for part in parts]
+        for span, own, parts in triples
+    ]
 
 
 class Visible(NamedTuple):
@@ -221,14 +254,15 @@ class SharedEngine(Engine):
         prefixes = [self._build_prefix(prompt, features) for prompt in prompts]
         paths = [[self._build_path(s.prompt, p, features) for p in s.paths] for s in batch.slices]
         counters.update_tokens += batch.num_tokens
-        row = pack_row(prefixes, paths)
+        row = pack_row(prefixes, paths, [piece.segments for piece in batch.slices])
         masks = [prefix.layout.masks for prefix in prefixes]
         attend = PackedAttention(row.spans, masks, find_path_masks(row, paths))
         head = self.family.head(self.model)
         hidden = self.run_row(row, attend)
         arrays = (row.predictors, row.targets, row.target_positions)
         predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
-        return score_tokens(head, hidden[predictors], targets, positions, settings)
+        scores = score_tokens(head, hidden[predictors], targets, positions, settings)
+        return scores if row.order is None else scores.take(copy_to(hidden.device, row.order))
 
     def run_row(self, row: PackedRow, attend: PackedAttention) -> Float[Tensor, "T width"]:
         device = self.model.get_output_embeddings().weight.device
@@ -257,8 +291,8 @@ class SharedEngine(Engine):
         if not path.observations:
             return PathInputs(path)
         whole = extend_prompt(prompt, path)
-        observed = (f for o in path.observations for f in self._find(o.prompt, features))
-        return PathInputs(path, self._lay_out(whole), tuple(observed))
+        observed = tuple(self._find(o.prompt, features) for o in path.observations)
+        return PathInputs(path, self._lay_out(whole), observed)
 
     def _find(
         self, prompt: Prompt, features: Mapping[Unit, ImageFeatures]
