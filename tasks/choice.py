@@ -16,7 +16,9 @@ from vlm_grpo.types import Example
 MAX_CHARACTERS = 2_000  #: Maximum length of an answer and of an option
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 # A letter in a sentence, where "A" and "I" before a word are no letters of options.
-_LETTER_IN_TEXT = re.compile(r"(?<![\w'’.-])(?![AI] (?!and\b|n?or\b|is\b)[a-z])([A-Z])(?![\w'’])")
+_LETTER_IN_TEXT = re.compile(
+    r"(?<![^\W一-鿿])(?<!['’.-])(?![AI] (?!and\b|n?or\b|is\b)[a-z])([A-Z])(?![^\W一-鿿]|['’])"
+)
 # Options that refer to the letters or the places of others, or to letters in the image.
 _REFERS = re.compile(
     r"\W*[A-Z]\W*|all of .*|none of .*|.*\bthe above\b.*"

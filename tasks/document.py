@@ -43,7 +43,8 @@ class Document(Task):
             import_extra(name)
 
     def parse(self, text: str, example: Example) -> str | None:
-        return text if len(text) <= MAX_CHARACTERS else None
+        fenced = re.fullmatch(r"\s*```\w*\n((?:(?!```).)*)```\s*", text, re.DOTALL)
+        return (fenced[1] if fenced else text) if len(text) <= MAX_CHARACTERS else None
 
     def write(self, answer: str, example: Example) -> str:
         return answer

@@ -30,7 +30,8 @@ _FORMS = {"text": ', "text": "…"', "direction": f', "direction": "{"|".join(DI
 _TOOLS = ("computer_use", "mobile_use")
 # Actions that the words around a place or an action make of it, or that follow it.
 _OTHER = re.compile(
-    r"(?is)\b(?:then(?!.*[\d|])|double.?click|right.?click|long.?press|drag|hover|swipe)"
+    r"(?is)\b(?:then(?! (?:it|you|choose|select|pick)\b)(?!.*[\d|])|scroll at\b"
+    r"|double.?click|right.?click|long.?press|drag|hover|swipe)"
 )
 
 
@@ -110,7 +111,7 @@ class GUI(Task):
             return None
         if any(isinstance(value, dict) and {"action", "name"} & value.keys() for value in values):
             is_one = all(value == values[0] for value in values) and is_sure(words)
-            is_one = is_one and not re.search(r"[{}\[\]\d]|(?i:then)", words)
+            is_one = is_one and not re.search(r"[{}\[\]\d]|\|.*(?i:then)", words, re.DOTALL)
             return self._read_action(values[0], image) if is_one else None
         units = self.frame.describe_units(image.size)
         points = parse_points(text, units, self.frame.y_first) or ()

@@ -16,7 +16,7 @@ NORMALIZATIONS = ("case", "space", "nfkc", "punctuation")
 # Invisible marks of writing direction and joining, which models do not write.
 _INVISIBLE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
 # A sentence with one text in quotes.
-_QUOTED = re.compile(r"([^\"“”\n]{0,200})[\"“]([^\"“”]+)[\"”]([^\"“”\n]{0,200})")
+_QUOTED = re.compile(r"([^\"“”«»\n]{0,200})[\"“«]([^\"“”«»]+)[\"”»]([^\"“”«»\n]{0,200})")
 _ESCAPED = re.compile(r"\\([%$&#_])")
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_table
+from vlm_grpo.task.sentences import is_introduced
 from vlm_grpo.tasks.graders.tables import (
     MAX_CHARACTERS,
     MAX_STEPS,
@@ -25,6 +26,7 @@ from vlm_grpo.types import Example
 
 FORMS = {"html": "HTML", "markdown": "markdown"}
 _TABLE = re.compile(r"<table\b.*?(?:</table\s*>|\Z)", re.IGNORECASE | re.DOTALL)
+_LINES = re.compile(r"(?m:^[^\n]*\|[^\n]*$)(?:\n[^\n]*\|[^\n]*)*")
 _TAG = re.compile(r"</?table\b", re.IGNORECASE)
 
 
@@ -59,9 +61,12 @@ class Table(Task):
         if self.form == "html":
             found = _TABLE.findall(text)
             one = len(found) == 1 and len(_TAG.findall(text)) <= 2
+            one = one and is_introduced(*text.split(found[0]))
             return found[0] if one and read_html_tree(found[0]) else None
         found = read_markdown_rows(text)
-        return "\n".join(f"|{'|'.join(row)}|" for row in found[0]) if len(found) == 1 else None
+        if len(found) != 1 or not is_introduced(*re.split(_LINES, text, maxsplit=1)):
+            return None
+        return "\n".join(f"|{'|'.join(row)}|" for row in found[0])
 
     def write(self, answer: str, example: Example) -> str:
         return answer

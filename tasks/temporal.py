@@ -17,18 +17,28 @@ _TOLERANCE = 1e-9  # For floating-point rounding of an IoU that equals a thresho
 _MAX_CHARACTERS = 1_000
 _SHORTEST = 0.01
 """Least length of a gold interval in seconds: answers are written with two decimals."""
-_SECONDS = r"(\d{1,6}(?:\.\d{1,6})?)(?:[- ]?(?:s|secs?|seconds?)\b(?: mark)?)?"
+_UNIT = r"(?:[- ]?(?:s|secs?|seconds?|segundos?|sekunden?|secondes?)\b(?: mark)?| ?秒)?"
+_SECONDS = rf"(\d{{1,6}}(?:\.\d{{1,6}})?){_UNIT}"
 # What may stand between start and end, among it a word or sign that joins them, and what after.
+_TO = "to|a|à|bis|until|till|through|and|und|y|ends?|ended|finish(?:es|ed)?|stops?"
 _JOIN = (
-    r"(?=[^\d]{0,40}(?:\b(?:to|until|till|through|and|ends?|ended|finish\w*|stops?)|[-–—→,]))"
-    r"(?:[\s,;:=\"'*_(){}→>–—-]|\b(?:to|until|till|through|and|up|it|at|in|the|then|event|time|second|t"
-    r"|ends?|ended|ending|finish(?:es|ed)?|stops?|end_?time)\b|\.(?= )){1,12}"
+    rf"(?=[^\d]{{0,40}}(?:\b(?:{_TO})|[-–—→,到至]))(?:[\s,;:=\"'*_(){{}}→>–—到至-]"
+    rf"|\b(?:{_TO}|up|it|at|in|the|then|event|time|second|t|ending|end_?time)\b|\.(?= )){{1,12}}"
 )
 _END = (
     r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|into|of|as|when|while|during|on|where|is|inclusive)\b)[\w%°])"
 )
-_INTERVAL = re.compile(rf"(?<![\w.,:+-])(?:between )?{_SECONDS}{_JOIN}{_SECONDS}{_END}")
-_OTHER_UNITS = re.compile(r"\b(?:min(?:ute)?s?|h(?:ou)?rs?|ms|milliseconds?|frames?|percent)\b|%")
+_BEFORE = r"(?<![^\W从自])(?<![.,:+-])(?:between |zwischen |entre )?"
+_INTERVAL = re.compile(_BEFORE + _SECONDS + _JOIN + _SECONDS + _END)
+# Other units, what a range is of if not of time, and a part of the video that is not there.
+_NO_TIME = re.compile(
+    r"\b(?:min(?:ute)?s?|h(?:ou)?rs?|ms|milliseconds?|frames?|percent)\b|%"
+    r"|\b(?:(?:page|chapter|paragraph|section|line|row|column|slide|level|step|item|scene|shot"
+    r"|episode|verse|version)s?|(?:score|price|value|count) \w+) (?:from )?\|"
+    r"|\b(?:clip|video|footage|film|recording|segment|event)\b(?:(?! (?:at|until) \|)[^|,.]){0,20}"
+    r"\b(?:cut|missing|removed|deleted|skipped|trimmed)\b[^|]*\|"
+    r"|\|[^|,.]{0,9}\b(?:is|was|are|were) (?:cut|missing|removed|deleted|skipped|trimmed)\b"
+)
 
 
 class Temporal(Task):
@@ -57,7 +67,7 @@ class Temporal(Task):
             for found in _INTERVAL.finditer(text)
         )
         interval = choose(text, list(intervals))
-        if interval is None or has_number(rest) or _OTHER_UNITS.search(rest):
+        if interval is None or has_number(rest) or _NO_TIME.search(rest):
             return None
         return interval if interval[0] < interval[1] else None
 

@@ -111,6 +111,7 @@ _NO_COUNT_AFTER = re.compile(
 _STATED_ZERO = re.compile(
     r"\b(there (?:are|were)) no(?= [a-z])|\b(there (?:is|was)) no one\b"
     r"|\b(there (?:is|are))n['’]t (?:any|a single)(?= [a-z])"
+    r"|((?:图[片像]?|画面|照片)[中里上])没有(?!数|办|法|给|任何信)"
 )
 _EXPLANATION = re.compile(r"[:([]")
 _OF_THEM = re.compile(r" of (?:which|whom|them|these|those)\b")
@@ -138,7 +139,7 @@ def parse_integer(text: str) -> int | None:
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         return None
     text = " ".join(re.sub(r"\b_+|_+\b", " ", fold(text).lower()).split())  # Markdown's emphasis
-    text = _STATED_ZERO.sub(r"\1\2\3 0", text)
+    text = _STATED_ZERO.sub(r"\1\2\3\4 0", text)
     found = _NUMBER.finditer(text)
     numbers = [Candidate(number.start(), number.end(), _read_number(number)) for number in found]
     # Digits outside the numbers belong to text such as "x3".
@@ -296,6 +297,9 @@ def _parse_json_value(
     value: Any, keys: Sequence[str], y_first: bool, depth: int = 4
 ) -> _Rows | None:
     """Return the rows of a JSON value: a row, a list of rows, or an object of either by label."""
+    named = depth == 4 and isinstance(value, dict) and value.items()
+    if named and all(name and item == [] for name, item in named):  # {"objects": []}
+        return []
     if (row := _parse_json_row(value, keys, y_first)) is not None:
         return [row]
     if not isinstance(value, list | dict) or len(value) > MAX_ITEMS or not depth:
@@ -456,6 +460,7 @@ _FORMS: dict[int, list[tuple[str, str | Callable[[re.Match[str]], str]]]] = {
         ),
         (r"(?:<ref>(?P<label>[^<]*)</ref>\s?)?<box>(?P<inner>[^<]*)</box>", _rewrite_tags),
         (rf"(?i:top[- ]left){_GAP}{_FIRST}{_GAP}(?i:bottom[- ]right){_GAP}{_SECOND}", _rewrite),
+        (rf"(?i:\b(?:run|extend|span|stretche?)s?) from {_FIRST} to {_SECOND}", _rewrite),
         (rf"[(<](\s?{_N}(?:\s?,\s?{_N}){{3}}\s?)[)>]", r"[\1]"),
         (rf"(?<=\d)\s?;\s?(?={_N})", ", "),
     ],

@@ -32,14 +32,21 @@ NUMBER_WORDS = {word: number for number, word in enumerate(ONES.split("|"))} | {
 
 # Words that deny an answer, offer another, doubt it, or quote it.
 _UNSURE = re.compile(
-    r"(?!\Ano,)\b(?:not(?! (?:counting|including))|n?or|no|never|n?either|none|nothing|cannot"
-    r"|wrong(?:ly)?|incorrect(?:ly)?|false|except|exclud\w+|avoid|ignore|reject\w*|instead"
-    r"|rather than|opposite|unlike|contrary|alternatively|vs|versus|maybe|perhaps|possibly"
-    r"|probably|might|could(?! (?:see|count|find))|(?-i:may)|guess\w*"
-    r"|unsure|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction"
-    r"|wait(?=[,.!:])|suppose|pretend|refus\w*|sorry|equally|whichever"
-    r"|(?:for|an|the|format) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form)\b"
-    r"|n['’]t\b|~~|<!--|不|没|或",
+    r"(?!\Ano,)\b(?:not(?! (?:counting|including|the other)\b)"
+    r"(?! (?!sure|certain|clear)[^|.;]{1,60}\bbut (?:the|it|this|one|in|at|on)\b[^|]{0,60}\|)"
+    r"|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false|mistake|except"
+    r"|exclud\w+|avoid|ignore|reject\w*|instead|rather than|anything but|used to be|opposite|unlike"
+    r"|contrary|alternatively|vs|versus|maybe|perhaps|possibly|probably|hardly|usually|typically"
+    r"|might|could(?! (?:see|count|find))|(?-i:may)|guess\w*|doubt\w*|(?:first|I) thought|unsure"
+    r"|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction|told"
+    r"|wait(?=[,.!:])|suppose|pretend|refus\w*|sorry|equally|whichever|claim(?:s|ed)|crossed out"
+    r"|(?:for|an|the|format|prompt['’]s) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form"
+    r"|(?:previous|last) (?:answer|response|click|box|point)|something else|some(?:where|one)"
+    r"|too (?:many|few|much|high|low)|(?:of|for|belongs? to) (?:the other|another|a different)"
+    r"|nicht|kein\w*|oder|vielleicht|pas|peut-être|quizás?)\b|n['’]t\b|~~|<!--|不|没|或"
+    r"|(?:\A|[.;:\n] ?)(?:th(?:is|at) is )?(?:the |an)other \w+(?:['’]s \w+)?(?: is\b| are\b|:)"
+    # An answer that becomes another, or is said to be none.
+    r"|\|\W{0,3}(?:[-=]>|[→⇒➜])|\| (?:is|are) (?:empty|background)\b|, say,? ?\||\A\W*example:",
     re.IGNORECASE,
 )
 # What says nothing about the answer: offers of help, and that there is no more of it.
@@ -50,16 +57,17 @@ _POLITE = re.compile(
 )
 # Words that make a number a bound, a guess or a part, or that change its value.
 _INEXACT = re.compile(
-    r"\b(?:least|most|more|less|fewer|than|between(?! (?!and\b)(?:the )?[a-z])|up to|exceed\w*"
-    r"|approx\w*|roughly|circa|nearly|almost|several|minus|negative|plus|point|dozens?"
-    r"|hundreds?|thousands?|lakhs?|crores?|[mbtr]+illions?|percent)\b|[<>~≈±≤≥+%‰/^]"
+    r"\b(?:mindestens|höchstens|kaum|etwa|ungefähr|unos|unas|environ|au moins|least|most|more|less"
+    r"|fewer|than|between(?! (?!and\b)(?:the )?[a-z])|up to|exceed\w*|approx\w*|roughly|circa"
+    r"|nearly|almost|several|minus|negative|plus|point|dozens?|hundreds?|thousands?|lakhs?|crores?"
+    r"|[mbtr]+illions?|percent)\b|[<>~≈±≤≥+%‰/^]"
     r"|[二两三四五六七八九十百千万亿半几约第负减]|至少|至多|最多|最少|超过|不到|以[上下内]|左右|\|[对双倍点]",
     re.IGNORECASE,
 )
 # Words directly before a place, a time or a number that make it another one.
 _RELATIVE = re.compile(
-    r"\b(?:(?:left|right|top|bottom|outside|inside|out|ahead) of|near|beside|above|below|under|over"
-    r"|beyond|but|than|outside|behind|before|after|until)\W*\Z",
+    r"\b(?:(?:left|right|top|bottom|outside|inside|out|ahead) of|(?:next|close) to|away from|near"
+    r"|beside|above|below|under|over|beyond|but|than|outside|behind|before|after|until)\W*\Z",
     re.IGNORECASE,
 )
 _ABOUT = re.compile(r"\b(?:about|around)\W*\Z", re.IGNORECASE)
@@ -88,6 +96,19 @@ def is_relative(before: str, exact: bool = False) -> bool:
     return bool(_RELATIVE.search(before) or (exact and _ABOUT.search(before)))
 
 
+def is_introduced(before: str, after: str) -> bool:
+    """Return whether the sentence that leads to a table or a page, on its line or with a colon at
+    its end, and the one after it, if it is about the answer, leave it alone."""
+    before, after = (re.sub(r"```\w*", "", text) for text in (before[-300:], after[:300]))
+    lead = re.search(r"([^.;:：\n]*)(?:[:：]\s*| *)\Z", before)
+    about = re.match(
+        r"\s*(?:(?:this|it (?:is|may|might|could)|I|or|the table)\b|→)[^.;\n]*",
+        after,
+        re.IGNORECASE,
+    )
+    return is_sure(f"{lead[1] if lead else ''}:|{about[0] if about else ''}")
+
+
 def has_number(words: str) -> bool:
     """Return whether words have a digit, a number such as ½, or a number word."""
     return any(map(str.isnumeric, words)) or _ANY_NUMBER.search(words) is not None
@@ -109,7 +130,7 @@ _WRAPPERS = re.compile(
 _LEAD = re.compile(
     r"(?:#+ ?)?(?:(?:so|thus|therefore|hence),? )?(?:it(?:['’]s| is) |(?:the |my )?"
     r"(?:(?:final|correct|right|best) )?(?:answer|value|result|option|choice)"
-    r"(?: is ?:?|[*_ ]*[:=][*_]*|(?= |\n)))\s*",
+    r"(?: is ?:?|[*_ ]*[:=][*_]*|(?= |\n))|(?:正确)?答案(?:[是为][:：]?|[:：]))\s*",
     re.IGNORECASE,
 )
 _BOLD_LEAD = re.compile(r"(?:#+ ?)?(\*\*|__)([^*_\n]{1,40}?)(?:[:=]\1|\1 ?[:=])\s*")
