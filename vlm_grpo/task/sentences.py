@@ -109,6 +109,13 @@ def is_introduced(before: str, after: str) -> bool:
     return is_sure(f"{lead[1] if lead else ''}:|{about[0] if about else ''}")
 
 
+def forget(text: str, phrase: str) -> str:
+    """Return a text with "it" for the prompt's own phrase, whose words ("the other dog") are not
+    held against an answer."""
+    phrase = rf"(?<!\w){re.escape(phrase)}(?!\w)" if " " in phrase else r"\Z\A"
+    return re.sub(phrase, "it", text, flags=re.IGNORECASE)
+
+
 def has_number(words: str) -> bool:
     """Return whether words have a digit, a number such as ½, or a number word."""
     return any(map(str.isnumeric, words)) or _ANY_NUMBER.search(words) is not None
