@@ -180,6 +180,30 @@ def load_cv_bench(checkout: Checkout, file: str) -> Score:
     return score
 
 
+def load_vstar(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "extract_answer_letter", header="import re")
+    extract, task = vars(code)["extract_answer_letter"], load_benchmark("vstar").load_task()
+
+    def score(text: str, example: Example) -> float:
+        return float(extract(text) == task.write(task.gold_answer(example), example))
+
+    return score
+
+
+def load_hr_bench(checkout: Checkout, file: str) -> Score:
+    """Return the rule that comes before a language model, which reads the outputs without one."""
+    names = ("can_infer_option", "can_infer_text", "can_infer")
+    code = checkout.load(file, *names, header="import os, string\nimport copy as cp")
+
+    def score(text: str, example: Example) -> float:
+        options = example.answer["options"]
+        choices = dict(zip("ABCD", options, strict=False))
+        gold = "ABCD"[options.index(example.answer["answer"])]
+        return float(vars(code)["can_infer"](text, choices) == gold)
+
+    return score
+
+
 def load_tallyqa(checkout: Checkout, file: str) -> Score:
     code = checkout.load(file, "_number_word_to_numeral", "REPLACEMENTS")
     to_numeral = vars(code)["_number_word_to_numeral"]

@@ -245,6 +245,26 @@ def test_a_choice_is_the_first_letter(output, expected):
     assert READERS["first_letter"].read(output, example, load_task("cv_bench")) == expected
 
 
+@pytest.mark.parametrize(
+    ("output", "letter", "option"),
+    [
+        ("B", 1, 1),
+        ("It is B.", 1, 1),
+        ("It is a dog", 0, 1),  # a letter between spaces precedes the text for one of them
+        ("answer: b", 0, None),  # the first letter of answer, as the script reads it
+        ("A or B", 0, None),
+        ("<answer>(B)</answer>", 1, 1),
+        ("Z, no dog", None, None),
+        ("", None, None),
+    ],
+)
+def test_a_choice_of_visual_search_is_read_as_its_scripts_do(output, letter, option):
+    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
+    task = load_task("hr_bench_4k")
+    assert READERS["any_letter"].read(output, example, task) == letter
+    assert READERS["only_option"].read(output, example, task) == option
+
+
 def test_the_letter_of_a_word_is_told_from_a_letter():
     outputs = ["Based on it", " (Bird)", "(B) bird", "B", "B. As", "<answer>Box</answer>", "12"]
     assert [begins_word(output) for output in outputs] == [True, True, *[False] * 3, True, False]

@@ -181,6 +181,23 @@ def test_mmbench_reads_rotations_and_shared_images(tmp_path, capsys):
     assert output.refused == {"its answer is not published": 1}
 
 
+def test_hr_bench_joins_the_rotations_of_a_question(tmp_path, capsys):
+    first = {
+        **{"index": "0", "question": "Which?", "answer": "A", "category": "single"},
+        **{"A": "1", "B": "2", "C": "3", "D": "4", "cycle_category": "0"},
+        "image": base64.b64encode(png()).decode(),
+    }
+    turned = first | {"index": "1", "A": "4", "B": "1", "C": "2", "D": "3", "answer": "B"}
+    other = first | {"index": "2", "question": "How many?"}
+    lines = [tuple(first), *(row.values() for row in (first, turned, other))]
+    write_files(tmp_path, {"a.tsv": "\n".join("\t".join(line) for line in lines)})
+    output = Output(capsys, "hr_bench", tmp_path, source="a.tsv")
+    assert [answer["answer"] for answer in output.answers.values()] == ["1"] * 3
+    circles = [row["meta"]["circle"] for row in output.rows]
+    assert circles[0] == circles[1] != circles[2]
+    assert output.rows[0]["meta"].keys() == {"category", "cycle", "circle"}
+
+
 def test_pixmo_count_checks_the_hash_of_downloaded_images(tmp_path, capsys):
     good, changed = hashlib.sha256(png()).hexdigest(), hashlib.sha256(png(shade=1)).hexdigest()
     row = {"image_url": "https://x.y/z.jpg", "count": 3, "label": "cups"}
@@ -342,6 +359,7 @@ FILES = {
     "cosyn": ["validation-0.parquet"],
     "countbenchqa": ["test-0.parquet"],
     "cv_bench": ["test_2d.parquet"],
+    "deepeyes": ["train-0.parquet"],
     "docvqa": ["source.json"],
     "fintabnet": ["test-0.parquet"],
     "flickr30k": ["val.txt", "Annotations/a.xml", "Sentences/a.txt"],
@@ -351,6 +369,7 @@ FILES = {
         "Train_Test_Val_FSC_147.json",
     ],
     "groundui": ["train-0.parquet"],
+    "hr_bench": ["source.tsv"],
     "icdar2015": ["Challenge4_Test_Task3_GT.txt"],
     "iiit5k": ["testdata.mat"],
     "mmbench": ["source.tsv"],
@@ -378,6 +397,7 @@ FILES = {
     "tallyqa": ["test.json"],
     "textvqa": ["TextVQA_0.5.1_val.json"],
     "virl39k": ["train-0.parquet"],
+    "vstar": ["relative_position/a.json"],
     "visual_genome": ["region_descriptions.json"],
     "vlm_r1": ["source.json"],
 }

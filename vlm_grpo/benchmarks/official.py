@@ -264,6 +264,43 @@ def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
     return task.parse(found[1], example) if found and found[1].upper() in letters else None
 
 
+_LETTER_PLACES = (
+    r"^([A-D])",
+    r"(?:ANSWER|CHOICE|OPTION)(?:\s+IS)?[\s:]+([A-D])",
+    r"\(([A-D])\)",
+    r"([A-D])\s*[.)\]]",
+    r"(?:^|\s)([A-D])(?:\s|$)",
+    r"^[^A-D]*([A-D])[^A-D]*$",
+)
+
+
+@_reader(
+    "a letter at the start, after the word answer, choice or option, in brackets, before a period or "
+    "a bracket, or between spaces, else the only one (lmms-eval, vstar_bench/utils.py)"
+)
+def _read_any_letter(text: str, example: Example, task: Task) -> Any | None:
+    answer = unwrap(text).strip().upper()
+    found = next(filter(None, (re.search(place, answer) for place in _LETTER_PLACES)), None)
+    letters = ascii_uppercase[: len(example.answer.get("options", ()))]
+    return task.parse(found[1], example) if found and found[1] in letters else None
+
+
+@_reader(
+    "the only capital letter among the words, else the only option whose text occurs (HR-Bench and "
+    "VLMEvalKit, matching_util.py, without its language model)"
+)
+def _read_only_option(text: str, example: Example, task: Task) -> Any | None:
+    answer, options = unwrap(text), example.answer.get("options", ())
+    words = re.sub(r"[.()\[\],:;!*#{}]", " ", answer).split()
+    letters = [letter for letter in ascii_uppercase[: len(options)] if letter in words]
+    if len(letters) == 1:
+        return task.parse(letters[0], example)
+    if not letters and "Z" in words:  # its sign for no option
+        return None
+    found = [n for n, option in enumerate(options) if option.lower() in answer.lower()]
+    return found[0] if len(found) == 1 else None
+
+
 def begins_word(text: str) -> bool:
     """Return whether the letter that ``first_letter`` reads is the first of a word.
 
