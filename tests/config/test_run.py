@@ -31,7 +31,7 @@ def test_settings_are_frozen():
 def test_every_recipe_is_equal_after_saving_and_loading(recipe, tmp_path):
     needed = ["task_options.address=http://a", "task_options.judge_model=b"]
     overrides = {"mixed": [], "worlds": []}  # with own sources
-    overrides |= dict.fromkeys(("judged", "search_qwen2_5_vl_7b"), [*DATA, *needed])
+    overrides |= {name: [*DATA, *needed] for name in ("judged", "search_qwen2_5_vl_7b")}
     settings = load_settings(recipe, overrides.get(recipe, DATA))
     path = tmp_path / "run" / "config.yaml"
     settings.save(path)

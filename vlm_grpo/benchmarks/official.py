@@ -275,8 +275,8 @@ _LETTER_PLACES = (
 
 
 @_reader(
-    "a letter at the start, after the word answer, choice or option, in brackets, before a period or "
-    "a bracket, or between spaces, else the only one (lmms-eval, vstar_bench/utils.py)"
+    "a letter at the start, after the word answer, choice or option, in brackets, before a period "
+    "or a bracket, or between spaces, else the only one (lmms-eval, vstar_bench/utils.py)"
 )
 def _read_any_letter(text: str, example: Example, task: Task) -> Any | None:
     answer = unwrap(text).strip().upper()
