@@ -290,8 +290,9 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
             if settings.rollout.forks == 1:
                 assert own.trunk is None
                 continue
-            assert own.trunk == number // 2 * 2
-            trunk, count = group.completions[own.trunk], own.trunk_length
+            first = number // 2 * 2
+            assert own.trunk == first
+            trunk, count = group.completions[first], own.trunk_length
             assert own.logprobs[:count] == trunk.logprobs[:count]
             assert own.turns[0] == trunk.turns[0]
             assert own.observations[:1] == trunk.observations[:1]
