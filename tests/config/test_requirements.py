@@ -139,6 +139,16 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
             "noise does not know the episodes",
         ),
         ("task_options.environment=zoom objective.replay.size=5", "objective.replay=null"),
+        ("methods=[tool_gain]", "tool_gain has no effect without task_options.environment"),
+        (
+            "task_options.environment=zoom methods=[tool_gain] rollout.num_generations=2",
+            "num_generations=2 are too few",
+        ),
+        (
+            "task_options.environment=zoom methods=[tool_gain] "
+            "objective.advantage_estimator=reinforce_plus_plus",
+            "choose grpo or rloo",
+        ),
         ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
         ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
         ("rollout.forks=8", "forks=8 must divide rollout.num_generations=8 into at least two"),

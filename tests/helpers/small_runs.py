@@ -85,7 +85,7 @@ def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
 
 
 def make_trainer(settings: Settings) -> Trainer:
-    task = load_task(settings.task)
+    task = load_task(settings.task, **settings.task_options)
     examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out = []
     if settings.data.eval is not None:

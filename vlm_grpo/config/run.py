@@ -201,6 +201,10 @@ class Settings(Frozen):
         return [*known, *map(read_own_settings, self.methods)]
 
     @property
+    def named_methods(self) -> list[str]:
+        return [str(entry.file) for entry in self.methods]
+
+    @property
     def can_skip_zero_advantages(self) -> bool:
         """Whether a completion with advantage 0 has no gradient, also of a file's method."""
         return self.objective.can_skip_zero_advantages and not any(

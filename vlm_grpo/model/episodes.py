@@ -56,6 +56,10 @@ def begin_episodes(
     return builder.with_resized_sizes(example), start
 
 
+REFUSAL = Observed("No tool is available now. Answer without one.")
+"""What is read after a call that is refused; it is no error of the model's."""
+
+
 @dataclass
 class _Episode:
     prompt: Prompt
@@ -68,6 +72,7 @@ class _Episode:
     observations: list[Observation] = field(default_factory=list)
     stop: str | None = None  # why it ended, if not as its last part did
     trunk: int | None = None  # number of the episode that it is a branch of
+    is_refused: bool = False  # whether it reads ``REFUSAL`` in place of each result
 
     def fork(self, count: int) -> list[_Episode]:
         """Return it and its branches, whose first turn and environment's state are its own."""
@@ -111,6 +116,7 @@ def sample_episodes(
     sample: Sample,
     builder: PromptBuilder,
     runner: EnvironmentRunner,
+    refused: int = 0,
 ) -> list[tuple[Completion, ...]]:
     """Sample the completions of prompts, some or none of which have an environment.
 
@@ -126,6 +132,7 @@ def sample_episodes(
         sample: samples the next part of some completions.
         builder: writes what is observed in the model's chat template.
         runner: calls the tools.
+        refused: number of the last completions of each group whose calls are refused.
     """
     ends = {prompt.start.end_of_call: None for prompt in prompts if prompt.start is not None}
     sampling = replace(sampling, stop=(*sampling.stop, *ends))
@@ -137,7 +144,14 @@ def sample_episodes(
             groups.append([*members])
             continue
         pairs = zip(own, members, strict=True)
-        groups.append([_Episode(prompt, start, seed, n, [c], start.state) for n, c in pairs])
+        groups.append(
+            [
+                _Episode(
+                    prompt, start, seed, n, [c], start.state, is_refused=n >= own.stop - refused
+                )
+                for n, c in pairs
+            ]
+        )
     active = [e for group in groups for e in group if isinstance(e, _Episode)]
     active = _step(active, builder, runner, longest)
     for group, own in zip(groups, numbers, strict=True):
@@ -165,10 +179,13 @@ def _step(
 ) -> list[_Episode]:
     """Call the tools that the last turns ask for; return the episodes that go on."""
     calling = [e for e in episodes if e.start.end_of_call in e.parts[-1].text]
-    states = [episode.state for episode in calling]
-    steps = runner.step(states, [episode.parts[-1].text for episode in calling])
+    given = [episode for episode in calling if not episode.is_refused]
+    steps = iter(runner.step([e.state for e in given], [e.parts[-1].text for e in given]))
     following = []
-    for episode, (state, call, observed) in zip(calling, steps, strict=True):
+    for episode in calling:
+        state, call, observed = (
+            (episode.state, None, REFUSAL) if episode.is_refused else next(steps)
+        )
         episode.state, text = state, episode.parts[-1].text
         if observed is None:  # an environment with its own ``step`` ends the episode
             continue

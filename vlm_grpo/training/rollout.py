@@ -124,6 +124,11 @@ class RolloutSampler:
         if self._author_of(0) is None:
             self.start_outside()
 
+    @property
+    def _refused(self) -> int:
+        size = self.settings.rollout.num_generations
+        return max((method.count_refused(size) for method in self.methods), default=0)
+
     def _find(self, hook: str) -> Method | None:
         return next((method for method in self.methods if overrides(method, hook)), None)
 
@@ -341,6 +346,7 @@ class RolloutSampler:
             lambda *turn: outside.start(*turn).result(),
             self.policy.prompts,
             self.runner,
+            self._refused,
         )
         return PendingRollout(indices, own, prompts, completions)
 
@@ -389,7 +395,9 @@ class RolloutSampler:
             if begun.completions is None:
                 arguments = self._build_arguments(prompts, begun.own)
                 sample, builder = self._sample_within_memory, self.policy.prompts
-                completions = sample_episodes(*arguments, sample, builder, self.runner)
+                completions = sample_episodes(
+                    *arguments, sample, builder, self.runner, self._refused
+                )
             else:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)

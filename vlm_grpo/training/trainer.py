@@ -137,6 +137,8 @@ class Trainer:
                 advantages = compute_advantages(
                     rollout, scores, settings.objective, self.estimator, ranks
                 )
+                for method in self.methods.values():
+                    advantages = method.credit(rollout, advantages)
                 batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
                 metrics = rollout_metrics(rollout, advantages)
                 metrics = {**self.updater.update(batch), **metrics}

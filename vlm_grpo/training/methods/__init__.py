@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vlm_grpo.model.engine.batch import GroupSlice
     from vlm_grpo.model.policy import Policy
     from vlm_grpo.task import Task
-    from vlm_grpo.training.batch import KeptGroup, Rollout, Values
+    from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, Values
     from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch
     from vlm_grpo.types import Example, Group, Prompt
 
@@ -165,6 +165,10 @@ class Method:
         """Return how many of a group's completions are sampled behind the variant."""
         return 0
 
+    def count_refused(self, size: int) -> int:
+        """Return how many of a group's last episodes read a refusal in place of each result."""
+        return 0
+
     def recall(self, count: int, step: int) -> list[KeptGroup]:
         """Return up to ``count`` groups of earlier steps, equal on all ranks, to train on once more
         in the places of groups without a gradient.
@@ -202,6 +206,10 @@ class Method:
         All ranks call it together; ``scores`` has those of all methods.
         """
         return None
+
+    def credit(self, rollout: Rollout, advantages: StepAdvantages) -> StepAdvantages:
+        """Return the advantages of this rank's completions, perhaps with others of their tokens."""
+        return advantages
 
     # The loss.
 
