@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import BFLOAT16, run_launch
+from rank_cases import BFLOAT16, WITH_EPISODES, run_launch
 from safetensors.torch import load_file
 from small_runs import assert_same_weights, read_metrics
 
@@ -25,10 +25,10 @@ RESUMED = ["fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
 ZERO = ["zero2-2", "zero3-2"]
 ZERO_RESUMED = ["zero2-2-resumed", "zero3-2-resumed", "fsdp-2-resumed_zero3"]
 CASES = {
-    **{"ddp-2": 16, "fsdp-2": 8, "fsdp_held-2": 2, "zero2-2": 3, "zero3-2": 7},
+    **{"ddp-2": 17, "fsdp-2": 9, "fsdp_held-2": 2, "zero2-2": 3, "zero3-2": 7},
     **{"ddp-4": 5, "fsdp-4": 3, "hsdp-4": 1},
 }
-"""Number of float32 cases of each launch, of the 16 of ``ddp-1``."""
+"""Number of float32 cases of each launch, of the 17 of ``ddp-1``."""
 OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/")
 """Beginnings of the names of metrics of a run's examples."""
 needs_deepspeed = pytest.mark.skipif(
@@ -72,7 +72,7 @@ def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
 
 def compare_with_one_process(results: Results) -> None:
     expected = select_steps(results["ddp-1"])
-    assert len(expected) == 16
+    assert len(expected) == 17
     for launch in results.keys() - {"ddp-1"}:
         found = select_steps(results[launch])
         assert expected.keys() >= found.keys()
@@ -113,6 +113,21 @@ def test_two_processes_share_an_evaluation_and_its_errors(folder):
     assert (shared, six) == (alone, 6)  # each output is scored by one process
     # The first process, whose results these are, has read its own examples.
     assert "another process of this run has failed" in failed[0]
+
+
+def test_processes_with_unequal_turns_evaluate_as_one(folder):
+    results = run_launches(folder, ["ddp-1", *WITH_EPISODES])
+    first, second = results["ddp-1"]["episodes"]
+    (rows, metrics), by_command = first["evaluations"]
+    assert by_command == [rows, metrics]
+    assert metrics["tools/calls"] > 0
+    assert len(json.loads(rows)) == 8
+    counts = {len(row["turns"]) for row in json.loads(rows)}
+    assert len(counts) > 1
+    assert {"tools/gain", "letters_without_tools"} <= metrics.keys()
+    assert all(step["metrics"]["tokens/observed"] > 0 for step in (first, second))
+    for launch in WITH_EPISODES:
+        assert results[launch]["episodes"][0]["evaluations"] == first["evaluations"], launch
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ import torch
 from forked import run_ranks
 from PIL import Image
 from safetensors.torch import load_file
+from small_environments import Peek
+from small_environments import __file__ as ENVIRONMENTS
 from small_runs import TASK, save_tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -41,7 +43,7 @@ from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import generate
-from vlm_grpo.eval.evaluate import evaluate_model
+from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate, evaluate_model
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import weights
@@ -52,7 +54,7 @@ from vlm_grpo.training.checkpoint.store import write_checkpoint
 from vlm_grpo.training.run_dir import lock_run
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
-from vlm_grpo.types import Example
+from vlm_grpo.types import EpisodeTurn, Example
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
@@ -164,6 +166,13 @@ _IN_THE_UPDATE = (
     *("a reference and two updates", "a warm start", "one example", "nothing to learn"),
 )
 _WITHOUT_GROUPS = ("one example", "nothing to learn")
+EPISODES: dict[str, Any] = {
+    "task_options": {"environment": {"name": f"{ENVIRONMENTS}:{Peek.__name__}", "max_turns": 3}},
+    "rollout": {"max_completion_length": 5},
+    "data": {"eval_limit": 8},
+    "evaluation": {"temperature": 1.0},
+}
+"""Episodes with unequal numbers of turns; those of rows without an image observe texts alone."""
 UNEVEN_CASES = {
     **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
     "fsdp-2": ("resampled groups", *_IN_THE_UPDATE),
@@ -173,6 +182,7 @@ UNEVEN_CASES = {
 }
 """The cases of ``UNEVEN`` by launch. A strategy of each library has those that differ in the
 update; on four ranks it has those in which some ranks have none."""
+WITH_EPISODES = "ddp-2", "fsdp-2"
 BEGUN_BY = {
     "fsdp-2-resumed": "fsdp-2",
     "fsdp_held-2-resumed": "ddp-1",
@@ -555,6 +565,23 @@ def evaluate_held_out(settings: Settings) -> list[Any]:
     return results
 
 
+def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:
+    """Evaluate episodes as the command does and as a run does, with and without tools; then run
+    two steps. Return the steps, the first with both evaluations and the numbers of turns."""
+    data = {**EPISODES["data"], "eval": str(folder / "rows.jsonl")}
+    settings = make_settings(folder, launch, **EPISODES | {"data": data})
+    generate.CHUNK_EXAMPLES = 1
+    trainer = build_trainer(settings)
+    arguments = trainer.train_examples[:8], settings, trainer.sampler.scorer
+    evaluator = HeldOutEvaluator(trainer.strategy, trainer.task, *arguments)
+    found = [evaluator.evaluate(0), evaluate(settings)]
+    steps = run_steps(trainer, 2)
+    trainer.sampler.close()
+    write = partial(json.dumps, default=EpisodeTurn.to_json)
+    evaluations = [[write(scored.rows), scored.metrics] for scored in found if scored]
+    return [{**steps[0], "evaluations": evaluations}, *steps[1:]]
+
+
 def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the names and functions of the cases that all ranks of a launch run together."""
     if launch.endswith("-uninterrupted"):
@@ -583,6 +610,8 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         changes = UNEVEN[name]
         is_long = any(word in str(changes) for word in ("refresh", "replay", "mixed"))
         yield name, steps(3 if is_long else 2, **changes)
+    if launch in ("ddp-1", *WITH_EPISODES):
+        yield "episodes", lambda: train_on_episodes(folder, launch)
     if launch.startswith(("ddp", "zero")):
         yield "out of memory", partial(retry_after_out_of_memory, make_settings(folder, launch))
     if launch in ("ddp-1", "ddp-2"):

@@ -122,7 +122,10 @@ def test_supervised_steps_train_on_demonstrations(tmp_path, source):
     assert losses == sorted(losses, reverse=True)
 
 
-def test_a_result_that_the_model_cannot_take_is_answered_in_text(source):
+@pytest.fixture
+def scripted(source: Path) -> Any:
+    """Return a policy, a prompt, a call that returns a result too thin to show, and a function that
+    samples an episode of that call, so often, and an answer, of at most so many tokens."""
     settings = Settings(
         task="ocr",
         model=str(source),
@@ -133,21 +136,44 @@ def test_a_result_that_the_model_cannot_take_is_answered_in_text(source):
     policy = load_policy(settings)
     task = policy.prompts.adapt(load_task("ocr", environment={"name": "zoom", "least": 4}))
     thin = write("zoom", bbox_2d=[0, 0, 10**5, 4])
-
-    def sample(prompts, sampling, numbers, seeds, begun):
-        text = thin if not begun else "EXIT"
-        tokens = tuple(policy.tokenizer(text)["input_ids"])
-        return [(Completion(tokens, (0.0,) * len(tokens), text, "stop"),)] * len(prompts)
-
+    used = len(policy.tokenizer(thin)["input_ids"])
     with EnvironmentRunner() as runner:
         example, start = begin_episodes(policy.prompts, runner, EXAMPLE, task)
         prompt = replace(policy.prompts.build(example, task), start=start)
-        settings = SamplingSettings(policy.distribution, 200)
-        arguments = [range(1)], [(0,)], sample, policy.prompts, runner
-        ((episode,),) = sample_episodes([prompt], settings, *arguments)
-    assert episode.text == "EXIT"
+
+        def run(calls: int, most: int = 200) -> Completion:
+            def sample(prompts, sampling, numbers, seeds, begun):
+                text = thin if sum(begun) < calls * used else "EXIT"
+                tokens = tuple(policy.tokenizer(text)["input_ids"])
+                return [(Completion(tokens, (0.0,) * len(tokens), text, "stop"),)] * len(prompts)
+
+            sampling = SamplingSettings(policy.distribution, most)
+            arguments = [range(1)], [(0,)], sample, policy.prompts, runner
+            ((episode,),) = sample_episodes([prompt], sampling, *arguments)
+            return episode
+
+        yield policy, prompt, used, run
+
+
+def test_a_result_that_the_model_cannot_take_is_answered_in_text(scripted):
+    *_, run = scripted
+    episode = run(calls=1)
+    assert (episode.text, episode.stop) == ("EXIT", "stop")
     assert (
         small_environments.see(episode.turns[0].observed).text
         == "Error: the result cannot be shown to you"
     )
     assert "cannot be shown to you" in episode.observations[0].prompt.text
+
+
+def test_an_episode_is_cut_where_no_token_is_left(scripted):
+    policy, prompt, used, run = scripted
+    assert [len(run(2, most).observations) for most in (2 * used, 2 * used + 1)] == [1, 2]
+    assert run(2, 2 * used).stop == "length"
+    seen = run(1).observations[0].prompt
+    whole = len(prompt.token_ids) + 2 * (used + len(seen.token_ids))
+    for context, shown in ((whole, 1), (whole + 1, 2)):
+        policy.prompts.max_tokens = context
+        episode = run(2)
+        assert len(episode.observations) == shown
+        assert (episode.stop, len(episode.turns)) == (("length", 2) if shown == 1 else ("stop", 3))
