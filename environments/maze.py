@@ -60,6 +60,10 @@ class Maze(Environment):
         said = f"You are at the goal: {self.example.answer}" if there == goal else ""
         return [said, self._draw()]
 
+    def preview(self, example: Example) -> Sequence[str | tuple[int, int]]:
+        side = self.cell * self.cells
+        return [f"You are at the goal: {example.answer}", (side, side)]
+
     def demonstrate(self, example: Example) -> Sequence[ToolCall]:
         start, goal, doors = self._build(example)
         return [ToolCall("move", {"direction": name}) for name in _solve(start, goal, doors)]

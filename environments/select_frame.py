@@ -45,6 +45,14 @@ class SelectFrame(Environment):
         size = round(frame.width * scale), round(frame.height * scale)
         return [f"{time:g} s:", frame.resize(size, Image.Resampling.LANCZOS)]
 
+    def preview(self, example: Example) -> Sequence[str | tuple[int, int]]:
+        try:
+            width, height = _find_clip(example).size
+        except ToolError as error:
+            return [str(error)]
+        scale = max(1.0, self.min_side / min(width, height))
+        return ["100.25 s:", (round(width * scale), round(height * scale))]
+
     def demonstrate(self, example: Example) -> Sequence[ToolCall]:
         times = example.meta.get("evidence", ())
         return [ToolCall("select_frame", {"seconds": time}) for time in times]

@@ -45,6 +45,11 @@ class Zoom(Environment):
         size = round(part.width * scale), round(part.height * scale)
         return part.resize(size, Image.Resampling.LANCZOS) if size != part.size else part
 
+    def preview(self, example: Example) -> Sequence[tuple[int, int]]:
+        sizes = [image.size for image in example.images[:1]]  # a part may be the whole image
+        scales = [max(1.0, self.min_side / min(size)) for size in sizes]
+        return [(round(w * s), round(h * s)) for (w, h), s in zip(sizes, scales, strict=True)]
+
     def demonstrate(self, example: Example) -> Sequence[ToolCall]:
         boxes = example.meta.get("evidence", ())
         return [ToolCall("zoom", {"bbox_2d": list(box)}) for box in boxes]

@@ -54,6 +54,10 @@ class Peek(Environment):
         shown = [f"Part {self.count}", self.peek()] if self.example.images else "Nothing"
         return ToolCall("peek", {}), self._observe(shown)
 
+    def preview(self, example: Example) -> Any:
+        last = self.max_turns - 1
+        return [f"Part {last}", (28 * last, 28)] if example.images else ["Nothing"]
+
     @reward(weight=0.5, needs_answer=False)
     def turns(self, episode: Any) -> float:
         """Return the share of the turns that were used."""

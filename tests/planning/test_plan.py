@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_environments
 import torch
 from commands import fails, run
 from family_models import BUILDERS
 from family_policies import build_family_policy
+from small_runs import make_trainer, save_tiny_model, small_run
 from tiny_models import noise_example
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.loading import get_model_source, load_model
+from vlm_grpo.model.episodes import begin_episodes
+from vlm_grpo.model.loading import get_model_source, load_model, load_prompt_builder
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning import plan as plans
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
@@ -38,6 +42,7 @@ from vlm_grpo.planning.plan import (
     with_changes,
 )
 from vlm_grpo.planning.sizes import estimate_workload
+from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.types import Prompt
 
 H100 = find_device("H100")
@@ -495,6 +500,46 @@ def test_sizes_match_the_policys_prompts(planner):
     assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in prompts)
     values = [prompt.vision["pixel_values"].numel() for prompt in prompts]
     assert sorted(size.values for size in sizes) == sorted(values)
+
+
+def test_results_of_an_environment_match_those_of_a_run(tmp_path):
+    options = {"environment": {"name": f"{small_environments.__file__}:Peek", "max_turns": 3}}
+    rollout = {"max_completion_length": 30}
+    source = save_tiny_model(tmp_path / "model")
+    settings = small_run(tmp_path, source, task_options=options, rollout=rollout)
+    found = Planner(settings, Device("toy", GIB, is_cpu=True)).plan()
+    trainer = make_trainer(settings)
+    with closing(trainer.sampler):
+        groups = trainer.sampler.sample(0).groups
+    seen = [c.observations for group in groups for c in group.completions]
+    counts = [[len(o.prompt.token_ids) for o in own] for own in seen if len(own) == 2]
+    assert counts
+    size = found.step.prompts[-1]
+    assert size.observed is not None
+    # The second result is an image of two tokens, as the environment says, and the first of one.
+    assert all(own == [size.observed.tokens - 1, size.observed.tokens] for own in counts)
+    pixels = seen[0][1].prompt.vision["pixel_values"]
+    assert (size.results, size.observed.values) == (2, pixels.numel())
+    work, most = found.step.work, max(len(group.prompt.token_ids) for group in groups)
+    observed = max(sum(own) for own in counts)
+    assert work.path_tokens == 30 + observed + 1
+    assert most <= work.prompt_tokens
+    line = f"up to 2 results of {size.observed.tokens} tokens per completion, 2 of them of images"
+    assert line in str(found)
+
+
+def test_what_an_environment_shows_first_is_part_of_planned_prompts(planner):
+    settings = load_settings("counting", ["data.train_limit=5", "task_options.environment=maze"])
+    own = Planner(settings, Device("toy", GIB, is_cpu=True))
+    prompts, task = load_prompt_builder(settings), own.task
+    with EnvironmentRunner() as runner:
+        rows = [
+            begin_episodes(prompts, runner, example, task)[0]
+            for example in planner.prompts.examples[:5]
+        ]
+    sizes = own.count_prompts(settings.policy)
+    expected = sorted(len(prompts.build(row, task).token_ids) for row in rows)
+    assert sorted(size.tokens for size in sizes) == expected
 
 
 def test_an_image_that_cannot_be_resized_is_an_error(tmp_path):

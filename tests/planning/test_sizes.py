@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from vlm_grpo.model.engine.batch import GroupSlice, pack
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.plan import with_changes
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
-from vlm_grpo.types import Prompt
+from vlm_grpo.types import Observation, Prompt
 
 
 @settings(max_examples=60)
@@ -24,12 +25,22 @@ from vlm_grpo.types import Prompt
     prompt=st.integers(1, 200),
     completion=st.integers(1, 40),
     budget=st.integers(1, 900),
+    results=st.integers(0, 2),
 )
-def test_micro_batches_match_the_update(prompts, group, prompt, completion, budget):
+def test_micro_batches_match_the_update(prompts, group, prompt, completion, budget, results):
+    results = min(results, completion - 1)
     work = Workload(prompts, group, prompt, 0, completion, 1 << 16, budget, 0)
+    work = replace(work, results=results, result_tokens=7)
+    seen = Prompt(noise_example("b", []), "", (0,) * 7, {})
+    observed = (tuple(Observation(n + 1, seen) for n in range(results)),) * group
     example_prompt = Prompt(noise_example("a", []), "", (0,) * prompt, {})
     slices = [
-        GroupSlice(example_prompt, ((1,) * completion,) * group, tuple(range(group)))
+        GroupSlice(
+            example_prompt,
+            ((1,) * completion,) * group,
+            tuple(range(group)),
+            observed if results else (),
+        )
         for _ in range(prompts)
     ]
     batches = pack(slices, budget)

@@ -150,6 +150,22 @@ def test_each_term_of_the_flops_is_counted_once(model, work, expected):
     assert flops == PhaseCosts(vision, 2 * PROMPT, 6 * (ANSWER + 5 * HEAD), update)
 
 
+def test_an_episodes_results_are_passed_and_encoded():
+    # One result of 5 tokens and 4 patches in each of six episodes; answers attend to it, too.
+    result, answer = 2 * 5 * (1152 + 32 * 23), 2 * 4 * (1152 + 32 * 27.5)
+    tower = 4 * (2 * (3 * 112 + 20) + 4 * 4 * 3 * 4) + 2 * 16 * (16 + 8)
+    found = count_flops(SHAPE, replace(WORK, results=1, result_tokens=5, result_patches=4))
+    forward = 2 * PROMPT + 6 * (result + answer)
+    # The second turn begins with the prompts, half of each episode's 5 tokens, and the result.
+    again = 2 * PROMPT + 6 * 2 * 7 * (1152 + 32 * 24)
+    assert found == PhaseCosts(
+        4 * (2 * TOWER + 6 * tower),
+        2 * PROMPT + again,
+        6 * (answer + 5 * HEAD),
+        3 * forward + 4 * 30 * HEAD,
+    )
+
+
 def test_adapters_add_their_products():
     # Inputs and outputs of a layer's matrices: 16 + 12 + 12 + 16 + 3 · 24.
     adapted = replace(SHAPE, lora_rank=3)

@@ -368,3 +368,17 @@ def test_an_update_reads_its_loss_and_its_norm_once(settings):
             trainer.updater.update(batch)
         reads.append(counts["host_reads"])
     assert reads[0] == reads[1]
+
+
+def test_log_probs_that_a_method_scored_replace_those_of_sampled_groups_alone():
+    """Recalled groups keep those of the policy that sampled them."""
+    policy = SimpleNamespace(device=torch.device("cpu"), model=SimpleNamespace(dtype=torch.float32))
+    layout, sampled = TokenLayout.of([2, 1]), torch.tensor([-1.0, -2.0, -3.0])
+    batch = SimpleNamespace(
+        num_updates=1, recalled=2, layout=layout, scored=torch.full((3,), -9.0),
+        values={"sampler_logprobs": sampled}, mini_batches=((), ()),
+    )  # fmt: skip
+    own: Any = SimpleNamespace(policy=policy)
+    old = Updater._start_old(own, batch)  # type: ignore[arg-type]  # noqa: SLF001
+    assert old is not None
+    assert old.tolist() == [-9, -9, -3]

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from vlm_grpo.config.rollout import RolloutSettings, choose_adapter_level
-from vlm_grpo.model.engine.batch import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
+from vlm_grpo.model.engine.batch import ENCODER_PATCHES, LOGIT_BYTES, PREFILL_TOKENS, RECENT_IMAGES
 from vlm_grpo.model.engine.shared import KEPT_STEPS
 from vlm_grpo.planning.devices import CONTEXT, Device
 from vlm_grpo.planning.sizes import ModelShape, Workload
@@ -83,14 +83,19 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     text = model.text
     tokens = work.patches // model.vision.merge
     values = work.num_groups * work.patches * model.vision.patch_values
-    # The next step's prompts are prepared while this one computes.
-    inputs = 2 * 4 * values + 3 * min(RECENT_IMAGES, 2 * work.num_groups) * work.image_pixels
+    # The next step's prompts are prepared while this one computes; what is observed is kept.
+    inputs = (
+        2 * 4 * values
+        + 4 * work.observed_patches * model.vision.patch_values
+        + 3 * min(RECENT_IMAGES, 2 * work.num_groups) * work.image_pixels
+    )
     trained = model.trained_bytes * model.num_trained
     head = 0 if model.head_frozen else model.trained_bytes * text.hidden * text.vocabulary
     accumulates = work.num_micro_batches > 1 or work.iterations > 1
     features = 0
     if model.shares_prompts and not model.trains_vision:
-        features = work.num_prompts * tokens * text.hidden * model.value_bytes
+        tokens = work.num_prompts * tokens + work.observed_patches // model.vision.merge
+        features = tokens * text.hidden * model.value_bytes
     activations, offloaded = _count_activation_bytes(model, work), 0
     if model.offloads:  # a layer's are still being copied, or are fetched ahead
         layer = model.measured_layer.count(*work.micro_rows)
@@ -190,9 +195,11 @@ def count_graph_bytes(work: Workload) -> int:
 
 
 def count_cache_bytes(model: ModelShape, work: Workload) -> int:
-    """Count the bytes of the KV cache: each prompt once, and all its completions."""
-    tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
-    return work.concurrent_prompts * tokens * count_key_bytes(model)
+    """Count the bytes of the KV cache: each prompt once, and all its completions; after the first
+    turn of episodes, each with its prompt."""
+    first = work.prompt_tokens + work.num_generations * work.path_tokens
+    later = work.continued * (work.prompt_tokens + work.path_tokens)
+    return max(work.concurrent_prompts * first, later) * count_key_bytes(model)
 
 
 def count_key_bytes(model: ModelShape) -> int:
@@ -202,7 +209,8 @@ def count_key_bytes(model: ModelShape) -> int:
 
 def _count_encoding_bytes(model: ModelShape, work: Workload) -> int:
     vision = model.vision
-    patches = min(work.num_prompts * work.patches, max(ENCODER_PATCHES, work.patches))
+    patches = work.num_prompts * work.patches + work.observed_patches
+    patches = min(patches, max(ENCODER_PATCHES, work.patches))
     if not model.shares_prompts:  # the images of all rows at once
         patches = max(work.concurrent_prompts * work.patches, work.micro_patches)
     widths = 10 * vision.hidden + (3 if vision.gated else 2) * vision.intermediate
@@ -214,6 +222,9 @@ def _count_prefill_bytes(model: ModelShape, work: Workload) -> int:
     are copied into the cache."""
     text = model.text
     tokens = work.prefill_prompts * work.prompt_tokens
+    if work.results:  # what the episodes have so far, too
+        whole = work.prompt_tokens + work.path_tokens
+        tokens = max(tokens, min(max(PREFILL_TOKENS, whole), work.continued * whole))
     layer = 5 * text.hidden + max(3 * text.intermediate, 5 * text.query)
     return tokens * (layer * model.value_bytes + count_key_bytes(model))
 
@@ -223,7 +234,7 @@ def _count_decoding_bytes(model: ModelShape, work: Workload) -> int:
     and their copies."""
     text = model.text
     rows = work.concurrent_prompts * work.num_generations
-    keys = text.heads * (work.prompt_tokens + work.completion_tokens)
+    keys = text.heads * (work.prompt_tokens + work.path_tokens)
     scores = rows * keys * (4 * 4 + model.value_bytes)
     return max(scores, rows * text.vocabulary * (model.value_bytes + LOGIT_BYTES))
 

@@ -39,8 +39,11 @@ from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
 from vlm_grpo.task import Task
+from vlm_grpo.task.environment import Environment
+from vlm_grpo.task.episodes import EnvironmentRunner
+from vlm_grpo.task.task import FAILURES
 from vlm_grpo.types import Example, ImageRef
-from vlm_grpo.utils.chat import Turn, place_images
+from vlm_grpo.utils.chat import IMAGE, Turn, place_images
 
 MAX_COUNTED_EXAMPLES = 2000
 """Largest number of examples counted; they are spaced evenly over the dataset."""
@@ -147,7 +150,7 @@ def _format(plan: Plan) -> Iterator[str]:
     yield f"data       {data if plan.rows else 'prompts with one image, assumed'}"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
-        ("prompt", [size.tokens for size in sizes]),
+        ("prompt", sorted(size.tokens for size in sizes)),
     ):
         shown = (values[0], values[len(values) // 2], values[-1])
         yield f"{name:<10} {' / '.join(f'{v:,}' for v in shown)} tokens (min / median / max)"
@@ -157,8 +160,12 @@ def _format(plan: Plan) -> Iterator[str]:
         f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
         f"{work.num_micro_batches} micro-batches"
     )
-    if "environment" in step.settings.task_options:
-        yield "           without what the environment shows in each turn, which is not counted"
+    if (longest := step.prompts[-1]).observed is not None:
+        tokens, seen = longest.observed.tokens, longest.observed.image_tokens
+        yield (
+            f"           and up to {longest.results} results of {tokens:,} tokens per completion, "
+            f"{seen:,} of them of images, as the environment's preview says"
+        )
     yield from _format_memory(step, device)
     if not device.is_cpu:
         yield from _format_host(plan)
@@ -431,7 +438,7 @@ class Planner:
     def _find_rollout_budget(self, shape: ModelShape, work: Workload, memory: Memory) -> int:
         free = self.device.usable - memory.persistent - memory.folded
         place = shape.text.vocabulary * (shape.value_bytes + LOGIT_BYTES)
-        completions = work.num_prompts * work.num_generations, work.completion_tokens
+        completions = work.num_prompts * work.num_generations, work.path_tokens
         tokens = fit_tokens(free, count_key_bytes(shape), place, completions)
         return max(1, tokens if shape.shares_prompts else min(tokens, DEFAULT_ROLLOUT_TOKENS))
 
@@ -469,13 +476,13 @@ class Planner:
         if not self.device.holds(step.memory.peak):
             return 0
         work = step.work
-        completions = work.num_prompts * work.num_generations * (work.completion_tokens - 1)
+        completions = work.num_prompts * work.num_generations * (work.path_tokens - 1)
 
         def fits(tokens: int) -> bool:
             changed = with_changes(step.settings, "optim", max_tokens_per_batch=tokens)
             return self.fits(changed, step.weights)
 
-        least = work.prompt_tokens + work.completion_tokens - 1
+        least = work.prompt_tokens + work.path_tokens - 1
         return _find_largest(fits, least, work.num_groups * work.prompt_tokens + completions)
 
 
@@ -582,7 +589,7 @@ def _change(planner: Planner, step: StepEstimate, block: str, **values: Any) -> 
 
 def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
     work = step.work
-    tokens = work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
+    tokens = work.prompt_tokens + work.num_generations * (work.path_tokens - 1)
     if tokens >= step.settings.optim.max_tokens_per_batch:
         return None
     return _change(planner, step, "optim", max_tokens_per_batch=tokens)
@@ -590,7 +597,7 @@ def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
 
 def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
     work = step.work
-    tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
+    tokens = work.prompt_tokens + work.num_generations * work.path_tokens
     is_elsewhere = step.settings.rollout.vllm is not None
     if is_elsewhere or tokens >= work.rollout_budget or planner.device.holds(step.memory.rollout):
         return None
@@ -729,15 +736,40 @@ class PromptCounter:
         is_known = self.family.pixel_budget(self.processor) is not None
         most = MAX_COUNTED_EXAMPLES if is_known else MAX_PROCESSED_EXAMPLES
         self.examples = examples[:: -(-len(examples) // most)]
-        self._text_tokens = [
-            self._count_text_tokens(prompts.write(example, task), example.images)
-            for example in self.examples
-        ]
+        self._results = [self._preview(example, task) for example in self.examples]
+        with EnvironmentRunner() as runner:
+            self.examples = [self._reset(example, task, runner) for example in self.examples]
+        self._text_tokens = []
+        for example in self.examples:
+            templated = self.chat.render(
+                prompts.write(example, task), (image.kind for image in example.images)
+            )
+            self._text_tokens.append(self._count_text_tokens(templated, example.images))
         self._process = cache(self._process)
 
-    def _count_text_tokens(self, turns: Sequence[Turn], images: Sequence[ImageRef]) -> int:
+    def _reset(self, example: Example, task: Task, runner: EnvironmentRunner) -> Example:
+        environment = task.resolve(example)[1].environment
+        is_plain = environment is None or type(environment).reset is Environment.reset
+        return example if is_plain else runner.begin(environment, example)[0]
+
+    def _preview(self, example: Example, task: Task) -> tuple[int, int, list[ImageRef]] | None:
+        """Return the number of results in an episode, and the text tokens and images of the
+        longest; None: it has no environment."""
+        environment = task.resolve(example)[1].environment
+        if environment is None:
+            return None
+        try:
+            parts = [*environment.preview(example)]
+        except FAILURES as error:  # a user's method may raise anything
+            name = type(environment).__name__
+            raise UserError(f"{example.name}: preview of {name} failed: {error}") from error
+        text = "".join(part if isinstance(part, str) else IMAGE for part in parts)
+        images = [ImageRef("result", part, part) for part in parts if not isinstance(part, str)]
+        templated = self.chat.observe(text)
+        return environment.max_turns - 1, self._count_text_tokens(templated, images), images
+
+    def _count_text_tokens(self, templated: str, images: Sequence[ImageRef]) -> int:
         # Each image has one placeholder in the text; the times between a clip's frames are text.
-        templated = self.chat.render(turns, (image.kind for image in images))
         texts = [templated, *(self.family.write_times(i, self.processor) for i in images)]
         counts = (len(self.processor.tokenizer(text)["input_ids"]) for text in texts if text)
         return sum(counts) - len(images)
@@ -746,20 +778,29 @@ class PromptCounter:
         """Return the prompt sizes in ascending order of tokens; without a pixel budget, the
         processor is run on blank images of each size."""
         sizes, problems = [], []
-        for example, text_tokens in zip(self.examples, self._text_tokens, strict=True):
-            images = example.images
+        rows = zip(self.examples, self._text_tokens, self._results, strict=True)
+        for example, text_tokens, shown in rows:
             try:
-                if budget:
-                    size = self._resize(images, budget)
-                else:
-                    size = self._process(tuple(image.size for image in images))
-                sizes.append(replace(size, tokens=text_tokens + size.image_tokens))
+                size = self._measure(text_tokens, example.images, budget)
+                if shown is not None:
+                    observed = self._measure(*shown[1:], budget)
+                    size = replace(size, results=shown[0], observed=observed)
+                sizes.append(size)
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
         if problems:
             listed = list_bad_rows(problems)
             raise UserError(f"the model cannot resize the images of:\n{listed}")
-        return sorted(sizes, key=lambda size: size.tokens)
+        return sorted(sizes, key=lambda size: size.tokens + size.observed_tokens)
+
+    def _measure(
+        self, text_tokens: int, images: Sequence[ImageRef], budget: PixelBudget | None
+    ) -> PromptSize:
+        if budget:
+            size = self._resize(images, budget)
+        else:
+            size = self._process(tuple(image.size for image in images))
+        return replace(size, tokens=text_tokens + size.image_tokens)
 
     def _resize(self, images: Sequence[ImageRef], budget: PixelBudget) -> PromptSize:
         processor, seen, pixels = self.processor.image_processor, 0, 0

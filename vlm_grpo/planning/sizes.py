@@ -210,6 +210,13 @@ class PromptSize:
     image_tokens: int
     values: int  # pixel values that the vision tower receives
     pixels: int
+    results: int = 0  # what an episode observes, at most; 0: there is no environment
+    observed: PromptSize | None = None  # the size of one of the results
+
+    @property
+    def observed_tokens(self) -> int:
+        """The number of tokens that an episode observes."""
+        return 0 if self.observed is None else self.results * self.observed.tokens
 
 
 @dataclass(frozen=True)
@@ -238,15 +245,39 @@ class Workload:
     teacher_weights: int = 0  # number of weights of the models of methods; 0: there is none
     extra_passes: int = 0  # of all completions for other images, as methods make
     views: int = 1  # forms of a prompt that a group is sampled for: with some methods more than 1
+    # results that an episode observes: their number, and the tokens and patches of each
+    results: int = 0
+    result_tokens: int = 0
+    result_patches: int = 0
 
     @property
     def num_groups(self) -> int:
         return self.num_prompts // self.copies
 
     @property
+    def observed_tokens(self) -> int:
+        return self.results * self.result_tokens
+
+    @property
+    def path_tokens(self) -> int:
+        """Number of tokens behind a prompt: those sampled and observed in a completion."""
+        return self.completion_tokens + self.observed_tokens
+
+    @property
+    def observed_patches(self) -> int:
+        """Number of patches that all completions observe, if no two images are equal."""
+        return self.num_prompts * self.num_generations * self.results * self.result_patches
+
+    @property
     def concurrent_prompts(self) -> int:
-        row = self.views * self.prompt_tokens + self.num_generations * self.completion_tokens
+        row = self.views * self.prompt_tokens + self.num_generations * self.path_tokens
         return min(self.num_prompts, max(1, self.rollout_budget // row))
+
+    @property
+    def continued(self) -> int:
+        """Number of episodes at once after the first turn, where each has its prompt's keys."""
+        most = max(1, self.rollout_budget // (self.prompt_tokens + self.path_tokens))
+        return min(self.num_prompts * self.num_generations, most) if self.results else 0
 
     @property
     def prefill_prompts(self) -> int:
@@ -259,14 +290,14 @@ class Workload:
         mini-batch."""
         prompt = Prompt(Example("", (), "", None), "", (0,) * self.prompt_tokens, {})
         rows = tuple(range(self.num_generations * self.copies))
-        completion = (0,) * self.completion_tokens
+        completion = (0,) * self.path_tokens
         group = GroupSlice(prompt, (completion,) * len(rows), rows)
         batches = pack([group] * math.ceil(self.num_groups / self.mini_batches), self.update_budget)
         sizes = [(len(batch.slices), len(batch.rows)) for batch in batches]
         return sizes if self.copies == 1 else [(rows, rows) for _, rows in sizes]
 
     def _count_tokens(self, prompts: int, completions: int) -> int:
-        return prompts * self.prompt_tokens + completions * (self.completion_tokens - 1)
+        return prompts * self.prompt_tokens + completions * (self.path_tokens - 1)
 
     @property
     def num_micro_batches(self) -> int:
@@ -288,7 +319,8 @@ class Workload:
 
     @property
     def micro_patches(self) -> int:
-        return self._micro_prompts * self.patches
+        rows = max(completions for _, completions in self._batches)
+        return self._micro_prompts * self.patches + rows * self.results * self.result_patches
 
     @property
     def micro_completion_tokens(self) -> int:
@@ -333,4 +365,9 @@ def estimate_workload(
         teacher_weights=teacher_weights,
         extra_passes=sum(own.extra_passes for own in settings.used_methods),
         views=1 + sum(own.extra_views for own in settings.used_methods),
+        results=prompt.results,
+        result_tokens=0 if prompt.observed is None else prompt.observed.tokens,
+        result_patches=(
+            0 if prompt.observed is None else prompt.observed.values // model.vision.patch_values
+        ),
     )

@@ -37,13 +37,17 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
     head = 2 * text.hidden * text.vocabulary
     completions = work.num_prompts * work.num_generations
     encoding = work.num_prompts * count_vision_flops(model, work.patches)
+    encoding += completions * work.results * count_vision_flops(model, work.result_patches)
     prompt = count_token_flops(model, 0, work.prompt_tokens)
     input_tokens = work.completion_tokens - 1  # the last token is never an input
-    decoding = count_token_flops(model, work.prompt_tokens, input_tokens)
+    cached = work.prompt_tokens + work.observed_tokens
+    decoding = count_token_flops(model, cached, input_tokens)
+    observing = count_token_flops(model, work.prompt_tokens, work.observed_tokens)
     rollout = completions * (decoding + head * work.completion_tokens)
-    packed_once = work.num_prompts * (work.prompt_tokens + work.num_generations * input_tokens)
+    path = work.num_generations * (work.path_tokens - 1)
+    packed_once = work.num_prompts * (work.prompt_tokens + path)
     repeats = work.update_tokens / packed_once
-    forward = repeats * (work.num_prompts * prompt + completions * decoding)
+    forward = repeats * (work.num_prompts * prompt + completions * (decoding + observing))
     backward = (2 if model.lora_rank else 3) + model.recomputed_share(text)
     scoring = completions * work.completion_tokens * head * (2 if model.head_frozen else 4)
     update = forward * backward + scoring
@@ -58,6 +62,10 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
     passes = work.uses_reference + 1 - 1 / work.mini_batches + taught + work.extra_passes
     passed = passes * (forward + completions * work.completion_tokens * head)
     prefill = work.views * work.num_prompts * prompt
+    for turn in range(1, work.results + 1):  # each turn begins with a pass over what is before it
+        before = turn * (work.completion_tokens // (work.results + 1) + work.result_tokens)
+        again = count_token_flops(model, work.prompt_tokens, before)
+        prefill += work.num_prompts * prompt + completions * again
     return PhaseCosts(vision, prefill, rollout, work.iterations * update + passed)
 
 
@@ -131,7 +139,10 @@ def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> Phase
     token_steps = -(-work.num_prompts // work.concurrent_prompts) * work.completion_tokens
     # Weights, keys and values are read for every token.
     weights = text.layers * text.layer_weights + text.hidden * text.vocabulary
-    cached_tokens = work.prompt_tokens + work.num_generations * work.completion_tokens / 2
+    path = work.completion_tokens / 2 + work.observed_tokens
+    later = work.results / (work.results + 1)  # share of the turns in which each has the prompt
+    prompts = 1 + (work.num_generations - 1) * later
+    cached_tokens = work.prompt_tokens * prompts + work.num_generations * path
     cache = 2 * text.layers * text.key * work.concurrent_prompts * cached_tokens
     reading = token_steps * (weights + cache) * model.value_bytes / device.bandwidth
     computing = flops.decode / rate

@@ -244,6 +244,11 @@ class Environment:
         """Return the calls of a good episode, in original pixels, for warm starts and checks."""
         return ()
 
+    def preview(self, example: Example) -> Sequence[str | tuple[int, int]]:
+        """Return texts, and widths and heights of images, of the longest result, for ``plan``; by
+        default one image as large as the example's first, or an empty text."""
+        return [example.images[0].size] if example.images else [""]
+
     # What a subclass uses.
 
     @property
