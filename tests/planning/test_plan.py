@@ -515,17 +515,12 @@ def test_results_of_an_environment_match_those_of_a_run(tmp_path):
     counts = [[len(o.prompt.token_ids) for o in own] for own in seen if len(own) == 2]
     assert counts
     size = found.step.prompts[-1]
-    assert size.observed is not None
     # The second result is an image of two tokens, as the environment says, and the first of one.
-    assert all(own == [size.observed.tokens - 1, size.observed.tokens] for own in counts)
+    assert all(own == [size.result_tokens - 1, size.result_tokens] for own in counts)
     pixels = seen[0][1].prompt.vision["pixel_values"]
-    assert (size.results, size.observed.values) == (2, pixels.numel())
-    work, most = found.step.work, max(len(group.prompt.token_ids) for group in groups)
-    observed = max(sum(own) for own in counts)
-    assert work.path_tokens == 30 + observed + 1
-    assert most <= work.prompt_tokens
-    line = f"up to 2 results of {size.observed.tokens} tokens per completion, 2 of them of images"
-    assert line in str(found)
+    assert (size.results, size.result_values) == (2, pixels.numel())
+    assert found.step.work.path_tokens == 30 + max(map(sum, counts)) + 1
+    assert f"up to 2 results of {size.result_tokens} tokens per completion, 2 of" in str(found)
 
 
 def test_what_an_environment_shows_first_is_part_of_planned_prompts(planner):
@@ -533,10 +528,8 @@ def test_what_an_environment_shows_first_is_part_of_planned_prompts(planner):
     own = Planner(settings, Device("toy", GIB, is_cpu=True))
     prompts, task = load_prompt_builder(settings), own.task
     with EnvironmentRunner() as runner:
-        rows = [
-            begin_episodes(prompts, runner, example, task)[0]
-            for example in planner.prompts.examples[:5]
-        ]
+        first = planner.prompts.examples[:5]
+        rows = [begin_episodes(prompts, runner, example, task)[0] for example in first]
     sizes = own.count_prompts(settings.policy)
     expected = sorted(len(prompts.build(row, task).token_ids) for row in rows)
     assert sorted(size.tokens for size in sizes) == expected

@@ -41,10 +41,11 @@ def make_settings(folder: Path, source: Path, forks: int = 1, **changes: Any) ->
     return small_run(folder, source, task_options=options, rollout=rollout, data=data, **changes)
 
 
-@pytest.mark.parametrize("forks", [1, 2])
-def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(forks, tmp_path, source):
+@pytest.mark.parametrize(("forks", "methods"), [(1, ()), (2, ("tool_gain",))])
+def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(forks, methods, tmp_path, source):
     whole, stopped = (
-        make_settings(tmp_path / name, source, forks) for name in ("whole", "stopped")
+        make_settings(tmp_path / name, source, forks, methods=methods)
+        for name in ("whole", "stopped")
     )
     train(whole)
     stop_run(stopped, 3, 20)
@@ -60,6 +61,8 @@ def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(forks, tmp_path
         assert row["tokens/observed"] > 0
     assert {"eval/tools/gain", "eval/letters_without_tools"} <= row.keys()
     if forks > 1:  # the held-out example is answered without a call
+        parts = row["tool_gain/with"], row["tool_gain/without"]
+        assert row["tool_gain/difference"] == pytest.approx(parts[0] - parts[1])
         return
     (line, *_) = (runs[0] / "samples" / "held-out-000004.jsonl").read_text().splitlines()
     first, *_ = json.loads(line)["completions"][0]["turns"]

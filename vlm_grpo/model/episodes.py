@@ -68,11 +68,11 @@ class _Episode:
     number: int  # in its group
     parts: list[Completion]  # what was sampled in each turn
     state: Any  # of the environment
+    is_refused: bool = False  # whether it reads ``REFUSAL`` in place of each result
     turns: list[EpisodeTurn] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     stop: str | None = None  # why it ended, if not as its last part did
     trunk: int | None = None  # number of the episode that it is a branch of
-    is_refused: bool = False  # whether it reads ``REFUSAL`` in place of each result
 
     def fork(self, count: int) -> list[_Episode]:
         """Return it and its branches, whose first turn and environment's state are its own."""
@@ -143,14 +143,9 @@ def sample_episodes(
         if (start := prompt.start) is None:
             groups.append([*members])
             continue
-        pairs = zip(own, members, strict=True)
+        given, pairs = own.stop - refused, zip(own, members, strict=True)
         groups.append(
-            [
-                _Episode(
-                    prompt, start, seed, n, [c], start.state, is_refused=n >= own.stop - refused
-                )
-                for n, c in pairs
-            ]
+            [_Episode(prompt, start, seed, n, [c], start.state, n >= given) for n, c in pairs]
         )
     active = [e for group in groups for e in group if isinstance(e, _Episode)]
     active = _step(active, builder, runner, longest)
@@ -183,9 +178,8 @@ def _step(
     steps = iter(runner.step([e.state for e in given], [e.parts[-1].text for e in given]))
     following = []
     for episode in calling:
-        state, call, observed = (
-            (episode.state, None, REFUSAL) if episode.is_refused else next(steps)
-        )
+        refusal = episode.state, None, REFUSAL
+        state, call, observed = refusal if episode.is_refused else next(steps)
         episode.state, text = state, episode.parts[-1].text
         if observed is None:  # an environment with its own ``step`` ends the episode
             continue

@@ -84,11 +84,8 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     tokens = work.patches // model.vision.merge
     values = work.num_groups * work.patches * model.vision.patch_values
     # The next step's prompts are prepared while this one computes; what is observed is kept.
-    inputs = (
-        2 * 4 * values
-        + 4 * work.observed_patches * model.vision.patch_values
-        + 3 * min(RECENT_IMAGES, 2 * work.num_groups) * work.image_pixels
-    )
+    inputs = 2 * 4 * values + 4 * work.observed_patches * model.vision.patch_values
+    inputs += 3 * min(RECENT_IMAGES, 2 * work.num_groups) * work.image_pixels
     trained = model.trained_bytes * model.num_trained
     head = 0 if model.head_frozen else model.trained_bytes * text.hidden * text.vocabulary
     accumulates = work.num_micro_batches > 1 or work.iterations > 1

@@ -160,11 +160,10 @@ def _format(plan: Plan) -> Iterator[str]:
         f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
         f"{work.num_micro_batches} micro-batches"
     )
-    if (longest := step.prompts[-1]).observed is not None:
-        tokens, seen = longest.observed.tokens, longest.observed.image_tokens
+    if (longest := sizes[-1]).results:
         yield (
-            f"           and up to {longest.results} results of {tokens:,} tokens per completion, "
-            f"{seen:,} of them of images, as the environment's preview says"
+            f"           and up to {longest.results} results of {longest.result_tokens:,} tokens "
+            f"per completion, {longest.result_images:,} of images, by the environment's preview"
         )
     yield from _format_memory(step, device)
     if not device.is_cpu:
@@ -738,19 +737,13 @@ class PromptCounter:
         self.examples = examples[:: -(-len(examples) // most)]
         self._results = [self._preview(example, task) for example in self.examples]
         with EnvironmentRunner() as runner:
-            self.examples = [self._reset(example, task, runner) for example in self.examples]
+            self.examples = [_reset(example, task, runner) for example in self.examples]
         self._text_tokens = []
         for example in self.examples:
-            templated = self.chat.render(
-                prompts.write(example, task), (image.kind for image in example.images)
-            )
-            self._text_tokens.append(self._count_text_tokens(templated, example.images))
+            turns, images = prompts.write(example, task), example.images
+            templated = self.chat.render(turns, (image.kind for image in images))
+            self._text_tokens.append(self._count_text_tokens(templated, images))
         self._process = cache(self._process)
-
-    def _reset(self, example: Example, task: Task, runner: EnvironmentRunner) -> Example:
-        environment = task.resolve(example)[1].environment
-        is_plain = environment is None or type(environment).reset is Environment.reset
-        return example if is_plain else runner.begin(environment, example)[0]
 
     def _preview(self, example: Example, task: Task) -> tuple[int, int, list[ImageRef]] | None:
         """Return the number of results in an episode, and the text tokens and images of the
@@ -761,12 +754,11 @@ class PromptCounter:
         try:
             parts = [*environment.preview(example)]
         except FAILURES as error:  # a user's method may raise anything
-            name = type(environment).__name__
-            raise UserError(f"{example.name}: preview of {name} failed: {error}") from error
+            raise UserError(f"{example.name}: preview failed: {error!r}") from error
         text = "".join(part if isinstance(part, str) else IMAGE for part in parts)
         images = [ImageRef("result", part, part) for part in parts if not isinstance(part, str)]
-        templated = self.chat.observe(text)
-        return environment.max_turns - 1, self._count_text_tokens(templated, images), images
+        tokens = self._count_text_tokens(self.chat.observe(text), images)
+        return environment.max_turns - 1, tokens, images
 
     def _count_text_tokens(self, templated: str, images: Sequence[ImageRef]) -> int:
         # Each image has one placeholder in the text; the times between a clip's frames are text.
@@ -783,15 +775,17 @@ class PromptCounter:
             try:
                 size = self._measure(text_tokens, example.images, budget)
                 if shown is not None:
-                    observed = self._measure(*shown[1:], budget)
-                    size = replace(size, results=shown[0], observed=observed)
+                    found = self._measure(*shown[1:], budget)
+                    size = replace(size, results=shown[0], result_tokens=found.tokens)
+                    seen = {"result_images": found.image_tokens, "result_values": found.values}
+                    size = replace(size, **seen)
                 sizes.append(size)
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
         if problems:
             listed = list_bad_rows(problems)
             raise UserError(f"the model cannot resize the images of:\n{listed}")
-        return sorted(sizes, key=lambda size: size.tokens + size.observed_tokens)
+        return sorted(sizes, key=lambda s: s.tokens + s.results * s.result_tokens)
 
     def _measure(
         self, text_tokens: int, images: Sequence[ImageRef], budget: PixelBudget | None
@@ -823,3 +817,11 @@ class PromptCounter:
         tokens = inputs["input_ids"].shape[1] - in_text
         pixels = sum(width * height for width, height in images)
         return PromptSize(tokens, tokens, inputs["pixel_values"].numel(), pixels)
+
+
+def _reset(example: Example, task: Task, runner: EnvironmentRunner) -> Example:
+    """Return an example with what its environment shows first."""
+    environment = task.resolve(example)[1].environment
+    if environment is None or type(environment).reset is Environment.reset:
+        return example
+    return runner.begin(environment, example)[0]

@@ -211,12 +211,9 @@ class PromptSize:
     values: int  # pixel values that the vision tower receives
     pixels: int
     results: int = 0  # what an episode observes, at most; 0: there is no environment
-    observed: PromptSize | None = None  # the size of one of the results
-
-    @property
-    def observed_tokens(self) -> int:
-        """The number of tokens that an episode observes."""
-        return 0 if self.observed is None else self.results * self.observed.tokens
+    result_tokens: int = 0  # of each, including image tokens
+    result_images: int = 0  # the number of image tokens
+    result_values: int = 0
 
 
 @dataclass(frozen=True)
@@ -366,8 +363,6 @@ def estimate_workload(
         extra_passes=sum(own.extra_passes for own in settings.used_methods),
         views=1 + sum(own.extra_views for own in settings.used_methods),
         results=prompt.results,
-        result_tokens=0 if prompt.observed is None else prompt.observed.tokens,
-        result_patches=(
-            0 if prompt.observed is None else prompt.observed.values // model.vision.patch_values
-        ),
+        result_tokens=prompt.result_tokens,
+        result_patches=prompt.result_values // model.vision.patch_values,
     )

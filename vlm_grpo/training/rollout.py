@@ -108,6 +108,8 @@ class RolloutSampler:
         self.methods = tuple(methods.values())
         self._choice = self._find("choose")
         self._author, self._varying = self._find("write"), self._find("variant")
+        size = settings.rollout.num_generations
+        self._refused = max((method.count_refused(size) for method in self.methods), default=0)
         self.accelerator = strategy.accelerator
         self.world_size = self.accelerator.num_processes
         self.cursor, self.num_tokens = StreamCursor(), 0  # tokens sampled in the current step
@@ -123,11 +125,6 @@ class RolloutSampler:
         self.scorer = build_scorer(settings, self.accelerator.process_index)
         if self._author_of(0) is None:
             self.start_outside()
-
-    @property
-    def _refused(self) -> int:
-        size = self.settings.rollout.num_generations
-        return max((method.count_refused(size) for method in self.methods), default=0)
 
     def _find(self, hook: str) -> Method | None:
         return next((method for method in self.methods if overrides(method, hook)), None)
@@ -395,9 +392,8 @@ class RolloutSampler:
             if begun.completions is None:
                 arguments = self._build_arguments(prompts, begun.own)
                 sample, builder = self._sample_within_memory, self.policy.prompts
-                completions = sample_episodes(
-                    *arguments, sample, builder, self.runner, self._refused
-                )
+                more = sample, builder, self.runner, self._refused
+                completions = sample_episodes(*arguments, *more)
             else:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)

@@ -1,18 +1,11 @@
 """The worth of tools in training: a part of each group of episodes is sampled without them.
 
 All episodes of a group have the same prompt, and so the same pass over it; the last of them read a
-refusal in place of each result. A prompt that describes no tools would need a pass of its own, and
-what is sampled behind it would be trained behind another prompt. Episodes that call nothing are
-distributed alike in both parts, so that the difference D of the parts' mean rewards is the
-share of episodes that call, times what results are worth where the policy calls.
-
-Each part is its own baseline: an episode is not blamed for the tools that it did not have. D is
-added to the advantage of the first call, which keeps its own one besides, by which a box that shows
-the answer differs from one that does not. With ``coef=1`` and rewards as advantages the first call
-has R - (mean without tools), a counterfactual baseline as in COMA (Foerster et al.,
-arXiv:1705.08926). Unlike there, other tokens have another baseline, which adds D times the gradient
-of the share of calls to that of the reward: calls are paid for where they help and
-punished where they harm. A refused call has the advantage 0, since no later one is refused.
+refusal in place of each result. Episodes that call nothing are distributed alike in both parts, so
+the difference of the parts' mean rewards is the share of episodes that call, times what results
+are worth to them. Each part is its own baseline, and the first call gets the difference besides:
+for ``coef=1`` its baseline is the mean without tools, a counterfactual one as in COMA (Foerster et
+al., arXiv:1705.08926). ``docs/objective.md`` says in which way this is no gradient of the reward.
 """
 
 from __future__ import annotations
@@ -62,9 +55,8 @@ class ToolGain(Method):
         for group in rollout.groups:
             size = len(group.completions)
             values, start = advantages.own[start : start + size], start + size
-            first, lengths = [], [len(c.token_ids) for c in group.completions]
-            for completion in group.completions:
-                first.append(completion.trunk_length if completion.observations else 0)
+            lengths = [len(c.token_ids) for c in group.completions]
+            first = [c.trunk_length if c.observations else 0 for c in group.completions]
             counted = torch.tensor(self._find_counted(group))
             refused = 0 if group.prompt.start is None else self.count_refused(size)
             tokens += credit_calls(values, counted, first, lengths, refused, self.own.coef)
