@@ -169,14 +169,17 @@ def read_last_evaluation(run: Path) -> list[dict[str, Any]]:
 
 
 def get_chart(browser: Browser, title: str) -> int:
-    """Scroll to the chart with this title, and return its number."""
-    return browser.run(
+    """Scroll to the chart with this title until it is in sight, and return its number."""
+    number = browser.run(
         "const chart = charts.find((c) => c.data.title === arguments[0]);"
         "chart.figure.scrollIntoView({ block: 'center' });"
         "chart.point(null);"
         "return chart.number;",
         title,
     )
+    # The page learns of it in a later frame, and draws changes of charts in sight alone.
+    wait_until(browser, f"charts[{number}].inSight")
+    return number
 
 
 def get_ticks(browser: Browser, chart: int, kind: str = "x") -> list[str]:
