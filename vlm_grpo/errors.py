@@ -1,7 +1,5 @@
 """Exceptions for the user's mistakes and for stopped runs, and helpers for their messages."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import defaultdict

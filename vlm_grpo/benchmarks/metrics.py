@@ -4,8 +4,6 @@ Each metric follows the benchmark's script, including its oddities, so that resu
 with published ones. All functions are pure.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

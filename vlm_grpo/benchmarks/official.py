@@ -5,8 +5,6 @@ Readers decide metrics of benchmarks only; rewards use the strict parser of the 
 raises, and all take linear time.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ import (numpy, scipy, torch, transformers) are imported inside the command's fun
 ``vlm-grpo --help`` responds immediately.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

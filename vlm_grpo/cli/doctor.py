@@ -1,7 +1,5 @@
 """``vlm-grpo doctor``: check that a model gives the same results with a shared prompt pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

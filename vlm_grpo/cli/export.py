@@ -1,7 +1,5 @@
 """``vlm-grpo export``: write a trained checkpoint as a model for other programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

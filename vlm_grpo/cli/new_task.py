@@ -1,7 +1,5 @@
 """``vlm-grpo new-task`` and ``new-environment``: write a new file, which runs, and its test."""
 
-from __future__ import annotations
-
 import keyword
 import re
 import sys

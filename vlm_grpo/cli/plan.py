@@ -1,7 +1,5 @@
 """``vlm-grpo plan``: estimate the memory and time of a recipe before it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

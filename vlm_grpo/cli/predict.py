@@ -1,7 +1,5 @@
 """``vlm-grpo predict``: generate one answer and draw it on the image."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The first rows of a dataset exactly as a model gets them: as text, and as a page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``vlm-grpo report``: write the HTML report of a run, or a comparison of several runs."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

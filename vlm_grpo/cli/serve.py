@@ -1,7 +1,5 @@
 """``vlm-grpo serve``: start a vLLM server of a trained model, or for a run's rollouts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -1,7 +1,5 @@
 """``vlm-grpo train`` and ``vlm-grpo sft``: train a model, and evaluate it before and after."""
 
-from __future__ import annotations
-
 from vlm_grpo.cli.common import Overrides, Recipe, exit_when_stopped
 from vlm_grpo.errors import UserError
 

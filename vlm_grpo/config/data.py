@@ -1,7 +1,5 @@
 """The settings of a run's data: its sources, and how bad rows are treated."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The reference of all settings, read from their classes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass

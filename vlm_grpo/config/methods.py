@@ -5,8 +5,6 @@ block are here because commands read settings without loading torch. A method th
 names has its settings in its file.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import pkgutil

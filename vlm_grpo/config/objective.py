@@ -3,8 +3,6 @@
 Names and meanings follow TRL's ``GRPOConfig``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Settings of the optimizer: learning rates, steps, and the size of a step."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

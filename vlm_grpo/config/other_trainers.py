@@ -1,7 +1,5 @@
 """Settings of other trainers, read from ``other_trainers.yaml``, with their equivalents here."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Settings of the policy: how its model is loaded, and which parts are trained."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field

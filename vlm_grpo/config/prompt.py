@@ -1,7 +1,5 @@
 """Settings of the prompt: the system message, the user message and the model's chat template."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Recipes: YAML files of settings, with overrides from the command line or Python."""
 
-from __future__ import annotations
-
 import json
 import logging
 import numbers

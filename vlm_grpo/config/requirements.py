@@ -1,7 +1,5 @@
 """What settings need of each other: the rows of ``requirements.yaml``."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

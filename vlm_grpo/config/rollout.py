@@ -1,7 +1,5 @@
 """Settings of the rollout: how completions are sampled, by the policy or by vLLM servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

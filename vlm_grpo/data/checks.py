@@ -1,7 +1,5 @@
 """Checks of a dataset: bad rows, unreadable images, equal images, answer statistics."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Detection datasets: from the labeled boxes of COCO, Pascal VOC and YOLO to rows of a task."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict

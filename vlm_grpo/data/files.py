@@ -1,7 +1,5 @@
 """Rows of JSON, JSON Lines and text tables, and of folders of images."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence

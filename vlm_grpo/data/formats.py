@@ -4,8 +4,6 @@ A format is one entry of ``FORMATS``. Training and ``check`` read every source
 through ``open_source``.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

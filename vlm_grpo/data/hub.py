@@ -1,7 +1,5 @@
 """Datasets from the Hugging Face Hub or a local folder. Imported on demand: it loads slowly."""
 
-from __future__ import annotations
-
 import glob
 import logging
 import sys

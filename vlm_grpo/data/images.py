@@ -1,7 +1,5 @@
 """Locating and measuring the images and clips of a dataset without decoding them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -5,8 +5,6 @@ their data. Images are parts of a content, or stand in a column beside the turns
 the ``<image>`` in the texts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

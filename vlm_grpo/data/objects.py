@@ -1,7 +1,5 @@
 """Python objects that a program gives in place of the task and the data that settings name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

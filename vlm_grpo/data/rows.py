@@ -4,8 +4,6 @@ Three forms are distinguished by their keys: the canonical one (``id, images, qu
 meta``), chats (``messages`` or ``conversations``), and tables whose columns have other names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

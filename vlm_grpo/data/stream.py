@@ -1,7 +1,5 @@
 """The endless shuffled stream of training examples."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO stages 2 and 3."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping

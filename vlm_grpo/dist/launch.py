@@ -1,7 +1,5 @@
 """The launch of a run: its processes, and the launcher's settings."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ mean: a value between two bfloat16 numbers becomes the upper one with the probab
 its expectation (Gupta et al., 2015, arXiv:1502.02551).
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections import defaultdict

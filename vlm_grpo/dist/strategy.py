@@ -7,8 +7,6 @@ communication once the weights are gathered, so ranks with more, fewer or no gro
 image, never wait for each other in the middle of a pass.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluation on a benchmark by its official metric: tables, baseline, comparison, files."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

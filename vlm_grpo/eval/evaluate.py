@@ -1,7 +1,5 @@
 """Evaluate on held-out examples, during training and after it, or outputs of any model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of outputs, of any model or logged by lmms-eval, matched with the examples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

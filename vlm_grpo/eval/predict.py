@@ -1,7 +1,5 @@
 """Answer a question about images and clips, and draw the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Several scored samples of each training example, and the files that are written from them."""
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Mapping, Sequence

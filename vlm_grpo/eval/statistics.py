@@ -1,7 +1,5 @@
 """Bootstrap intervals, paired tests on the same examples, and pass@k of several samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Images: where their bytes are, decoding to the pixels that a viewer shows, noise and masks."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Videos: what a file's header says, its frames at given times, and frames side by side."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Low-rank adapters of PEFT: adding them to a model, or freezing parts, and loading them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Check a model: compare the shared prompt pass with the repeated one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

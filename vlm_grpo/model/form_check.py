@@ -5,8 +5,6 @@ with the prompt repeated. Their log-probabilities differ by rounding, or the mod
 something that the shared form does not know.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

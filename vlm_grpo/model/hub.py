@@ -1,7 +1,5 @@
 """A fast answer to whether the Hugging Face hub can be used at all, and names of models on it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.request

@@ -5,8 +5,6 @@ ones, which occupy no memory until the strategy has placed the model on the devi
 are broadcast one at a time (``dist/collectives.py``).
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

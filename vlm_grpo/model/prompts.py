@@ -1,7 +1,5 @@
 """Prompts: examples as the input of one model, written by its chat template."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Resolve the name of a model: a hub name, a folder, a run, or a checkpoint of a run."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

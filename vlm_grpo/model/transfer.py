@@ -1,7 +1,5 @@
 """Copies between the host and a device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Devices: their memory and speed, from a table or, of this machine, from its driver."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, replace

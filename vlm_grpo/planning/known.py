@@ -1,8 +1,6 @@
 """Plans of well-known models without their files: the package has their configurations, and the
 shapes that the table of cards needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any

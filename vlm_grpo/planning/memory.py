@@ -5,8 +5,6 @@ numbers of weights and tokens. A peak adds short-lived tensors, which are estima
 of one layer or the logits of one chunk.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

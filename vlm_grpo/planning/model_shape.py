@@ -6,8 +6,6 @@ have sizes, a precision and a device, but no values. The bytes of a layer are th
 saves in the second, in addition to those of the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

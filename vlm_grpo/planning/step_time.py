@@ -5,8 +5,6 @@ of the input, and another 2w for the gradient of the weights if they are trained
 FLOPs per query of width q and key: half for the scores, half for the weighted sum of the values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ ended; ``alarms.yaml`` has its thresholds and its texts. The state depends only 
 so a resumed run replays its earlier rows and continues exactly as if it had not been interrupted.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

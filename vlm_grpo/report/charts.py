@@ -1,7 +1,5 @@
 """The charts of a run, and of a comparison of runs, as data that the page draws (``charts.js``)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Compare runs: pairwise on the same held-out examples, and by the settings that differ."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The entries that the page shows, filters and sorts, and their pictures, within a size limit."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Render the report: one self-contained HTML file, which a browser opens from disk."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

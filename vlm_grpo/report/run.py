@@ -1,7 +1,5 @@
 """Load a run folder for the report, tolerating the files of unfinished and crashed runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Samples of completions, with thumbnails of images and drawings of answers."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

@@ -4,8 +4,6 @@ They are Accelerate's trackers. A tracker that fails is reported once and droppe
 dashboard must not end a run.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

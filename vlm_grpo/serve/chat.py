@@ -1,7 +1,5 @@
 """Questions to a model behind an address with the interface of OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import base64
 import logging
 import mimetypes

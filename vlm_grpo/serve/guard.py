@@ -7,8 +7,6 @@ the pipe closes, and the command and all processes that it started are stopped. 
 library is imported, so that the command starts at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The commands that start vLLM servers: for a run's rollouts, and for a trained model's users."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ with texts between the frames reads two frames as one image, so a prompt with cl
 of its tokens and the pixels of such images, in the form that vLLM's own processes exchange.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import struct

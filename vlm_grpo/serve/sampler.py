@@ -1,7 +1,5 @@
 """Sampling of completions by vLLM servers."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import queue

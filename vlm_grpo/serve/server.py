@@ -1,7 +1,5 @@
 """vLLM servers of a run: their HTTP interface, their processes, and what is in their memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

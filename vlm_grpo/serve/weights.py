@@ -5,8 +5,6 @@ receives parts of it, and finishes it. The tensors themselves take one of two wa
 the server maps a buffer of this process (CUDA IPC); from other GPUs it receives a broadcast (NCCL).
 """
 
-from __future__ import annotations
-
 import base64
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Classes written for TRL's ``environment_factory``, which are environments without a change."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Mapping

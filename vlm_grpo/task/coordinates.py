@@ -4,8 +4,6 @@ Throughout the toolkit a box is xyxy in pixels of the original image. Each model
 the grammar and the coordinate frame in which it writes boxes; they are never guessed from numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

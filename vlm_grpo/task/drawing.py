@@ -1,7 +1,5 @@
 """Drawing answers on a copy of an image."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from textwrap import wrap
 

@@ -17,8 +17,6 @@ writes. What a tool returns, text or images, is what the model reads next; an ex
 its message.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -5,8 +5,6 @@ They accept honest variants of an answer (code fences, floats, number words) and
 that offer a choice, because hedging must not pay.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ A task comes from this package, from a user's ``.py`` file or Python module, or 
 package that lists it under the entry point group ``vlm_grpo.tasks``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib

@@ -3,8 +3,6 @@
 Boxes are xyxy tuples in any common unit. They are not clipped to an image.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

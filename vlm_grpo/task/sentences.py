@@ -4,8 +4,6 @@ A task finds the candidates in a text (letters, numbers, boxes, …) and reads t
 here decide what the rest of the text makes of them. Everything takes linear time.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks of a task on its gold answers and on known exploits of rewards, without a model."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

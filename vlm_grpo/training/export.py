@@ -1,7 +1,5 @@
 """Export a trained checkpoint as a model for transformers, vLLM and the hub."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """The metrics of a step, and the log to which a run writes them."""
 
-from __future__ import annotations
-
 import json
 import math
 import operator

@@ -1,7 +1,5 @@
 """Prompts in training order, prepared ahead of time."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

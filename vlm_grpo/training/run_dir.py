@@ -1,7 +1,5 @@
 """The files of a run besides its checkpoints: metrics, alarms, samples, evaluations, report."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence

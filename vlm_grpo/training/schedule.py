@@ -1,7 +1,5 @@
 """The learning rates of the steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

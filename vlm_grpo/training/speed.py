@@ -1,7 +1,5 @@
 """Work, speed, memory and times of a step; traces of single steps with the memory of a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

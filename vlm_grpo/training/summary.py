@@ -1,7 +1,5 @@
 """The text that a run prints before its first step and after its last."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

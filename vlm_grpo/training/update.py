@@ -1,7 +1,5 @@
 """The passes and gradient steps on a step's completions."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Atomic writes, durable appends, and the error message for a full disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """The turns of a chat, the places of its images, and how a model marks its thinking."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

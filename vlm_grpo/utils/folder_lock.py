@@ -1,7 +1,5 @@
 """A lock on a folder that one process holds until it ends."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import getpass

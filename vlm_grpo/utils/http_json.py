@@ -1,7 +1,5 @@
 """Requests of JSON over HTTP that are repeated after failures that may pass."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

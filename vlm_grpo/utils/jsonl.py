@@ -1,7 +1,5 @@
 """Reading JSON files, and reading and writing JSON Lines."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Jinja templates, perhaps somebody else's, with bounds on their time and memory."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

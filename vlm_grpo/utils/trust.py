@@ -4,8 +4,6 @@ A recipe, a run's folder or a benchmark may be somebody else's. ``note`` gets al
 file, ``allow`` what the user names, and ``check`` stands before each place that runs code.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Worker processes that start on first use and are replaced if they end."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

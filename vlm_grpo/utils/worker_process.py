@@ -7,8 +7,6 @@ is, until the first call. A call is answered by an empty message once its functi
 are loaded, and then by its result, or by an exception in place of either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Less memory for the activations that a backward pass needs: recomputing or offloading them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@ It rounds half-precision results once; transformers also rounds before the produ
 Not run on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -12,8 +12,6 @@ products, which round the scores as transformers' eager attention does. So do fl
 other devices.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ kernel of its own, and LLM.int8 (Dettmers et al., 2022, arXiv:2208.07339) choose
 columns it computes in 8 bits, after rounding the rows too.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ This form uses only the model's ``forward`` and ``generate``, so it works with e
 model, and tests compare the shared form with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Container, Sequence

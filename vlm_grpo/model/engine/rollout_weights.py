@@ -6,8 +6,6 @@ instead of in each product. On other devices weights are not copied, to save mem
 restore quantized ones or to merge float32 adapters; frozen ones move next to each other instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ excludes, and its temperature; the rollout samples from it and the update scores
 importance ratio of a fresh completion is 1.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence

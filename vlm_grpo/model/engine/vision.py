@@ -1,7 +1,5 @@
 """Image encoding: each unique image passes through the vision tower once per step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Those here differ from others in facts only, such as the coordinate frame of their boxes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vlm_grpo.model.families.family import (

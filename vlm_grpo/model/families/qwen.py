@@ -1,7 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

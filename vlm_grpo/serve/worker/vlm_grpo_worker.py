@@ -4,8 +4,6 @@ vLLM 0.32 computes linear layers on a CPU with a packed copy of their weights. W
 loaded again, it packs them again, except those of an output head that is tied to the embeddings.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saving and restoring the state of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -6,8 +6,6 @@ if the checkpoint is sharded), and ``manifest.json`` with the size and SHA-256 o
 Nothing in it is pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

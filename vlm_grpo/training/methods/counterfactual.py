@@ -10,8 +10,6 @@ not read), the mean is a vector for each head, not a number, and the weights are
 prompt and completion, not over all packed tokens. Recurrent layers are not changed.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar
 

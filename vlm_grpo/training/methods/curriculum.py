@@ -1,7 +1,5 @@
 """The choice of training prompts by their difficulty, which is estimated during the run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """On-policy distillation: a second model, the teacher, scores the policy's completions."""
 
-from __future__ import annotations
-
 from jaxtyping import Float
 from torch import Tensor
 

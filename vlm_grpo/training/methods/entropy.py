@@ -1,7 +1,5 @@
 """Training on the tokens with the highest entropy alone (arXiv:2506.01939)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ swapped in for the reference pass. It may be kept in host memory; it is then on 
 during that pass, when there are no gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

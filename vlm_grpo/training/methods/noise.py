@@ -1,7 +1,5 @@
 """Groups of which a part is sampled behind images with noise (NoisyRollout, arXiv:2504.13055)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

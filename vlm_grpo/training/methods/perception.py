@@ -5,8 +5,6 @@ PAPO (arXiv:2507.06448) raises the KL of the policy to itself behind masked imag
 need one more pass without gradient, behind the masked images.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping, Sequence

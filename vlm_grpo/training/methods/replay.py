@@ -1,7 +1,5 @@
 """Training once more on recent groups, in steps in which some groups have equal rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

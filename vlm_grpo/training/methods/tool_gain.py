@@ -8,8 +8,6 @@ for ``coef=1`` its baseline is the mean without tools, a counterfactual one as i
 al., arXiv:1705.08926). ``docs/objective.md`` says in which way this is no gradient of the reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean

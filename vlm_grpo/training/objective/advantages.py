@@ -4,8 +4,6 @@ Group estimators are a baseline and a scale: one number per completion, from the
 group. Step estimators see all completions of a step, and may give each token its own advantage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A loss and an advantage estimator from a user's file, checked before they are used."""
 
-from __future__ import annotations
-
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ set for the full optimizer step, with normalizers that are totals over it (``Ste
 neither the split into micro-batches nor the order of completions changes the gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
