@@ -639,7 +639,7 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
         trainer.sampler.close()
         if kind not in BFLOAT16.get(launch, ()):
             continue
-        bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
+        bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": "auto", **WEIGHTS[kind]}
         settings = make_settings(folder, launch, policy=bfloat16)
         count = 1 if launch.startswith("zero") else 2
         yield f"bfloat16, {kind}", partial(build_and_run, settings, count)

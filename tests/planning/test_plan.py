@@ -28,7 +28,7 @@ from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.loading import get_model_source, load_model, load_prompt_builder
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning import plan as plans
-from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
+from vlm_grpo.planning.devices import CONTEXT, FRAGMENTATION, GIB, Device, find_device
 from vlm_grpo.planning.known import KnownPlanner, build_known_settings
 from vlm_grpo.planning.memory import GRAPH, Memory
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -265,6 +265,24 @@ def test_memory_that_is_left_shortens_the_step():
     assert [text.partition("=")[0] for text, _ in others] == ["optim.max_tokens_per_batch"]
     assert "faster     policy.gradient_checkpointing=none" in str(found)
     assert "largest" not in str(found)
+
+
+def test_the_least_that_fits_is_recomputed():
+    settings = build_known_settings("Qwen/Qwen2.5-VL-3B-Instruct", ["policy.lora.r=16"])
+    parts = ("none", "mlp", "full")
+    none, mlp, full = (
+        with_changes(settings, "policy", gradient_checkpointing=part) for part in parts
+    )
+    automatic = with_changes(settings, "policy", gradient_checkpointing="auto")
+    peaks = [KnownPlanner(s, H100).estimate_step(s).memory.peak for s in (none, mlp, full)]
+    assert peaks == sorted(set(peaks), reverse=True)
+    for part, peak in zip(parts, peaks, strict=True):
+        device = Device("GPU", int((peak + CONTEXT) / (1 - FRAGMENTATION)) + 2)
+        found = KnownPlanner(automatic, device).plan()
+        assert (found.fits, found.step.shape.checkpointing) == (True, part)
+        assert f"with policy.gradient_checkpointing={part}\n" in str(found)
+    sharded = KnownPlanner(automatic, H100, 8, "sharded").estimate_step(automatic)
+    assert sharded.shape.checkpointing == "full"
 
 
 def test_captured_steps_are_planned(seven_billion):

@@ -23,7 +23,9 @@ from work_counts import count_work
 from vlm_grpo.config.methods import WarmStartSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine import activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
@@ -103,6 +105,36 @@ def test_running_out_of_memory_changes_only_the_micro_batches(settings, monkeypa
         "processing 100 tokens at a time from now on; set optim.max_tokens_per_batch=100"
         in caplog.text
     )
+
+
+def test_running_out_of_memory_recomputes_more_before_small_micro_batches(settings, caplog):
+    """``auto``: feed-forward layers, then all, then halves; the gradient stays the same."""
+
+    def compute_norm(fails: int, checkpointing: str) -> tuple[float, Updater]:
+        torch.manual_seed(0)
+        trainer = make_trainer(settings(policy={"gradient_checkpointing": checkpointing}))
+        trainer.policy.form_check = None  # also calls ``score``
+        score, left = trainer.policy.score, iter(range(fails))
+
+        def fail_first(*given: Any) -> Any:
+            for _ in left:
+                raise torch.OutOfMemoryError("out of memory")
+            return score(*given)
+
+        trainer.policy.score = fail_first  # type: ignore[method-assign]
+        return trainer.step()["grad_norm"], trainer.updater
+
+    expected, _ = compute_norm(0, "none")
+    for fails, recomputed in enumerate(("none", "mlp", "full", "full")):
+        norm, updater = compute_norm(fails, "auto")
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert updater.recomputed == recomputed
+        assert (updater.budget.limit < 16_384) == (fails == 3)
+        layer = updater.policy.model.get_decoder().layers[0]
+        assert has_forward(layer.mlp, activations._recompute) == (recomputed == "mlp")  # noqa: SLF001
+    assert "set policy.gradient_checkpointing=full to start with this value" in caplog.text
+    _, updater = compute_norm(0, "none")
+    assert updater.recomputed is None
 
 
 def test_updates_run_in_training_mode(settings, monkeypatch):

@@ -23,8 +23,8 @@ def _name_initial_weights(value: Any) -> Any:
     return "default" if value is True else value
 
 
-Checkpointing = Annotated[Literal["none", "mlp", "full"], BeforeValidator(_name_switch)]
-"""Activations that are recomputed; true and false, as in TRL, mean full and none."""
+Checkpointing = Literal["none", "mlp", "full"]
+"""Activations that are recomputed."""
 
 
 class LoraSettings(Frozen):
@@ -86,10 +86,14 @@ class PolicySettings(Frozen):
     numbers (``fp4``)."""
     double_quant: bool = True
     """Hold the scales of 4-bit weights in 8 bits too, which saves 0.37 bits per weight."""
-    gradient_checkpointing: Annotated[Checkpointing, FREE] = "none"
+    gradient_checkpointing: Annotated[
+        Checkpointing | Literal["auto"], BeforeValidator(_name_switch), FREE
+    ] = "none"
     """Recompute activations instead of storing them: ``mlp``: those of the feed-forward layers,
     which are about two thirds; ``full`` (or true): all but each layer's input, about a third
-    slower; ``none`` (or false): store all."""
+    slower; ``none`` (or false): store all; ``auto``: store all until the update runs out of memory
+    with micro-batches of 4,096 tokens, then ``mlp``, then ``full``; with sharded weights, ``full``.
+    """
     activation_offloading: Annotated[bool, FREE] = False
     """Keep stored activations in the host's memory until the backward pass needs them (GPUs only).
     """

@@ -186,6 +186,8 @@ def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
     yield f"  rollout      {memory.rollout / GIB:8.2f}  peak while sampling"
     replaced = memory.first_gradients < memory.gradients
     note = ", where gradients replace what is saved" if replaced else ""
+    if step.settings.policy.gradient_checkpointing == "auto":
+        note += f", with policy.gradient_checkpointing={step.shape.checkpointing}"
     yield f"  update       {memory.backward / GIB:8.2f}  peak in the update{note}"
     reserved = f", {device.reserved:.0%} of its memory left to others" if device.reserved else ""
     if memory.copied:
@@ -401,6 +403,14 @@ class Planner:
         """Estimate a step under these settings; ``weights`` None: held as in the planner."""
         weights = weights or self.weights
         policy = settings.policy
+        if policy.gradient_checkpointing == "auto":  # the first that fits, as the update does
+            parts = ("none", "mlp", "full") if weights == "replicated" else ("full",)
+            for part in parts:
+                changed = with_changes(settings, "policy", gradient_checkpointing=part)
+                step = self.estimate_step(changed, weights)
+                if self.device.holds(step.memory.peak):
+                    break
+            return replace(step, settings=settings)
         key = get_shape_key(policy)
         if key not in self._shapes:
             self._shapes[key] = self.read_shape(policy)
@@ -553,7 +563,7 @@ def suggest_others(
 def suggest_faster(planner: Planner, step: StepEstimate, batch: int) -> Iterator[Change]:
     """Yield changes that shorten the step with the memory that it leaves, each by itself."""
     used = step.settings.policy.gradient_checkpointing
-    for part in {"none": (), "mlp": ("none",), "full": ("none", "mlp")}[used]:
+    for part in {"mlp": ("none",), "full": ("none", "mlp")}.get(used, ()):
         found = _change(planner, step, "policy", gradient_checkpointing=part)
         if planner.device.holds(found[1].memory.peak):
             yield found
@@ -605,7 +615,7 @@ def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
 
 def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
     used = step.settings.policy.gradient_checkpointing
-    parts = {"none": ("mlp", "full"), "mlp": ("full",), "full": ()}[used]
+    parts = {"none": ("mlp", "full"), "mlp": ("full",)}.get(used, ())
     changes = [_change(planner, step, "policy", gradient_checkpointing=part) for part in parts]
     fitting = (change for change in changes if planner.device.holds(change[1].memory.peak))
     return next(fitting, changes[-1] if changes else None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +13,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object, sum_over_ranks
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.dist.strategy import Strategy, build_strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.activations import offload_activations
+from vlm_grpo.model.engine.activations import (
+    enable_gradient_checkpointing,
+    offload_activations,
+    recompute_more,
+)
 from vlm_grpo.model.engine.batch import MicroBatch, pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
@@ -43,6 +49,11 @@ from vlm_grpo.training.objective import (
 )
 from vlm_grpo.training.schedule import build_scheduler
 
+ENOUGH_TOKENS = 4096
+"""Tokens in a micro-batch with which a GPU is busy: fewer save less time than recomputing costs."""
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Updater:
@@ -56,6 +67,8 @@ class Updater:
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     surrogate: Surrogate | None = None  # the user's loss; None: that of the settings' loss type
     methods: Mapping[str, Method] = field(default_factory=dict)
+    # what is recomputed, where more may be when memory runs out; None: that is not changed
+    recomputed: Checkpointing | None = None
 
     @property
     def policy(self) -> Policy:
@@ -128,8 +141,8 @@ class Updater:
         """Accumulate the gradient of an update of the step; return its metrics, and the losses of
         its micro-batches.
 
-        If memory runs out, the update is repeated with micro-batches of half the size, which gives
-        the same gradient.
+        If memory runs out, the update is repeated with micro-batches of half the size, or with more
+        that is recomputed, which gives the same gradient.
         """
         slices = batch.mini_batches[number % len(batch.mini_batches)]
         while True:
@@ -149,10 +162,25 @@ class Updater:
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
-                self._check_can_halve(micro, error)
+                recomputes = self.recomputed in ("none", "mlp") and (
+                    micro.num_tokens < 2 * ENOUGH_TOKENS or len(micro.rows) == 1
+                )
+                if not recomputes:
+                    self._check_can_halve(micro, error)
             self.strategy.drop_gradients()
             self.policy.engine.release()
-            self.budget.halve(micro.num_tokens)
+            if recomputes:
+                self._recompute_more()
+            else:
+                self.budget.halve(micro.num_tokens)
+
+    def _recompute_more(self) -> None:
+        self.recomputed = recompute_more(self.policy.model, self.recomputed or "none")
+        logger.warning(
+            "out of memory: recomputing activations from now on; set "
+            "policy.gradient_checkpointing=%s to start with this value",
+            self.recomputed,
+        )
 
     def _check_can_halve(self, micro: MicroBatch, error: RuntimeError) -> None:
         if len(micro.rows) == 1:
@@ -278,6 +306,9 @@ def build_updater(
     if settings.policy.activation_offloading:
         _check_offloading(strategy)
         offload = functools.partial(offload_activations, policy.model, policy.device)
+    is_automatic = settings.policy.gradient_checkpointing == "auto"
+    if is_automatic and not strategy.may_retry:
+        enable_gradient_checkpointing(policy.model, "full")
     return Updater(
         strategy,
         build_scheduler(optimizer, settings),
@@ -286,6 +317,7 @@ def build_updater(
         offload,
         load_surrogate(settings.objective),
         methods,
+        "none" if is_automatic and strategy.may_retry else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.forwards import replace_forward
+from vlm_grpo.model.engine.forwards import replace_forward, restore_forward
 
 MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their copies would cost more time than they save memory."""
 
 
-def enable_gradient_checkpointing(model: Any, part: Checkpointing = "full") -> None:
-    """Recompute the activations of a part of each layer in the backward pass."""
+def enable_gradient_checkpointing(
+    model: Any, part: Checkpointing | Literal["auto"] = "full"
+) -> None:
+    """Recompute the activations of a part of each layer in the backward pass; auto: none yet."""
     if part == "mlp":
-        names = (".mlp", ".feed_forward")
-        modules = [module for name, module in model.named_modules() if name.endswith(names)]
+        modules = list(_find_feed_forward(model))
         if not modules:
             raise UserError(
                 "policy.gradient_checkpointing=mlp: this model's feed-forward layers are not "
@@ -31,11 +32,25 @@ def enable_gradient_checkpointing(model: Any, part: Checkpointing = "full") -> N
         for module in modules:
             replace_forward(module, _recompute)
     elif part == "full":
+        for module in _find_feed_forward(model):
+            restore_forward(module, _recompute)
         # Renamed in transformers 5.23, where the old name warns.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         # A checkpointed segment needs an input with gradient, which frozen embeddings do not have.
         model.enable_input_require_grads()
+
+
+def recompute_more(model: Any, part: Checkpointing) -> Checkpointing:
+    """Recompute more than ``part``, which is recomputed now; return what is recomputed then."""
+    more = "mlp" if part == "none" and any(_find_feed_forward(model)) else "full"
+    enable_gradient_checkpointing(model, more)
+    return more
+
+
+def _find_feed_forward(model: nn.Module) -> Iterator[nn.Module]:
+    names = (".mlp", ".feed_forward")
+    return (module for name, module in model.named_modules() if name.endswith(names))
 
 
 def _recompute(module: nn.Module, original: Any, *inputs: Any) -> Any:

@@ -30,6 +30,12 @@ def replace_forward(module: nn.Module, forward: Forward) -> None:
         module.__class__ = _derive(type(module), forward)
 
 
+def restore_forward(module: nn.Module, forward: Forward) -> None:
+    """Undo ``replace_forward`` where it was the last for this module."""
+    if has_forward(module, forward):
+        module.__class__ = type(module).__base__
+
+
 def has_forward(module: nn.Module, *forwards: Forward) -> bool:
     """Return whether one of the functions computes the module's output."""
     return getattr(type(module), "replaced_by", None) in forwards
