@@ -37,6 +37,19 @@ def test_numbers_of_converters_and_benchmarks_are_those_of_the_files():
     assert f"lists {converters} converters" in data
 
 
+def test_the_cards_of_the_readme_are_those_of_the_plans():
+    def read_rows(path: str) -> list[list[str]]:
+        lines = (ROOT / path).read_text("utf-8").splitlines()
+        return [line.strip("| ").split(" | ") for line in lines if "B-" in line and line[0] == "|"]
+
+    smallest = {(row[0], row[1]): row[-1] for row in read_rows("docs/planning.md")}
+    kinds = ("LoRA, 4 bits", "LoRA", "full")
+    rows = read_rows("README.md")
+    assert len(rows) >= 5
+    for model, *cards in rows:
+        assert cards == [smallest[model, kind] for kind in kinds]
+
+
 def test_site_lists_every_page():
     index = (ROOT / "docs/index.md").read_text("utf-8")
     listed = set(re.findall(r"^[^|\n]+ <([\w/-]+)>$", index, re.MULTILINE))
