@@ -52,6 +52,11 @@ class ImageRef:
         return self.size
 
     @property
+    def origin(self) -> ImageRef:
+        """The reference to the image of the data; that of a part of an image is the whole."""
+        return self
+
+    @property
     def clean(self) -> ImageRef:
         """The reference to the image without noise."""
         return self if self.noise is None else replace(self, noise=None)

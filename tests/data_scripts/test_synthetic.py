@@ -15,6 +15,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import (
     make_charts,
     make_clips,
+    make_pictures,
     make_screens,
     make_shapes,
     make_tables,
@@ -30,7 +31,7 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
 MODULES = (
-    *(make_charts, make_clips, make_screens, make_shapes),
+    *(make_charts, make_clips, make_pictures, make_screens, make_shapes),
     *(make_tables, make_tiny_words, make_words),
 )
 GENERATORS = {kind: m.draw_examples for m in MODULES for kind in m.draw_examples.kinds}
@@ -170,6 +171,7 @@ def describe_named(row: Example) -> set[tuple[str, ...]]:
         ("choices", describe_choices, 3 / 12),
         ("screens", describe_named, 3 / 12),
         ("clips", describe_named, 3 / 12),
+        ("pictures", lambda row: {(row.meta["color"], row.meta["kind"])}, 1 / 6),
     ],
 )
 def test_training_has_every_attribute_but_no_composition_of_the_evaluation(world, describe, share):

@@ -28,9 +28,9 @@ from vlm_grpo.task.coordinates import Box
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef
 
-make_charts, make_clips, make_screens, make_shapes, make_tables, make_words = (
+make_charts, make_clips, make_pictures, make_screens, make_shapes, make_tables, make_words = (
     pytest.importorskip(f"vlm_grpo.data_scripts.make_{name}")
-    for name in ("charts", "clips", "screens", "shapes", "tables", "words")
+    for name in ("charts", "clips", "pictures", "screens", "shapes", "tables", "words")
 )
 
 COUNT = 80
@@ -65,6 +65,15 @@ def draw_cluttered() -> Sequence[Example]:
         answer = dict(zip(("boxes", "labels"), map(list, zip(*pairs, strict=True)), strict=True))
         examples.append(dataclasses.replace(example, question="shape", answer=answer))
     return examples
+
+
+PUZZLES = {"rows": 2, "columns": 2, "joined": True}
+
+
+def draw_puzzles() -> Sequence[Example]:
+    """Draw jigsaws of four tiles."""
+    task = load_task("self_supervised", **PUZZLES)
+    return [task.pose(e) for e in make_pictures.draw_examples("pictures", COUNT, seed=5)]
 
 
 def make_examples(count: int, draw: Callable[[Rng], tuple[str, Any]]) -> list[Example]:
@@ -283,6 +292,14 @@ SCENES = {
         lambda rng: draw_page(rng)[1]["text"],
         read_page,
         steps=10,
+    ),
+    "self_supervised": Scenes(
+        draw_puzzles,
+        ("1, 2, 3, 4", "1 2 3 4 or 4 3 2 1", "4", "1, 1, 1, 1", "1, 2, 3, 4, 1, 2, 3, 4"),
+        lambda rng: ", ".join(map(str, rng.sample(range(1, 5), 4))),
+        choose(0.5, lambda gold, rng: gold[::-1]),
+        options=PUZZLES,
+        steps=20,
     ),
     "temporal": Scenes(
         draw(make_clips, "clips"),

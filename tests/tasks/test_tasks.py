@@ -50,6 +50,8 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gui", {"box": True, "weights": {"gaussian": 0.5, "coverage": 0.5}}, SEVERAL),
     ("gui", {"actions": ("type", "back")}, {"action": "type", "text": "No EXIT"}),
     ("temporal", {"weights": {"bounded": 0.5}}, [2.5, 7]),
+    ("self_supervised", {"joined": True, "rows": 2}, {"order": [3, 1, 2, 6, 5, 4]}),
+    ("self_supervised", {"puzzle": "rotation"}, {"degrees": 180}),
     ("choice", {}, {"options": ["No EXIT", "3", "[1, 2]", "NaN"], "answer": "3"}),
     ("choice", {"shuffle": False}, {"options": ["A", "B"], "answer": "B"}),
 ]
@@ -161,7 +163,7 @@ def test_answers_are_drawn_on_a_copy(case):
     marked = ImageChops.difference(drawn, image).getbbox() is not None
     # Texts and counts have no position; an empty list of boxes draws nothing.
     has_boxes = isinstance(case[2], dict) and bool(case[2].get("boxes"))
-    assert marked == (case[0] in ("table", "temporal") or has_boxes)
+    assert marked == (case[0] in ("table", "temporal", "self_supervised") or has_boxes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -34,13 +34,23 @@ from vlm_grpo.data.files import (
     read_jsonl,
     read_metadata,
 )
+from vlm_grpo.data.images import IMAGE_SUFFIXES
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
-_EMBEDDED_MODULES = ("charts", "clips", "screens", "shapes", "tables", "tiny_words", "words")
+_EMBEDDED_MODULES = (
+    "charts",
+    "clips",
+    "pictures",
+    "screens",
+    "shapes",
+    "tables",
+    "tiny_words",
+    "words",
+)
 _EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 _ARGUMENTS: dict[Split, str] = {"train": "data", "eval": "held_out"}
@@ -90,6 +100,17 @@ def _read_shards(folder: Path, task: Task, split: Split) -> Iterable[Row]:
     return _read_all(_list_shards(folder), task, split)
 
 
+def _list_images(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _read_images(folder: Path, task: Task, split: Split) -> Iterator[Row]:
+    """Yield a row for each image, for tasks that ask about images alone."""
+    for number, path in enumerate(_list_images(folder), start=1):
+        name = path.relative_to(folder).as_posix()
+        yield Row(str(path), number, {"id": name, "images": [name]})
+
+
 def _itself(path: Path) -> Sequence[Path]:
     return [path]
 
@@ -112,6 +133,7 @@ FORMATS: tuple[Format, ...] = (
     Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_image_folders),
     Format("of images and metadata", _is_folder(find_metadata), _only_path(read_metadata), _itself),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
+    Format("of images alone", _is_folder(_list_images), _read_images, _itself),
 )
 """All formats; the first that fits a path reads it."""
 

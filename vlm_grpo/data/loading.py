@@ -131,6 +131,7 @@ def read_source(
     examples: list[Example] = []
     problems: list[str] = []
     first_with_id: dict[str, int] = {}
+    seen: dict[Any, Any] = {}
     tried: list[tuple[Row, Task]] = []
     extent, bad_box = _Extent(), None  # the first row with a bad box of the source's own form
     for row in rows:
@@ -149,6 +150,8 @@ def read_source(
             if first < len(examples):
                 where = examples[first].location or f"example {first + 1}"
                 raise ValueError(f"id {example.id!r} is a duplicate of {where}")
+            if (earlier := row_task.find_repeat(example, seen)) is not None:
+                raise ValueError(f"it repeats example {earlier}")
         except ValueError as error:
             has_own_form = row.problem is None and row.example is None and not row.in_pixels
             if bad_box is None and has_own_form and isinstance(error, BoxError):
@@ -397,7 +400,8 @@ def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Exampl
 
 def _get_key(image: ImageRef, attribute: Literal["name", "path"]) -> str:
     """Return what is equal for equal images: the file, by an attribute, or a digest of the bytes;
-    of a clip given by its frames, theirs."""
+    of a clip given by its frames, theirs; of a part of an image, the whole's."""
+    image = image.origin
     if isinstance(image, VideoRef) and image.frames:
         return " ".join(_get_key(frame, attribute) for frame in image.frames)
     if image.path is not None:

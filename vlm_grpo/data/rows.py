@@ -85,7 +85,7 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
     values = dict(row.values)
     fields = _pop_fields(values, columns)
     beside = (*_to_list(fields.get("images")), *map(Clip, _to_list(fields.get("videos"))))
-    has_chat = fields.get("messages") is not None
+    has_chat, asks = fields.get("messages") is not None, type(task).pose is not Task.pose
     if has_chat:
         if values.get("audios"):
             raise ValueError("it has audios, which are not supported")
@@ -97,15 +97,15 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
         chat = read_chat(messages, beside, values.pop("system", None))
         question = chat.turns[-1].text.strip()
         answer = fields.get("answer", chat.answer if boxes is None else boxes)
-        if answer is None:
+        if answer is None and not asks:
             raise ValueError("it has no answer: a last turn of the assistant, or a column answer")
     else:
         if row.question is not None:
             fields.setdefault("question", row.question)
         for name in ("question", "answer"):
-            if name not in fields:
+            if name not in fields and not asks:
                 _refuse_missing(name, _NAMES[name][0], row.values)
-        question, answer = fields["question"], fields["answer"]
+        question, answer = fields.get("question", ""), fields.get("answer")
         if not isinstance(question, str):
             raise ValueError(f"question must be text, not {shorten(question)}")
         chat = read_question(question, beside)
@@ -280,15 +280,15 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     problems: list[ValueError] = []
     turns = *examples[0].history, Turn("user", examples[0].question)
     place_images(turns, len(examples[0].images))
-    for example in examples:
+    for row in examples:
         try:
-            task.check(example)
+            task.check(example := task.pose(row))
             _check_boxes(example, task)
         except ValueError as error:
             problems.append(error)
         except Exception as error:  # a user's check may raise anything
             reason = f"cannot be checked: {type(error).__name__}: {error}"
-            problems.append(ValueError(f"the answer {shorten(example.answer)} {reason}"))
+            problems.append(ValueError(f"the answer {shorten(row.answer)} {reason}"))
         else:
             write_prompt(task, example)
             return example

@@ -387,6 +387,18 @@ class Task:
         """Return the text that a model should write for an answer; the inverse of ``parse``."""
         raise NotImplementedError
 
+    def pose(self, example: Example) -> Example:
+        """Return the example that is asked about a row; ``ValueError``: none can be made of it.
+
+        Where a task overrides it, to ask about the images alone, rows need no question and answer.
+        """
+        return example
+
+    def find_repeat(self, example: Example, seen: dict[Any, Any]) -> str | None:
+        """Return the id of an earlier example that this one repeats, or None; ``seen``, at first
+        empty, is the task's memory of the examples of a source."""
+        return None
+
     def check(self, example: Example) -> None:
         """Raise ValueError, naming the problem, if the example's gold answer is malformed."""
 
