@@ -186,7 +186,7 @@ def check_images(width: int, dtype: torch.dtype) -> Check:
 @contextlib.contextmanager
 def dense_attention() -> Iterator[None]:
     """Compute attention in half precision without PyTorch's varlen kernel inside."""
-    names = ("has_varlen", "_uses_plain_products")
+    names = ("has_varlen", "is_cpu")
     before = {name: getattr(kernels, name) for name in names}
     use_dense_attention()
     try:

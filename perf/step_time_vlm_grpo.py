@@ -107,9 +107,8 @@ def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = 
 
 
 def use_dense_attention() -> None:
-    """Compute attention in half precision as a GPU does in float32, by matrix products."""
-    kernels.has_varlen = lambda query: False
-    kernels._uses_plain_products = lambda query: True  # noqa: SLF001
+    """Compute attention in half precision as a GPU does in float32, with a mask."""
+    kernels.has_varlen = kernels.is_cpu = lambda query: False
 
 
 def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> Steps:

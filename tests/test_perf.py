@@ -223,7 +223,7 @@ def test_a_part_that_takes_too_long_ends_with_all_its_processes(perf, tmp_path):
 
 
 def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
-    for module, name in ((kernels, "has_varlen"), (kernels, "_uses_plain_products")):
+    for module, name in ((kernels, "has_varlen"), (kernels, "is_cpu")):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
     perf("step_time_vlm_grpo").use_dense_attention()
     policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=2)
@@ -238,8 +238,8 @@ def test_attention_without_varlen_needs_no_kernel_of_a_cpu(perf, monkeypatch):
     with torch.profiler.profile() as profiler:
         policy.score(build_batch(prompt)).logprobs.sum().backward()
     names = {event.key for event in profiler.key_averages()}
-    assert "aten::bmm" in names
-    assert not [name for name in names if "attention" in name]
+    assert "aten::scaled_dot_product_attention" in names
+    assert not [name for name in names if "for_cpu" in name or "varlen" in name]
 
 
 def measure_all(folder: Path) -> str:

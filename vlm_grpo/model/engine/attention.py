@@ -8,7 +8,7 @@ its prompt and to its previous tokens, ``PackedAttention`` scores rows ``[prompt
 Without ``attend`` the layers use plain SDPA.
 
 In a packed row a token attends to the earlier tokens of its prompt and of its own completion. In
-half precision on CUDA one kernel computes the row. Elsewhere it takes two attentions without any
+half precision on CUDA one kernel computes the row. On CPUs it takes two attentions without any
 mask: all completion tokens over the prompt, and each completion causally over itself, merged by
 their log-sum-exps. A softmax over a union of keys is the mean of the softmaxes over its parts,
 weighted by their partition sums, so the merge is exact; and the backward of each part needs only

@@ -5,11 +5,9 @@ prompt attends causally to itself, and the keys of a completion are those of its
 its own. The kernel's causal diagonal is aligned at the last query and the last key, so the first
 token of a completion sees the whole prompt and itself.
 
-Elsewhere parts without a mask are merged by their log-sum-exps, and prompts that are not causal and
-sliding windows have a mask. On CPUs, the parts use PyTorch's flash kernel in float32 and float64.
-In bfloat16 that kernel is no faster than in float32 (``perf/README.md``), so they use plain matrix
-products, which round the scores as transformers' eager attention does. So do float32 and float64 on
-other devices.
+On CPUs parts by PyTorch's flash kernel are merged by their log-sum-exps. Prompts that are not
+causal and sliding windows have a mask, and so has each completion in float32 and float64 on other
+devices, of whose kernels no public one returns the log-sum-exp.
 """
 
 import itertools
@@ -33,11 +31,6 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # The kernel for sequences of different lengths. ``varlen_attn``, which calls it, prefers cuDNN's,
 # has fewer arguments before torch 2.12, and fills a tensor in each call.
 FLASH_VARLEN = torch.ops.aten._flash_attention_forward  # noqa: SLF001
-
-MAX_SCORES = 2**24  # maximum number of attention scores held at once by plain matrix products
-CAUSAL_BLOCK = 128
-"""Queries per block of causal attention by plain matrix products: a single product over all keys
-would spend half of its work on masked scores."""
 
 
 class Layer(NamedTuple):
@@ -88,9 +81,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     query = torch.empty(0, dtype=dtype, device=device)
     if has_varlen(query):
         return "FlashAttention, one call per layer"
-    if _uses_plain_products(query):
-        return "matrix products without a mask"
-    return "PyTorch's flash kernels for CPUs"
+    return "PyTorch's flash kernels for CPUs" if is_cpu(query) else "PyTorch's, with masks"
 
 
 def has_varlen(query: Tensor) -> bool:
@@ -100,12 +91,6 @@ def has_varlen(query: Tensor) -> bool:
 
 def is_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
-
-
-def _uses_plain_products(query: Tensor) -> bool:
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is used.
-    return is_half if is_cpu(query) else not is_half
 
 
 def run_varlen(
@@ -227,11 +212,9 @@ def attend_prompt(
     the layer's window, or by the mask."""
     query, key, value = prompt
     length = query.shape[2]
-    if mask is None and not layer.needs_mask(length):
-        return causal(query, key, value, layer.scaling)
-    if mask is None:
+    if mask is None and layer.needs_mask(length):
         mask = build_window_mask(length, length, layer.window, query.device)
-    return _attend_masked(layer, query, key, value, mask)
+    return _attend(layer, query, key, value, mask)
 
 
 def attend_completions(
@@ -241,7 +224,7 @@ def attend_completions(
     by queries, keys and values."""
     (_, prompt_key, prompt_value), (query, key, value) = prompt, own
     size, longest = prompt_key.shape[2], max(lengths)
-    if not layer.needs_mask(size + longest):
+    if is_cpu(query) and not layer.needs_mask(size + longest):
         return cascade(query, prompt_key, prompt_value, key, value, lengths, layer.scaling)
     # Each completion needs a copy of the end of its prompt, no longer than the window.
     seen = min(size, (layer.window or size + longest) - 1)
@@ -252,7 +235,7 @@ def attend_completions(
         for x, y in ((prompt_key, key), (prompt_value, value))
     )
     mask = build_window_mask(longest, seen + longest, layer.window, query.device)
-    return repack(_attend_masked(layer, unpack(query, lengths), keys, values, mask), lengths)
+    return repack(_attend(layer, unpack(query, lengths), keys, values, mask), lengths)
 
 
 def attend_path(
@@ -260,13 +243,20 @@ def attend_path(
 ) -> Float[Tensor, "1 heads n width"]:
     """Compute attention of one completion to its prompt and itself by a mask."""
     keys, values = (torch.cat([x, y], dim=2) for x, y in zip(prompt[1:3], own[1:3], strict=True))
-    return _attend_masked(layer, own[0], keys, values, mask)
+    return _attend(layer, own[0], keys, values, mask)
 
 
-def _attend_masked(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    key, value = expand_heads(query, key), expand_heads(query, value)
+def _attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Compute attention by a mask, or causally (None)."""
+    # A GPU's kernels for queries that share keys are of half precision, or hold all scores.
+    if layer.cap is not None or not is_cpu(query):
+        times = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     if layer.cap is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=layer.scaling)
+        options: dict[str, Any] = {"scale": layer.scaling, "enable_gqa": True}
+        options["is_causal"] = mask is None
+        return scaled_dot_product_attention(query, key, value, mask, **options)
+    assert mask is not None  # a cap needs one
     scores = torch.tanh(query @ key.mT * (layer.scaling / layer.cap)) * layer.cap
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
@@ -280,37 +270,6 @@ def build_window_mask(
     last = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     return (key <= last) & (key > last - (window or keys))
-
-
-def causal(
-    query: Float[Tensor, "rows heads T width"],
-    key: Float[Tensor, "rows key_heads T width"],
-    value: Float[Tensor, "rows key_heads T width"],
-    scaling: float,
-) -> Float[Tensor, "rows heads T width"]:
-    if _uses_plain_products(query):
-        return _Causal.apply(query, key, value, scaling)  # type: ignore[return-value]
-    options: dict[str, Any] = {"is_causal": True, "scale": scaling}
-    if is_cpu(query):
-        key, value = expand_heads(query, key), expand_heads(query, value)
-    else:
-        options["enable_gqa"] = True
-    return scaled_dot_product_attention(query, key, value, **options)
-
-
-class _Causal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        output, lse = _part(query, key, value, scaling, causal=True)
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.scaling = scaling
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        merged = (grad_outputs[0], query, output, lse)
-        return *_part_backward(merged, key, value, ctx.scaling, causal=True), None
 
 
 class _Cascade(torch.autograd.Function):
@@ -328,10 +287,11 @@ class _Cascade(torch.autograd.Function):
         lengths: Sequence[int],
         scaling: float,
     ) -> Tensor:
-        to_prefix, prefix_lse = _part(query, prefix_key, prefix_value, scaling, causal=False)
-        q, k, v = (unpack(x, lengths) for x in (query, key, value))
-        to_self, self_lse = _part(q, k, v, scaling, causal=True)
-        to_self, self_lse = repack(to_self, lengths), repack(self_lse, lengths)
+        to_prefix, prefix_lse = FLASH(query, prefix_key, prefix_value, scale=scaling)
+        own = (unpack(x, lengths) for x in (query, key, value))
+        to_self, self_lse = FLASH(*own, is_causal=True, scale=scaling)
+        to_self, self_lse = repack(to_self, lengths), repack(self_lse[..., None], lengths)
+        prefix_lse = prefix_lse[..., None]
         lse = torch.logaddexp(prefix_lse, self_lse)
         output = to_prefix * (prefix_lse - lse).exp() + to_self * (self_lse - lse).exp()
         output = output.to(query.dtype)
@@ -343,130 +303,17 @@ class _Cascade(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
         lengths, scaling = ctx.lengths, ctx.scaling
-        merged = (grad_outputs[0].contiguous(), query, output, lse)
-        d_prefix = _part_backward(merged, prefix_key, prefix_value, scaling, causal=False)
-        *rows, k, v = (unpack(x, lengths) for x in (*merged, key, value))
-        own = _part_backward(rows, k, v, scaling, causal=True)
-        d_own = [repack(gradient, lengths) for gradient in own]
-        return d_prefix[0] + d_own[0], d_prefix[1], d_prefix[2], d_own[1], d_own[2], None, None
+        grad = grad_outputs[0].contiguous()
+        row = (grad, query, prefix_key, prefix_value, output, lse[..., 0])
+        d_prefix = _FLASH_BACKWARD(*row, 0.0, False, scale=scaling)
+        own = (grad, query, key, value, output, lse)
+        *rows, sums = (unpack(x, lengths) for x in own)
+        d_own = _FLASH_BACKWARD(*rows, sums[..., 0], 0.0, True, scale=scaling)
+        d_query, d_key, d_value = (repack(gradient, lengths) for gradient in d_own)
+        return d_prefix[0] + d_query, d_prefix[1], d_prefix[2], d_key, d_value, None, None
 
 
 cascade: Any = _Cascade.apply
-
-
-def _part(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute attention over all keys, or causal attention over as many keys as queries; return
-    the output, and the log-sum-exps in float32."""
-    if _uses_plain_products(query):
-        return _plain(query, key, value, scaling, causal)
-    if causal:
-        expanded = (query, expand_heads(query, key), expand_heads(query, value))
-        output, lse = FLASH(*expanded, is_causal=True, scale=scaling)
-    else:
-        output, lse = FLASH(_stack_heads(query, key), key, value, scale=scaling)
-    return output.reshape(query.shape), lse.reshape(*query.shape[:3], 1)
-
-
-def _part_backward(
-    merged: Sequence[Tensor], key: Tensor, value: Tensor, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's query, key and value, given the gradient of the merged
-    output, the query, that output and its log-sum-exp."""
-    grad, query, output, lse = merged
-    if _uses_plain_products(query):
-        return _plain_backward(merged, key, value, scaling, causal)
-    if causal:
-        expanded = (query, expand_heads(query, key), expand_heads(query, value))
-        d_query, d_key, d_value = _FLASH_BACKWARD(
-            grad, *expanded, output, lse[..., 0], 0.0, True, scale=scaling
-        )
-        return d_query, _sum_heads(d_key, key), _sum_heads(d_value, value)
-    g, q, o, s = (_stack_heads(x, key) for x in merged)
-    d_query, d_key, d_value = _FLASH_BACKWARD(
-        g, q, key, value, o, s[..., 0], 0.0, False, scale=scaling
-    )
-    return d_query.reshape(query.shape), d_key, d_value
-
-
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    outputs, sums = [], []
-    for rows, seen in _blocks(query, key, causal):
-        part = query[:, :, rows]
-        weights, top = _weights(part, key[:, :, seen], scaling, causal)
-        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        output = (weights @ value[:, :, seen] / total).to(value.dtype)
-        outputs.append(output.reshape(part.shape))
-        sums.append((total.log() + top).reshape(*part.shape[:3], 1))
-    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
-
-
-def _plain_backward(
-    merged: Sequence[Tensor], key: Tensor, value: Tensor, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    query = merged[1]
-    d_queries = []
-    d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    for rows, seen in _blocks(query, key, causal):
-        k, v, part = key[:, :, seen], value[:, :, seen], query[:, :, rows]
-        weights, top = _weights(part, k, scaling, causal)
-        g, q, o, s = (_stack_heads(x[:, :, rows], key) for x in merged)
-        # Scale the gradient, the smaller tensor, by the part's share of the merged softmax.
-        g = g * (top - s).exp()
-        mean = (g * o).sum(-1, keepdim=True)
-        g = g.to(weights.dtype)
-        d_value[:, :, seen] += weights.mT @ g
-        d_scores = (g @ v.mT).sub_(mean).mul_(weights)
-        d_queries.append((d_scores @ k * scaling).reshape(part.shape))
-        d_key[:, :, seen] += d_scores.mT @ (q * scaling)
-    return torch.cat(d_queries, dim=2), d_key.to(key.dtype), d_value.to(value.dtype)
-
-
-def _weights(query: Tensor, key: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return ``exp(scores - top)`` and ``top``, the largest score of each query, stacked.
-
-    In causal attention the last n keys belong to the n queries.
-    """
-    scores = (_stack_heads(query, key) * scaling) @ key.mT
-    if causal:
-        count = query.shape[2]
-        later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
-        last = scores.unflatten(2, (-1, count))[..., -count:]
-        last.masked_fill_(later, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    return scores.sub_(top).exp_(), top
-
-
-def _blocks(query: Tensor, key: Tensor, causal: bool) -> list[tuple[slice, slice]]:
-    """Return the queries whose scores are held at once, and the keys that they see."""
-    count, keys = query.shape[2], key.shape[2]
-    size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys))
-    if causal:
-        size = min(size, CAUSAL_BLOCK)
-    starts = range(0, count, size)
-    return [(slice(n, n + size), slice(min(n + size, count) if causal else keys)) for n in starts]
-
-
-def expand_heads(
-    query: Float[Tensor, "rows heads n width"], key: Float[Tensor, "rows key_heads m width"]
-) -> Float[Tensor, "rows heads m width"]:
-    """Repeat keys or values for grouped-query attention."""
-    times = query.shape[1] // key.shape[1]
-    return key if times == 1 else key.repeat_interleave(times, dim=1)
-
-
-def _stack_heads(rows: Tensor, key: Tensor) -> Tensor:
-    """Stack the queries (rows, heads, n, width) that share a key head into one matrix."""
-    return rows.reshape(rows.shape[0], key.shape[1], -1, rows.shape[-1])
-
-
-def _sum_heads(grad: Tensor, key: Tensor) -> Tensor:
-    if grad.shape == key.shape:
-        return grad
-    return grad.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
 
 
 def unpack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
