@@ -7,24 +7,16 @@ rotation) and image, in base64.
 """
 
 import base64
-import csv
 import hashlib
-import sys
 
-from vlm_grpo.data.files import read_csv
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import to_choice
-from vlm_grpo.errors import UserError
+from vlm_grpo.data_scripts.readers import read_table_with_images, to_choice
 
 
 @converter(tasks=("choice",), splits={"4k": None, "8k": None})
 def convert(request: Request) -> Rows:
     """Yield one row per line of the file; rows of a question have the same ``circle``."""
-    csv.field_size_limit(sys.maxsize)  # a cell holds an image
-    for line in read_csv(request.find_file()):
-        if line.problem is not None:
-            raise UserError(f"{line.location}: {line.problem}")
-        row = line.values
+    for row in read_table_with_images(request.find_file()):
         image = base64.b64decode(row["image"], validate=True)
         answer = to_choice([row[letter] for letter in "ABCD"], row["answer"])
         same = repr((row["question"], sorted(answer["options"]))).encode()

@@ -8,14 +8,10 @@ multiples of 1,000,000 are one question with its options rotated, for circular e
 """
 
 import base64
-import csv
-import sys
 from string import ascii_uppercase
 
-from vlm_grpo.data.files import read_csv
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import to_choice
-from vlm_grpo.errors import UserError
+from vlm_grpo.data_scripts.readers import read_table_with_images, to_choice
 
 _CIRCLE = 1_000_000
 
@@ -23,13 +19,8 @@ _CIRCLE = 1_000_000
 @converter(tasks=("choice",), splits={"dev": None})
 def convert(request: Request) -> Rows:
     """Yield one row per line of the file, also for the rotations of a question."""
-    path = request.find_file()
-    csv.field_size_limit(sys.maxsize)  # a cell holds an image
     images: dict[str, bytes] = {}
-    for line in read_csv(path):
-        if line.problem is not None:
-            raise UserError(f"{line.location}: {line.problem}")
-        row = line.values
+    for row in read_table_with_images(request.find_file()):
         index, image = str(row["index"]), str(row["image"])
         if image not in images:
             images[index] = base64.b64decode(image, validate=True)

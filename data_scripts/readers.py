@@ -5,8 +5,10 @@ A file that is missing, truncated or malformed raises ``UserError`` with the fil
 
 from __future__ import annotations
 
+import csv
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from string import ascii_uppercase
 from typing import Any, NoReturn
 
 from vlm_grpo.data.detection import Coco, parse_coco
-from vlm_grpo.data.files import read_jsonl
+from vlm_grpo.data.files import read_csv, read_jsonl
 from vlm_grpo.data.rows import get_answer_candidates
 from vlm_grpo.data_scripts.converter import ConvertedRow, Image, RawRecord, RefusedRow, Request
 from vlm_grpo.errors import UserError
@@ -89,6 +91,18 @@ class _DataUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise pickle.UnpicklingError("it refers to data outside the file")
+
+
+def read_table_with_images(path: Path) -> Iterator[RawRecord]:
+    """Yield the rows of a text table, of which a cell may hold an image."""
+    limit = csv.field_size_limit(sys.maxsize)  # of the whole process
+    try:
+        for line in read_csv(path):
+            if line.problem is not None:
+                raise UserError(f"{line.location}: {line.problem}")
+            yield line.values
+    finally:
+        csv.field_size_limit(limit)
 
 
 def read_pickle(path: Path) -> Any:

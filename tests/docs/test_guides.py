@@ -97,7 +97,7 @@ def run_command(line: str) -> None:
     arguments = [re.sub(r"step-\d+", f"step-{STEP}", argument) for argument in arguments]
     command = arguments[0]
     arguments += next((more for word, more in SHORT.items() if word in command), [])
-    if "warm_start.steps=" in line:
+    if "warm_start.steps=" in line or "tiny_words" in line:  # its recipe has supervised steps
         arguments += ["warm_start.steps=1"]
     if command in ("train", "sft", "plan", "evaluate"):
         arguments += HUB_MODEL if re.search(r"_\db\b|model=Qwen/", line) else []
