@@ -331,6 +331,53 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
         assert relative_distance(recorder.gradients[update], expected) < 5e-6
 
 
+@pytest.mark.parametrize("trains_vision", [True, False])
+def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tokens(
+    trains_vision, make_settings, model_folder, monkeypatch
+):
+    """In two updates of micro-batches that cut groups; gradients of weights stay the same bits."""
+    optim = {"optim": {"mini_batches": 2, "max_tokens_per_batch": 40}}
+    settings = make_settings(**merge({} if trains_vision else LORA, optim))
+    watching = Settings.model_validate({**settings.model_dump(), "methods": ["visual_credit"]})
+    recorder, other = Recorder(make_trainer(watching)), Recorder(make_trainer(settings))
+    for each in (recorder, other):
+        each.attach(monkeypatch)
+        each.trainer.step()
+    for pair in zip(recorder.gradients, other.gradients, strict=True):
+        assert all(torch.equal(pair[0][name], expected) for name, expected in pair[1].items())
+    plain, leaves = PlainModel(model_folder, settings), list[list[Tensor]]()
+    base = plain.model.model
+    encode, trained = base.get_image_features, dict(plain.trained)
+
+    def encode_and_watch(*arguments: Any, **named: Any) -> Any:
+        output = encode(*arguments, **named)
+        if torch.is_grad_enabled():
+            leaves.append([x.detach().requires_grad_() for x in output.pooler_output])
+            plain.trained |= {f"image {len(leaves)} {n}": x for n, x in enumerate(leaves[-1])}
+            output.pooler_output = leaves[-1]
+        return output
+
+    monkeypatch.setattr(base, "get_image_features", encode_and_watch)
+    groups, before = recorder.groups[0], recorder.weights[0]
+    raw = PlainStep(groups, {"letters": 1.0, "codes": -0.5}, before, before)
+    seen = 0
+    for part, group in enumerate(groups):
+        plain.trained, images = dict(trained), group.prompt.example.images
+        leaves.clear()
+        _, found = compute_gradient(plain, raw, recorder.weights[part], settings, part)
+        for number, image in enumerate(images):
+            own = [v for name, v in found.items() if name.startswith("image ")][number::len(images)]
+            assert len(own) == 4  # completions
+            credit = torch.stack(own).sum(0).norm(dim=-1)
+            grid = image.size[1] // 28, image.size[0] // 28
+            expected = credit.view(grid).numpy()
+            assert recorder.trainer.methods["visual_credit"].maps[image] == pytest.approx(
+                expected, rel=5e-6
+            )
+            seen += 1
+    assert seen > 0
+
+
 def test_a_loss_of_a_file_is_trained(make_settings, tmp_path):
     (tmp_path / "nothing.py").write_text("def loss(ratio, *_):\n    return 0 * ratio\n")
     settings = make_settings(objective={"loss": f"{tmp_path}/nothing.py:loss"})

@@ -282,7 +282,7 @@ class Mixed(Task):
 
     question, prompt, instructions = map(_forward, ("question", "prompt", "instructions"))
     parse, read, write, check = map(_forward, ("parse", "read", "write", "check"))
-    draw, target_image = map(_forward, ("draw", "target_image"))
+    draw, gold_boxes, target_image = map(_forward, ("draw", "gold_boxes", "target_image"))
     gold, gold_reward, gold_answer = map(_forward, ("gold", "gold_reward", "gold_answer"))
 
     def reward_weights(self) -> dict[str, float]:

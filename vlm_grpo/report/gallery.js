@@ -120,13 +120,16 @@ function pictures(entry) {
   const parts = entry.pictures.map((_, index) =>
     makePicture(entry, index, index === entry.marked ? layers(entry) : null)).filter(Boolean);
   const toggle = (name, label) => element("label", { class: name },
-    element("input", { type: "checkbox", checked: state.layers[name], onchange: (event) => {
+    element("input", { type: "checkbox", checked: state.layers[name] ?? true, onchange: (event) => {
       state.layers[name] = event.target.checked;
       redrawMarks(entry);
     } }), element("i"), label);
   const toggles = [];
   if (entry.goldMarks) toggles.push(toggle("gold", "gold"));
   if (entry.answers.some((a) => a.marks)) toggles.push(toggle("predicted", "predicted"));
+  for (const name of Object.keys(entry.layers)) {
+    if (entry.layers[name]) toggles.push(toggle(name, name.replaceAll("_", " ")));
+  }
   if (toggles.length && parts.length) parts.push(element("div", { class: "layers" }, ...toggles));
   return parts;
 }
@@ -176,6 +179,9 @@ function enlarge(picture, [width, height]) {
 function layers(entry) {
   const images = [];
   const add = (name, kind) => images.push(...[markImage(name, kind)].filter(Boolean));
+  for (const [name, file] of Object.entries(entry.layers)) {
+    if (state.layers[name] ?? true) add(file, "layer");
+  }
   if (state.layers.predicted) {
     // Of the answers at successive evaluations, the last one is highlighted.
     const last = entry.view === "held-out" ? entry.answers.at(-1) : null;
@@ -184,7 +190,7 @@ function layers(entry) {
     for (const answer of rest) add(answer.marks, first ? "soft" : "");
     if (first) add(first.marks, "");
   }
-  if (state.layers.gold) add(entry.goldMarks, images.length ? "striped" : "");
+  if (state.layers.gold) add(entry.goldMarks, images.some((image) => image.className !== "layer") ? "striped" : "");
   return images;
 }
 

@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 
 Keys: ``view`` ("training" or "held-out"), ``id``, ``step`` (of the last answer), ``question``,
 ``prompt``, ``gold``, ``pictures`` and ``goldMarks`` (file names of pictures), ``marked`` (the
-number of the picture that is drawn on), ``sizes`` and ``resizedSizes`` (pixels), ``answers``,
+number of the picture that is drawn on), ``layers`` (further drawings on it, by name), ``sizes`` and ``resizedSizes`` (pixels), ``answers``,
 ``change`` (since the example was first answered) and ``spread`` (of a group's rewards); the last
 two are None if undefined.
 
@@ -148,7 +148,7 @@ def split_text(text: str, tags: Mapping[str, Any] | None = None) -> list[tuple[s
 
 
 def _get_picture_names(entries: Sequence[Entry]) -> set[str]:
-    names = {name for e in entries for name in (*e["pictures"], e["goldMarks"])}
+    names = {n for e in entries for n in (*e["pictures"], e["goldMarks"], *e["layers"].values())}
     for answer in (answer for entry in entries for answer in entry["answers"]):
         names.add(answer["marks"])
         names.update(
@@ -175,6 +175,10 @@ def _build_entry(row: Row, view: str) -> Entry:
         "prompt": display_text(str(row.get("prompt", ""))),
         "gold": _format_value(row["gold"]),
         "goldMarks": _check_picture_name(row.get("gold_marks")),
+        "layers": {
+            display_text(str(name), 60): _check_picture_name(file)
+            for name, file in (row.get("layers") or {}).items()
+        },
         "marked": int(row.get("marked", 0)),
         "pictures": [_check_picture_name(name) for name in row.get("pictures", ())],
         "sizes": [[int(width), int(height)] for width, height in row.get("sizes", ())],

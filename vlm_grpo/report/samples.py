@@ -3,7 +3,7 @@
 import hashlib
 import io
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -147,11 +147,15 @@ def write_samples(
     groups: Sequence[Group],
     advantages: Iterable[Sequence[float]],
     task: Task,
+    drawn: Sequence[Mapping[str, Image.Image]] = (),
 ) -> Path:
-    """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages."""
+    """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages.
+
+    ``drawn`` has further drawings over each group's image, by name.
+    """
     thumbnails = ThumbnailStore(folder)
-    rows = []
-    for group, values in zip(groups, advantages, strict=True):
+    rows, drawn = [], drawn or [{}] * len(groups)
+    for group, values, layers in zip(groups, advantages, drawn, strict=True):
         example, completions = group.prompt.example, []
         scored = zip(group.completions, group.scores, values, strict=True)
         for completion, score, advantage in scored:
@@ -162,6 +166,8 @@ def write_samples(
             row |= {} if completion.variant is None else dict([completion.variant])
             completions.append(row)
         fields = {"step": step, **_example_fields(thumbnails, task, example)}
+        if layers:
+            fields["layers"] = {name: thumbnails.add_overlay(x) for name, x in layers.items()}
         rows.append({**fields, "prompt": group.prompt.text, "completions": completions})
     path = folder / f"step-{step:06d}.jsonl"
     write_atomic(path, format_rows(rows))

@@ -31,7 +31,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
@@ -41,7 +41,7 @@ import numpy as np
 from PIL import Image
 
 from vlm_grpo.errors import shorten
-from vlm_grpo.task.coordinates import ORIGINAL, CoordinateFrame
+from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame, gold_boxes
 from vlm_grpo.task.parsing import extract_answer
 from vlm_grpo.task.scores import repeated_share
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, ImageRef, LabeledBoxes, Score
@@ -409,6 +409,15 @@ class Task:
     def draw(self, image: Image.Image, answer: Any, example: Example, color: str) -> Image.Image:
         """Return a copy of the example's ``target_image`` with the answer drawn on it."""
         return image
+
+    def gold_boxes(self, example: Example) -> tuple[Box, ...]:
+        """Return where the ``target_image`` shows what is asked about: the boxes of the gold answer,
+        or of the row's column ``boxes``, in pixels; (): not known.
+        """
+        for row in (example.answer, example.meta):
+            with suppress(ValueError):
+                return gold_boxes(row)
+        return ()
 
     def target_image(self, example: Example) -> ImageRef:
         """Return the image that boxes and points refer to; by default the first."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from vlm_grpo.report.samples import (
 )
 from vlm_grpo.report.trackers import Trackers
 from vlm_grpo.task import Task
+from vlm_grpo.training.methods import Method
 from vlm_grpo.training.metrics import StepLog, rollout_distributions
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
@@ -124,11 +125,17 @@ class RunDir:
             self.trackers.finish()
 
     def write_groups(
-        self, step: int, groups: Sequence[Group], advantages: Tensor, is_skipped: bool
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Tensor,
+        is_skipped: bool,
+        methods: Iterable[Method] = (),
     ) -> None:
         """Write a step's distributions, and its first groups if they are due. All ranks call it.
 
-        A skipped update makes the groups due. ``advantages`` (n,) are those of all completions.
+        A skipped update makes the groups due. ``advantages`` (n,) are those of all completions;
+        ``methods`` may draw on the images.
         """
         is_sampled = not self.settings.is_supervised(step)
         distributions = rollout_distributions(groups) if is_sampled else {}
@@ -139,13 +146,19 @@ class RunDir:
             self.distributions.write(step, distributions)
         every = self.settings.logging.samples_every
         if is_skipped or (every and step % every == 0):
-            self._write_samples(step, groups, advantages)
+            self._write_samples(step, groups, advantages, methods)
 
-    def _write_samples(self, step: int, groups: Sequence[Group], advantages: Tensor) -> None:
+    def _write_samples(
+        self, step: int, groups: Sequence[Group], advantages: Tensor, methods: Iterable[Method]
+    ) -> None:
         shown = groups[: self.settings.logging.samples_per_step]
         sizes = [len(group.completions) for group in groups]
         parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
-        write_samples(self.path / "samples", step, shown, parts, self.task)
+        drawn = [
+            {m.name: image for m in methods if (image := m.draw(group.prompt.example)) is not None}
+            for group in shown
+        ]
+        write_samples(self.path / "samples", step, shown, parts, self.task, drawn)
         if self.trackers.any:
             images = {}
             for number, group in enumerate(shown):  # the gold answer and the first completion

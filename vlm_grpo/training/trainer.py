@@ -113,7 +113,7 @@ class Trainer:
         strategy = self.strategy = self.updater.strategy
         stream = build_stream(self.train_examples, settings)
         for method in methods.values():
-            method.start(Run(settings, strategy, stream))
+            method.start(Run(settings, strategy, stream, self.task))
         self.sampler = RolloutSampler(strategy, self.task, stream, settings, methods)
         scorer = self.sampler.scorer
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
@@ -145,7 +145,8 @@ class Trainer:
                 groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
                 is_skipped = bool(metrics["skipped_updates"])
                 with fail_together(ranks):  # the main process writes
-                    self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
+                    methods = self.methods.values()
+                    self.run_dir.write_groups(self.global_step, groups, own, is_skipped, methods)
                 self.nonfinite_steps = self.nonfinite_steps + 1 if is_skipped else 0
                 check_gradients(self.global_step, self.nonfinite_steps, settings.run_dir)
         metrics |= self.meter.measure(rollout, batch)

@@ -25,6 +25,8 @@ from vlm_grpo.model.engine.activations import (
     recompute_more,
 )
 from vlm_grpo.model.engine.batch import MicroBatch, pack
+from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import Unit
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.training.batch import (
@@ -97,12 +99,15 @@ class Updater:
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Make the updates of a step; return their metrics over all ranks. All ranks call it."""
         losses, norms, metrics = list[float](), list[float](), MetricAccumulator()
+        readers = [m for m in self.methods.values() if overrides(m, "read_features")]
+        readers = [] if batch.is_written else readers
+        watched: list[dict[Unit, ImageFeatures]] | None = [] if readers else None
         with self.policy.stopwatch("update"):
             self.policy.model.train()
             old = self._start_old(batch)
             for number in range(batch.num_updates):
                 with self.strategy.accumulate():
-                    parts, more = self._accumulate(batch, number, old)
+                    parts, more = self._accumulate(batch, number, old, watched)
                 norms.append(self.strategy.step())
                 losses.append(sum(torch.stack(parts).tolist()) if parts else 0.0)
                 metrics = metrics + more
@@ -110,6 +115,8 @@ class Updater:
             if skipped < len(norms):
                 self.scheduler.step()
         loss, found = sum_metrics(sum(losses), metrics)
+        for method in readers:
+            found |= method.read_features(watched or ())
         return {
             "loss": loss / len(norms),
             "grad_norm": norms[-1],
@@ -136,10 +143,14 @@ class Updater:
         return old
 
     def _accumulate(
-        self, batch: StepBatch, number: int, old: Tensor | None
+        self,
+        batch: StepBatch,
+        number: int,
+        old: Tensor | None,
+        watched: list[dict[Unit, ImageFeatures]] | None,
     ) -> tuple[list[Tensor], MetricAccumulator]:
         """Accumulate the gradient of an update of the step; return its metrics, and the losses of
-        its micro-batches.
+        its micro-batches. The features of its images are added to ``watched``.
 
         If memory runs out, the update is repeated with micro-batches of half the size, or with more
         that is recomputed, which gives the same gradient.
@@ -149,7 +160,9 @@ class Updater:
             batches, micro = pack(slices, self.budget.limit), None
             try:
                 losses, metrics = list[Tensor](), MetricAccumulator()
-                with self.policy.engine.share_image_passes() as finish:
+                features: dict[Unit, ImageFeatures] = {}
+                own = None if watched is None else features
+                with self.policy.engine.share_image_passes(own) as finish:
                     for count, micro in enumerate(self.strategy.passes(batches), 1):
                         if micro is None:
                             self.strategy.dummy_loss().backward()
@@ -158,6 +171,8 @@ class Updater:
                         losses.append(loss)
                         metrics = metrics + more
                         finish({image for later in batches[count:] for image in later.images})
+                if watched is not None:
+                    watched.append(features)
                 return losses, metrics
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):

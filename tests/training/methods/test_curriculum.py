@@ -20,7 +20,7 @@ from vlm_grpo.types import Example
 def make_curriculum(stream: ExampleStream, rows: int, **settings: Any) -> Curriculum:
     assert len(stream.examples) == rows
     curriculum, run = Curriculum(CurriculumSettings(**settings)), SimpleNamespace(seed=0)
-    curriculum.start(Run(run, None, stream))  # type: ignore[arg-type]
+    curriculum.start(Run(run, None, stream, None))  # type: ignore[arg-type]
     return curriculum
 
 

@@ -29,7 +29,7 @@ def make_reference(device: str, weight: torch.nn.Parameter) -> ReferenceKL:
     fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
     kl, strategy = ReferenceKL(ObjectiveSettings.model_validate(fields)), SimpleNamespace()
     strategy.trainable = [("w", weight)]
-    kl.start(Run(None, strategy, None))  # type: ignore[arg-type]
+    kl.start(Run(None, strategy, None, None))  # type: ignore[arg-type]
     return kl
 
 

@@ -272,7 +272,7 @@ def test_noise_without_any_image_is_refused(settings):
     trainer = make_trainer(settings())
     stream = ExampleStream([Example("a", (), "What?", "b")], 0)
     with pytest.raises(UserError, match="no training example has an image"):
-        Noise(NoiseSettings()).start(Run(settings(), trainer.strategy, stream))
+        Noise(NoiseSettings()).start(Run(settings(), trainer.strategy, stream, trainer.task))
 
 
 def test_noise_begins_with_the_first_step_after_a_warm_start(settings):

@@ -183,7 +183,9 @@ class Engine:
     def clear_image_features(self) -> None:
         """Drop the kept vision features, and layouts of this step's prompts."""
 
-    def share_image_passes(self) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
+    def share_image_passes(
+        self, watched: dict[Unit, ImageFeatures] | None = None
+    ) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
         """Encode an image once for the micro-batches that share it; see ``ImageEncoder``."""
         return contextlib.nullcontext(lambda needed: None)
 

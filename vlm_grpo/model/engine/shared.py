@@ -317,8 +317,10 @@ class SharedEngine(Engine):
         self.encoder.cache.clear()
         self._layouts.clear()
 
-    def share_image_passes(self) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
-        return self.encoder.share_passes()
+    def share_image_passes(
+        self, watched: dict[Unit, ImageFeatures] | None = None
+    ) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
+        return self.encoder.share_passes(watched)
 
     # Sampling.
 

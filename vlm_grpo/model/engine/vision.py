@@ -29,6 +29,7 @@ class ImageEncoder:
         self.stopwatch = stopwatch
         self.cache: dict[Unit, ImageFeatures] = {}
         self._passes: list[DetachedFeatures] | None = None
+        self._watched: dict[Unit, ImageFeatures] | None = None
 
     def __call__(self, prompts: Sequence[Prompt], counters: Counters) -> dict[Unit, ImageFeatures]:
         """Return the features of the prompts' units of images."""
@@ -38,10 +39,12 @@ class ImageEncoder:
             for encoder_pass in self._passes or ():
                 known |= encoder_pass.leaves
         todo: dict[Unit, dict] = {}
+        units = list[Unit]()
         for part in (part for prompt in prompts for part in prompt.parts or (prompt,)):
-            units = self.family.units(part.example.images)
-            if any(unit not in known for unit in units):
-                pairs = zip(units, self.family.split_images(part), strict=True)
+            own = self.family.units(part.example.images)
+            units += own
+            if any(unit not in known for unit in own):
+                pairs = zip(own, self.family.split_images(part), strict=True)
                 todo |= {unit: values for unit, values in pairs if unit not in known}
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
             noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
@@ -51,7 +54,14 @@ class ImageEncoder:
             new = self._passes[-1].leaves
         counters.encoder_passes += sum(map(len, todo))
         known |= new
-        return {**known, **noisy} if noisy else known
+        found = {**known, **noisy} if noisy else known
+        if self._watched is None or not torch.is_grad_enabled():
+            return found
+        for unit in units:
+            if unit not in self._watched:
+                leaf = found[unit] if self.is_trained else _detach(found[unit], watched=True)
+                self._watched[unit] = leaf
+        return {**found, **self._watched}
 
     def _encode(self, vision: dict[Unit, dict]) -> dict[Unit, ImageFeatures]:
         features = [
@@ -62,11 +72,16 @@ class ImageEncoder:
         return dict(zip(vision, features, strict=True))
 
     @contextlib.contextmanager
-    def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
+    def share_passes(
+        self, watched: dict[Unit, ImageFeatures] | None = None
+    ) -> Iterator[Callable[[Container[ImageRef]], None]]:
         """Share passes through a trained tower between the micro-batches run inside.
 
         Yields a function to call after each micro-batch's backward with the images that later
         micro-batches need; it runs the backward of the passes that encoded none of them.
+
+        ``watched`` gets the features of the images of these micro-batches, whose ``grad`` is then
+        that of the loss, also those of a frozen tower; None: only a trained tower needs it.
         """
 
         def finish(needed: Container[ImageRef]) -> None:
@@ -77,11 +92,11 @@ class ImageEncoder:
                 else:
                     encoder_pass.backward()
 
-        self._passes = []
+        self._passes, self._watched = [], watched
         try:
             yield finish
         finally:
-            self._passes = None
+            self._passes = self._watched = None
 
 
 def split_passes(vision: Sequence[dict]) -> list[list[dict]]:
@@ -122,10 +137,10 @@ def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
     return features.embeds, *features.deepstack, *features.common.values()
 
 
-def _detach(features: ImageFeatures) -> ImageFeatures:
+def _detach(features: ImageFeatures, watched: bool = False) -> ImageFeatures:
     # Beside a trained projector or tower the other one can be frozen, and with it some outputs.
     def detach(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(tensor.requires_grad)
+        return tensor.detach().requires_grad_(tensor.requires_grad or watched)
 
     deepstack = tuple(map(detach, features.deepstack))
     common = {name: detach(tensor) for name, tensor in features.common.items()}

@@ -182,6 +182,13 @@ class Family:
             return tokens
         return tokens * math.ceil(image.num_frames / processor.video_processor.temporal_patch_size)
 
+    def token_grid(self, image: ImageRef, processor: Any) -> tuple[int, int] | None:
+        """Return the rows and columns of an image's tokens; None: they form no grid of it."""
+        if _count_frames(processor) is None or image.num_frames:
+            return None
+        width, height = (side // _token_edge(processor) for side in image.resized_size)
+        return height, width
+
     def write_times(self, image: ImageRef, processor: Any) -> str:
         """Return the text that the processor adds between the frames of a clip; "": none."""
         return ""

@@ -30,11 +30,15 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import score_slices
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from vlm_grpo.config.objective import ObjectiveSettings
     from vlm_grpo.config.run import Settings
     from vlm_grpo.data.stream import ExampleStream
     from vlm_grpo.dist.strategy import Strategy
     from vlm_grpo.model.engine.batch import GroupSlice
+    from vlm_grpo.model.families import ImageFeatures
+    from vlm_grpo.model.families.family import Unit
     from vlm_grpo.model.policy import Policy
     from vlm_grpo.task import Task
     from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, Values
@@ -49,6 +53,7 @@ class Run:
     settings: Settings
     strategy: Strategy  # the policy, its optimizer and the ranks
     stream: ExampleStream
+    task: Task
 
     @property
     def policy(self) -> Policy:
@@ -229,6 +234,18 @@ class Method:
     def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
         """Return values of the tokens, (M,), whose means over the active tokens are metrics."""
         return {}
+
+    # What a step shows.
+
+    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> dict[str, float]:
+        """Return metrics of a sampled step, from the features of its images in each update: their
+        ``grad`` is that of the loss, if a method has this hook. All ranks call it together.
+        """
+        return {}
+
+    def draw(self, example: Example) -> Image | None:
+        """Return a drawing over the target image of an example of the step, for the page."""
+        return None
 
     # Resuming.
 

@@ -1,0 +1,66 @@
+"""The map of credit over an image, its share inside boxes, and its place on the page."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from small_runs import make_trainer
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.report import build_report
+from vlm_grpo.training.methods.visual_credit import cover_cells
+from vlm_grpo.training.trainer import train
+
+
+def test_boxes_cover_shares_of_cells():
+    # Two rows of three cells of 20 x 10 pixels; the boxes overlap in the middle cell.
+    boxes = [(10.0, 0.0, 30.0, 10.0), (20.0, 5.0, 40.0, 20.0)]
+    covered = cover_cells(boxes, (60, 20), (2, 3))
+    assert covered.tolist() == [[0.5, 0.75, 0.0], [0.0, 1.0, 0.0]]
+    assert not cover_cells([(60.0, 0.0, 90.0, 20.0)], (60, 20), (2, 3)).any()  # outside
+
+
+def test_a_run_measures_and_draws_the_credit_of_examples_with_boxes(settings):
+    run = settings(
+        task="grounding", data={"train": "embedded:grounding"}, methods=["visual_credit"],
+        optim={"max_steps": 2}, task_options={"instruction": None},
+    )  # fmt: skip
+    trainer = make_trainer(run)
+    method = trainer.methods["visual_credit"]
+    examples = trainer.train_examples[:2]
+    # All credit in the first token, and in every one alike.
+    grids = [trainer.policy.family.token_grid(e.images[0], trainer.policy.prompts.processor)
+             for e in map(trainer.policy.prompts.with_resized_sizes, examples)]  # fmt: skip
+    assert all(grid is not None for grid in grids)
+    one = np.zeros(grids[0])
+    one[0, 0] = 1.0
+    method.maps = {examples[0].images[0]: one, examples[1].images[0]: np.ones(grids[1])}
+    for example, grid in zip(examples, grids, strict=True):
+        covered = cover_cells(example.answer["boxes"], example.images[0].size, grid)
+        inside = covered[0, 0] if example is examples[0] else covered.mean()
+        assert method._find_shares(example) == pytest.approx((inside, covered.mean()))  # noqa: SLF001
+    drawn = method.draw(examples[0])
+    assert drawn.size == examples[0].images[0].size
+    width, height = (side // n for side, n in zip(drawn.size, grids[0][::-1], strict=True))
+    assert drawn.getchannel("A").getbbox() == (0, 0, width, height)
+
+
+def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
+    run = settings(methods=["visual_credit"], optim={"max_steps": 1})
+    train(run)
+    rows = [*map(json.loads, (run.run_dir / "samples/step-000000.jsonl").read_text().splitlines())]
+    names = [row["layers"]["visual_credit"] for row in rows if "layers" in row]
+    assert names
+    assert all((run.run_dir / "samples/images" / name).is_file() for name in names)
+    page = build_report(run.run_dir).read_text()
+    assert names[0] in page
+    row = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert not any(name.startswith("visual_credit") for name in row)  # no boxes are known
+
+
+def test_prompts_that_are_repeated_are_refused(settings):
+    policy = {"dtype": "float32", "engine": "repeated"}
+    with pytest.raises(UserError, match=r"needs policy\.engine=shared"):
+        make_trainer(settings(methods=["visual_credit"], policy=policy))

@@ -1,0 +1,125 @@
+"""Which parts of an image a step learns from, read off the backward pass that runs anyway.
+
+The gradient of the policy loss at the features v of an image token is -Σ A ∂log π/∂v over all
+tokens of all completions behind the image, with the loss's own weights. Its norm, a number per image
+token, is the token's credit: how much the update would change if the model saw another thing there.
+It is drawn as a map; its share inside the gold boxes, beside the share of the image that the boxes
+cover, shows whether the reward is earned by what the question is about. The vision tower needs no
+gradient for it, and the gradients of the weights stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from PIL import Image
+
+from vlm_grpo.config.methods import MethodSettings
+from vlm_grpo.dist.collectives import gather_object
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import Unit
+from vlm_grpo.task.coordinates import Box
+from vlm_grpo.training.batch import Rollout
+from vlm_grpo.training.methods import Method, Run
+from vlm_grpo.types import Example, ImageRef
+
+CELLS = 8
+"""Parts of an image token's side, to which the share of it that a box covers is rounded."""
+COLOR = (255, 110, 0)
+
+
+class VisualCreditSettings(MethodSettings):
+    """The method has no options."""
+
+
+class VisualCredit(Method):
+    """A map of the loss's gradient over the images of a step, and its share inside gold boxes."""
+
+    name, has_videos = "visual_credit", False
+    maps: Mapping[ImageRef, Float[np.ndarray, "rows columns"]]
+    examples: Sequence[Example] = ()
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(own)
+        self.maps = {}
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        if not run.policy.shared:
+            raise UserError("methods: visual_credit needs policy.engine=shared")
+
+    def begin(self, rollout: Rollout, scheduler: Any) -> None:
+        self.examples = [group.prompt.example for group in rollout.groups]
+
+    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> dict[str, float]:
+        family, processor = self.run.policy.family, self.run.policy.prompts.processor
+        maps: dict[ImageRef, np.ndarray] = {}
+        for unit, features in (pair for update in updates for pair in update.items()):
+            grids = [family.token_grid(image, processor) for image in unit]
+            norms, start = measure_credit(features), 0
+            sizes = [0 if grid is None else grid[0] * grid[1] for grid in grids]
+            if sum(sizes) != len(norms):
+                raise UserError(
+                    "methods: visual_credit: this model's image tokens form no grid of the image: "
+                    "remove the method"
+                )
+            for image, grid, size in zip(unit, grids, sizes, strict=True):
+                own, start = norms[start : start + size].reshape(grid), start + size
+                maps[image] = maps[image] + own if image in maps else own
+        self.maps = maps
+        shares = [share for share in map(self._find_shares, self.examples) if share is not None]
+        every = [pair for part in gather_object(shares) for pair in part]
+        if not every:
+            return {}
+        inside, area = map(fmean, zip(*every, strict=True))
+        return {"visual_credit/in_boxes": inside, "visual_credit/box_area": area}
+
+    def _find_shares(self, example: Example) -> tuple[float, float] | None:
+        """Return the shares of the credit and of the image that are in an example's gold boxes."""
+        found = self._find_map(example)
+        if found is None or not (boxes := self.run.task.gold_boxes(example)):
+            return None
+        covered = cover_cells(boxes, self.run.task.target_image(example).size, found.shape)
+        return float((found * covered).sum() / found.sum()), float(covered.mean())
+
+    def _find_map(self, example: Example) -> np.ndarray | None:
+        """Return the map of an example's target image; None: nothing was learned from it."""
+        found = self.maps.get(self.run.task.target_image(example)) if example.images else None
+        return found if found is not None and found.any() else None
+
+    def draw(self, example: Example) -> Image.Image | None:
+        """Return the map over the target image, its opacity relative to the largest credit."""
+        found = self._find_map(example)
+        if found is None:
+            return None
+        alpha = Image.fromarray(np.uint8(200 * found / found.max()))
+        size = self.run.task.target_image(example).picture_size
+        canvas = Image.new("RGBA", size, COLOR)
+        canvas.putalpha(alpha.resize(size, Image.Resampling.NEAREST))
+        return canvas
+
+
+def measure_credit(features: ImageFeatures) -> Float[np.ndarray, " tokens"]:
+    """Return the norm of the gradient at each image token, over all layers that get features."""
+    gradients = [x.grad.double() for x in (features.embeds, *features.deepstack) if x.grad is not None]
+    if not gradients:
+        return np.zeros(len(features.embeds))
+    return sum(grad.square().sum(-1) for grad in gradients).sqrt().cpu().numpy()
+
+
+def cover_cells(
+    boxes: Sequence[Box], size: tuple[int, int], grid: tuple[int, int]
+) -> Float[np.ndarray, "rows columns"]:
+    """Return the share of each cell of a grid over an image of a size that the boxes cover."""
+    rows, columns = grid
+    fine = np.zeros((rows * CELLS, columns * CELLS))
+    for x1, y1, x2, y2 in boxes:
+        left, right = (round(x / size[0] * columns * CELLS) for x in (x1, x2))
+        top, bottom = (round(y / size[1] * rows * CELLS) for y in (y1, y2))
+        fine[max(top, 0) : bottom, max(left, 0) : right] = 1.0
+    return fine.reshape(rows, CELLS, columns, CELLS).mean((1, 3))
