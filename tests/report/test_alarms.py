@@ -103,6 +103,10 @@ FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
     "reward fails": {"rewards/format/failed": lambda t: 30 * t},
     "no calls": {"tools/calls": lambda t: 1.5 * (t < 0.5)},
     "calls fail": {"tools/errors": lambda t: t},
+    "shortcut": {
+        "visual_credit/in_boxes": lambda t: 0.35 - 0.25 * t,
+        "visual_credit/box_area": lambda t: 0.2,
+    },
 }
 
 
@@ -134,6 +138,15 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
     "a mismatch is corrected": {
         **FAILURES["sampler mismatch"],
         "sampling/importance_sampling_ratio/mean": lambda t: 1.0,
+    },
+    # 1.75 times the boxes' share at first, 1.25 times at last: more than two thirds of it.
+    "credit spreads": {
+        "visual_credit/in_boxes": lambda t: 0.35 - 0.1 * t,
+        "visual_credit/box_area": lambda t: 0.2,
+    },
+    "credit is elsewhere, and nothing is learned": {
+        **FAILURES["shortcut"],
+        "reward": lambda t: 0.7,
     },
     "the held-out examples are harder": {"eval/exact": lambda t: 0.1 + 0.2 * t},
     "sampled answers become certain": {

@@ -256,6 +256,20 @@ def _find_unused(run: AlarmMonitor) -> Condition:
     return (1 - now / before if before >= 0.05 else 0.0), {"before": before}
 
 
+def _find_shortcut(run: AlarmMonitor) -> Condition:
+    """Return how far the share of the visual credit in gold boxes, over their share of the image, is
+    below 1 or two thirds of what it was at first, while the reward rises; 0 if it does not."""
+    (now, area), (first, first_area) = (
+        [mean(f"visual_credit/{name}") for name in ("in_boxes", "box_area")]
+        for mean in (run.recent, run.start)
+    )
+    before = first / max(first_area, 1e-9)
+    least = max(1.0, before * 2 / 3)
+    rises = run.recent("reward") - run.start("reward") >= 0.05
+    severity = 1 - now / max(area, 1e-9) / least if rises else 0.0
+    return severity, {"now": now, "area": area, "before": before}
+
+
 CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "collapse": _find_collapse,
     "overfitting": _find_overfitting,
@@ -271,5 +285,6 @@ CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "reward fails": _find_failures,
     "no calls": _find_unused,
     "calls fail": lambda run: (run.recent("tools/errors", SHORT), {}),
+    "shortcut": _find_shortcut,
 }
 """The condition of each alarm of ``alarms.yaml``."""

@@ -48,7 +48,8 @@ def test_a_run_measures_and_draws_the_credit_of_examples_with_boxes(settings):
 
 
 def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
-    run = settings(methods=["visual_credit"], optim={"max_steps": 1})
+    boxed = {"train": "embedded:grounding", "train_limit": 12}  # whose answers the task ignores
+    run = settings(methods=["visual_credit"], optim={"max_steps": 1}, data=boxed)
     train(run)
     rows = [*map(json.loads, (run.run_dir / "samples/step-000000.jsonl").read_text().splitlines())]
     names = [row["layers"]["visual_credit"] for row in rows if "layers" in row]
@@ -57,7 +58,8 @@ def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
     page = build_report(run.run_dir).read_text()
     assert names[0] in page
     row = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
-    assert not any(name.startswith("visual_credit") for name in row)  # no boxes are known
+    assert 0 < row["visual_credit/in_boxes"] < 1
+    assert 0.05 < row["visual_credit/box_area"] < 0.5  # shapes of a quarter of the sides or more
 
 
 def test_prompts_that_are_repeated_are_refused(settings):

@@ -72,9 +72,8 @@ class VisualCredit(Method):
                 own, start = norms[start : start + size].reshape(grid), start + size
                 maps[image] = maps[image] + own if image in maps else own
         self.maps = maps
-        shares = [share for share in map(self._find_shares, self.examples) if share is not None]
-        every = [pair for part in gather_object(shares) for pair in part]
-        if not every:
+        shares = map(self._find_shares, self.examples)
+        if not (every := gather_object([share for share in shares if share is not None])):
             return {}
         inside, area = map(fmean, zip(*every, strict=True))
         return {"visual_credit/in_boxes": inside, "visual_credit/box_area": area}
