@@ -366,7 +366,9 @@ def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tok
         leaves.clear()
         _, found = compute_gradient(plain, raw, recorder.weights[part], settings, part)
         for number, image in enumerate(images):
-            own = [v for name, v in found.items() if name.startswith("image ")][number::len(images)]
+            own = [v for name, v in found.items() if name.startswith("image ")][
+                number :: len(images)
+            ]
             assert len(own) == 4  # completions
             credit = torch.stack(own).sum(0).norm(dim=-1)
             grid = image.size[1] // 28, image.size[0] // 28

@@ -6,12 +6,21 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from small_runs import make_trainer
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.report import build_report
-from vlm_grpo.training.methods.visual_credit import cover_cells
+from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 from vlm_grpo.training.trainer import train
+
+
+def test_credit_is_the_norm_over_all_layers_that_get_features():
+    embeds, level, unused = (torch.zeros(2, 2, requires_grad=True) for _ in range(3))
+    (embeds * torch.tensor([[1.0, 2.0], [0.0, 0.0]]) + 2 * level).sum().backward()
+    found = measure_credit(ImageFeatures(embeds, (level, unused)))
+    assert found == pytest.approx([13**0.5, 8**0.5])  # 1 + 4 + 4 + 4, and 4 + 4
 
 
 def test_boxes_cover_shares_of_cells():

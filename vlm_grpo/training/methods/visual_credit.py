@@ -105,10 +105,11 @@ class VisualCredit(Method):
 
 def measure_credit(features: ImageFeatures) -> Float[np.ndarray, " tokens"]:
     """Return the norm of the gradient at each image token, over all layers that get features."""
-    gradients = [x.grad.double() for x in (features.embeds, *features.deepstack) if x.grad is not None]
-    if not gradients:
-        return np.zeros(len(features.embeds))
-    return sum(grad.square().sum(-1) for grad in gradients).sqrt().cpu().numpy()
+    total = np.zeros(len(features.embeds))
+    for tensor in (features.embeds, *features.deepstack):
+        if tensor.grad is not None:
+            total += tensor.grad.double().square().sum(-1).cpu().numpy()
+    return np.sqrt(total)
 
 
 def cover_cells(
