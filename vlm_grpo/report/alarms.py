@@ -257,8 +257,8 @@ def _find_unused(run: AlarmMonitor) -> Condition:
 
 
 def _find_shortcut(run: AlarmMonitor) -> Condition:
-    """Return how far the share of the visual credit in gold boxes, over their share of the image, is
-    below 1 or two thirds of what it was at first, while the reward rises; 0 if it does not."""
+    """Return how far the share of the visual credit in gold boxes, over their share of the image,
+    is below 1 or two thirds of what it was at first, while the reward rises; else 0."""
     (now, area), (first, first_area) = (
         [mean(f"visual_credit/{name}") for name in ("in_boxes", "box_area")]
         for mean in (run.recent, run.start)

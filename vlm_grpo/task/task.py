@@ -411,8 +411,8 @@ class Task:
         return image
 
     def gold_boxes(self, example: Example) -> tuple[Box, ...]:
-        """Return where the ``target_image`` shows what is asked about: the boxes of the gold answer,
-        or of the row's column ``boxes``, in pixels; (): not known.
+        """Return where the ``target_image`` shows what is asked about: the boxes of the gold
+        answer, or of the row's column ``boxes``, in pixels; (): not known.
         """
         for row in (example.answer, example.meta):
             with suppress(ValueError):

@@ -23,6 +23,8 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.graphs import GraphCapture
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_logits
 from vlm_grpo.model.engine.sampling import SamplerState
+from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import Unit
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Example, ImageRef, Prompt

@@ -1,11 +1,11 @@
 """Which parts of an image a step learns from, read off the backward pass that runs anyway.
 
 The gradient of the policy loss at the features v of an image token is -Σ A ∂log π/∂v over all
-tokens of all completions behind the image, with the loss's own weights. Its norm, a number per image
-token, is the token's credit: how much the update would change if the model saw another thing there.
-It is drawn as a map; its share inside the gold boxes, beside the share of the image that the boxes
-cover, shows whether the reward is earned by what the question is about. The vision tower needs no
-gradient for it, and the gradients of the weights stay what they are.
+tokens of all completions behind the image, with the loss's own weights. Its norm, a number per
+image token, is the token's credit: how much the loss depends on what is seen there. It is drawn as
+a map; its share inside the gold boxes, beside the share of the image that these cover, shows
+whether the reward is earned by what the question is about. The vision tower needs no gradient for
+it, and those of the weights stay what they are.
 """
 
 from __future__ import annotations
