@@ -160,6 +160,13 @@ def xywh_to_xyxy(box: Sequence[float]) -> list[float]:
     return [x, y, x + width, y + height]
 
 
+def clean_mask(segmentation: Any) -> Any:
+    """Return an annotation's mask without polygons of fewer than three points, which some have."""
+    if isinstance(segmentation, Mapping):
+        return segmentation
+    return [polygon for polygon in segmentation if len(polygon) >= 6]
+
+
 def enclosing_box(boxes: Sequence[Sequence[float]]) -> list[float]:
     """Return the smallest xyxy box that contains all boxes.
 

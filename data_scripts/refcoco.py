@@ -2,14 +2,28 @@
 
 --source: the folder with refs(unc).p or refs(umd).p and instances.json, or one such pickle.
 --images: COCO's train2014 folder.
+For the task segmentation, the answer also has the region's mask in instances.json.
 RefCOCO and RefCOCO+ have the splits val, testA and testB; RefCOCOg has val and test (UMD's).
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import locate_phrase, read_coco, read_pickle, xywh_to_xyxy
+from vlm_grpo.data_scripts.converter import (
+    ConvertedRow,
+    RawRecord,
+    RefusedRow,
+    Request,
+    Rows,
+    converter,
+)
+from vlm_grpo.data_scripts.readers import (
+    clean_mask,
+    locate_phrase,
+    read_coco,
+    read_pickle,
+    xywh_to_xyxy,
+)
 from vlm_grpo.errors import UserError
 
 # In order of preference: results are published on these splits; Google's has no test set.
@@ -41,7 +55,7 @@ def _is_in_split(ref: RawRecord, split: str) -> bool:
     return ref["split"] == split
 
 
-@converter(tasks=("grounding",), splits=_SPLITS)
+@converter(tasks=("grounding", "segmentation"), splits=_SPLITS)
 def convert(request: Request) -> Rows:
     """Yield one row per sentence; the sentences of a region are separate questions."""
     pickle = request.find_file(*_PICKLES)
@@ -67,4 +81,8 @@ def convert(request: Request) -> Rows:
                 "image_id": ref["image_id"],
             }
             box = xywh_to_xyxy(annotation["bbox"])
-            yield locate_phrase(name, image, sentence["sent"], box, meta)
+            if request.task == "segmentation":
+                answer = {"boxes": [box], "masks": [clean_mask(annotation["segmentation"])]}
+                yield ConvertedRow(name, (image,), sentence["sent"], answer, meta)
+            else:
+                yield locate_phrase(name, image, sentence["sent"], box, meta)

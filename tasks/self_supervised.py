@@ -238,7 +238,7 @@ class SelfSupervised(Task):
     def _find_tile(self, whole: View, tile: int, inside: bool = False) -> tuple[int, int, int, int]:
         """Return the box of a tile in the image, or in the view."""
         width, height = whole.size[0] // self.columns, whole.size[1] // self.rows
-        left, top = (0, 0) if inside else whole.box[:2]
+        left, top, *_ = (0, 0) if inside else whole.box
         x, y = left + tile % self.columns * width, top + tile // self.columns * height
         return (x, y, x + width, y + height)
 

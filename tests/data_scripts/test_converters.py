@@ -368,6 +368,7 @@ FILES = {
         "ImageClasses_FSC147.txt",
         "Train_Test_Val_FSC_147.json",
     ],
+    "grefcoco": ["grefs(unc).json", "instances.json"],
     "groundui": ["train-0.parquet"],
     "hr_bench": ["source.tsv"],
     "icdar2015": ["Challenge4_Test_Task3_GT.txt"],
@@ -398,6 +399,7 @@ FILES = {
     "textvqa": ["TextVQA_0.5.1_val.json"],
     "virl39k": ["train-0.parquet"],
     "vstar": ["relative_position/a.json"],
+    "vision_reasoner": ["train-0.parquet"],
     "visual_genome": ["region_descriptions.json"],
     "vlm_r1": ["source.json"],
 }

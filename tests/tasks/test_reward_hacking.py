@@ -11,6 +11,7 @@ that looks at the image. docs/tasks.md has the table of these figures; ``-s`` pr
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import re
 import string
@@ -128,6 +129,14 @@ def format_boxes(boxes: Sequence[Sequence[int]], label: str | None = None) -> st
     return f"[{', '.join(items)}]"
 
 
+def format_parts(boxes: Sequence[Sequence[int]]) -> str:
+    items = [
+        {"bbox_2d": [*box], "point_2d": [(box[0] + box[2]) // 2, (box[1] + box[3]) // 2]}
+        for box in boxes
+    ]
+    return json.dumps(items)
+
+
 def jitter(box: Box, rng: Rng) -> Box:
     """Return the box with each edge moved by up to a fifth of the side's length."""
     reach = (0.2 * (box[2] - box[0]), 0.2 * (box[3] - box[1])) * 2
@@ -228,6 +237,16 @@ SCENES = {
         guess_objects,
         jitter_all,
         full=[format_boxes(FULL, kind) for kind in make_shapes.KINDS],
+    ),
+    "segmentation": Scenes(
+        draw(make_shapes, "crowded"),
+        ("[]", *(format_parts(boxes) for boxes in ([MIDDLE], FULL, GRID, [[10, 10, 40, 40]]))),
+        lambda rng: format_parts([guess_box(rng)]),
+        lambda task, gold, example, rng: task.write(
+            tuple((jitter(box, rng), point) for box, point in gold), example
+        ),
+        options={"canvas": 840},
+        full=(format_parts(FULL),),
     ),
     "pointing": Scenes(
         draw_cluttered,

@@ -30,7 +30,10 @@ ERROR_METRICS = frozenset(
 """Metrics for which lower is better."""
 
 _CORPUS_METRICS = frozenset(
-    ("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance")
+    [
+        *("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance"),
+        *("mask_giou", "mask_ciou", "n_acc", "t_acc"),
+    ]
 )
 """Corpus metrics of the built-in tasks that a benchmark may name."""
 
