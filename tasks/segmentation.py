@@ -180,9 +180,9 @@ class Segmentation(Task):
         overlaps = iou_matrix([b for b, _ in answer], [b for b, _ in gold]).reshape(shape)
         edges = np.abs(mine[:, None] - right[None]).mean(axis=2)
         apart = np.sqrt(((dots[:, None] - others[None]) ** 2).sum(axis=2))
-        inside = (dots >= mine[:, :2]).all(axis=1) & (dots <= mine[:, 2:]).all(axis=1)
+        inside = np.all((dots >= mine[:, :2]) & (dots <= mine[:, 2:]), axis=1)
         hits = [overlaps > self.iou, edges < self.box_distance]
-        hits.append((apart < self.point_distance) & inside[:, None])
+        hits.append((apart < self.point_distance) & inside.reshape(-1, 1))
         return matched_mean(np.sum(hits, axis=0) / 3)
 
     @metric()

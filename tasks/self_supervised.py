@@ -260,7 +260,8 @@ class SelfSupervised(Task):
 
     @staticmethod
     def _turn(size: tuple[int, int], degrees: int) -> tuple[int, int]:
-        return size[::-1] if degrees % 180 else size
+        width, height = size
+        return (height, width) if degrees % 180 else size
 
     def _differ(self, first: Image.Image, second: Image.Image) -> bool:
         return _measure(_shrink(first), _shrink(second)) >= self.min_difference

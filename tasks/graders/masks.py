@@ -78,7 +78,8 @@ def _load(name: str) -> tuple[Any, Any]:
     from transformers import Sam2Model, Sam2Processor
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Sam2Model.from_pretrained(name).eval().requires_grad_(False).to(device)
+    model: Any = Sam2Model.from_pretrained(name).eval().requires_grad_(False)
+    model.to(device)
     return model, Sam2Processor.from_pretrained(name)
 
 
