@@ -80,6 +80,11 @@ def test_a_recorded_quickstart_raises_nothing():
 FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
     "collapse": {"rewards/exact/mean": lambda t: 0.6 * (t < 0.3)},
     "overfitting": {"rewards/exact/mean": lambda t: 0.3 + 0.7 * t, "eval/exact": lambda t: 0.4},
+    "reward without accuracy": {
+        "rewards/exact/mean": lambda t: 0.3,
+        "reward": lambda t: 0.4 + 0.7 * t,
+        "eval/exact": lambda t: 0.3,
+    },
     "groups without a reward": {
         "frac_reward_zero_std": lambda t: 1.0,
         "reward": lambda t: 0.02,
@@ -153,6 +158,13 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
         "rewards/exact/mean": lambda t: 0.3 + 0.6 * t,
         "eval/exact": lambda t: 0.7 + 0.2 * t,
     },
+    # Greedy answers were right before: only the sampled ones improve.
+    "held-out answers are right from the beginning": {
+        "reward": lambda t: 0.4 + 0.7 * t,
+        "eval/exact": lambda t: 0.95,
+    },
+    # A reward of up to 10 whose weight is 1: its maximum is unknown.
+    "a reward has another scale": {"reward": lambda t: 3 + 6 * t, "eval/exact": lambda t: 0.5},
     # From 2 to 8 tokens: four times as many, but a count of "12" for "3" is no drift.
     "lengths of a few tokens": {"completions/mean_length": lambda t: 2 + 6 * t},
 }

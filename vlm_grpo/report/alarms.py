@@ -111,6 +111,11 @@ class AlarmMonitor:
         """Describe the rows of ``recent``."""
         return f"the last {min(steps, len(self.last))} steps"
 
+    @property
+    def highest_reward(self) -> float:
+        """The reward of a completion that earns 1 of each."""
+        return sum(weight for weight in self.weights.values() if weight > 0)
+
     def reward(self, name: str) -> float:
         return self.recent(f"rewards/{name}/mean")
 
@@ -148,23 +153,37 @@ def _find_collapse(run: AlarmMonitor) -> Condition:
 
 
 def _find_overfitting(run: AlarmMonitor) -> Condition:
-    """Return the gap of the primary metric between training and held-out examples, or how much it
-    has grown if that is less; NaN in a step without an evaluation.
+    """Return the gap of the primary metric between training and held-out examples."""
+    return _find_gap(run, run.get_primary(run.start), run.primary)
 
-    It is larger from the beginning if the held-out examples are harder, and the metric of sampled
-    completions rises as they become more certain, which is no gap."""
+
+def _find_misrewarded(run: AlarmMonitor) -> Condition:
+    """Return the gap between the reward, as a share of its maximum, and the held-out primary
+    metric; 0 if that is overfitting."""
+    highest = run.highest_reward or math.nan
+    gap, values = _find_gap(run, run.start("reward") / highest, run.recent("reward") / highest)
+    # Above its maximum a reward has another scale, of which nothing is known.
+    return (0.0 if "overfitting" in run.active or values.get("now", 0) > 1 else gap), values
+
+
+def _find_gap(run: AlarmMonitor, start: float, now: float) -> Condition:
+    """Return by how much a value of training exceeds the primary metric on held-out examples, or
+    how much this has grown if that is less; NaN in a step without an evaluation.
+
+    It is larger from the beginning if the held-out examples are harder, and what sampled
+    completions earn rises as they become more certain, which is no gap."""
     if f"eval/{run.metric}" not in run.last[-1] or run.lower_is_better:
         return math.nan, {}
-    now, held_out, before = run.primary, run.held_out, run.held_out_before
-    growth = now - run.get_primary(run.start) - (held_out - before)
-    return min(growth, now - held_out), {"now": now, "held_out": held_out, "before": before}
+    held_out, before = run.held_out, run.held_out_before
+    growth = now - start - (held_out - before)
+    values = {"start": start, "now": now, "held_out": held_out, "before": before}
+    return min(growth, now - held_out), values
 
 
 def _find_unrewarded(run: AlarmMonitor) -> Condition:
     """Return the share of groups with equal rewards if these are near 0; 0 otherwise."""
     reward = run.recent("reward", SHORT)
-    highest = sum(weight for weight in run.weights.values() if weight > 0)
-    is_low = reward < 0.1 * highest and not _has_collapsed(run)
+    is_low = reward < 0.1 * run.highest_reward and not _has_collapsed(run)
     count = min(SHORT, len(run.last)) * run.completions
     answered = run.recent("completions/answered", SHORT)
     share = run.recent("frac_reward_zero_std", SHORT) if is_low else 0.0
@@ -238,7 +257,8 @@ def _find_mismatch(run: AlarmMonitor) -> Condition:
         return math.nan, {}
     fresh = [row for row in run.last if not row.get("staleness/max")]
     least = (SHORT + 1) // 2 if len(fresh) == len(run.last) else 1
-    return _mean(fresh[-SHORT:], "sampling/sampling_logp_difference/mean", least), {}
+    difference = _mean(fresh[-SHORT:], "sampling/sampling_logp_difference/mean", least)
+    return difference, {"fresh": len(fresh[-SHORT:])}
 
 
 def _find_failures(run: AlarmMonitor) -> Condition:
@@ -273,6 +293,7 @@ def _find_shortcut(run: AlarmMonitor) -> Condition:
 CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "collapse": _find_collapse,
     "overfitting": _find_overfitting,
+    "reward without accuracy": _find_misrewarded,
     "groups without a reward": _find_unrewarded,
     "groups without a spread": _find_equal_rewards,
     "length drift": _find_drift,
