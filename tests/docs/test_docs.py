@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import shlex
 
 import pytest
 import typer
+import yaml
 from guide_commands import GUIDES, ROOT, read_commands
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -154,3 +156,60 @@ def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
     }
     for setting in settings:
         load_settings("counting", [setting, *needed.get(setting, [])])
+
+
+def flatten(text: str) -> str:
+    """Return a text of the program in one line, with … for its values."""
+    return re.sub("…+", "…", re.sub(r"\{[^}]*\}|%[ds]", "…", " ".join(text.split())))
+
+
+def read_program_texts() -> str:
+    """Return the texts of the library's code and tables, one per line."""
+    texts = []
+    for path in (ROOT / "vlm_grpo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    rows = yaml.safe_load((ROOT / "vlm_grpo/config/requirements.yaml").read_text("utf-8"))
+    texts += [row["say"] for group in rows.values() for row in group]
+    return "\n".join(map(flatten, texts))
+
+
+def test_the_page_of_symptoms_quotes_every_alarm_and_only_what_the_program_says():
+    page = (ROOT / "docs/symptoms.md").read_text("utf-8")
+    quotes = {flatten(q.replace("\n>", " ")[2:]) for q in re.findall(r"(?:^> .*\n)+", page, re.M)}
+    table = (ROOT / "vlm_grpo/report/alarms.yaml").read_text("utf-8")
+    alarms = {
+        flatten(f"{name}: {alarm['message']}; {alarm['remedy']}")
+        for name, alarm in yaml.safe_load(table).items()
+    }
+    assert alarms <= quotes  # a section of docs/symptoms.md for each
+    known = read_program_texts()
+    assert not [quote for quote in quotes - alarms if quote not in known]
+
+
+def test_the_page_of_symptoms_lists_its_sections():
+    page = (ROOT / "docs/symptoms.md").read_text("utf-8")
+    head, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    titles = [section.partition("\n")[0] for section in sections]
+    anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+    assert sorted(re.findall(r"\]\(#([\w-]+)\)", head)) == sorted(anchors)
+
+
+def test_the_settings_of_each_paper_are_valid_and_its_tests_exist(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/papers.md").read_text("utf-8")
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        title = section.partition("\n")[0]
+        blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", section)
+        assert blocks, title
+        assert tests, title
+        for block in blocks:
+            recipe, *overrides = shlex.split(block)
+            load_settings({"RECIPE": "counting"}.get(recipe, recipe), overrides)
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / file).read_text("utf-8"), (title, name)

@@ -154,30 +154,32 @@ def _find_collapse(run: AlarmMonitor) -> Condition:
 
 def _find_overfitting(run: AlarmMonitor) -> Condition:
     """Return the gap of the primary metric between training and held-out examples."""
-    return _find_gap(run, run.get_primary(run.start), run.primary)
+    return _find_gap(run, run.get_primary)
 
 
 def _find_misrewarded(run: AlarmMonitor) -> Condition:
     """Return the gap between the reward, as a share of its maximum, and the held-out primary
     metric; 0 if that is overfitting."""
     highest = run.highest_reward or math.nan
-    gap, values = _find_gap(run, run.start("reward") / highest, run.recent("reward") / highest)
+    gap, values = _find_gap(run, lambda mean, *steps: mean("reward", *steps) / highest)
     # Above its maximum a reward has another scale, of which nothing is known.
     return (0.0 if "overfitting" in run.active or values.get("now", 0) > 1 else gap), values
 
 
-def _find_gap(run: AlarmMonitor, start: float, now: float) -> Condition:
+def _find_gap(run: AlarmMonitor, measure: Callable[..., float]) -> Condition:
     """Return by how much a value of training exceeds the primary metric on held-out examples, or
     how much this has grown if that is less; NaN in a step without an evaluation.
 
     It is larger from the beginning if the held-out examples are harder, and what sampled
-    completions earn rises as they become more certain, which is no gap."""
+    completions earn rises as they become more certain, which is no gap. Neither is a collapse, of
+    which the mean over ``WINDOW`` steps knows later than the evaluation."""
     if f"eval/{run.metric}" not in run.last[-1] or run.lower_is_better:
         return math.nan, {}
+    start, now = measure(run.start), measure(run.recent)
     held_out, before = run.held_out, run.held_out_before
     growth = now - start - (held_out - before)
     values = {"start": start, "now": now, "held_out": held_out, "before": before}
-    return min(growth, now - held_out), values
+    return min(growth, now - held_out, measure(run.recent, SHORT) - held_out), values
 
 
 def _find_unrewarded(run: AlarmMonitor) -> Condition:
