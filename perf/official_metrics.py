@@ -6,7 +6,7 @@ Each argument is a repository and a git checkout of it, which the user has made;
 are read, so a bare clone is enough. Every comparison whose repository is given draws outputs at
 random, half of them adversarial, scores them with the official functions and with ours, and counts
 the outputs with another score, by class. Functions are taken from the scripts by name: several of
-them load a model when they are imported. The table goes into docs/benchmarks.md.
+them load a model when they are imported. The table goes into docs/parity.md.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ def list_results(
 
 
 def main() -> None:
-    """Print the table of docs/benchmarks.md."""
+    """Print the table of docs/parity.md."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkouts", nargs="*", metavar="REPOSITORY=FOLDER")
     parser.add_argument("--count", type=int, default=2000, help="outputs for each benchmark")

@@ -58,7 +58,7 @@ NOT_RUN["python -m venv vllm"] = "tests/vllm/install.py makes such an environmen
 
 RUNS = {
     "README.md": ("quickstart", "mine"),
-    "benchmarks.md": ("quickstart", "mine"),
+    "evaluating.md": ("quickstart", "mine"),
     "report.md": ("counting", "counting-lora", "lr-1", "lr-2", "lr-3"),
 }
 """Runs that a guide expects; each is a copy of one run."""
@@ -234,7 +234,7 @@ def _write_foreign_results() -> None:
 
 FILES: Mapping[str, Callable[[], None]] = {
     "README.md": _write_readme_files,
-    "benchmarks.md": _write_benchmarks,
+    "evaluating.md": _write_benchmarks,
     "coming-from.md": _write_foreign_results,
     "your-own-data.md": _write_your_own_data,
 }
