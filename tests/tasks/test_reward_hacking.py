@@ -94,6 +94,16 @@ def draw_figure(rng: Rng) -> tuple[str, str]:
     return rng.choice(list(values.items()))
 
 
+def draw_estimate(rng: Rng) -> tuple[str, str]:
+    """Draw a distance, a size or a number, as those of rooms."""
+    values = {
+        "How far is the chair from the table, in meters?": f"{rng.uniform(0.4, 6):.1f}",
+        "How high is the door in centimeters?": str(rng.randint(20, 240)),
+        "How many chairs are there?": str(rng.randint(2, 8)),
+    }
+    return rng.choice(list(values.items()))
+
+
 def draw_formula(rng: Rng) -> tuple[str, str]:
     """Draw an answer as those to problems of plane geometry."""
     a, b = rng.randint(1, 60), rng.randint(2, 7)
@@ -281,6 +291,14 @@ SCENES = {
         ("2000", "1960-2024", "50%", "0-100%", "4.5", "1e5", "nan", "inf", "1e999", "{question}"),
         lambda rng: rng.choice(["1990", "2010", "25%", "75%", "2.5", "300,000"]),
         choose(0.5, lambda gold, rng: f"{gold}0"),
+        kind=lambda example: example.question,
+        steps=20,
+    ),
+    "spatial": Scenes(
+        lambda: make_examples(COUNT, draw_estimate),
+        ("1", "2 m", "1-3 m", "100 cm", "about 5", "0.5 or 5", "{question}", "1e999", "4 chairs"),
+        lambda rng: f"{rng.uniform(0.2, 5):.1f}",
+        choose(0.6, lambda gold, rng: f"{gold}0"),
         kind=lambda example: example.question,
         steps=20,
     ),

@@ -39,9 +39,9 @@ def test_every_form_of_a_mask_is_decoded():
     for form in (encode_mask(mask), {"size": [48, 64], "counts": lengths}):
         assert (decode_mask(form, SIZE) == mask).all()
     polygons = [[10, 5, 30, 5, 30, 25, 10, 25], [40, 30, 50, 30, 50, 40, 40, 40]]
-    expected = coco.decode(
-        coco.merge(coco.frPyObjects([list(map(float, p)) for p in polygons], 48, 64))
-    )  # type: ignore[arg-type]
+    floats: Any = [list(map(float, p)) for p in polygons]
+    parts: Any = coco.frPyObjects(floats, 48, 64)
+    expected = coco.decode(coco.merge(parts))
     assert (decode_mask(polygons, SIZE) == expected).all()
     assert find_box(mask) == (10, 5, 50, 40)
     assert find_center(block(10, 5, 30, 15)) in [(x, y) for x in range(14, 26) for y in (9, 10)]

@@ -50,6 +50,8 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gui", {"box": True, "weights": {"gaussian": 0.5, "coverage": 0.5}}, SEVERAL),
     ("gui", {"actions": ("type", "back")}, {"action": "type", "text": "No EXIT"}),
     ("temporal", {"weights": {"bounded": 0.5}}, [2.5, 7]),
+    ("spatial", {}, 2.5),
+    ("spatial", {"grade": "error"}, {"options": ["No EXIT", "3"], "answer": "3"}),
     ("segmentation", {}, SEVERAL),
     ("segmentation", {"canvas": 840}, {"boxes": []}),
     ("self_supervised", {"joined": True, "rows": 2}, {"order": [3, 1, 2, 6, 5, 4]}),

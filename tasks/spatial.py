@@ -1,0 +1,181 @@
+"""Spatial: relations, directions, and estimates of distances, sizes and numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.sentences import Candidate, choose, fold
+from vlm_grpo.tasks.choice import Choice
+from vlm_grpo.tasks.numeric import clean, parse_quantity
+from vlm_grpo.types import Example
+
+_LONGEST = 300  # characters of an estimate
+# Sizes in meters and square meters; units as ``parse_quantity`` returns them, in the singular.
+_METERS = {
+    **{"mm": 1e-3, "cm": 1e-2, "dm": 0.1, "m": 1.0, "km": 1e3},
+    **dict.fromkeys(("in", "inch", "inche"), 0.0254),
+    **dict.fromkeys(("ft", "foot", "feet"), 0.3048),
+    **dict.fromkeys(("yd", "yard"), 0.9144),
+}
+_SQUARE_METERS = {f"{unit}²": size * size for unit, size in _METERS.items()}
+_NAMES = (
+    r"(?:square |sq\.? )?(?:milli|centi|deci|kilo)?met(?:er|re)s?"
+    r"|(?:square )?(?:inch(?:es)?|f(?:oo|ee)t|yards?)|[mcdk]?m(?:²|\^2)?|ft|in|yd"
+)
+_ASKED = re.compile(rf"\bin ({_NAMES})\b", re.IGNORECASE)
+_ESTIMATE = re.compile(
+    rf"(?<![\w.,])-?\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?(?: ?(?:{_NAMES}))?(?![\w²^%])"
+    rf"|(?<![\w.,])-?\d+(?:\.\d+)?(?: ?(?:{_NAMES}))?(?![\w²^%]|[.,]\d)",
+    re.IGNORECASE,
+)
+_LEVELS = np.linspace(0.5, 0.95, 10)  # VSI-Bench's thresholds
+
+
+class Spatial(Task):
+    """Answer a question about a scene: one of several options, or an estimate.
+
+    The gold answer is that of ``choice``, ``{"options": […], "answer": …}``, or a number, perhaps
+    as a text with a unit ("1.2 m"). Lengths and areas are converted; a number without a unit has
+    that of the gold answer, or that which the question asks for ("in centimeters").
+
+    Attributes:
+        grade: reward of an estimate: "mra", VSI-Bench's mean relative accuracy; "error": 1 − the
+            relative error, at least 0.
+        shuffle: show the options in an order of each example's own, as in choice.
+    """
+
+    primary_metric = "right"
+    instruction: str | None = "Answer with the letter of the right option or with a number alone."
+    grade: Literal["mra", "error"] = "mra"
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grade not in ("mra", "error"):
+            raise ValueError(f"grade is {self.grade!r}; it must be mra or error")
+
+    @property
+    def _choice(self) -> Choice:
+        return Choice(shuffle=self.shuffle)
+
+    def question(self, example: Example) -> str:
+        return self._choice.question(example) if _has_options(example) else example.question
+
+    def parse(self, text: str, example: Example) -> int | str | None:
+        """Return the number of the chosen option in the row, or a quantity as text."""
+        if _has_options(example):
+            return self._choice.parse(text, example)
+        if len(text) > _LONGEST:
+            return None
+        if parse_quantity(text) is not None:
+            return clean(text)
+        text = " ".join(fold(text).replace("−", "-").split())
+        if re.search(r"\d", _ESTIMATE.sub("", text)):
+            return None
+        found = [Candidate(*place.span(), place[0]) for place in _ESTIMATE.finditer(text)]
+        answer = re.sub(r"(?<=\d)(?=[a-zA-Z])", " ", choose(text, found) or "")
+        return answer if parse_quantity(answer) is not None else None
+
+    def write(self, answer: int | str, example: Example) -> str:
+        return answer if isinstance(answer, str) else self._choice.write(answer, example)
+
+    def gold_answer(self, example: Example) -> int | str:
+        if _has_options(example):
+            return self._choice.gold_answer(example)
+        gold = example.answer
+        return gold if isinstance(gold, str) else repr(gold)
+
+    def check(self, example: Example) -> None:
+        if _has_options(example):
+            self._choice.check(example)
+            return
+        gold = example.answer
+        is_number = isinstance(gold, int | float) and not isinstance(gold, bool)
+        found = parse_quantity(gold if isinstance(gold, str) else repr(gold))
+        if not (is_number or isinstance(gold, str)) or found is None:
+            raise ValueError(
+                f"the answer {gold!r:.80} must have options, or be a number, perhaps with a unit"
+            )
+        if found.value <= 0:
+            raise ValueError(f"the answer {gold!r} must be positive: errors are relative to it")
+
+    @reward(weight=1.0)
+    def right(self, answer: int | str, example: Example) -> float:
+        """1 for the right option, else 0; of an estimate, its ``grade``."""
+        if isinstance(answer, int):
+            return float(answer == self.gold_answer(example))
+        error = self._error(answer, example)
+        return max(0.0, 1.0 - error) if self.grade == "error" else _compute_mra(error)
+
+    @metric()
+    def mra(self, answer: int | str, example: Example) -> float:
+        """VSI-Bench's mean relative accuracy (arXiv:2412.14171, section 3.3): the share of the
+        thresholds θ of 0.5, 0.55, …, 0.95 with |answer − gold| / gold ≤ 1 − θ, as in its script; of
+        an option, 1 or 0."""
+        if isinstance(answer, int):
+            return float(answer == self.gold_answer(example))
+        return _compute_mra(self._error(answer, example))
+
+    def _error(self, answer: str, example: Example) -> float:
+        """Return the relative error; infinite if the units do not fit."""
+        gold = self.gold_answer(example)
+        right, found = parse_quantity(str(gold)), parse_quantity(answer)
+        if right is None or found is None:
+            return math.inf
+        asked = _ASKED.search(example.question)
+        unit = right.unit or (_read_unit(asked[1]) if asked else "")
+        values = _convert(right.value, unit), _convert(found.value, found.unit or unit)
+        if found.unit and found.unit != unit and None in values:
+            # "3 chairs" to "How many chairs are there?"
+            if unit or not re.search(
+                rf"\b{re.escape(found.unit)}", example.question, re.IGNORECASE
+            ):
+                return math.inf
+            values = None, None
+        first, second = values
+        if first is None or second is None:
+            return abs(found.value - right.value) / right.value
+        if first[1] != second[1]:  # a length is no area
+            return math.inf
+        if (found.unit or unit) == unit:  # without the rounding of a conversion
+            return abs(found.value - right.value) / right.value
+        return abs(second[0] - first[0]) / first[0]
+
+    def corpus_metrics(
+        self, answers: Sequence[int | str | None], examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """Return ``category_mean``, the mean of ``mra`` over the kinds of questions by
+        ``meta["type"]``, each the mean over its ``meta["level"]``, as VSI-Bench's overall score."""
+        groups: dict[Any, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for answer, example in zip(answers, examples, strict=True):
+            own = groups[example.meta.get("type")][example.meta.get("level")]
+            own.append(0.0 if answer is None else self.mra(answer, example))
+        means = [np.mean([np.mean(v) for v in levels.values()]) for levels in groups.values()]
+        return {"category_mean": float(np.mean(means))} if means else {}
+
+
+def _has_options(example: Example) -> bool:
+    return isinstance(example.answer, Mapping)
+
+
+def _compute_mra(error: float) -> float:
+    return float(np.mean(error <= 1 - _LEVELS))
+
+
+def _read_unit(name: str) -> str:
+    found = parse_quantity(f"1 {name}")
+    return "" if found is None else found.unit
+
+
+def _convert(value: float, unit: str) -> tuple[float, str] | None:
+    """Return a length in meters or an area in square meters, with its dimension."""
+    if unit in _METERS:
+        return value * _METERS[unit], "length"
+    return (value * _SQUARE_METERS[unit], "area") if unit in _SQUARE_METERS else None
