@@ -30,6 +30,7 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     load_embedded_task,
     measure_accuracy,
 )
+from vlm_grpo.data_scripts.make_tool_vlm import build_tool_vlm
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
 
@@ -197,3 +198,25 @@ def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
         getattr(heads, name).bias.data[-1] += 100  # a wrong name, box or count
         assert heads.compute_scene_loss(tokens, scenes).item() > 0.1
         getattr(heads, name).bias.data[-1] -= 100
+
+
+def test_the_sibling_for_tools_writes_a_call_in_few_tokens_and_else_what_the_model_does(
+    tmp_path, processor, model
+):
+    build_tool_vlm(["tiny_words", "maze"], tmp_path / "tools")
+    sibling = AutoModelForImageTextToText.from_pretrained(tmp_path / "tools")
+    tokenizer = AutoProcessor.from_pretrained(tmp_path / "tools").tokenizer
+    moves = [
+        f'<tool_call>\n{{"name": "move", "arguments": {{"direction": "{way}"}}}}\n</tool_call>'
+        for way in ("up", "left")
+    ]
+    zoom = '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [0, 9, 28, 19]}}\n</tool_call>'
+    for text, most in [*((move, 3) for move in moves), (zoom, 15)]:
+        tokens = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(tokens) == text
+        assert len(tokens) <= most
+    ids = processor.tokenizer("What does the text say?", return_tensors="pt")["input_ids"]
+    assert torch.equal(tokenizer("What does the text say?", return_tensors="pt")["input_ids"], ids)
+    with torch.no_grad():
+        logits, before = sibling(input_ids=ids).logits, model(input_ids=ids).logits
+    assert torch.allclose(logits[..., : before.shape[-1]], before, atol=1e-5)  # other sums

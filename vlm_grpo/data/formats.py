@@ -41,15 +41,9 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
-_EMBEDDED_MODULES = (
-    "charts",
-    "clips",
-    "pictures",
-    "screens",
-    "shapes",
-    "tables",
-    "tiny_words",
-    "words",
+_MODULES = (
+    *("charts", "clips", "mazes", "pictures", "screens"),
+    *("shapes", "tables", "tiny_words", "words"),
 )
 _EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
@@ -251,7 +245,7 @@ def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> 
     """Generate the examples of an embedded dataset; the two splits share no random stream."""
     task_name = source.removeprefix("embedded:")
     kind, _, _ = task_name.partition(":")
-    modules = [import_module(f"vlm_grpo.data_scripts.make_{name}") for name in _EMBEDDED_MODULES]
+    modules = [import_module(f"vlm_grpo.data_scripts.make_{name}") for name in _MODULES]
     generators = {k: module.draw_examples for module in modules for k in module.draw_examples.kinds}
     if kind not in generators:
         raise UserError(

@@ -176,7 +176,7 @@ def _step(
     calling = [e for e in episodes if e.start.end_of_call in e.parts[-1].text]
     given = [episode for episode in calling if not episode.is_refused]
     steps = iter(runner.step([e.state for e in given], [e.parts[-1].text for e in given]))
-    following = []
+    following, known = [], dict[Observed, tuple[Observed, Prompt]]()  # many look at the same part
     for episode in calling:
         refusal = episode.state, None, REFUSAL
         state, call, observed = refusal if episode.is_refused else next(steps)
@@ -189,7 +189,9 @@ def _step(
         elif used >= max_tokens:
             episode.stop = "length"
         else:
-            observed, seen = _show(observed, builder)
+            if observed not in known:
+                known[observed] = _show(observed, builder)
+            observed, seen = known[observed]
             prompts = episode.prompt, *(o.prompt for o in episode.observations), seen
             length = sum(len(prompt.token_ids) for prompt in prompts) + used
             if builder.max_tokens and length >= builder.max_tokens:
