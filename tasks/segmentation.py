@@ -13,7 +13,7 @@ from PIL import Image
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes, draw_points
-from vlm_grpo.task.parsing import find_json, parse_boxes, parse_points
+from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
 from vlm_grpo.task.scores import iou_matrix, matched_mean
 from vlm_grpo.task.sentences import forget, unwrap
 from vlm_grpo.tasks.graders.masks import Point, decode_mask, find_center, segment
@@ -69,6 +69,8 @@ class Segmentation(Task):
         )
 
     def parse(self, text: str, example: Example) -> Objects | None:
+        if len(text) > MAX_CHARACTERS:
+            return None
         text = unwrap(forget(text, example.question), lead=False)
         values, parts = find_json(text)
         if len(values) != 1:

@@ -356,6 +356,7 @@ FILES = {
     "chartqa": ["test/test_human.json", "test/test_augmented.json"],
     "clevr": ["CLEVR_val_questions.json"],
     "coco_detection": ["instances_val2017.json"],
+    "coco_keypoints": ["person_keypoints_val2017.json"],
     "cosyn": ["validation-0.parquet"],
     "countbenchqa": ["test-0.parquet"],
     "cv_bench": ["test_2d.parquet"],

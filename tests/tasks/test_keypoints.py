@@ -1,0 +1,101 @@
+"""Object keypoint similarity as pycocotools computes it, and rows that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.soundness import check_task
+from vlm_grpo.tasks.keypoints import SIGMAS
+from vlm_grpo.types import Example, ImageRef
+
+IMAGE = ImageRef("image", (640, 480), (640, 480))
+# COCO's order, in which pycocotools has the standard deviations.
+PAIRS = ("shoulder", "elbow", "wrist", "hip", "knee", "ankle")
+PARTS = [*list(SIGMAS)[:5], *(f"{side} {part}" for part in PAIRS for side in ("left", "right"))]
+
+
+def draw_person(rng: Any, near: Any = None) -> np.ndarray:
+    points = rng.uniform(20, 400, (17, 2)) if near is None else near + rng.normal(0, 15, (17, 2))
+    return points.round(1)
+
+
+def compute_official(
+    gold: np.ndarray, labeled: np.ndarray, area: float, found: np.ndarray
+) -> float:
+    """Return the similarity that pycocotools computes for one person."""
+    keypoints = np.column_stack([gold * labeled[:, None], 2 * labeled]).ravel().tolist()
+    person: Any = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "area": area}
+    person |= {
+        "bbox": [0, 0, 640, 480],
+        "keypoints": keypoints,
+        "num_keypoints": int(labeled.sum()),
+    }
+    coco = COCO()
+    coco.dataset = {"images": [{"id": 1}], "categories": [{"id": 1}], "annotations": [person]}
+    coco.createIndex()
+    answer = {"image_id": 1, "category_id": 1, "score": 1.0}
+    answer["keypoints"] = np.column_stack([found, np.ones(17)]).ravel().tolist()
+    results: Any = [answer]
+    evaluation: Any = COCOeval(coco, coco.loadRes(results), "keypoints")
+    evaluation._prepare()  # noqa: SLF001
+    return float(evaluation.computeOks(1, 1)[0, 0])
+
+
+def test_the_similarity_is_that_of_coco():
+    rng, task = np.random.default_rng(0), load_task("keypoints")
+    for number in range(300):
+        gold = draw_person(rng)
+        labeled = rng.random(17) < 0.6
+        labeled[0] = True
+        area, found = float(rng.uniform(500, 90_000)), draw_person(rng, gold)
+        points = {
+            name: p.tolist() for name, p, seen in zip(PARTS, gold, labeled, strict=True) if seen
+        }
+        answer = {"names": PARTS, "points": points, "area": area}
+        example = Example(str(number), (IMAGE,), "the person", answer)
+        task.check(example)
+        named = tuple((n, (float(x), float(y))) for n, (x, y) in zip(PARTS, found, strict=True))
+        oks: Any = task
+        expected = compute_official(gold, labeled, area, found)
+        assert oks.oks(named, example) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ({"boxes": []}, "must have points"),
+        ({"points": {}, "area": 9}, "must have points"),
+        ({"points": {"nose": [1, 2, 2]}, "area": 9}, "must be two numbers"),
+        ({"points": {"nose": [1, True]}, "area": 9}, "must be two numbers"),
+        ({"points": {"nose": [1, float("nan")]}, "area": 9}, "must be two numbers"),
+        ({"points": {"nose": [1, 2]}}, "a positive area, or a box"),
+        ({"points": {"nose": [1, 2]}, "area": 0}, "a positive area, or a box"),
+        ({"points": {"nose": [1, 2]}, "area": 9, "names": ["ear"]}, "the labeled ones among them"),
+        ({"points": {"nose": [1, 2]}, "area": 9, "names": ["nose", "Nose"]}, "each point once"),
+    ],
+)
+def test_a_malformed_answer_is_a_bad_row(answer, problem):
+    with pytest.raises(ValueError, match=problem):
+        load_task("keypoints").check(Example("1", (IMAGE,), "the person", answer))
+
+
+def test_the_task_is_sound():
+    rng = np.random.default_rng(1)
+    examples = [
+        Example(
+            str(number),
+            (IMAGE,),
+            "the person",
+            {"points": dict(zip(PARTS, draw_person(rng).tolist(), strict=True)), "area": 40_000},
+        )
+        for number in range(20)
+    ]
+    report = list(check_task(load_task("keypoints", tags=True), examples))
+    assert report[-1] == "Keypoints is sound on this data"
+    assert examples[0].question in load_task("keypoints").prompt(examples[0])
