@@ -152,6 +152,8 @@ class Segmentation(Task):
                 is_pair = isinstance(point, list | tuple) and len(point) == 2
                 if not is_pair or not all(type(v) in (int, float) for v in point):
                     raise ValueError(f"point {point!r:.80} must be two numbers, x and y")
+        if masks is None and boxes and self.segmenter is not None:
+            raise ValueError("the answer has no masks, with which those of segmenter are compared")
         if masks is not None:
             if not isinstance(masks, list | tuple) or len(masks) not in (1, len(boxes)):
                 raise ValueError("the answer must have a mask for each box, or one of all objects")
@@ -269,11 +271,8 @@ def _contains(box: Box, point: Point) -> bool:
 
 def _get_gold_mask(example: Example) -> np.ndarray:
     size = example.images[0].size
-    masks = example.answer.get("masks")
-    if masks is None and example.answer["boxes"]:
-        raise ValueError("its answer has no masks to compare with")
     found = np.zeros(size[::-1], bool)
-    for mask in masks or ():
+    for mask in example.answer.get("masks") or ():
         found |= decode_mask(mask, size)
     return found
 

@@ -146,7 +146,8 @@ class SelfSupervised(Task):
     def _make_jigsaw(self, image: ImageRef, example: Example, rng: random.Random) -> Any:
         whole = self._frame(image)
         count = self.rows * self.columns
-        self._tell_apart([replace(whole, tiles=()).load()], grid=whole.grid)
+        if self.min_difference:
+            self._tell_apart([_decode(image).crop(whole.box)], grid=whole.grid)
         tiles = rng.sample(range(count), count)
         order = [1 + tiles.index(place) for place in range(count)]
         form = f"{self.rows} rows and {self.columns} columns"
@@ -162,7 +163,9 @@ class SelfSupervised(Task):
     def _make_rotation(self, image: ImageRef, example: Example, rng: random.Random) -> Any:
         whole = self._crop(image, (0, 0, *image.size))
         turned = [replace(whole, degrees=d, size=self._turn(whole.size, d)) for d in (0, *_TURNS)]
-        self._tell_apart([view.load().resize((64, 64)) for view in turned])
+        if self.min_difference:
+            small = _decode(image).resize((64, 64))
+            self._tell_apart([small, *(small.transpose(turn) for turn in _TURNS.values())])
         chosen = rng.choice(turned)
         question = "By how many degrees is the image turned clockwise: 0, 90, 180 or 270?"
         return [chosen], question, {"degrees": chosen.degrees}
@@ -171,7 +174,7 @@ class SelfSupervised(Task):
         whole = self._frame(image)
         tiles = list(range(self.rows * self.columns))
         if self.min_difference:
-            plain = whole.load()
+            plain = _decode(image).crop(whole.box)
             parts = [plain.crop(self._find_tile(whole, n, inside=True)) for n in tiles]
             tiles = [n for n in tiles if self._differ(parts[n], parts[n].rotate(180))]
             if not tiles:
@@ -211,7 +214,8 @@ class SelfSupervised(Task):
         crops = [self._crop(image, tuple(map(round, boxes[n]))) for n in shown]
         if kind is None:
             crops = [replace(crop, size=(side, side)) for crop in crops]
-        self._tell_apart([crop.load().resize((64, 64)) for crop in crops])
+        if self.min_difference:
+            self._tell_apart([crop.load().resize((64, 64)) for crop in crops])
         number = len(crops)
         what = f"The {'last ' if kind else ''}{number} images are parts of one image"
         what += ", which is the first." if kind else ", enlarged to one size."
@@ -268,8 +272,6 @@ class SelfSupervised(Task):
 
     def _tell_apart(self, pictures: Sequence[Image.Image], grid: tuple[int, int] = (1, 1)) -> None:
         """Raise ValueError if two pictures, or tiles of the only one, look alike."""
-        if not self.min_difference:
-            return
         if grid != (1, 1):
             rows, columns = grid
             small = pictures[0].resize(
@@ -289,10 +291,10 @@ class SelfSupervised(Task):
 
     def find_repeat(self, example: Example, seen: dict[Any, Any]) -> str | None:
         """Return the id of an earlier row whose image looks the same."""
-        image = example.images[0].origin if example.images else None
-        if image is None or not self.min_difference or isinstance(image, VideoRef):
+        views = [image for image in example.images if isinstance(image, View)]
+        if not views or not self.min_difference:  # finished puzzles may share images
             return None
-        own = _shrink(_decode(image)).ravel()
+        own = _shrink(_decode(views[0].origin)).ravel()
         level = round(own.mean())  # images whose means differ by more are not the same
         for near in (level - 1, level, level + 1):
             names, pictures = seen.get(near, ((), ()))
