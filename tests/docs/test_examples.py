@@ -1,4 +1,4 @@
-"""The examples of the documentation: the minimal loop and the notebook run and learn."""
+"""The examples of the documentation: the minimal loop learns, and the notebooks run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,48 @@ def test_the_minimal_loop_learns_to_count(monkeypatch):
     assert after > before + 0.1
 
 
+NOTEBOOKS: dict[str, tuple[dict[str, str], int, list[str]]] = {
+    "first_run": (
+        {'name="first_run",': f'name="first_run", data={SMALL},'},
+        2,
+        ["held-out accuracy:"],
+    ),
+    "your_own_data": (
+        {'"train_limit": None': '"train_limit": 64, "eval_limit": 16'},
+        1,
+        ["broken.jsonl:1", "train.jsonl: 400 examples", "held-out accuracy:", "model.safetensors"],
+    ),
+    # What the exploits earn, and what the check says about them.
+    "reward_hacking": (
+        {},
+        1,
+        [
+            "all numbers, at length   naive 1.30   careful 0.00",
+            "two answers with or between earns 1.000, above 0.5",
+            "Careful is sound on this data",
+        ],
+    ),
+    "tool_environment": (
+        {'"eval_limit": 16': '"eval_limit": 4'},
+        1,
+        ['"name": "magnify"', "OCR is sound on this data", "tools/called"],
+    ),
+}
+"""By notebook: changes that make it short, the number of its pictures, and texts that it prints."""
+
+
+def test_every_notebook_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == set(NOTEBOOKS)
+
+
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_curves_and_pictures(tmp_path):
-    notebook, log = EXAMPLES / "first_run.ipynb", tmp_path / "log"
-    changes = {'name="first_run",': f'name="first_run", data={SMALL},'}
-    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="10")
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_and_shows_its_results(name, tmp_path):
+    changes, pictures, texts = NOTEBOOKS[name]
+    notebook, log = EXAMPLES / f"{name}.ipynb", tmp_path / "log"
+    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="4")
     process.join(forked.TIMEOUT)
     assert process.exitcode == 0, log.read_text()
     shown = json.loads((tmp_path / "shown.json").read_text())
-    assert shown["pictures"] == 2
-    assert "held-out accuracy:" in shown["text"]
-    assert (tmp_path / "runs" / "first_run" / "report.html").is_file()
+    assert shown["pictures"] == pictures
+    assert [text for text in texts if text not in shown["text"]] == []
