@@ -11,6 +11,7 @@ from string import ascii_uppercase
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.scores import accuracy_by_gold
 from vlm_grpo.task.sentences import Candidate, choose, fold, is_sure, unwrap
+from vlm_grpo.tasks.graders.subjects import is_beside_it
 from vlm_grpo.types import Example
 
 MAX_CHARACTERS = 2_000  #: Maximum length of an answer and of an option
@@ -80,6 +81,8 @@ class Choice(Task):
             return options.index(_normalize(text))
         if "no" in options and re.match("(?i:no)[,.;] ", text):  # what it denies is no doubt
             text = text[:4] + re.sub(r"\b(?:no|not)\b|n['’]t\b", "", text[4:])
+        if is_beside_it(text, example.question):
+            return None
         return choose(text, self._find_candidates(text, options, order))
 
     def _find_candidates(

@@ -12,6 +12,7 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_points
 from vlm_grpo.task.parsing import MAX_DIGITS, parse_integer, parse_points
 from vlm_grpo.task.scores import accuracy_by_gold
+from vlm_grpo.tasks.graders.subjects import is_about
 from vlm_grpo.types import Example, LabeledBoxes
 
 Points = tuple[tuple[float, float], ...]
@@ -37,7 +38,7 @@ class Counting(Task):
 
     def parse(self, text: str, example: Example) -> int | Points | None:
         if not self.points:
-            return parse_integer(text)
+            return parse_integer(text) if is_about(text, example.question, counts=True) else None
         image = example.images[0]
         points = parse_points(text, self.frame.describe_units(image.size), self.frame.y_first)
         if points is None or len(set(points)) < len(points):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ from vlm_grpo.types import Example, LabeledBoxes
 Objects = tuple[tuple[Box, str], ...]
 # COCO's ten IoU thresholds, lowered slightly so that an IoU that equals one counts as a hit.
 _THRESHOLDS = np.arange(0.5, 1.0, 0.05) - 1e-9
+# "a cat at [1, 2, 3, 4] and no dog"
+_ABSENT = re.compile(r"[\])],? (?:and|but) (?:there (?:is|are) )?no ([a-z]+)\.?\s*\Z")
 
 
 class Detection(Task):
@@ -40,6 +43,8 @@ class Detection(Task):
 
     def parse(self, text: str, example: Example) -> Objects | None:
         image = example.images[0]
+        if (absent := _ABSENT.search(text)) and absent[1] in example.question:
+            text = text[: absent.start() + 1]
         boxes = parse_boxes(
             text, self.frame.describe_units(image.size), self.frame.y_first, named=True
         )

@@ -12,7 +12,7 @@ from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.scores import giou_matrix, iou_matrix, matched_mean
-from vlm_grpo.task.sentences import forget
+from vlm_grpo.tasks.graders.subjects import forget, is_about
 from vlm_grpo.types import Example, LabeledBoxes
 
 Boxes = tuple[Box, ...]
@@ -52,6 +52,8 @@ class Grounding(Task):
         return f"Locate {example.question}. Answer with its box as {box}{none}."
 
     def parse(self, text: str, example: Example) -> Boxes | None:
+        if not is_about(text, example.question, finds=True):
+            return None
         image, text = example.images[0], forget(text, example.question)
         found = parse_boxes(text, self.frame.describe_units(image.size), self.frame.y_first)
         if found is None:

@@ -16,6 +16,7 @@ from vlm_grpo.task.drawing import draw_boxes, draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
 from vlm_grpo.task.scores import gaussian_overlap
 from vlm_grpo.task.sentences import is_sure
+from vlm_grpo.tasks.graders.subjects import is_about
 from vlm_grpo.types import Example, ImageRef
 
 _PLACES = ("click", "double_click", "right_click", "long_press")
@@ -32,6 +33,10 @@ _TOOLS = ("computer_use", "mobile_use")
 _OTHER = re.compile(
     r"(?is)\b(?:then(?! (?:it|you|choose|select|pick)\b)(?!.*[\d|])|scroll at\b"
     r"|double.?click|right.?click|long.?press|drag|hover|swipe)"
+)
+# "I should not close it; I click the menu at (3, 4)"
+_NOT_DONE = re.compile(
+    r"I (?:should|must|will|do|would)(?: not|n['’]t) [^.;\d]{1,200}[.;] (?=I click\b)"
 )
 
 
@@ -103,10 +108,12 @@ class GUI(Task):
 
     def parse(self, text: str, example: Example) -> Action | None:
         image = self.target_image(example)
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > MAX_CHARACTERS or not is_about(text, example.question):
             return None
         values, parts = find_json(text)
         words = "|".join(parts)
+        if denied := _NOT_DONE.match(text):
+            return self.parse(text[denied.end() :], example)
         if _OTHER.search(words):
             return None
         if any(isinstance(value, dict) and {"action", "name"} & value.keys() for value in values):

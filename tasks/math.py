@@ -150,7 +150,7 @@ def clean(text: str) -> str | None:
         return None
     has_digits = any(map(str.isdecimal, text))
     words = " ".join(re.findall(_TEXT, text)).replace("~", " ") if has_digits else ""
-    return text if is_sure(words, exact=True) and 0 < len(text) <= _LONGEST else None
+    return text if is_sure(f"|{words}", exact=True) and 0 < len(text) <= _LONGEST else None
 
 
 def _get_value(text: str, gold: str) -> str:

@@ -217,7 +217,7 @@ def _read_unit(text: str, currency: str) -> str | None:
     if not (unit := text.strip()):
         return currency
     words = re.sub("[/²³]", " ", unit)
-    is_word = text.startswith(" ") and _UNIT.fullmatch(unit) and is_sure(words, exact=True)
+    is_word = text.startswith(" ") and _UNIT.fullmatch(unit) and is_sure(f"|{words}", exact=True)
     if has_number(words) or not (is_word or _ATTACHED.fullmatch(unit)):
         return None
     unit = _normalize_unit(unit)

@@ -10,6 +10,7 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.parsing import MAX_CHARACTERS
 from vlm_grpo.task.scores import anls, character_error_rate, word_error_rate
 from vlm_grpo.task.sentences import is_sure, unwrap
+from vlm_grpo.tasks.graders.subjects import is_beside_it
 from vlm_grpo.types import Example
 
 NORMALIZATIONS = ("case", "space", "nfkc", "punctuation")
@@ -53,7 +54,9 @@ class OCR(Task):
         if len(text) > MAX_CHARACTERS:
             return None
         golds = _accepted_strings(example.answer)
-        return text if any(_unwrap(gold) != gold for gold in golds) else _unwrap(text)
+        if any(_unwrap(gold, "") != gold for gold in golds):
+            return text
+        return _unwrap(text, example.question)
 
     def write(self, answer: str, example: Example) -> str:
         return answer
@@ -118,7 +121,8 @@ def _accepted_strings(answer: str | Sequence[str]) -> Sequence[str]:
     return answer if isinstance(answer, list | tuple) else []
 
 
-def _unwrap(text: str) -> str:
+def _unwrap(text: str, question: str) -> str:
     text = _ESCAPED.sub(r"\1", unwrap(text, lead=False))
     quoted = _QUOTED.fullmatch(text)
-    return quoted[2] if quoted and is_sure(f"{quoted[1]}|{quoted[3]}") else text
+    about = quoted is not None and not is_beside_it(quoted[1], question)
+    return quoted[2] if quoted and about and is_sure(f"{quoted[1]}|{quoted[3]}") else text

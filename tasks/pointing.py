@@ -13,7 +13,7 @@ from vlm_grpo.task.coordinates import gold_boxes
 from vlm_grpo.task.drawing import draw_points
 from vlm_grpo.task.parsing import parse_points
 from vlm_grpo.task.scores import matched_mean
-from vlm_grpo.task.sentences import forget
+from vlm_grpo.tasks.graders.subjects import forget, is_about
 from vlm_grpo.types import Example, LabeledBoxes
 
 Points = tuple[tuple[float, float], ...]
@@ -42,6 +42,8 @@ class Pointing(Task):
         return f"Point to {example.question}. Answer with {point}."
 
     def parse(self, text: str, example: Example) -> Points | None:
+        if not is_about(text, example.question, finds=True):
+            return None
         image, text = example.images[0], forget(text, example.question)
         points = parse_points(text, self.frame.describe_units(image.size), self.frame.y_first)
         if points is not None and not self.several:

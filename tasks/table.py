@@ -8,7 +8,7 @@ from PIL import Image
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_table
-from vlm_grpo.task.sentences import is_introduced
+from vlm_grpo.tasks.graders.subjects import is_introduced
 from vlm_grpo.tasks.graders.tables import (
     MAX_CHARACTERS,
     MAX_STEPS,

@@ -10,6 +10,7 @@ from PIL import Image
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_boxes
 from vlm_grpo.task.sentences import Candidate, choose, fold, has_number
+from vlm_grpo.tasks.graders.subjects import is_about, is_before
 from vlm_grpo.types import Example, VideoRef
 
 Interval = tuple[float, float]  #: Start and end in seconds
@@ -26,7 +27,8 @@ _JOIN = (
     rf"|\b(?:{_TO}|up|it|at|in|the|then|event|time|second|t|ending|end_?time)\b|\.(?= )){{1,12}}"
 )
 _END = (
-    r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|into|of|as|when|while|during|on|where|is|inclusive)\b)[\w%°])"
+    r"(?![.,:]?\d|[\w%°]| ?(?!(?:in|into|of|as|when|while|during|on|where|is|inclusive|the|he|she"
+    r"|it|they)\b)[\w%°])"
 )
 _BEFORE = r"(?<![^\W从自])(?<![.,:+-])(?:between |zwischen |entre )?"
 _INTERVAL = re.compile(_BEFORE + _SECONDS + _JOIN + _SECONDS + _END)
@@ -68,6 +70,8 @@ class Temporal(Task):
         )
         interval = choose(text, list(intervals))
         if interval is None or has_number(rest) or _NO_TIME.search(rest):
+            return None
+        if not is_about(text, example.question) or is_before(text, example.question):
             return None
         return interval if interval[0] < interval[1] else None
 

@@ -111,6 +111,7 @@ _STATED_ZERO = re.compile(
     r"|\b(there (?:is|are))n['’]t (?:any|a single)(?= [a-z])"
     r"|((?:图[片像]?|画面|照片)[中里上])没有(?!数|办|法|给|任何信)"
 )
+_HAN = re.compile("(?<=有)[一二两三四五六七八九十](?=[只个条辆位名头匹张本把棵座艘架朵块件])")
 _EXPLANATION = re.compile(r"[:([]")
 _OF_THEM = re.compile(r" of (?:which|whom|them|these|those)\b")
 
@@ -137,6 +138,9 @@ def parse_integer(text: str) -> int | None:
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         return None
     text = " ".join(re.sub(r"\b_+|_+\b", " ", fold(text).lower()).split())  # Markdown's emphasis
+    text = _HAN.sub(
+        lambda found: str("零一二三四五六七八九十".index(found[0].replace("两", "二"))), text
+    )
     text = _STATED_ZERO.sub(r"\1\2\3\4 0", text)
     found = _NUMBER.finditer(text)
     numbers = [Candidate(number.start(), number.end(), _read_number(number)) for number in found]

@@ -28,23 +28,37 @@ NUMBER_WORDS = {word: number for number, word in enumerate(ONES.split("|"))} | {
 }
 """Zero to nineteen, and the tens up to ninety."""
 
+_POSSIBLE = (
+    r"might|could(?! (?:see|count|find|read|spot|locate))|(?-i:may)|unless|if|whether|depend\w*"
+    r"|otherwise|(?:for|an|the|format|prompt['’]s) example"
+)
 # Words that deny an answer, offer another, doubt it, or quote it.
 _UNSURE = re.compile(
     r"(?!\Ano,)\b(?:not(?! (?:counting|including|the other)\b)"
     r"(?! (?!sure|certain|clear)[^|.;]{1,60}\bbut (?:the|it|this|one|in|at|on)\b[^|]{0,60}\|)"
-    r"|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false|mistake|except"
-    r"|exclud\w+|avoid|ignore|reject\w*|instead|rather than|anything but|used to be|opposite|unlike"
-    r"|contrary|alternatively|vs|versus|maybe|perhaps|possibly|probably|hardly|usually|typically"
-    r"|might|could(?! (?:see|count|find))|(?-i:may)|guess\w*|doubt\w*|(?:first|I) thought|unsure"
-    r"|uncertain|unclear|unable|give up|unless|if|whether|depend\w*|otherwise|correction|told"
-    r"|wait(?=[,.!:])|suppose|pretend|refus\w*|sorry|equally|whichever|claim(?:s|ed)|crossed out"
-    r"|(?:for|an|the|format|prompt['’]s) example|e\.g|such as|asks|ask(?:ed)?(?! for)|in the form"
-    r"|(?:previous|last) (?:answer|response|click|box|point)|something else|some(?:where|one)"
+    r"|n?or|no|never|n?either|none|nothing|cannot|wrong(?:ly)?|incorrect(?:ly)?|false|mistaken?"
+    r"|except|exclud\w+|avoid|ignore|reject\w*|instead|rather than|anything but|used to be"
+    r"|opposite of|contrary|alternatively|vs|versus|maybe|perhaps|possibly|probably|hardly"
+    r"|guess\w*|doubt\w*|(?:first|I) thought|unsure|uncertain|unclear|unable|give up|correction"
+    r"|wait(?=[,.!:])|suppose|pretend|sorry|equally|whichever|crossed out|e\.g|in the form"
+    r"|prompt['’]s table|refuse to (?:say|answer|name)|would (?:need|require|contain)|somewhere"
+    r"|some(?:thing|one) else|(?:previous|last) (?:answer|response|click|box|point)"
     r"|too (?:many|few|much|high|low)|(?:of|for|belongs? to) (?:the other|another|a different)"
     r"|nicht|kein\w*|oder|vielleicht|pas|peut-être|quizás?)\b|n['’]t\b|~~|<!--|不|没|或"
-    r"|(?:\A|[.;:\n] ?)(?:th(?:is|at) is )?(?:the |an)other \w+(?:['’]s \w+)?(?: is\b| are\b|:)"
+    r"|(?:\A|[.;:\n] ?)(?:th(?:is|at) is )?(?:the |an)other \w+(?:['’]s \w+| of the \w+)?"
+    r"(?: is\b| are\b|:)"
     # An answer that becomes another, or is said to be none.
-    r"|\|\W{0,3}(?:[-=]>|[→⇒➜])|\| (?:is|are) (?:empty|background)\b|, say,? ?\||\A\W*example:",
+    r"|\|\W{0,3}(?:[-=]>|[→⇒➜])|\| (?:(?:is|are) (?:empty|background)|was [^|.;]{0,20}\bbefore)\b"
+    r"|, say,? ?\||\A\W*example:"
+    # What is usual, or what others say, if it leads to the answer.
+    r"|\b(?:usually|typically|unlike|such as|told [^|.;:,]{1,40} that"
+    r"|(?:people|most|many|some|others) would"
+    r"|(?:you|I was|he|she|they|people|some(?:one|body)|others?|friend|user|question|prompt)\b"
+    r"[^|.;:,]{0,40}\b(?:claim(?:s|ed)?|told(?! to)|asks?|asked|wrote|thinks?|believes?))"
+    r"\b[^|.;:,]{0,80}\|"
+    r"|\|,? (?:usually|typically)\b"
+    # Possibilities and conditions in the answer's own sentence.
+    rf"|\b(?:{_POSSIBLE})\b[^|.;\n]{{0,200}}\||\|[^|.;\n]{{0,200}}\b(?:{_POSSIBLE})\b",
     re.IGNORECASE,
 )
 # What says nothing about the answer: offers of help, and that there is no more of it.
@@ -65,7 +79,8 @@ _INEXACT = re.compile(
 # Words directly before a place, a time or a number that make it another one.
 _RELATIVE = re.compile(
     r"\b(?:(?:left|right|top|bottom|outside|inside|out|ahead) of|(?:next|close) to|away from|near"
-    r"|beside|above|below|under|over|beyond|but|than|outside|behind|before|after|until)\W*\Z",
+    r"|beside|opposite|above|below|under|over|beyond|but|than|outside|behind|before|after|until)"
+    r"\W*\Z",
     re.IGNORECASE,
 )
 _ABOUT = re.compile(r"\b(?:about|around)\W*\Z", re.IGNORECASE)
@@ -92,26 +107,6 @@ def is_relative(before: str, exact: bool = False) -> bool:
     """Return whether the words directly before an answer make it another one ("left of")."""
     before = before[-20:]
     return bool(_RELATIVE.search(before) or (exact and _ABOUT.search(before)))
-
-
-def is_introduced(before: str, after: str) -> bool:
-    """Return whether the sentence that leads to a table or a page, on its line or with a colon at
-    its end, and the one after it, if it is about the answer, leave it alone."""
-    before, after = (re.sub(r"```\w*", "", text) for text in (before[-300:], after[:300]))
-    lead = re.search(r"([^.;:：\n]*)(?:[:：]\s*| *)\Z", before)
-    about = re.match(
-        r"\s*(?:(?:this|it (?:is|may|might|could)|I|or|the table)\b|→)[^.;\n]*",
-        after,
-        re.IGNORECASE,
-    )
-    return is_sure(f"{lead[1] if lead else ''}:|{about[0] if about else ''}")
-
-
-def forget(text: str, phrase: str) -> str:
-    """Return a text with "it" for the prompt's own phrase, whose words ("the other dog") are not
-    held against an answer."""
-    phrase = rf"(?<!\w){re.escape(phrase)}(?!\w)" if " " in phrase else r"\Z\A"
-    return re.sub(phrase, "it", text, flags=re.IGNORECASE)
 
 
 def has_number(words: str) -> bool:
