@@ -13,7 +13,8 @@ from PIL import Image, ImageDraw
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_points
-from vlm_grpo.task.sentences import forget, unwrap
+from vlm_grpo.task.sentences import unwrap
+from vlm_grpo.tasks.graders.subjects import forget
 from vlm_grpo.types import Example
 
 Point = tuple[float, float]

@@ -15,8 +15,9 @@ from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes, draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
 from vlm_grpo.task.scores import iou_matrix, matched_mean
-from vlm_grpo.task.sentences import forget, unwrap
+from vlm_grpo.task.sentences import unwrap
 from vlm_grpo.tasks.graders.masks import Point, decode_mask, find_center, segment
+from vlm_grpo.tasks.graders.subjects import forget
 from vlm_grpo.types import Example, ImageRef, LabeledBoxes
 
 Objects = tuple[tuple[Box, Point], ...]

@@ -35,6 +35,8 @@ from vlm_grpo.task.sentences import Candidate, choose, is_sure, unwrap
             (text, None)
             for text in ("5 unless it is dark", "possibly 5", "all except 5", "5 is wrong")
         ),
+        *((text, None) for text in ("Usually 5", "You told me 5", "People would say 5")),
+        *((text, "5") for text in ("5. It is usually so.", "5, as told. If so, I count well.")),
     ],
 )
 def test_a_sentence_states_one_value_or_none(text, value):
