@@ -36,7 +36,7 @@ def compute_official(
         "keypoints": keypoints,
         "num_keypoints": int(labeled.sum()),
     }
-    coco = COCO()
+    coco: Any = COCO()
     coco.dataset = {"images": [{"id": 1}], "categories": [{"id": 1}], "annotations": [person]}
     coco.createIndex()
     answer = {"image_id": 1, "category_id": 1, "score": 1.0}
