@@ -14,7 +14,6 @@ from vlm_grpo.task import Task, reward
 from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes, draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
-from vlm_grpo.task.scores import gaussian_overlap
 from vlm_grpo.task.sentences import is_sure
 from vlm_grpo.tasks.graders.subjects import is_about
 from vlm_grpo.types import Example, ImageRef
@@ -242,3 +241,28 @@ class GUI(Task):
 
     def _overlap(self, place: Box, example: Example) -> float:
         return max(gaussian_overlap(place, box, self.spread) for box in gold_boxes(example.answer))
+
+
+def gaussian_overlap(place: Box, gold: Box, spread: float) -> float:
+    """Compute the Bhattacharyya coefficient of the Gaussians of two boxes, in [0, 1].
+
+    A box stands for the normal distribution around its center whose standard deviations are
+    ``spread`` times its sides; a box without area stands for a point, and the result is the value
+    there of the other's Gaussian with maximum 1. Source: GUI-G², arXiv:2507.15846, the coverage
+    and the point reward.
+
+    Per axis, with centers d apart, exp(−d² / 4(s² + t²)) · √(2st / (s² + t²)), or exp(−d² / 2t²).
+
+    >>> round(gaussian_overlap((0, 0, 2, 2), (0, 0, 1, 1), 0.5), 3)
+    0.724
+    """
+    result = 1.0
+    for low, high in ((0, 2), (1, 3)):
+        d = (place[low] + place[high] - gold[low] - gold[high]) / 2
+        s, t = spread * (place[high] - place[low]), spread * (gold[high] - gold[low])
+        if s:
+            squares = s * s + t * t
+            result *= math.exp(-d * d / (4 * squares)) * math.sqrt(2 * s * t / squares)
+        else:
+            result *= math.exp(-d * d / (2 * t * t))
+    return result

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from vlm_grpo.task import Task, metric, reward
-from vlm_grpo.task.drawing import draw_table
+from vlm_grpo.task.drawing import GOLD_COLOR
 from vlm_grpo.tasks.graders.subjects import is_introduced
 from vlm_grpo.tasks.graders.tables import (
     MAX_CHARACTERS,
@@ -123,3 +124,27 @@ class Table(Task):
             assert tree is not None
             return tree
         return build_markdown_tree(read_markdown_rows(table)[0])
+
+
+def draw_table(image: Image.Image, rows: Sequence[Sequence[str]], color: str) -> Image.Image:
+    """Return a copy of the image with a table over its left half if the color is that of gold
+    answers, else over its right half, so that both are next to each other. Texts are cut to the
+    width of their cells.
+    """
+    drawn = image.copy()
+    pen = ImageDraw.Draw(drawn)
+    half = image.width / 2
+    left = 0.0 if color == GOLD_COLOR else half
+    width = half / max(1, *map(len, rows), 1)
+    height = min(image.height / max(1, len(rows)), max(10.0, image.height / 8))
+    size = max(5, min(32, int(height * 0.6)))
+    font = ImageFont.load_default(size)
+    for row, texts in enumerate(rows):
+        for column, text in enumerate(texts):
+            x, y = left + column * width, row * height
+            corners = (x, y, x + width - 1, y + height - 1)
+            if corners[2] >= x and corners[3] >= y:
+                pen.rectangle(corners, fill="#ffffffd0", outline=color)
+                shown = " ".join(text.split())[: int(width / (0.55 * size))]
+                pen.text((x + 2, y + height * 0.15), shown, fill=color, font=font)
+    return drawn

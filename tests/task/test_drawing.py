@@ -10,8 +10,8 @@ from vlm_grpo.task.drawing import (
     draw_boxes,
     draw_caption,
     draw_points,
-    draw_table,
 )
+from vlm_grpo.tasks.table import draw_table
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 

@@ -4,7 +4,6 @@ Boxes are xyxy tuples in any common unit. They are not clipped to an image.
 """
 
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -60,31 +59,6 @@ def giou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
     inner = np.prod(np.maximum(sides, 0.0), -1)
     union = np.prod(p[..., 2:] - p[..., :2], -1) + np.prod(g[..., 2:] - g[..., :2], -1) - inner
     return inner / union - (hull - union) / hull
-
-
-def gaussian_overlap(place: Box, gold: Box, spread: float) -> float:
-    """Compute the Bhattacharyya coefficient of the Gaussians of two boxes, in [0, 1].
-
-    A box stands for the normal distribution around its center whose standard deviations are
-    ``spread`` times its sides; a box without area stands for a point, and the result is the value
-    there of the other's Gaussian with maximum 1. Source: GUI-G², arXiv:2507.15846, the coverage
-    and the point reward.
-
-    Per axis, with centers d apart, exp(−d² / 4(s² + t²)) · √(2st / (s² + t²)), or exp(−d² / 2t²).
-
-    >>> round(gaussian_overlap((0, 0, 2, 2), (0, 0, 1, 1), 0.5), 3)
-    0.724
-    """
-    result = 1.0
-    for low, high in ((0, 2), (1, 3)):
-        d = (place[low] + place[high] - gold[low] - gold[high]) / 2
-        s, t = spread * (place[high] - place[low]), spread * (gold[high] - gold[low])
-        if s:
-            squares = s * s + t * t
-            result *= math.exp(-d * d / (4 * squares)) * math.sqrt(2 * s * t / squares)
-        else:
-            result *= math.exp(-d * d / (2 * t * t))
-    return result
 
 
 def match(scores: np.ndarray) -> list[tuple[int, int]]:
