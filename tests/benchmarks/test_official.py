@@ -228,7 +228,7 @@ def test_objects_are_read_in_every_grammar(frame, output):
 )
 def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
     example = make_example(BOX)
-    answer = READERS["click"].read(output, example, load_task("screenspot", frame))
+    answer = READERS["click"](output, example, load_task("screenspot", frame))
     if expected is not None and frame != "original":  # expected are shares of the sides
         width, height = example.images[0].size
         expected = (expected[0] * width, expected[1] * height)
@@ -242,7 +242,7 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
 )
 def test_a_choice_is_the_first_letter(output, expected):
     example = make_example({"options": ["cat", "dog"], "answer": "dog"})
-    assert READERS["first_letter"].read(output, example, load_task("cv_bench")) == expected
+    assert READERS["first_letter"](output, example, load_task("cv_bench")) == expected
 
 
 @pytest.mark.parametrize(
@@ -261,8 +261,8 @@ def test_a_choice_is_the_first_letter(output, expected):
 def test_a_choice_of_visual_search_is_read_as_its_scripts_do(output, letter, option):
     example = make_example({"options": ["cat", "dog"], "answer": "dog"})
     task = load_task("hr_bench_4k")
-    assert READERS["any_letter"].read(output, example, task) == letter
-    assert READERS["only_option"].read(output, example, task) == option
+    assert READERS["any_letter"](output, example, task) == letter
+    assert READERS["only_option"](output, example, task) == option
 
 
 def test_the_letter_of_a_word_is_told_from_a_letter():
@@ -275,8 +275,8 @@ def test_boxes_with_y_first_are_read_in_order():
     size = example.images[0].size
     box = (0.1 * size[0], 0.2 * size[1], 0.3 * size[0], 0.5 * size[1])
     written = FRAMES["gemma4"].write_all([box], size, size, ["cup"])
-    first = READERS["first_box"].read(written, example, task)
-    objects = READERS["objects"].read(written, example, task)
+    first = READERS["first_box"](written, example, task)
+    objects = READERS["objects"](written, example, task)
     assert first is not None
     assert objects == ((first[0], "cup"),)
     assert first[0] == pytest.approx(box, abs=max(size) / 1000)  # a unit of the frame
@@ -290,7 +290,7 @@ def test_boxes_with_y_first_are_read_in_order():
 )  # fmt: skip
 def test_no_reader_raises(name, output):
     for frame in FRAMES:
-        READERS[name].read(output, make_example(BOX), load_task("refcoco", frame))
+        READERS[name](output, make_example(BOX), load_task("refcoco", frame))
 
 
 def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
@@ -313,4 +313,4 @@ def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
 def test_the_last_box_is_read(text, answer):
     task = load_benchmark("mathvista").load_task()
     example = Example("1", (), "?", "4")
-    assert READERS["last_boxed"].read(text, example, task) == answer
+    assert READERS["last_boxed"](text, example, task) == answer

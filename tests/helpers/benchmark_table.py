@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vlm_grpo.benchmarks.definition import Benchmark, benchmark_names, load_benchmark
-from vlm_grpo.benchmarks.official import READERS
+from vlm_grpo.benchmarks.official import READERS, describe_reader
 
 ORDER = [
     *("refcoco", "refcocoplus", "refcocog", "ref_l4", "lisa_grounding", "reason_seg"),
@@ -29,9 +29,7 @@ def build_tables() -> tuple[str, str, str]:
     names = [*ORDER, *sorted(set(benchmark_names()) - set(ORDER))]
     rows = [build_cells(name) for name in names]
     published = [row for row in rows if row["published numbers"]]
-    readers = [
-        {"reader": f"`{name}`", "reads": reader.description} for name, reader in READERS.items()
-    ]
+    readers = [{"reader": f"`{name}`", "reads": describe_reader(name)} for name in READERS]
     return (
         format_table(OVERVIEW, rows),
         format_table(PUBLISHED, published),

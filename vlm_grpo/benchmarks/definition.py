@@ -21,6 +21,7 @@ from vlm_grpo.task.registry import build_task, load_task_class
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 
+_FOLDER: Any = resources.files("vlm_grpo.configs") / "benchmarks"
 ERROR_METRICS = frozenset(
     [
         *("absolute_error", "rmse", "mae", "rmse_all", "cer", "cer_micro", "wer_micro"),
@@ -53,7 +54,7 @@ def build_benchmark_task(
 
     def read(self: Task, text: str, example: Example) -> Any | None:
         if reader is not None:
-            return READERS[reader].read(self.thinking_tags.normalize(text), example, self)
+            return READERS[reader](self.thinking_tags.normalize(text), example, self)
         tags = self.tags or "<answer>" in text
         return base.read(self if tags == self.tags else replace(self, tags=tags), text, example)
 
@@ -179,13 +180,13 @@ class Benchmark(Frozen):
 
 
 def benchmark_names() -> list[str]:
-    return sorted(file.name[:-5] for file in _get_folder().iterdir() if file.name[-5:] == ".yaml")
+    return sorted(file.name[:-5] for file in _FOLDER.iterdir() if file.name[-5:] == ".yaml")
 
 
 def load_benchmark(name: str) -> Benchmark:
     """Load a benchmark by name, or from a user's ``.yaml`` file."""
     if name in benchmark_names():
-        text = _get_folder().joinpath(f"{name}.yaml").read_text("utf-8")
+        text = _FOLDER.joinpath(f"{name}.yaml").read_text("utf-8")
     elif name.endswith(".yaml") and Path(name).is_file():
         text = Path(name).read_text("utf-8")
     else:
@@ -205,7 +206,3 @@ def load_benchmark(name: str) -> Benchmark:
         raise UserError(f"benchmark {name} is invalid:\n{bullets(problems)}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"benchmark {name} is not valid YAML: {error}") from error
-
-
-def _get_folder() -> Any:
-    return resources.files("vlm_grpo.configs") / "benchmarks"

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from string import ascii_uppercase
 from typing import Any
@@ -29,26 +29,18 @@ Read = Callable[[str, Example, Task], Any | None]
 """Reads the answer in an output, in the form of ``task.parse``; None: it has none."""
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A parser of outputs."""
-
-    read: Read
-    description: str  # what it reads, and the script whose rule it follows
+READERS: dict[str, Read] = {}
+"""Readers by the name that a benchmark's ``reader`` gives; their docstrings say what they read, and
+which script's rule they follow."""
 
 
-READERS: dict[str, Reader] = {}
-"""Readers by the name that a benchmark's ``reader`` gives."""
+def _reader(read: Read) -> Read:
+    READERS[read.__name__.removeprefix("_read_")] = read
+    return read
 
 
-def _reader(description: str) -> Callable[[Read], Read]:
-    """Add a function ``_read_NAME`` to the readers."""
-
-    def add(read: Read) -> Read:
-        READERS[read.__name__.removeprefix("_read_")] = Reader(read, description)
-        return read
-
-    return add
+def describe_reader(name: str) -> str:
+    return " ".join(str(READERS[name].__doc__).split())
 
 
 def unwrap(text: str) -> str:
@@ -69,13 +61,15 @@ def unwrap(text: str) -> str:
     return rest.strip() if thinking else text
 
 
-@_reader("the full output, with any thinking and tags (MultimodalOCR, example.py and eval.py)")
+@_reader
 def _read_full_text(text: str, example: Example, task: Task) -> str:
+    """the full output, with any thinking and tags (MultimodalOCR, example.py and eval.py)"""
     return text
 
 
-@_reader("the output without thinking and tags")
+@_reader
 def _read_text(text: str, example: Example, task: Task) -> str:
+    """the output without thinking and tags"""
     return unwrap(text)
 
 
@@ -95,16 +89,18 @@ _MAX_DIGITS = 4_000
 """Python converts no more than 4,300 digits to an integer."""
 
 
-@_reader("a number or a word up to twenty, without any other text (big_vision, tallyqa.py)")
+@_reader
 def _read_bare_count(text: str, example: Example, task: Task) -> int | None:
+    """a number or a word up to twenty, without any other text (big_vision, tallyqa.py)"""
     answer = unwrap(text).strip()
     if re.fullmatch(r"0|[1-9][0-9]*", answer):  # the script compares texts: 03 is not 3
         return int(answer[:_MAX_DIGITS])
     return _COUNTS.get(answer.lower())
 
 
-@_reader("digits alone in answer tags (R1-V, test_qwen2vl_counting_superclevr.py)")
+@_reader
 def _read_tagged_count(text: str, example: Example, task: Task) -> int | None:
+    """digits alone in answer tags (R1-V, test_qwen2vl_counting_superclevr.py)"""
     for answer in text.split("<answer>")[1:] if task.tags or "<answer>" in text else [text]:
         digits, closed, _ = answer.partition("</answer>")
         if (closed or answer is text) and re.fullmatch(r"\d+", digits := digits.strip()):
@@ -112,15 +108,17 @@ def _read_tagged_count(text: str, example: Example, task: Task) -> int | None:
     return None
 
 
-@_reader("the first digits, compared as text (lmms-eval, pixmo_count/utils.py)")
+@_reader
 def _read_first_digits(text: str, example: Example, task: Task) -> int | None:
+    """the first digits, compared as text (lmms-eval, pixmo_count/utils.py)"""
     found = re.search(r"\d+", unwrap(text))
     is_plain = found is not None and re.fullmatch(r"0|[1-9][0-9]*", found[0])
     return int(found[0][:_MAX_DIGITS]) if found is not None and is_plain else None
 
 
-@_reader("the number that the text states, or else the first in it; no script has a rule")
+@_reader
 def _read_any_count(text: str, example: Example, task: Task) -> Any | None:
+    """the number that the text states, or else the first in it; no script has a rule"""
     answer = unwrap(text)
     if (count := task.parse(answer, example)) is not None:
         return count
@@ -171,19 +169,18 @@ _FINDERS = {
 """The first box in the grammar of a frame; the others write brackets."""
 
 
-@_reader(
-    "the first box in the model's grammar: [x1, y1, x2, y2] anywhere (lmms-eval, "
-    "refcoco/utils_rec.py), [[x1, y1, x2, y2]] (InternVL, evaluate_grounding.py) or "
-    "(x1,y1),(x2,y2), divided by 999 (Qwen-VL, evaluate_grounding.py)"
-)
+@_reader
 def _read_first_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
+    """the first box in the model's grammar: [x1, y1, x2, y2] anywhere (lmms-eval,
+    refcoco/utils_rec.py), [[x1, y1, x2, y2]] (InternVL, evaluate_grounding.py) or (x1,y1),(x2,y2),
+    divided by 999 (Qwen-VL, evaluate_grounding.py)"""
     return _convert(_FINDERS.get(task.frame.name, _find_brackets)(unwrap(text)), example, task)
 
 
-@_reader(
-    "the last [x1, y1, x2, y2] of integers inside braces in answer tags (VLM-R1, test_rec_r1.py)"
-)
+@_reader
 def _read_last_integer_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
+    """the last [x1, y1, x2, y2] of integers inside braces in answer tags (VLM-R1,
+    test_rec_r1.py)"""
     answer = _get_first_tagged(text, task) or ""
     inside = answer[answer.find("{") + 1 : max(0, answer.rfind("}"))] if "{" in answer else ""
     found = re.findall(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)\]", inside)
@@ -218,12 +215,11 @@ _CLICKS = (
 """Forms of a place that only some models write, and their units; None: those of the frame."""
 
 
-@_reader(
-    "two numbers, or the center of four: those in a tool call, in box tokens, in [[…]] or after x= "
-    "and y= (ScreenSpot-Pro's parser of each model), in <box> as thousandths, or the only ones "
-    "of a text without the word box (SeeClick, screenspot_test.py)"
-)
+@_reader
 def _read_click(text: str, example: Example, task: Task) -> Any | None:
+    """two numbers, or the center of four: those in a tool call, in box tokens, in [[…]] or after x=
+    and y= (ScreenSpot-Pro's parser of each model), in <box> as thousandths, or the only ones of a
+    text without the word box (SeeClick, screenspot_test.py)"""
     answer = unwrap(text)
     if "<tool_call>" in answer:
         return _read_call(answer, example, task)
@@ -255,8 +251,9 @@ def _click(numbers: Sequence[float], example: Example, task: Task) -> Any | None
     return task.parse(json.dumps(numbers), example) if len(numbers) == 2 else None
 
 
-@_reader("the first letter, after brackets at most (lmms-eval, cv_bench/utils.py)")
+@_reader
 def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
+    """the first letter, after brackets at most (lmms-eval, cv_bench/utils.py)"""
     found = re.match(r"[(\s]*([A-Za-z])", unwrap(text))
     letters = ascii_uppercase[: len(example.answer.get("options", ()))]
     return task.parse(found[1], example) if found and found[1].upper() in letters else None
@@ -272,22 +269,20 @@ _LETTER_PLACES = (
 )
 
 
-@_reader(
-    "a letter at the start, after the word answer, choice or option, in brackets, before a period "
-    "or a bracket, or between spaces, else the only one (lmms-eval, vstar_bench/utils.py)"
-)
+@_reader
 def _read_any_letter(text: str, example: Example, task: Task) -> Any | None:
+    """a letter at the start, after the word answer, choice or option, in brackets, before a period
+    or a bracket, or between spaces, else the only one (lmms-eval, vstar_bench/utils.py)"""
     answer = unwrap(text).strip().upper()
     found = next(filter(None, (re.search(place, answer) for place in _LETTER_PLACES)), None)
     letters = ascii_uppercase[: len(example.answer.get("options", ()))]
     return task.parse(found[1], example) if found and found[1] in letters else None
 
 
-@_reader(
-    "the only capital letter among the words, else the only option whose text occurs (HR-Bench and "
-    "VLMEvalKit, matching_util.py, without its language model)"
-)
+@_reader
 def _read_only_option(text: str, example: Example, task: Task) -> Any | None:
+    """the only capital letter among the words, else the only option whose text occurs (HR-Bench and
+    VLMEvalKit, matching_util.py, without its language model)"""
     answer, options = unwrap(text), example.answer.get("options", ())
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", answer).split()
     letters = [letter for letter in ascii_uppercase[: len(options)] if letter in words]
@@ -308,11 +303,10 @@ def begins_word(text: str) -> bool:
     return re.match(r"[(\s]*[A-Za-z]{2}", unwrap(text)) is not None
 
 
-@_reader(
-    "the last \\boxed{}, or 'The answer is \"…\".', or the output without thinking and tags "
-    "(MathVista, extract_answer.py, without its language model)"
-)
+@_reader
 def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
+    r"""the last \boxed{}, or 'The answer is "…".', or the output without thinking and tags
+    (MathVista, extract_answer.py, without its language model)"""
     answer = unwrap(text)
     _, boxed, rest = answer.rpartition("\\boxed{")
     depth = 1
@@ -324,8 +318,9 @@ def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
     return quoted[1] if quoted else answer.strip()
 
 
-@_reader("the last two numbers joined by to or and, anywhere (Time-R1, evaluate.py)")
+@_reader
 def _read_last_interval(text: str, example: Example, task: Task) -> tuple[float, float] | None:
+    """the last two numbers joined by to or and, anywhere (Time-R1, evaluate.py)"""
     found = re.findall(r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)", text)
     start, end = map(float, found[-1]) if found else (math.inf, math.inf)
     return (start, end) if math.isfinite(start + end) else None
@@ -337,8 +332,9 @@ _OBJECT = re.compile(
 )
 
 
-@_reader("every object with a box and a label; those that cannot be read are left out")
+@_reader
 def _read_objects(text: str, example: Example, task: Task) -> Any | None:
+    """every object with a box and a label; those that cannot be read are left out"""
     answer = unwrap(text)
     items = _OBJECT.findall(answer)
     y_first = task.frame.y_first

@@ -11,7 +11,7 @@ import numpy as np
 
 from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
 from vlm_grpo.benchmarks.metrics import get_group
-from vlm_grpo.benchmarks.official import READERS, begins_word, unwrap
+from vlm_grpo.benchmarks.official import begins_word, describe_reader, unwrap
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
@@ -162,7 +162,7 @@ def format_report(report: Report) -> Iterator[str]:
         f"(n = {scored.n}, {answered:.1%} answered)"
     )
     if benchmark.reader is not None:
-        yield f"  read: {READERS[benchmark.reader].description}"
+        yield f"  read: {describe_reader(benchmark.reader)}"
     if report.strict is not None:
         value, answered = report.strict
         yield f"  as the reward reads answers: {value:.{places}f} ({answered:.1%} answered)"
