@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.parsing import MAX_CHARACTERS
-from vlm_grpo.task.scores import anls, character_error_rate, word_error_rate
+from vlm_grpo.task.scores import anls, error_rate
 from vlm_grpo.task.sentences import is_sure, unwrap
 from vlm_grpo.tasks.graders.subjects import is_beside_it
 from vlm_grpo.types import Example
@@ -92,13 +92,13 @@ class OCR(Task):
     def cer(self, answer: str, example: Example) -> float:
         """Character error rate against the nearest accepted answer, at most 1."""
         text = self._normalize(answer)
-        return min(character_error_rate(text, gold) for gold in self._normalized_golds(example))
+        return min(error_rate(text, gold) for gold in self._normalized_golds(example))
 
     @metric()
     def word_accuracy(self, answer: str, example: Example) -> float:
         """1 − word error rate, at least 0; words are separated by white space."""
-        text = self._normalize(answer)
-        return 1.0 - min(word_error_rate(text, gold) for gold in self._normalized_golds(example))
+        words, golds = self._normalize(answer).split(), self._normalized_golds(example)
+        return 1.0 - min(error_rate(words, gold.split()) for gold in golds)
 
     def _normalized_golds(self, example: Example) -> list[str]:
         return [self._normalize(text) for text in _accepted_strings(example.answer)]

@@ -33,12 +33,11 @@ def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
     return float(any(_join_lines(a.lower()) in _join_lines(text.lower()) for a in answers))
 
 
-def vqa_accuracy(text: str, answers: Sequence[str], annotators: int = 10) -> float:
+def vqa_accuracy(text: str, answers: Sequence[str]) -> float:
     """Compute VQA accuracy as defined by TextVQA.
 
-    The mean, over the annotators' answers, of min(1, matches among the other answers / 3). Both
-    sides are normalized, even if all annotators agree. Some answers may be missing: ``annotators``
-    is the number with them.
+    The mean, over the answers of ten annotators, of min(1, matches among the other answers / 3).
+    Both sides are normalized, even if all annotators agree. Some answers may be missing.
     Source: Antol et al. 2015, VQA; Singh et al. 2019, TextVQA; the M4C evaluator.
 
     >>> vqa_accuracy("two", ["2", "2", "2"] + ["3"] * 7)
@@ -49,8 +48,8 @@ def vqa_accuracy(text: str, answers: Sequence[str], annotators: int = 10) -> flo
     if not matches:
         return 0.0
     # Without one of the matching answers there is one match fewer.
-    total = matches * min(1.0, (matches - 1) / 3) + (annotators - matches) * min(1.0, matches / 3)
-    return total / annotators
+    total = matches * min(1.0, (matches - 1) / 3) + (10 - matches) * min(1.0, matches / 3)
+    return total / 10
 
 
 def normalize_vqa(text: str) -> str:

@@ -36,20 +36,14 @@ def iou(first: Box, second: Box) -> float:
     return float(iou_matrix([first], [second])[0, 0])
 
 
-def giou(first: Box, second: Box) -> float:
-    """Compute the generalized IoU of two boxes, in (-1, 1].
-
-    >>> giou((0, 0, 1, 1), (3, 0, 4, 1))
-    -0.5
-    """
-    return float(giou_matrix([first], [second])[0, 0])
-
-
 def giou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
     """Compute the (predicted, gold) generalized IoU: IoU − (hull − union) / hull, in (-1, 1].
 
     The hull is the smallest box that encloses both. Source: Rezatofighi et al. 2019, Generalized
     Intersection over Union, algorithm 1.
+
+    >>> giou_matrix([(0, 0, 1, 1)], [(3, 0, 4, 1)]).tolist()
+    [[-0.5]]
     """
     if not predicted or not gold:
         return np.zeros((len(predicted), len(gold)))
@@ -153,27 +147,15 @@ def _build_coco_rows(images: Sequence[LabeledBoxes], category_ids: Mapping[str, 
     return rows
 
 
-def character_error_rate(predicted: str, gold: str) -> float:
-    """Compute the edit distance divided by the length of the gold text, at most 1.
+def error_rate(predicted: Sequence[str], gold: Sequence[str]) -> float:
+    """Compute the character error rate of a text, or the word error rate of a list of words: the
+    edit distance divided by the length of the gold one, at most 1.
 
     With an empty gold text any prediction has the rate 1.
 
-    >>> character_error_rate("abcd", "abxy")
-    0.5
+    >>> error_rate("abcd", "abxy"), error_rate(["no", "exit"], ["no", "way", "out"])
+    (0.5, 0.6666666666666666)
     """
-    return _compute_error_rate(predicted, gold)
-
-
-def word_error_rate(predicted: str, gold: str) -> float:
-    """Compute the edit distance in words divided by the number of gold words, at most 1.
-
-    >>> word_error_rate("no exit", "no way out")
-    0.6666666666666666
-    """
-    return _compute_error_rate(predicted.split(), gold.split())
-
-
-def _compute_error_rate(predicted: Sequence[str], gold: Sequence[str]) -> float:
     if not gold:
         return float(bool(predicted))
     # The rate is capped at 1, so the library can stop at this distance.
