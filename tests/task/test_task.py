@@ -151,23 +151,9 @@ def test_own_rules_and_options_may_be_overridden():
     assert (Stricter().offset, Stricter().tags) == (1, True)
 
 
-def test_headline_is_accepted_as_the_former_name_of_primary_metric():
-    with pytest.warns(
-        FutureWarning, match=r"Former\.headline is now called primary_metric"
-    ) as seen:
-
-        class Former(Sum):
-            headline = "near"
-
-    class Heir(Former):
-        pass
-
-    assert (Former.primary_metric, Heir.primary_metric) == ("near", "near")
-    assert seen[0].filename == __file__
-    with pytest.warns(FutureWarning):
-        type("Same", (Sum,), {"headline": "near", "primary_metric": "near"})
-    with pytest.raises(TypeError, match=r"headline = 'near' and primary_metric = 'red'.*remove"):
-        type("Two", (Sum,), {"headline": "near", "primary_metric": "red"})
+def test_the_former_name_of_primary_metric_is_refused():
+    with pytest.raises(TypeError, match=r"Former\.headline is called primary_metric now"):
+        type("Former", (Sum,), {"headline": "near", "__qualname__": "Former"})
 
 
 def test_the_prompt_states_how_to_answer():

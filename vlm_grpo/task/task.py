@@ -29,7 +29,6 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -295,24 +294,6 @@ def check_names(task: type, base: type) -> None:
             )
 
 
-def accept_headline(task: Any) -> None:
-    """Accept ``headline``, the former name of ``primary_metric``, with a warning."""
-    old, new = (vars(task).get(name) for name in ("headline", "primary_metric"))
-    if isinstance(old, str):
-        if new not in (None, old):
-            raise TypeError(
-                f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two "
-                "names for one setting: remove headline"
-            )
-        task.primary_metric = old
-        warnings.warn(
-            f"{task.__qualname__}.headline is now called primary_metric: rename it, because the "
-            "next version does not accept the old name",
-            FutureWarning,
-            stacklevel=3,
-        )
-
-
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -350,7 +331,8 @@ class Task:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_names(cls, Task)
-        accept_headline(cls)
+        if "headline" in vars(cls):
+            raise TypeError(f"{cls.__qualname__}.headline is called primary_metric now: rename it")
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
