@@ -7,7 +7,7 @@ computed once more by ``plain_step`` from the completions and their rewards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,36 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "optim": {"mini_batches": 2},
     },
+    "the policy's average that sees a crop, LoRA, masked, in micro-batches": {
+        **LORA,
+        "objective": {
+            "distillation": {
+                "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.4, "coef": 2.0,
+                "loss": "jensen_shannon", "topk": 20, "alpha": 0.3, "is_clip": 1.0005,
+            },
+            "mask_truncated_completions": True,
+        },
+        "optim": {"max_tokens_per_batch": 60, "prompts_per_step": 3},
+    },
+    "the first policy that sees a part, alone": {
+        "objective": {
+            "distillation": {
+                "teacher_prompt": "mask", "margin": 0, "teacher_update_rate": 0.0, "only": True,
+            },
+        },
+        "optim": {"prompts_per_step": 3},
+    },
+    "episodes that fork, the policy sees a crop, in micro-batches": {
+        "task_options": {"environment": "zoom"},
+        "objective": {
+            "distillation": {
+                "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 1.0,
+                "loss": "jensen_shannon",
+            },
+        },
+        "optim": {"max_tokens_per_batch": 400},
+        "rollout": {"max_completion_length": 16, "forks": 2},
+    },
     "images with noise, truncated sampler, two mini-batches": {
         "objective": {"sampler_correction": "token", "epsilon": 0.9, "epsilon_high": 9.0},
         "rollout": {"noise": {"strength": 800, "share": 0.25}, "top_k": 150},
@@ -175,7 +205,7 @@ def save_other(folder: Path) -> Path:
 
 
 EXAMPLES = [
-    noise_example("a", [(56, 28)], seed=1),
+    replace(noise_example("a", [(56, 28)], seed=1), meta={"evidence": [[14, 0, 42, 28]]}),
     noise_example("b", [(28, 28), (56, 56)], "And these two?", seed=2),
     noise_example("c", [], "And without an image?"),
 ]
@@ -196,8 +226,10 @@ def make_settings(model_folder: Path, tmp_path: Path) -> Any:
 
     def make(**given: Mapping[str, Any]) -> Settings:
         changes = {name: dict(block) for name, block in given.items()}
-        if teacher := changes.get("objective", {}).get("distillation"):
-            changes["objective"]["distillation"] = {**teacher, "teacher": str(save_other(tmp_path))}
+        teaching = changes.get("objective", {}).get("distillation", {})
+        if "teacher" in teaching:
+            own = {"teacher": str(save_other(tmp_path))}
+            changes["objective"]["distillation"] = {**teaching, **own}
         small = {
             "rollout": {"num_generations": 4, "max_completion_length": 5, "min_new_tokens": 2},
             "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
@@ -215,7 +247,7 @@ def make_trainer(settings: Settings, environment: Any = None, **weights: float) 
     policy.model.double()
     trainer = Trainer(settings, policy, Letters(weights=weights, environment=environment), EXAMPLES)
     for method in trainer.methods.values():
-        if isinstance(method, Distillation):
+        if isinstance(method, Distillation) and method.teacher is not None:
             method.teacher.model.double()
     return trainer
 
@@ -259,17 +291,21 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     environment = Peek() if case.startswith("episodes") else None
     recorder = Recorder(make_trainer(settings, environment))
     recorder.attach(monkeypatch)
-    plain = PlainModel(model_folder, settings)
+    plain, average = PlainModel(model_folder, settings), dict[str, Tensor]()
     rewards = {"letters": 1.0, "codes": -0.5, **({"turns": 0.5} if environment else {})}
     for step in range(2 if every == "never" else every + 1):
         metrics, losses = recorder.trainer.step(), []
         before, refreshed = step * updates, 0 if every == "never" else step - step % every
+        now, teaching = recorder.weights[before], settings.objective.distillation
+        rate = teaching.teacher_update_rate if step and teaching is not None else 1.0
+        average = {n: w + rate * (now[n] - w) for n, w in (average if step else now).items()}
         raw = PlainStep(
             recorder.groups[step],
             rewards,
             recorder.weights[before],
             recorder.weights[refreshed * updates],
             number=step,
+            average=average,
         )
         for update in range(before, before + updates):
             weights, part = recorder.weights[update], (update - before) % parts

@@ -141,7 +141,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
     ("training/schedule.py", "else rate(step - first)", "else rate(step)"),
     ("training/schedule.py", "supervised(step) if settings.is_supervised(step) else ", ""),
-    ("training/methods/kl.py", "weights=self.in_place()", ""),
+    ("training/methods/kl.py", "weights=self.snapshot.in_place()", ""),
     ("training/methods/kl.py", "self.own.beta * estimate(", "estimate("),
     ("training/batch.py", '"length" and objective.mask_truncated_completions', "False"),
     ("training/update.py", "int(sums[1])", "int(lengths.sum())"),

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -44,7 +46,8 @@ class PlainModel:
         self.model: Any = model.double().eval()
         self.trained = {n: w for n, w in model.named_parameters() if w.requires_grad}
         self.rollout, self.teacher = settings.rollout, None
-        if (distillation := settings.objective.distillation) is not None:
+        distillation = settings.objective.distillation
+        if distillation is not None and distillation.teacher is not None:
             full = settings.policy.model_copy(update={"lora": None})
             alone = settings.objective.model_copy(update={"distillation": None})
             alone_settings = settings.model_copy(update={"policy": full, "objective": alone})
@@ -77,13 +80,14 @@ class PlainModel:
         prompt: Prompt,
         completion: Completion,
         change: Callable[[Any, int], Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of a completion's tokens and the distribution's entropies.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-probs of a completion's tokens, the distribution's entropies, and all of
+        its log-probs, (T, vocabulary).
 
         ``change`` is applied to each image and its number.
         """
         inputs = dict(self._process(prompt, change))
-        assert inputs["input_ids"][0].tolist() == list(prompt.token_ids)
+        assert change or inputs["input_ids"][0].tolist() == list(prompt.token_ids)
         tokens, count = torch.tensor([completion.token_ids]), len(completion.token_ids)
         ends = [*(o.start for o in completion.observations), count]
         own = [torch.zeros_like(inputs["input_ids"], dtype=torch.bool)]
@@ -113,7 +117,7 @@ class PlainModel:
             allowed[position, self.ends] = False
         logprobs = logits.masked_fill(~allowed, -math.inf).log_softmax(-1)
         entropies = -(logprobs.exp() * logprobs.masked_fill(~allowed, 0)).sum(-1)
-        return logprobs[range(count), tokens[0]], entropies
+        return logprobs[range(count), tokens[0]], entropies, logprobs
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class PlainStep:
     before: Weights  # before the step's first update
     reference: Weights
     replayed: PlainStep | None = None  # groups of an earlier step
+    average: Weights | None = None  # of the policies up to it
     number: int = 0  # of the steps before it
 
 
@@ -137,7 +142,7 @@ class _Row:
     old: Tensor
     reference: Tensor
     advantage: Tensor  # of each token
-    teacher: Tensor | None = None
+    teacher: tuple[Tensor, ...] | None = None  # as ``PlainModel.score`` returns
     masked: Tensor | None = None
     factors: Tensor | float = 1.0
 
@@ -162,7 +167,7 @@ def compute_gradient(
     model.load(weights)
     total = torch.zeros((), dtype=torch.float64)
     for row in [row for number, row in active if number == part]:
-        logprobs, entropies = model.score(row.prompt, row.completion)
+        logprobs, entropies, every = model.score(row.prompt, row.completion)
         divisors = {"grpo": len(rows) * len(row.old), "dr_grpo": len(rows) * limit}
         losses = _compute_token_losses(logprobs, row, objective)
         if objective.perception is not None and row.masked is not None:
@@ -172,7 +177,12 @@ def compute_gradient(
         if teaching is None or not teaching.only:
             total = total + losses.sum() / divisors.get(objective.loss_type, tokens)
         if teaching is not None and row.teacher is not None:
-            divergence = (logprobs - row.old).exp() * (row.old - row.teacher)
+            ratio = (logprobs - row.old).exp()
+            if teaching.loss == "reverse_kl":
+                divergence = ratio * (row.old - row.teacher[0])
+            else:
+                divergence = _diverge(every, row.teacher[2], teaching)
+                divergence = divergence * ratio.detach().clamp(max=teaching.is_clip)
             total = total + teaching.coef * divergence.sum() / tokens
         total = total - objective.entropy_coef * entropies.sum() / tokens
     total = total * parts
@@ -195,7 +205,7 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))
         penalties = [objective.beta * kl for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
-    teacher = [None if model.teacher is None else model.teacher.score(*pair)[0] for pair in pairs]
+    teacher = [_teach(model, step, pair, objective.distillation) for pair in pairs]
     if objective.advantage_clip is not None:
         bound = objective.advantage_clip
         advantages = [advantage.clamp(-bound, bound) for advantage in advantages]
@@ -218,6 +228,44 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
     ]
     again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
     return [*rows, *again]
+
+
+def _teach(
+    model: PlainModel, step: PlainStep, pair: tuple[Prompt, Completion], settings: Any
+) -> tuple[Tensor, ...] | None:
+    if model.teacher is not None:
+        return model.teacher.score(*pair)
+    evidence = pair[0].example.meta.get("evidence")
+    if settings is None or not evidence:
+        return None
+    ((x1, y1, x2, y2),) = evidence
+
+    def change(image: Any, number: int) -> Any:
+        if settings.teacher_prompt == "crop":
+            return image.crop((x1, y1, x2, y2))
+        pixels = np.zeros_like(np.asarray(image))
+        pixels[y1:y2, x1:x2] = np.asarray(image)[y1:y2, x1:x2]
+        return Image.fromarray(pixels)
+
+    assert step.average is not None
+    model.load(step.average)
+    return model.score(*pair, change)
+
+
+def _diverge(policy: Tensor, teacher: Tensor, settings: Any) -> Tensor:
+    """Return the divergence of the distributions over the teacher's likeliest tokens and the rest,
+    one place at a time."""
+    values = []
+    for own, other in zip(policy.exp(), teacher.exp(), strict=True):
+        kept = sorted(range(len(other)), key=lambda token: -other[token])[: settings.topk]
+        pairs = [(own[token], other[token]) for token in kept]
+        pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(t for _, t in pairs)))
+        value, share = torch.zeros(()), settings.alpha
+        for p, t in pairs:
+            mixed = (1 - share) * p + share * t
+            value = value + (1 - share) * p * (p / mixed).log() + share * t * (t / mixed).log()
+        values.append(value)
+    return torch.stack(values)
 
 
 def _score_masked(

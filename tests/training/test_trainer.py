@@ -313,7 +313,10 @@ def train_with_stops(run: Settings, stops: list[tuple[int, ...]]) -> list[str]:
 
 REFERENCES = {
     "k2": {"beta": 0.1, "reference_refresh_every": 2},
-    "never": {"beta": 0.1, "reference_refresh_every": "never"},
+    "never": {
+        **{"beta": 0.1, "reference_refresh_every": "never"},
+        "distillation": {"loss": "jensen_shannon"},  # a moving average, besides
+    },
     "by token": {
         **{"beta": 0.1, "reference_refresh_every": 2, "kl_in": "reward", "kl_estimator": "k1"},
         **{"advantage_estimator": "reinforce_plus_plus", "distillation": {}},
@@ -340,7 +343,7 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
         "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
         "optim": {"max_steps": 3, "mini_batches": 3 if updates == 3 else 1},
     }
-    if "distillation" in changes["objective"]:
+    if changes["objective"].get("distillation") == {}:
         changes["objective"] |= {"distillation": {"teacher": str(model_folder)}}
     uninterrupted = settings(name="uninterrupted", **changes)
     train(uninterrupted)

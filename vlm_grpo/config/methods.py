@@ -30,10 +30,18 @@ BUILT_IN = "vlm_grpo.training.methods"
 class MethodSettings(Frozen):
     """Settings of an optional method, and what a step with it costs."""
 
-    extra_passes: ClassVar[int] = 0
-    """Passes without gradient behind other images than the prompts' own."""
     extra_views: ClassVar[int] = 0
     """Further forms of each prompt from behind which a group is sampled."""
+
+    @property
+    def extra_passes(self) -> int:
+        """Passes of the policy without gradient, behind other images or with other weights."""
+        return 0
+
+    @property
+    def extra_copies(self) -> int:
+        """Copies of the trainable weights."""
+        return 0
 
     @property
     def extra_model(self) -> str | None:
@@ -102,19 +110,50 @@ class ReplaySettings(MethodSettings):
 
 
 class DistillationSettings(MethodSettings):
-    """On-policy distillation: a teacher scores the policy's own completions, token by token."""
+    """On-policy distillation: a teacher scores the policy's own completions, token by token.
 
-    teacher: str
+    ``teacher_prompt=crop loss=jensen_shannon only=true`` is Vision-OPD (arXiv:2605.18740), whose
+    values are the defaults."""
+
+    teacher: str | None = None
     """Model whose distribution the policy approaches, as the setting ``model``; one of the policy's
-    family, with its tokens."""
+    family, with its tokens. None: the policy itself, with weights as in ``teacher_update_rate``."""
+    teacher_update_rate: float = Field(default=0.05, ge=0, le=1)
+    """Share of the policy's weights in the moving average after each step that is the teacher. 0:
+    it is the initial policy; 1: the current one, of which no copy is kept."""
+    teacher_prompt: Literal["same", "crop", "mask"] = "same"
+    """What the teacher sees of the image: ``same`` all of it; ``crop`` the part around the boxes in
+    the row's column ``evidence``, from the original pixels; ``mask`` the image, black beyond these
+    boxes, or beyond those of the answer, which keeps the frame of coordinates. With both, rows
+    without such boxes have no teacher."""
+    margin: float = Field(default=0.1, ge=0)
+    """Share of the sides of the boxes by which ``crop`` and ``mask`` extend them on each side."""
+    loss: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
+    """``reverse_kl``: the KL of the policy to the teacher, from the sampled tokens;
+    ``jensen_shannon``: the divergence of both to their mixture, over the teacher's likeliest tokens
+    and the rest as one."""
+    alpha: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture of ``jensen_shannon``, and of its divergence."""
+    topk: int = Field(default=100, ge=1)
+    """Number of the teacher's likeliest tokens that ``jensen_shannon`` compares."""
+    is_clip: float = Field(default=2.0, gt=0)
+    """Upper bound of the importance ratio that multiplies ``jensen_shannon``."""
     coef: float = Field(default=1.0, gt=0.0)
-    """Weight of the reverse KL to the teacher, a mean over the step's active tokens."""
+    """Weight of the loss, a mean over the step's active tokens."""
     only: bool = False
     """True: train on the teacher alone; rewards are measured, but not trained on. False: on both.
     """
 
     @property
-    def extra_model(self) -> str:
+    def extra_passes(self) -> int:
+        return int(self.teacher is None)
+
+    @property
+    def extra_copies(self) -> int:
+        return int(self.teacher is None and self.teacher_update_rate < 1)
+
+    @property
+    def extra_model(self) -> str | None:
         return self.teacher
 
     @property
@@ -127,7 +166,6 @@ class PerceptionSettings(MethodSettings):
     (arXiv:2507.06448) with ``kl_coef``, and VPPO (arXiv:2510.09285) with ``top_share`` and
     ``min_scale``. The mask is PAPO's; VPPO masks half of the patches."""
 
-    extra_passes: ClassVar[int] = 1
     mask_ratio: float = Field(default=0.6, gt=0.0, le=1.0)
     """Probability of each patch to be black."""
     patch_size: int = Field(default=14, ge=1)
@@ -141,6 +179,10 @@ class PerceptionSettings(MethodSettings):
     min_scale: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Scale of the advantages of the completion that depends least on its image; those of the
     others are higher, with mean 1. VPPO has 0.9; None: all are 1."""
+
+    @property
+    def extra_passes(self) -> int:
+        return 1
 
     @property
     def weighs_tokens(self) -> bool:

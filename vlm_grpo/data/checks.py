@@ -10,9 +10,10 @@ import numpy as np
 
 from vlm_grpo.config.data import DataSettings, SourceSettings, Split
 from vlm_grpo.data.loading import read_source, stands_for_both
+from vlm_grpo.data.rows import list_evidence
 from vlm_grpo.errors import bullets, list_bad_rows
 from vlm_grpo.task import Task
-from vlm_grpo.task.coordinates import gold_boxes
+from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.types import Example, ImageRef
 
 _MAX_LISTED = 10  # Problems listed under each heading of a report
@@ -137,18 +138,24 @@ def _describe_answers(examples: Sequence[Example]) -> Iterator[str]:
         yield f"{'counts':<28} {', '.join(shares[:20])}{more}"
         yield f"{'always the most frequent':<28} {counts.most_common(1)[0][1] / total:.1%} right"
     answers = [e.answer for e in examples if isinstance(e.answer, dict)]
-    boxes = [gold_boxes(answer) for answer in answers if "boxes" in answer]
-    if boxes:
-        numbers = sorted(Counter(len(row) for row in boxes).items())
-        yield f"{'boxes per row':<28} " + ", ".join(f"{k}: {v}" for k, v in numbers[:20])
-        sides = [((x2 - x1) * (y2 - y1)) ** 0.5 for row in boxes for x1, y1, x2, y2 in row]
-        if sides:
-            low, median, high = np.percentile(sides, (5, 50, 95))
-            spread = f"5 %: {low:.0f}, median {median:.0f}, 95 %: {high:.0f}"
-            yield f"{'box side in pixels':<28} {spread}"
+    yield from _describe_boxes("box", [gold_boxes(a) for a in answers if "boxes" in a])
+    evidence = [list_evidence(example) for example in examples]
+    if any(evidence):
+        yield from _describe_boxes("evidence box", evidence)
     given = [[e.answer] if isinstance(e.answer, str) else e.answer for e in examples]
     texts = [a[0] for a in given if isinstance(a, list | tuple) and a and isinstance(a[0], str)]
     if texts:
         yield _describe_spread("characters per answer", list(map(len, texts)))
         common = Counter(texts).most_common(5)
         yield f"{'most frequent':<28} " + ", ".join(f"{t[:20]!r} {times}" for t, times in common)
+
+
+def _describe_boxes(name: str, rows: Sequence[Sequence[Box]]) -> Iterator[str]:
+    if rows:
+        numbers = sorted(Counter(map(len, rows)).items())
+        counts = ", ".join(f"{k}: {v}" for k, v in numbers[:20])
+        yield f"{f'{name}es per row':<28} {counts}"
+    if sides := [((x2 - x1) * (y2 - y1)) ** 0.5 for row in rows for x1, y1, x2, y2 in row]:
+        low, median, high = np.percentile(sides, (5, 50, 95))
+        spread = f"5 %: {low:.0f}, median {median:.0f}, 95 %: {high:.0f}"
+        yield f"{f'{name} side in pixels':<28} {spread}"

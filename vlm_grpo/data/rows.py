@@ -124,6 +124,10 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
     if refs and _changes_boxes(source):
         size = task.target_image(example).size
         candidates = [_convert_boxes(answer, source, size) for answer in candidates]
+        if _holds_boxes(meta.get("evidence")):
+            boxes = {"boxes": meta["evidence"]}
+            meta = {**meta, "evidence": _convert_boxes(boxes, source, size)["boxes"]}
+            example = replace(example, meta=meta)
     return select_valid([replace(example, answer=answer) for answer in candidates], task)
 
 
@@ -297,14 +301,19 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
 
 def _check_boxes(example: Example, task: Task) -> None:
     """Raise a ``BoxError`` if a gold box is not in pixels of its image."""
-    if not (boxes := list_boxes(example)):
+    boxes = list_boxes(example)
+    try:
+        evidence = list_evidence(example)
+    except ValueError as error:
+        raise ValueError(f"evidence: {error}") from error
+    if not boxes and not evidence:
         return
     width, height = size = task.target_image(example).size
-    for box in boxes:
+    for box in (*boxes, *evidence):
         check_inside(box, size)
     # Large datasets have single boxes that are too thin; official evaluations keep them. Edges in
     # decimals are not exact: 2.3 - 1.3 is a little less than 1.
-    if all(min(x2 - x1, y2 - y1) < 1 - 1e-6 for x1, y1, x2, y2 in boxes):
+    if boxes and all(min(x2 - x1, y2 - y1) < 1 - 1e-6 for x1, y1, x2, y2 in boxes):
         raise BoxError(
             f"box {list(boxes[0])} is smaller than a pixel of its image of {width}x{height}"
         )
@@ -316,6 +325,19 @@ def list_boxes(example: Example) -> tuple[Box, ...]:
         return gold_boxes(example.answer) if example.images else ()
     except ValueError:  # of a user's task, which has accepted it
         return ()
+
+
+def list_evidence(example: Example) -> tuple[Box, ...]:
+    """Return the boxes of the column ``evidence`` in pixels, the parts of the image that an answer
+    needs; none if it holds something else. ``ValueError``: one is no box."""
+    found = example.meta.get("evidence") if example.images else None
+    return gold_boxes({"boxes": found}) if _holds_boxes(found) else ()
+
+
+def _holds_boxes(value: Any) -> bool:
+    """Return whether a column has boxes; some have times, or texts."""
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and all(isinstance(item, list | tuple) for item in value)
 
 
 def _changes_boxes(source: SourceSettings) -> bool:

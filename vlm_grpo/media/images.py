@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -166,3 +167,27 @@ class PatchMask:
         masked = image.copy()
         masked.paste(0, mask=mask.crop((0, 0, *image.size)))
         return masked
+
+
+@dataclass(frozen=True)
+class BoxWindow:
+    """A mask that makes an image black beyond some boxes."""
+
+    boxes: tuple[tuple[float, float, float, float], ...]  # xyxy in shares of the image's sides
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        shown = Image.new("RGB", image.size)
+        for box in self.boxes:
+            part = place_box(box, image.size)
+            shown.paste(image.crop(part), part)
+        return shown
+
+
+def place_box(
+    box: tuple[float, float, float, float], size: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Return a box in shares of an image's sides as the pixels of one that it touches."""
+    (x1, y1, x2, y2), (width, height) = box, size
+    left, top = int(min(max(x1, 0) * width, width - 1)), int(min(max(y1, 0) * height, height - 1))
+    right, bottom = math.ceil(min(x2, 1) * width), math.ceil(min(y2, 1) * height)
+    return left, top, max(right, left + 1), max(bottom, top + 1)

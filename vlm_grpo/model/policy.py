@@ -187,19 +187,24 @@ class Policy:
     # Scoring.
 
     def score(
-        self, batch: MicroBatch, with_entropy: bool = False, supervised: bool = False
+        self,
+        batch: MicroBatch,
+        with_entropy: bool = False,
+        supervised: bool = False,
+        others: Tensor | None = None,
+        top_k: int = 0,
     ) -> TokenScores:
         """Score the batch's completion tokens, with gradient if gradients are enabled.
 
         If ``supervised``, score under the model's own distribution, at temperature 1 and over all
-        tokens, and find out which tokens are the likeliest.
+        tokens, and find out which tokens are the likeliest. ``others`` (M, k) are further tokens to
+        score at each place; the likeliest ``top_k`` are scored instead.
         """
         distribution = SamplingDistribution() if supervised else self.distribution
-        settings = ScoringSettings(distribution, self.chunk_tokens, with_entropy, supervised)
+        settings = ScoringSettings(distribution, self.chunk_tokens, with_entropy, supervised, top_k)
         with self._autocast():
-            return TokenScores(
-                *self.root(lambda: self.engine.score(batch, settings, self.counters).columns)
-            )
+            arguments = batch, settings, self.counters, others
+            return TokenScores(*self.root(lambda: self.engine.score(*arguments).columns))
 
     def dummy_batch(self) -> MicroBatch:
         """Build the smallest batch that runs every layer: one prompt and one completion token."""

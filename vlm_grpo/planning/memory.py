@@ -97,13 +97,14 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         activations, offloaded = min(layer, activations), activations
     weights = (model.num_weights - model.quantized_weights) * model.weight_bytes
     # PEFT holds adapters in float32.
+    copies = work.extra_copies + (work.uses_reference and not work.reference_on_host)
     adapters = 4 * model.num_trained if model.lora_rank else 0
     restored = model.largest_quantized * model.value_bytes  # a matrix, for its product
     passes = (_count_encoding_bytes, _count_prefill_bytes, _count_decoding_bytes)
     return Memory(
         weights=weights + model.quantized_bytes + adapters,
         optimizer=model.state_bytes[work.optimizer],
-        reference=trained if work.uses_reference and not work.reference_on_host else 0,
+        reference=trained * copies,
         teacher=work.teacher_weights * model.value_bytes,
         gradients=trained,
         first_gradients=trained if accumulates else head,

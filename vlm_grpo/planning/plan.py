@@ -120,7 +120,7 @@ class Plan:
 _DESCRIPTIONS = {
     "weights": "model and adapters",
     "optimizer": "the optimizer's state",
-    "reference": "reference policy",
+    "reference": "reference policy, or copies as teachers",
     "teacher": "teacher of distillation",
     "libraries": "libraries, besides tensors",
     "features": "outputs of the frozen vision tower",

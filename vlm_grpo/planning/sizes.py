@@ -240,6 +240,7 @@ class Workload:
     optimizer: OptimizerName = "adamw"
     mini_batches: int = 1
     teacher_weights: int = 0  # number of weights of the models of methods; 0: there is none
+    extra_copies: int = 0  # of the trained weights, which methods keep
     extra_passes: int = 0  # of all completions for other images, as methods make
     views: int = 1  # forms of a prompt that a group is sampled for: with some methods more than 1
     # results that an episode observes: their number, and the tokens and patches of each
@@ -360,6 +361,7 @@ def estimate_workload(
         optimizer=optim.name,
         mini_batches=optim.mini_batches,
         teacher_weights=teacher_weights,
+        extra_copies=sum(own.extra_copies for own in settings.used_methods),
         extra_passes=sum(own.extra_passes for own in settings.used_methods),
         views=1 + sum(own.extra_views for own in settings.used_methods),
         results=prompt.results,

@@ -37,7 +37,7 @@ from vlm_grpo.types import Completion, Group, Prompt, Score
 logger = logging.getLogger(__name__)
 
 Values = Mapping[str, Tensor]
-"""(T,) values of the tokens of a step's completions by name, on the host or the device."""
+"""Values of the T tokens of a step's completions by name, (T, …), on the host or the device."""
 
 _TOKEN_FIELDS = {field.name for field in fields(TokenBatch)}
 
@@ -310,6 +310,12 @@ class SelectedTokens:
     inputs: dict[str, Tensor]  # fields of ``TokenBatch``, and values for its ``scores``, by name
     weights: dict[str, Tensor]  # (M,) weights by term
 
+    @property
+    def candidates(self) -> Tensor | None:
+        """(M, k) tokens whose log-probs a method needs besides."""
+        found = self.inputs.get("candidates")
+        return None if found is None else found.long()
+
     def join(self, scores: TokenScores, old: Tensor | None) -> TokenBatch:
         """Return the inputs of the loss, without waiting for the device. ``old`` has the (T,)
         log-probs of the step's tokens before its first update; None: they are the policy's.
@@ -321,6 +327,7 @@ class SelectedTokens:
         return TokenBatch(
             logprobs=scores.logprobs,
             entropies=scores.entropies,
+            candidate_logprobs=scores.others,
             is_top=scores.is_top,
             weights={name: values.to(dtype) for name, values in self.weights.items()},
             scores={name: x for name, x in found.items() if name not in _TOKEN_FIELDS},
@@ -368,10 +375,39 @@ def score_slices(
     batches = pack(slices, max_tokens)
     parts = [policy.score(micro).logprobs for micro in batches]
     start = torch.zeros(layout.total) if others is None else others
-    dtype = parts[0].dtype if parts else start.dtype
+    return _fill(policy, start, batches, parts, layout)
+
+
+@torch.no_grad()
+def find_likeliest(
+    policy: Policy, slices: Sequence[GroupSlice], layout: TokenLayout, max_tokens: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens in the place of each of a step's tokens, (T, k), and their
+    log-probs; zeros for completions that are not in the slices. k is at most ``count``.
+    """
+    batches, pairs = pack(slices, max_tokens), list[tuple[Any, Any]]()
+    for micro in batches:
+        scores = policy.score(micro, top_k=count)
+        pairs.append((scores.likeliest, scores.others))
+    tokens, logprobs = zip(*pairs, strict=True) if pairs else ((), ())
+    shape = layout.total, pairs[0][0].shape[1] if pairs else 1
+    return (
+        _fill(policy, torch.zeros(shape, dtype=torch.int32), batches, tokens, layout),
+        _fill(policy, torch.zeros(shape), batches, logprobs, layout),
+    )
+
+
+def _fill(
+    policy: Policy,
+    start: Tensor,
+    batches: Sequence[MicroBatch],
+    parts: Sequence[Tensor],
+    layout: TokenLayout,
+) -> Tensor:
+    dtype = parts[0].dtype if parts and start.is_floating_point() else start.dtype
     found = copy_to(policy.device, start).to(dtype, copy=True)
     for micro, part in zip(batches, parts, strict=True):
-        found[copy_to(policy.device, layout.index(micro.rows))] = part
+        found[copy_to(policy.device, layout.index(micro.rows))] = part.to(dtype)
     return found
 
 

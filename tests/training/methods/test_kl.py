@@ -52,11 +52,11 @@ def test_a_host_snapshot_on_an_accelerator():
     host = make_reference("cpu", weight)
     assert get_held(host).device.type == "cpu"
     weight.data.add_(1)
-    with host.in_place():
+    with host.snapshot.in_place():
         assert weight.device.type == "cuda"
         assert weight.tolist() == [0, 0, 0]
     assert weight.tolist() == [1, 1, 1]
-    host.copy_policy()
+    host.snapshot.move()
     assert get_held(host).tolist() == [1, 1, 1]
 
 
@@ -66,7 +66,7 @@ def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(monkeypatch):
     reference = make_reference("cpu", weight)
     assert calls == ["pin", "copy_ without waiting", "wait"]
     calls.clear()
-    with reference.in_place():
+    with reference.snapshot.in_place():
         assert calls == ["to without waiting"]
 
 
@@ -79,7 +79,7 @@ def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state():
         saved = {"w": torch.full((3,), 7.0)}
         reference.load_state_dict(None, saved)
         assert get_held(reference).tolist() == [7, 7, 7]
-        reference.copy_policy()
+        reference.snapshot.move()
         assert get_held(reference).tolist() == [1, 1, 1]
         assert not get_held(reference).requires_grad
         assert saved["w"].tolist() == [7, 7, 7]
@@ -95,7 +95,7 @@ def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value():
         with torch.no_grad():
             held += 1
         pointer = held.data_ptr()
-        with reference.in_place():
+        with reference.snapshot.in_place():
             assert not held.any()
             assert (held.data_ptr() == pointer) == (held is shard)
         assert (held == 1).all()
@@ -197,6 +197,6 @@ def test_gathered_weights_are_dropped_around_the_reference_pass(tmp_path, monkey
     monkeypatch.setattr(trainer.strategy, "release", lambda: dropped.append(bool(weight.any())))
     kl = trainer.methods["kl"]
     assert isinstance(kl, ReferenceKL)
-    Passes(Rollout(()), (), trainer.strategy, 100).logprobs(weights=kl.in_place())
+    Passes(Rollout(()), (), trainer.strategy, 100).logprobs(weights=kl.snapshot.in_place())
     assert dropped == [False, True]
     assert not weight.any()

@@ -39,6 +39,7 @@ class ScoringSettings:
     chunk_tokens: int = 0  # number of tokens whose logits are computed at once; 0: all
     with_entropy: bool = False  # also compute entropies, with gradient
     with_top: bool = False  # also find out which tokens are the likeliest at their places
+    top_k: int = 0  # number of the likeliest tokens at each place to return; 0: none
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,21 @@ class TokenScores:
     Attributes:
         logprobs: log-probability of each token under the sampling distribution, in nats.
         entropies: entropy of that distribution at each token, in nats; None if not requested.
+        others: log-probabilities of k further tokens at its place; None if not requested.
         is_top: whether each token is the likeliest at its place; None if not requested.
+        likeliest: the likeliest tokens at its place, if the others are these; None otherwise.
     """
 
     logprobs: Float[Tensor, " M"]
     entropies: Float[Tensor, " M"] | None = None
+    others: Float[Tensor, "M k"] | None = None
     is_top: Bool[Tensor, " M"] | None = None
+    likeliest: Int[Tensor, "M k"] | None = None
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def columns(self) -> tuple[Tensor | None, ...]:
         """The values as a tuple, in which autograd and FSDP2 find the tensors."""
-        return self.logprobs, self.entropies, self.is_top
+        return self.logprobs, self.entropies, self.others, self.is_top, self.likeliest
 
     @classmethod
     def join(cls, parts: Sequence[TokenScores]) -> TokenScores:
@@ -72,17 +77,19 @@ class TokenScores:
 def score_tokens(
     head: nn.Module,
     hidden: Float[Tensor, "M width"],
-    targets: Int[Tensor, " M"],
+    targets: Int[Tensor, "M ..."],
     positions: Int[Tensor, " M"],
     settings: ScoringSettings,
 ) -> TokenScores:
     """Score target tokens, by their indices within completions, from the final hidden states that
-    predict them. The head is a linear map to the vocabulary."""
+    predict them. The head is a linear map to the vocabulary. Targets (M, 1 + k) are followed by the
+    other tokens at their places to score."""
     rows = settings.chunk_tokens or len(targets)
     weight: Any = head.weight
     has_weight_only = is_plain(head) and head.bias is None
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     one_pass = has_weight_only and not weight.requires_grad and not settings.with_entropy
+    one_pass = one_pass and targets.ndim == 1
     if has_weight_only and with_gradient and not one_pass:
         return TokenScores(*_RecomputedHead.apply(settings, hidden, weight, targets, positions))  # type: ignore[misc]
 
@@ -93,7 +100,7 @@ def score_tokens(
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
         if one_pass and with_gradient:
             logprobs, is_top = _FrozenHead.apply(settings, h, weight, y, t)  # type: ignore[misc]
-            parts.append(TokenScores(logprobs, None, is_top))
+            parts.append(TokenScores(logprobs, is_top=is_top))
         elif torch.is_grad_enabled():
             parts.append(checkpoint(score, h, y, t, use_reentrant=False))  # type: ignore[arg-type]
         else:
@@ -101,20 +108,30 @@ def score_tokens(
     return TokenScores.join(parts)
 
 
+def add_tokens(targets: Int[Tensor, " M"], others: Int[Tensor, "M k"] | None) -> Tensor:
+    """Return the target tokens, followed by the other tokens at their places to score."""
+    return targets if others is None else torch.cat([targets[:, None], others], dim=1)
+
+
 def score_logits(
     logits: Float[Tensor, "M vocabulary"],
-    targets: Int[Tensor, " M"],
+    targets: Int[Tensor, "M ..."],
     positions: Int[Tensor, " M"],
     settings: ScoringSettings,
 ) -> TokenScores:
     logprobs = settings.distribution(logits, positions).log_softmax(-1)
-    chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    is_top = logprobs.argmax(-1) == targets if settings.with_top else None
-    if not settings.with_entropy:
-        return TokenScores(chosen, None, is_top)
-    # Banned tokens have probability 0 and log-probability -inf: their product would be NaN.
-    finite = logprobs.masked_fill(logprobs == -torch.inf, 0)
-    return TokenScores(chosen, -(logprobs.exp() * finite).sum(-1), is_top)
+    found = logprobs.gather(1, targets if targets.ndim == 2 else targets[:, None])
+    chosen, others, likeliest = found[:, 0], found[:, 1:] if targets.ndim == 2 else None, None
+    if settings.top_k:
+        others, likeliest = logprobs.topk(min(settings.top_k, logits.shape[1]))
+    entropies = is_top = None
+    if settings.with_entropy:
+        # Banned tokens have probability 0 and log-probability -inf: their product would be NaN.
+        finite = logprobs.masked_fill(logprobs == -torch.inf, 0)
+        entropies = -(logprobs.exp() * finite).sum(-1)
+    if settings.with_top:
+        is_top = logprobs.argmax(-1) == targets
+    return TokenScores(chosen, entropies, others, is_top, likeliest)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -147,9 +164,7 @@ class _RecomputedHead(torch.autograd.Function):
     """Scores of all chunks; backward recomputes their logits, and adds to one weight gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, settings: ScoringSettings, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(ctx: Any, settings: ScoringSettings, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, positions = tensors
         kind = hidden.device.type
         ctx.settings = settings
@@ -183,8 +198,9 @@ class _RecomputedHead(torch.autograd.Function):
             with torch.enable_grad(), autocast:
                 logits = product(h, cast).requires_grad_()
                 scores = score_logits(logits, targets[chunk], positions[chunk], settings)
-            outputs = [s for s in (scores.logprobs, scores.entropies) if s is not None]
-            grads = [None if grad is None else grad[chunk] for grad in grad_outputs[: len(outputs)]]
+            pairs = zip(scores.columns, grad_outputs, strict=True)
+            used = [(s, grad[chunk]) for s, grad in pairs if s is not None and grad is not None]
+            outputs, grads = zip(*used, strict=True)
             (d_logits,) = torch.autograd.grad(outputs, logits, grads)
             del logits, scores, outputs
             d_hidden[chunk] = product(d_logits, cast.T)

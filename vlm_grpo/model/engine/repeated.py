@@ -6,7 +6,7 @@ model, and tests compare the shared form with it.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine.attention import plain_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.graphs import GraphCapture
-from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_logits
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tokens, score_logits
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.families.family import Unit
@@ -111,9 +111,13 @@ class Engine:
         )
 
     def score(
-        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+        self,
+        batch: MicroBatch,
+        settings: ScoringSettings,
+        counters: Counters,
+        others: Tensor | None = None,
     ) -> TokenScores:
-        """Score a micro-batch's completion tokens."""
+        """Score a micro-batch's completion tokens, and k others (M, k) at their places."""
         prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
         paths = [path for piece in batch.slices for path in piece.paths]
         observed = [o.prompt for path in paths for o in path.observations]
@@ -122,14 +126,19 @@ class Engine:
         counters.update_tokens += sum(len(path.token_ids) - 1 for path in paths)
         # Prompts together would need padded images, for which not every model has a mask, and
         # padding on the left, which shifts the positions of many.
+        parts, start = list[TokenScores](), 0
         with plain_attention(self.model):
-            return TokenScores.join([self._score(piece, settings) for piece in batch.slices])
+            for logits, targets, steps in itertools.chain(*map(self._run, batch.slices)):
+                own = None if others is None else others[start : start + len(targets)]
+                parts.append(score_logits(logits, add_tokens(targets, own), steps, settings))
+                start += len(targets)
+        return TokenScores.join(parts)
 
-    def _score(self, piece: GroupSlice, settings: ScoringSettings) -> TokenScores:
+    def _run(self, piece: GroupSlice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield logits, the tokens that they predict, and the numbers of these."""
         if any(piece.observations):
-            return TokenScores.join(
-                [self._score_path(piece.prompt, path, settings) for path in piece.paths]
-            )
+            yield from (self._run_path(piece.prompt, path) for path in piece.paths)
+            return
         completions = piece.completions
         prompts = [piece.prompt] * len(completions)
         inputs = self._build_inputs(prompts, [tokens[:-1] for tokens in completions])
@@ -140,9 +149,9 @@ class Engine:
         steps = torch.arange(longest, device=device)
         real = steps < lengths[:, None]
         targets = torch.tensor([token for tokens in completions for token in tokens], device=device)
-        return score_logits(logits[real], targets, steps.expand_as(real)[real], settings)
+        yield logits[real], targets, steps.expand_as(real)[real]
 
-    def _score_path(self, prompt: Prompt, path: Path, settings: ScoringSettings) -> TokenScores:
+    def _run_path(self, prompt: Prompt, path: Path) -> tuple[Tensor, Tensor, Tensor]:
         whole = join_parts(extend_prompt(prompt, path))
         inputs = self._build_inputs([whole], [()])
         predictors = len(prompt.token_ids) - 1 + path.sampled
@@ -150,7 +159,7 @@ class Engine:
         device = logits.device
         targets = copy_to(device, np.array(path.tokens))
         steps = torch.arange(len(targets), device=device)
-        return score_logits(logits[copy_to(device, predictors)], targets, steps, settings)
+        return logits[copy_to(device, predictors)], targets, steps
 
     def _build_inputs(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]

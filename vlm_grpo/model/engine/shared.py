@@ -39,7 +39,7 @@ from vlm_grpo.model.engine.kv_cache import (
     KVCache,
     SlotScheduler,
 )
-from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tokens, score_tokens
 from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt, join_parts
 from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings, draw_tokens
 from vlm_grpo.model.engine.vision import ImageEncoder
@@ -246,7 +246,11 @@ class SharedEngine(Engine):
         self._steps: dict[tuple[Any, ...], DecodeStep] = {}
 
     def score(
-        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+        self,
+        batch: MicroBatch,
+        settings: ScoringSettings,
+        counters: Counters,
+        others: Tensor | None = None,
     ) -> TokenScores:
         observed = (o.prompt for s in batch.slices for own in s.observations for o in own)
         prompts = [piece.prompt for piece in batch.slices]
@@ -259,10 +263,13 @@ class SharedEngine(Engine):
         attend = PackedAttention(row.spans, masks, find_path_masks(row, paths))
         head = self.family.head(self.model)
         hidden = self.run_row(row, attend)
-        arrays = (row.predictors, row.targets, row.target_positions)
+        order, arrays = row.order, (row.predictors, row.targets, row.target_positions)
+        if others is not None and order is not None:  # they may differ in what is predicted once
+            order, arrays = None, tuple(array[order] for array in arrays)
         predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
+        targets = add_tokens(targets, others)
         scores = score_tokens(head, hidden[predictors], targets, positions, settings)
-        return scores if row.order is None else scores.take(copy_to(hidden.device, row.order))
+        return scores if order is None else scores.take(copy_to(hidden.device, order))
 
     def run_row(self, row: PackedRow, attend: PackedAttention) -> Float[Tensor, "T width"]:
         device = self.model.get_output_embeddings().weight.device

@@ -11,8 +11,8 @@ terms to the loss. The rest of the training code names no method.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ from vlm_grpo.config.methods import (
 )
 from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import score_slices
+from vlm_grpo.training.batch import find_likeliest, score_slices
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -101,15 +101,36 @@ class Passes:
             model: another model that scores; None: the policy.
         """
         slices, layout = self.slices if slices is None else slices, self.rollout.layout
+        with self._use(weights, model) as policy:
+            return score_slices(policy, slices, layout, self.max_tokens, others)
+
+    def likeliest(
+        self,
+        count: int,
+        slices: Sequence[GroupSlice] | None = None,
+        weights: AbstractContextManager[None] | None = None,
+        model: Policy | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens in the place of each token, (T, k), and their log-probs.
+        All ranks must call it. Arguments as in ``logprobs``; other completions have zeros.
+        """
+        slices, layout = self.slices if slices is None else slices, self.rollout.layout
+        with self._use(weights, model) as policy:
+            return find_likeliest(policy, slices, layout, self.max_tokens, count)
+
+    @contextmanager
+    def _use(
+        self, weights: AbstractContextManager[None] | None, model: Policy | None
+    ) -> Iterator[Policy]:
         if model is not None:
-            return score_slices(model, slices, layout, self.max_tokens, others)
+            yield model
+            return
         if weights is not None:
             self.strategy.release()
         with weights or nullcontext(), self.strategy.gathered():
-            found = score_slices(self.strategy.policy, slices, layout, self.max_tokens, others)
+            yield self.strategy.policy
             if weights is not None:
                 self.strategy.release()
-        return found
 
 
 class Method:
@@ -201,7 +222,8 @@ class Method:
         """Score the step's completions in further passes; all ranks call it together.
 
         Scores reach the loss as ``TokenBatch.scores``, or as its field of that name; ``penalties``
-        are subtracted from the rewards, and the update does not score ``old_logprobs`` again.
+        are subtracted from the rewards, the update does not score ``old_logprobs`` again, and it
+        scores ``candidates``, (T, k) tokens in the places of the completions' own, too.
         """
         return {}
 

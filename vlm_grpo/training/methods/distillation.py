@@ -1,5 +1,17 @@
-"""On-policy distillation: a second model, the teacher, scores the policy's completions."""
+"""On-policy distillation: a teacher scores the policy's completions.
 
+What the teacher is, another model or a copy of the policy, and what it sees are two choices. With a
+copy that sees the part of the image that the answer needs (Vision-OPD, arXiv:2605.18740) the policy
+learns to see in the whole image what it sees in the part.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -7,34 +19,122 @@ from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.data.rows import list_boxes, list_evidence
 from vlm_grpo.errors import UserError
+from vlm_grpo.media.images import BoxWindow, encode_png, place_box
+from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.training.batch import Values
+from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import Box
+from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
+from vlm_grpo.training.snapshot import Snapshot
+from vlm_grpo.types import Example, Group, ImageRef
 
 _IMAGE_SETTINGS = (
     *("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"),
     *("do_normalize", "do_rescale", "rescale_factor"),
 )
 """What the teacher's image processor must share with the policy's, which prepares the images."""
+_LEAST, _NO_REST = -100.0, -1e-6
+"""Smallest log-prob that is compared, and the largest of all candidates together: the logarithms
+and gradients of tokens and rests without probability stay finite."""
 
 
 class Distillation(Method):
-    """The reverse KL of the policy to a teacher, on the policy's completions."""
+    """The divergence of the policy from a teacher, on the policy's completions."""
 
     name, phase, block = "distillation", "teacher", "objective.distillation"
     own: DistillationSettings
-    teacher: Policy
+    task: Task
+    teacher: Policy | None = None  # another model
+    snapshot: Snapshot | None = None  # the policy's weights as a teacher; None: the current ones
+
+    def check_examples(
+        self, policy: Policy, task: Task, settings: Settings
+    ) -> Callable[[Example], object]:
+        self.task = task
+        return super().check_examples(policy, task, settings)
 
     def start(self, run: Run) -> None:
         super().start(run)
-        self.teacher = load_teacher(run.settings, self.own.teacher, run.policy)
+        if self.own.teacher is not None:
+            self.teacher = load_teacher(run.settings, self.own.teacher, run.policy)
+        elif self.own.teacher_update_rate < 1:
+            self.snapshot = Snapshot(run.strategy)
+        if not any(map(self._has_view, run.stream.examples)):
+            prompt = self.own.teacher_prompt
+            column = "evidence" if prompt == "crop" else "evidence or an answer"
+            raise UserError(
+                f"objective.distillation.teacher_prompt={prompt} has no effect: no training "
+                f"example has {column} with boxes in pixels of its image"
+            )
+
+    def begin(self, rollout: Rollout, scheduler: Any) -> None:
+        """Move the teacher towards the policy of the last step; at first, to it."""
+        if self.snapshot is not None:
+            is_first = rollout.step == self.run.settings.supervised_steps
+            self.snapshot.move(1.0 if is_first else self.own.teacher_update_rate)
+
+    def _has_view(self, example: Example) -> bool:
+        return self.own.teacher_prompt == "same" or bool(self._find_boxes(example))
+
+    def _find_boxes(self, example: Example) -> tuple[Box, ...]:
+        if not example.images or self._target(example).kind != "image":
+            return ()
+        answer = list_boxes(example) if self.own.teacher_prompt == "mask" else ()
+        return list_evidence(example) or answer
+
+    def _target(self, example: Example) -> ImageRef:
+        return self.task.resolve(example)[1].target_image(example)
+
+    def covers(self, group: Group) -> bool:
+        return self._has_view(group.prompt.example)
+
+    def _change_prompts(self, slices: Sequence[GroupSlice]) -> Sequence[GroupSlice]:
+        """Return the groups that have a teacher, behind what it sees."""
+        if self.own.teacher_prompt == "same":
+            return slices
+        changed, prompts = [], self.run.policy.prompts
+        for piece in slices:
+            example, text = piece.prompt.example, piece.prompt.text
+            if boxes := self._find_boxes(example):
+                target = self._target(example)
+                image = self._show(target, boxes)
+                images = (image if other is target else other for other in example.images)
+                try:
+                    seen = prompts.with_resized_sizes(replace(example, images=tuple(images)))
+                except ValueError as error:
+                    raise UserError(f"{example.name}: its evidence: {error}") from error
+                changed.append(replace(piece, prompt=prompts.encode_text(seen, text)))
+        return changed
+
+    def _show(self, image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
+        """Return the image as the teacher sees it."""
+        edges = np.array(boxes)
+        room = self.own.margin * (edges[:, 2:] - edges[:, :2])
+        shares = np.hstack([edges[:, :2] - room, edges[:, 2:] + room]) / (image.size * 2)
+        if self.own.teacher_prompt == "mask":
+            return replace(image, noise=BoxWindow(tuple(map(tuple, shares.tolist()))))
+        around = place_box((*shares[:, :2].min(0), *shares[:, 2:].max(0)), image.size)
+        part = image.load().crop(around)
+        data = encode_png(part, compress_level=1)
+        return ImageRef(f"{image.name} {around}", part.size, part.size, data=data)
 
     def score(self, passes: Passes) -> Values:
-        logprobs = passes.logprobs(model=self.teacher)
-        self.teacher.engine.clear_image_features()
-        return {"teacher_logprobs": logprobs}
+        slices = self._change_prompts(passes.slices)
+        weights = None if self.snapshot is None else self.snapshot.in_place()
+        if self.own.loss == "reverse_kl":
+            others = passes.rollout.sampler_logprobs
+            found = {"teacher_logprobs": passes.logprobs(slices, others, weights, self.teacher)}
+        else:
+            names = "candidates", "teacher_logprobs"
+            pair = passes.likeliest(self.own.topk, slices, weights, self.teacher)
+            found = dict(zip(names, pair, strict=True))
+        if self.teacher is not None:
+            self.teacher.engine.clear_image_features()
+        return found
 
     def add_weights(
         self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
@@ -44,24 +144,64 @@ class Distillation(Method):
         weights["distillation"] = self.own.coef * shares.kept / shares.tokens
 
     def term(self, inputs: LossInputs) -> Float[Tensor, " M"]:
-        """Compute ρ·(log π_old − log π_teacher) of each token, whose gradient is through ρ alone.
+        """Compute the loss of each token.
 
-        At ρ = 1 the expected gradient is that of the reverse KL(policy ‖ teacher) of each token,
-        given the tokens before it: log π_old − log π_teacher is a reward of the token itself (Lu
-        and Thinking Machines Lab, "On-Policy Distillation", 2025; Gu et al., MiniLLM,
-        arXiv:2306.08543).
+        ``reverse_kl`` is ρ·(log π_old − log π_teacher), whose gradient is through ρ alone. At ρ = 1
+        the expected gradient is that of the reverse KL(policy ‖ teacher) of each token, given the
+        tokens before it: log π_old − log π_teacher is a reward of the token itself (Lu and Thinking
+        Machines Lab, "On-Policy Distillation", 2025; Gu et al., MiniLLM, arXiv:2306.08543).
+        ``jensen_shannon`` is the divergence times min(ρ, is_clip), without gradient through ρ
+        (Vision-OPD, arXiv:2605.18740).
         """
-        teacher = inputs.batch.scores.get("teacher_logprobs")
-        if teacher is None:
+        batch = inputs.batch
+        if "teacher_logprobs" not in batch.scores:
             raise ValueError("distillation needs teacher_logprobs in the batch")
-        values = (inputs.batch.logprobs - inputs.old).exp() * (inputs.old - teacher)
+        ratio = (batch.logprobs - inputs.old).exp()
+        if self.own.loss == "reverse_kl":
+            values = ratio * (inputs.old - batch.scores["teacher_logprobs"])
+        else:
+            values = self._diverge(batch) * ratio.detach().clamp(max=self.own.is_clip)
         return values if inputs.correction is None else values * inputs.correction
+
+    def _diverge(self, batch: TokenBatch) -> Float[Tensor, " M"]:
+        assert batch.candidate_logprobs is not None
+        pair = batch.candidate_logprobs, batch.scores["teacher_logprobs"]
+        return mixed_divergence(*pair, self.own.alpha)
 
     def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
         teacher = batch.scores.get("teacher_logprobs")
         if teacher is None:
             return {}
+        if self.own.loss == "jensen_shannon":
+            return {"distillation/divergence": self._diverge(batch)}
         return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
+
+    def state_dict(self) -> tuple[None, Mapping[str, Any]]:
+        return (None, {}) if self.snapshot is None else self.snapshot.state_dict()
+
+    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
+        if self.snapshot is not None:
+            self.snapshot.load_state_dict(tensors)
+
+
+def mixed_divergence(
+    policy: Float[Tensor, "M k"], teacher: Float[Tensor, "M k"], alpha: float
+) -> Float[Tensor, " M"]:
+    """Return (1 − α)·KL(S ‖ M) + α·KL(T ‖ M) with M = (1 − α)·S + α·T, in nats.
+
+    S and T are the distributions of policy and teacher over k candidates, whose log-probs are
+    given, and all other tokens as one.
+    """
+    own, other = _add_rest(policy), _add_rest(teacher)
+    mixture = torch.logaddexp(own + math.log(1 - alpha), other + math.log(alpha))
+    divergences = [(part.exp() * (part - mixture)).sum(-1) for part in (own, other)]
+    return (1 - alpha) * divergences[0] + alpha * divergences[1]
+
+
+def _add_rest(logprobs: Float[Tensor, "M k"]) -> Float[Tensor, "M k+1"]:
+    logprobs = logprobs.clamp(min=_LEAST)
+    every = logprobs.logsumexp(-1, keepdim=True).clamp(max=_NO_REST)
+    return torch.cat([logprobs, torch.log(-torch.expm1(every))], dim=-1)
 
 
 def load_teacher(settings: Settings, name: str, policy: Policy) -> Policy:

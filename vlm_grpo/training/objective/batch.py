@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 Number = Tensor | float | int
@@ -41,6 +41,8 @@ class TokenBatch:
     entropies: Float[Tensor, " M"] | None = None
     # False for a completion that is masked out (truncated); None: all are active
     active: Bool[Tensor, " N"] | None = None
+    # log-probs of k candidates at each token's place, with gradient, which a method has chosen
+    candidate_logprobs: Float[Tensor, "M k"] | None = None
     # whether each token is the policy's likeliest; None: unknown
     is_top: Bool[Tensor, " M"] | None = None
     # advantage of each token; None: that of its completion
@@ -49,7 +51,7 @@ class TokenBatch:
     # step included
     weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
     # what methods scored of each token, by name, without gradient
-    scores: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
+    scores: Mapping[str, Shaped[Tensor, "M ..."]] = field(default_factory=dict)
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:
