@@ -119,7 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
         "task_options": {"environment": "zoom"},
         "objective": {
             "distillation": {
-                "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 1.0,
+                "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.5,
                 "loss": "jensen_shannon",
             },
         },

@@ -148,7 +148,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/update.py", "[k and p == part for", "[k for"),
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
     ("training/update.py", "{name: weight * count for", "{name: weight for"),
-    ("training/update.py", "old = score_slices(", "score_slices("),
+    ("training/update.py", "old = score_slices(self.policy", "_ = score_slices(self.policy"),
     ("training/rollout.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("training/batch.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("training/batch.py", "rewards @ weights", "rewards.sum(1)"),

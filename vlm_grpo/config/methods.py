@@ -30,22 +30,14 @@ BUILT_IN = "vlm_grpo.training.methods"
 class MethodSettings(Frozen):
     """Settings of an optional method, and what a step with it costs."""
 
+    extra_passes: ClassVar[int] = 0
+    """Passes without gradient behind other images than the prompts' own."""
     extra_views: ClassVar[int] = 0
     """Further forms of each prompt from behind which a group is sampled."""
 
     @property
-    def extra_passes(self) -> int:
-        """Passes of the policy without gradient, behind other images or with other weights."""
-        return 0
-
-    @property
-    def extra_copies(self) -> int:
-        """Copies of the trainable weights."""
-        return 0
-
-    @property
     def extra_model(self) -> str | None:
-        """A further model that scores the completions."""
+        """A further model that scores the completions; "": a copy of the policy; None: none does."""
         return None
 
     @property
@@ -118,9 +110,9 @@ class DistillationSettings(MethodSettings):
     teacher: str | None = None
     """Model whose distribution the policy approaches, as the setting ``model``; one of the policy's
     family, with its tokens. None: the policy itself, with weights as in ``teacher_update_rate``."""
-    teacher_update_rate: float = Field(default=0.05, ge=0, le=1)
+    teacher_update_rate: float = Field(default=0.05, ge=0, lt=1)
     """Share of the policy's weights in the moving average after each step that is the teacher. 0:
-    it is the initial policy; 1: the current one, of which no copy is kept."""
+    it stays the initial policy."""
     teacher_prompt: Literal["same", "crop", "mask"] = "same"
     """What the teacher sees of the image: ``same`` all of it; ``crop`` the part around the boxes in
     the row's column ``evidence``, from the original pixels; ``mask`` the image, black beyond these
@@ -145,16 +137,8 @@ class DistillationSettings(MethodSettings):
     """
 
     @property
-    def extra_passes(self) -> int:
-        return int(self.teacher is None)
-
-    @property
-    def extra_copies(self) -> int:
-        return int(self.teacher is None and self.teacher_update_rate < 1)
-
-    @property
-    def extra_model(self) -> str | None:
-        return self.teacher
+    def extra_model(self) -> str:
+        return self.teacher or ""
 
     @property
     def term(self) -> str:
@@ -166,6 +150,7 @@ class PerceptionSettings(MethodSettings):
     (arXiv:2507.06448) with ``kl_coef``, and VPPO (arXiv:2510.09285) with ``top_share`` and
     ``min_scale``. The mask is PAPO's; VPPO masks half of the patches."""
 
+    extra_passes: ClassVar[int] = 1
     mask_ratio: float = Field(default=0.6, gt=0.0, le=1.0)
     """Probability of each patch to be black."""
     patch_size: int = Field(default=14, ge=1)
@@ -179,10 +164,6 @@ class PerceptionSettings(MethodSettings):
     min_scale: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Scale of the advantages of the completion that depends least on its image; those of the
     others are higher, with mean 1. VPPO has 0.9; None: all are 1."""
-
-    @property
-    def extra_passes(self) -> int:
-        return 1
 
     @property
     def weighs_tokens(self) -> bool:

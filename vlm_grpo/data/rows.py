@@ -301,11 +301,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
 
 def _check_boxes(example: Example, task: Task) -> None:
     """Raise a ``BoxError`` if a gold box is not in pixels of its image."""
-    boxes = list_boxes(example)
-    try:
-        evidence = list_evidence(example)
-    except ValueError as error:
-        raise ValueError(f"evidence: {error}") from error
+    boxes, evidence = list_boxes(example), list_evidence(example)
     if not boxes and not evidence:
         return
     width, height = size = task.target_image(example).size
@@ -331,7 +327,10 @@ def list_evidence(example: Example) -> tuple[Box, ...]:
     """Return the boxes of the column ``evidence`` in pixels, the parts of the image that an answer
     needs; none if it holds something else. ``ValueError``: one is no box."""
     found = example.meta.get("evidence") if example.images else None
-    return gold_boxes({"boxes": found}) if _holds_boxes(found) else ()
+    try:
+        return gold_boxes({"boxes": found}) if _holds_boxes(found) else ()
+    except ValueError as error:
+        raise ValueError(f"evidence: {error}") from error
 
 
 def _holds_boxes(value: Any) -> bool:

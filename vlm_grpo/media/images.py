@@ -186,8 +186,7 @@ class BoxWindow:
 def place_box(
     box: tuple[float, float, float, float], size: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Return a box in shares of an image's sides as the pixels of one that it touches."""
-    (x1, y1, x2, y2), (width, height) = box, size
-    left, top = int(min(max(x1, 0) * width, width - 1)), int(min(max(y1, 0) * height, height - 1))
-    right, bottom = math.ceil(min(x2, 1) * width), math.ceil(min(y2, 1) * height)
+    """Return a box in shares of an image's sides as the pixels that it touches, at least one."""
+    left, top = (int(min(max(x, 0) * n, n - 1)) for x, n in zip(box, size, strict=False))
+    right, bottom = (math.ceil(min(x, 1) * n) for x, n in zip(box[2:], size, strict=True))
     return left, top, max(right, left + 1), max(bottom, top + 1)

@@ -356,7 +356,7 @@ class Planner:
         self.captures = settings.rollout.cuda_graphs is not False
         self.teacher_weights = 0  # number of weights of the models of methods
         for name in (own.extra_model for own in settings.used_methods):
-            if name is not None:
+            if name:
                 changes = {"model": name, "model_revision": None}
                 teacher = load_config(settings.model_copy(update=changes))
                 self.teacher_weights += read_model_shape(teacher, PolicySettings()).num_weights

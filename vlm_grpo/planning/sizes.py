@@ -344,6 +344,7 @@ def estimate_workload(
     """Return the workload of a step whose prompts are divided among devices."""
     rollout, optim = settings.rollout, settings.optim
     copies = 1 if model.shares_prompts else rollout.num_generations
+    teaching = sum(own.extra_model == "" for own in settings.used_methods)
     return Workload(
         num_prompts=math.ceil(optim.prompts_per_step / devices) * copies,
         num_generations=rollout.num_generations // copies,
@@ -361,8 +362,8 @@ def estimate_workload(
         optimizer=optim.name,
         mini_batches=optim.mini_batches,
         teacher_weights=teacher_weights,
-        extra_copies=sum(own.extra_copies for own in settings.used_methods),
-        extra_passes=sum(own.extra_passes for own in settings.used_methods),
+        extra_copies=teaching,
+        extra_passes=teaching + sum(own.extra_passes for own in settings.used_methods),
         views=1 + sum(own.extra_views for own in settings.used_methods),
         results=prompt.results,
         result_tokens=prompt.result_tokens,

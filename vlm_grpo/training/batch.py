@@ -367,48 +367,25 @@ def score_slices(
     layout: TokenLayout,
     max_tokens: int,
     others: Tensor | None = None,
-) -> Tensor:
-    """Return log-probs of a step's tokens, (T,), with one pass over each prompt.
+    top_k: int = 0,
+) -> TokenScores:
+    """Return scores of a step's T tokens, with one pass over each prompt, and of the ``top_k``
+    likeliest tokens in their places.
 
-    ``others`` (T,) are the values of the completions that are not in the slices; None: 0.
+    ``others`` (T,) are the log-probs of the completions that are not in the slices; None: 0.
     """
     batches = pack(slices, max_tokens)
-    parts = [policy.score(micro).logprobs for micro in batches]
-    start = torch.zeros(layout.total) if others is None else others
-    return _fill(policy, start, batches, parts, layout)
-
-
-@torch.no_grad()
-def find_likeliest(
-    policy: Policy, slices: Sequence[GroupSlice], layout: TokenLayout, max_tokens: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens in the place of each of a step's tokens, (T, k), and their
-    log-probs; zeros for completions that are not in the slices. k is at most ``count``.
-    """
-    batches, pairs = pack(slices, max_tokens), list[tuple[Any, Any]]()
-    for micro in batches:
-        scores = policy.score(micro, top_k=count)
-        pairs.append((scores.likeliest, scores.others))
-    tokens, logprobs = zip(*pairs, strict=True) if pairs else ((), ())
-    shape = layout.total, pairs[0][0].shape[1] if pairs else 1
-    return (
-        _fill(policy, torch.zeros(shape, dtype=torch.int32), batches, tokens, layout),
-        _fill(policy, torch.zeros(shape), batches, logprobs, layout),
-    )
-
-
-def _fill(
-    policy: Policy,
-    start: Tensor,
-    batches: Sequence[MicroBatch],
-    parts: Sequence[Tensor],
-    layout: TokenLayout,
-) -> Tensor:
-    dtype = parts[0].dtype if parts and start.is_floating_point() else start.dtype
-    found = copy_to(policy.device, start).to(dtype, copy=True)
-    for micro, part in zip(batches, parts, strict=True):
-        found[copy_to(policy.device, layout.index(micro.rows))] = part.to(dtype)
-    return found
+    start = copy_to(policy.device, torch.zeros(layout.total) if others is None else others)
+    if not batches:
+        return TokenScores(start)
+    found = TokenScores.join([policy.score(micro, top_k=top_k) for micro in batches])
+    index = copy_to(policy.device, layout.index([row for micro in batches for row in micro.rows]))
+    spread = [
+        None if c is None else c.new_zeros(layout.total, *c.shape[1:]).index_copy(0, index, c)
+        for c in found.columns
+    ]
+    start = start.to(found.logprobs.dtype).index_copy(0, index, found.logprobs)
+    return TokenScores(start, *spread[1:])
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:

@@ -139,7 +139,8 @@ class Updater:
             later = [piece for part in batch.mini_batches[1:] for piece in part]
             own = [piece for piece in later if batch.layout.starts[piece.rows[0]] < end]
             with self.strategy.gathered():
-                old = score_slices(self.policy, own, batch.layout, self.budget.limit, old)
+                limit = self.budget.limit
+                old = score_slices(self.policy, own, batch.layout, limit, old).logprobs
         return old
 
     def _accumulate(

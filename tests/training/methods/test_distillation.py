@@ -72,7 +72,7 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path):
     prompt = policy.prompts.build(noise_example("a", [(56, 28)], seed=1), task)
     tokens = ((5, 6, 7), (8,), (9, 10))
     piece = GroupSlice(prompt, tokens, (0, 1, 2))
-    logprobs = score_slices(found, [piece], TokenLayout.of([3, 1, 2]), 10_000)
+    logprobs = score_slices(found, [piece], TokenLayout.of([3, 1, 2]), 10_000).logprobs
     torch.testing.assert_close(logprobs, alone.score(MicroBatch((piece,))).logprobs.detach())
     counters = found.counters
     assert counters.encoder_passes == 1

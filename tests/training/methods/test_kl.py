@@ -123,7 +123,7 @@ class FrozenPolicy:
 
     def logprobs(self, rollout: Rollout) -> torch.Tensor:
         slices = build_slices(rollout.groups, [True] * len(rollout.completions))
-        return score_slices(self.policy, slices, rollout.layout, self.budget.limit)
+        return score_slices(self.policy, slices, rollout.layout, self.budget.limit).logprobs
 
 
 @pytest.mark.parametrize(("weights", "every"), [(FULL, 2), (LORA, "never")], ids=["full", "lora"])

@@ -11,8 +11,8 @@ terms to the loss. The rest of the training code names no method.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ from vlm_grpo.config.methods import (
 )
 from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import find_likeliest, score_slices
+from vlm_grpo.training.batch import score_slices
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vlm_grpo.data.stream import ExampleStream
     from vlm_grpo.dist.strategy import Strategy
     from vlm_grpo.model.engine.batch import GroupSlice
+    from vlm_grpo.model.engine.logprobs import TokenScores
     from vlm_grpo.model.families import ImageFeatures
     from vlm_grpo.model.families.family import Unit
     from vlm_grpo.model.policy import Policy
@@ -85,52 +86,38 @@ class Passes:
     strategy: Strategy
     max_tokens: int  # number of tokens to score at once
 
-    def logprobs(
+    def logprobs(self, *arguments: Any, **others: Any) -> Tensor:
+        """Return log-probs of the step's tokens, (T,); arguments as in ``score``."""
+        return self.score(*arguments, **others).logprobs
+
+    def score(
         self,
         slices: Sequence[GroupSlice] | None = None,
         others: Tensor | None = None,
         weights: AbstractContextManager[None] | None = None,
         model: Policy | None = None,
-    ) -> Tensor:
-        """Return log-probs of the step's tokens, (T,). All ranks must call it.
+        top_k: int = 0,
+    ) -> TokenScores:
+        """Return scores of the step's tokens. All ranks must call it.
 
         Args:
             slices: the completions to score, perhaps behind other prompts; None: all.
-            others: (T,) values for the other completions; None: 0.
+            others: (T,) log-probs of the other completions; None: 0.
             weights: puts other weights into the policy; None: it has the current ones.
             model: another model that scores; None: the policy.
+            top_k: number of the likeliest tokens in each place to score, too.
         """
-        slices, layout = self.slices if slices is None else slices, self.rollout.layout
-        with self._use(weights, model) as policy:
-            return score_slices(policy, slices, layout, self.max_tokens, others)
-
-    def likeliest(
-        self,
-        count: int,
-        slices: Sequence[GroupSlice] | None = None,
-        weights: AbstractContextManager[None] | None = None,
-        model: Policy | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens in the place of each token, (T, k), and their log-probs.
-        All ranks must call it. Arguments as in ``logprobs``; other completions have zeros.
-        """
-        slices, layout = self.slices if slices is None else slices, self.rollout.layout
-        with self._use(weights, model) as policy:
-            return find_likeliest(policy, slices, layout, self.max_tokens, count)
-
-    @contextmanager
-    def _use(
-        self, weights: AbstractContextManager[None] | None, model: Policy | None
-    ) -> Iterator[Policy]:
+        slices = self.slices if slices is None else slices
+        arguments = slices, self.rollout.layout, self.max_tokens, others, top_k
         if model is not None:
-            yield model
-            return
+            return score_slices(model, *arguments)
         if weights is not None:
             self.strategy.release()
         with weights or nullcontext(), self.strategy.gathered():
-            yield self.strategy.policy
+            found = score_slices(self.strategy.policy, *arguments)
             if weights is not None:
                 self.strategy.release()
+        return found
 
 
 class Method:

@@ -11,7 +11,7 @@ prompt and completion, not over all packed tokens. Recurrent layers are not chan
 """
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,9 +39,7 @@ class CounterfactualSettings(MethodSettings):
     threshold: float = Field(default=2.0, ge=0)
     """Standard deviations above the mean weight, from which on a token's values are replaced."""
 
-    @property
-    def extra_passes(self) -> int:
-        return 1
+    extra_passes: ClassVar[int] = 1
 
     @property
     def term(self) -> str:

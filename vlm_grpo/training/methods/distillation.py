@@ -6,7 +6,7 @@ learns to see in the whole image what it sees in the part.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import BoxWindow, encode_png, place_box
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
@@ -47,21 +46,14 @@ class Distillation(Method):
 
     name, phase, block = "distillation", "teacher", "objective.distillation"
     own: DistillationSettings
-    task: Task
     teacher: Policy | None = None  # another model
-    snapshot: Snapshot | None = None  # the policy's weights as a teacher; None: the current ones
-
-    def check_examples(
-        self, policy: Policy, task: Task, settings: Settings
-    ) -> Callable[[Example], object]:
-        self.task = task
-        return super().check_examples(policy, task, settings)
+    snapshot: Snapshot | None = None  # or a copy of the policy
 
     def start(self, run: Run) -> None:
         super().start(run)
         if self.own.teacher is not None:
             self.teacher = load_teacher(run.settings, self.own.teacher, run.policy)
-        elif self.own.teacher_update_rate < 1:
+        else:
             self.snapshot = Snapshot(run.strategy)
         if not any(map(self._has_view, run.stream.examples)):
             prompt = self.own.teacher_prompt
@@ -87,7 +79,7 @@ class Distillation(Method):
         return list_evidence(example) or answer
 
     def _target(self, example: Example) -> ImageRef:
-        return self.task.resolve(example)[1].target_image(example)
+        return self.run.task.resolve(example)[1].target_image(example)
 
     def covers(self, group: Group) -> bool:
         return self._has_view(group.prompt.example)
@@ -125,16 +117,14 @@ class Distillation(Method):
     def score(self, passes: Passes) -> Values:
         slices = self._change_prompts(passes.slices)
         weights = None if self.snapshot is None else self.snapshot.in_place()
-        if self.own.loss == "reverse_kl":
-            others = passes.rollout.sampler_logprobs
-            found = {"teacher_logprobs": passes.logprobs(slices, others, weights, self.teacher)}
-        else:
-            names = "candidates", "teacher_logprobs"
-            pair = passes.likeliest(self.own.topk, slices, weights, self.teacher)
-            found = dict(zip(names, pair, strict=True))
+        count = self.own.topk if self.own.loss == "jensen_shannon" else 0
+        sampled = passes.rollout.sampler_logprobs
+        found = passes.score(slices, sampled, weights, self.teacher, count)
         if self.teacher is not None:
             self.teacher.engine.clear_image_features()
-        return found
+        if found.others is None or found.likeliest is None:  # also without a teacher's prompt
+            return {"teacher_logprobs": found.logprobs}
+        return {"teacher_logprobs": found.others, "candidates": found.likeliest.int()}
 
     def add_weights(
         self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
@@ -164,9 +154,10 @@ class Distillation(Method):
         return values if inputs.correction is None else values * inputs.correction
 
     def _diverge(self, batch: TokenBatch) -> Float[Tensor, " M"]:
-        assert batch.candidate_logprobs is not None
-        pair = batch.candidate_logprobs, batch.scores["teacher_logprobs"]
-        return mixed_divergence(*pair, self.own.alpha)
+        own = batch.candidate_logprobs
+        if own is None:  # no completion of this rank has a teacher
+            return batch.logprobs * 0
+        return mixed_divergence(own, batch.scores["teacher_logprobs"], self.own.alpha)
 
     def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
         teacher = batch.scores.get("teacher_logprobs")
