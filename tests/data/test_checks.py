@@ -70,10 +70,19 @@ def test_a_report_lists_every_kind_of_problem(folder):
 
 
 def test_boxes_are_counted_and_may_end_half_a_pixel_outside(folder):
-    write_files(folder, {"in.jsonl": rows("a.png", answer={"boxes": [[0, 0, 160.5, 120]]})})
+    write_files(
+        folder,
+        {
+            "in.jsonl": rows(
+                "a.png", answer={"boxes": [[0, 0, 160.5, 120]]}, evidence=[[1, 1, 5, 5]]
+            )
+        },
+    )
     report = check(folder / "in.jsonl", "grounding")
     assert report.passed
-    assert any("boxes per row                1: 1" in line for line in report.describe())
+    text = "\n".join(report.describe())
+    assert "boxes per row                1: 1" in text
+    assert "evidence box side in pixels  5 %: 4, median 4" in text
 
 
 def test_the_part_of_a_source_that_was_checked_is_named(tmp_path):

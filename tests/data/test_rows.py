@@ -64,7 +64,8 @@ def write_boxes(folder: Path, form: Any, size: tuple[int, int] = (640, 480)) -> 
         x, y = random.randint(0, 500), random.randint(0, 380)
         edges.append((x, y, random.randint(x + 20, 640), random.randint(y + 20, 480)))
     (folder / "a.png").write_bytes(png(*size))
-    rows = [make_row(id=n, answer={"boxes": [form(*own)]}) for n, own in enumerate(edges)]
+    boxes = [[form(*own)] for own in edges]
+    rows = [make_row(id=n, answer={"boxes": b}, evidence=b) for n, b in enumerate(boxes)]
     return write_rows(folder, *rows)
 
 
@@ -85,7 +86,8 @@ def test_boxes_in_another_form_are_refused_with_the_settings_that_read_them(tmp_
         source, GROUNDING, DataSettings.model_validate({"train": source, **given})
     )
     for own, example in zip(found, expected, strict=True):
-        assert own.answer["boxes"][0] == pytest.approx(example.answer["boxes"][0], abs=0.001)
+        for boxes in (own.answer["boxes"], own.meta["evidence"]):
+            assert boxes[0] == pytest.approx(example.answer["boxes"][0], abs=0.001)
 
 
 def test_boxes_of_another_size_of_the_image_are_found(tmp_path, caplog):
@@ -94,6 +96,14 @@ def test_boxes_of_another_size_of_the_image_are_found(tmp_path, caplog):
     source = write_boxes(tmp_path, lambda *box: list(box), size=(1600, 1200))
     assert len(load_examples(source, GROUNDING)) == 48
     assert "no box of 48 rows reaches beyond 40% of its image's width or 40% of its" in caplog.text
+
+
+def test_evidence_is_checked_like_boxes_of_answers_unless_it_is_something_else(folder):
+    for evidence in ("a text", ["a text"], [0.5, 2], [], None, [[1, 1, 4, 4], [0, 0, 8, 6]]):
+        read_row(make_row(evidence=evidence), folder)
+    for bad, problem in (([[1, 2, 3]], "evidence: box .* four"), ([[0, 0, 9.5, 6]], "outside its")):
+        with pytest.raises(ValueError, match=problem):
+            read_row(make_row(evidence=bad), folder)
 
 
 def test_few_bad_boxes_are_no_other_form(tmp_path):

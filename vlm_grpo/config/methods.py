@@ -37,7 +37,7 @@ class MethodSettings(Frozen):
 
     @property
     def extra_model(self) -> str | None:
-        """A further model that scores the completions; "": a copy of the policy; None: none does."""
+        """A further model that scores; "": a copy of the policy; None: there is none."""
         return None
 
     @property

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from small_runs import make_trainer
 from tiny_models import noise_example, tiny_model
 
+from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -18,7 +21,7 @@ from vlm_grpo.planning.plan import plan
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.batch import TokenLayout, score_slices
 from vlm_grpo.training.methods import build_methods
-from vlm_grpo.training.methods.distillation import load_teacher
+from vlm_grpo.training.methods.distillation import Distillation, load_teacher
 from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
 
 
@@ -101,3 +104,27 @@ def test_a_plan_counts_the_teacher():
     weights = taught.step.memory.teacher
     assert weights == taught.step.shape.num_weights * taught.step.shape.value_bytes
     assert taught.step.memory.peak == plain.step.memory.peak + weights
+    own = plan(load_settings("counting", [few, "objective.distillation={}"]), gpu="24GB")
+    assert own.step.memory.reference == own.step.memory.gradients  # a copy of the trained weights
+    assert own.step.memory.peak == plain.step.memory.peak + own.step.memory.reference
+
+
+def test_the_teacher_sees_the_part_around_all_boxes_or_only_what_is_inside():
+    (image,) = noise_example("a", [(100, 80)], seed=1).images
+    pixels = np.asarray(image.load())
+    boxes = (20.0, 20.0, 40.0, 30.0), (30.0, 40.0, 50.0, 60.0)
+    crop, mask = (
+        Distillation(DistillationSettings(teacher_prompt=prompt, margin=0.5))._show(image, boxes)  # noqa: SLF001
+        for prompt in ("crop", "mask")
+    )
+    assert (np.asarray(crop.load()) == pixels[15:70, 10:60]).all()  # half of the sides beyond
+    shown = np.zeros_like(pixels)
+    for x1, y1, x2, y2 in ((10, 15, 50, 35), (20, 30, 60, 70)):
+        shown[y1:y2, x1:x2] = pixels[y1:y2, x1:x2]
+    assert (np.asarray(mask.noise(image.load())) == shown).all()
+    assert mask.size == mask.resized_size == image.size
+
+
+def test_a_crop_without_evidence_is_refused(settings):
+    with pytest.raises(UserError, match="teacher_prompt=crop has no effect: no training example"):
+        make_trainer(settings(objective={"distillation": {"teacher_prompt": "crop"}}))
