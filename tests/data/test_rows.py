@@ -100,10 +100,10 @@ def test_boxes_of_another_size_of_the_image_are_found(tmp_path, caplog):
 
 def test_evidence_is_checked_like_boxes_of_answers_unless_it_is_something_else(folder):
     for evidence in ("a text", ["a text"], [0.5, 2], [], None, [[1, 1, 4, 4], [0, 0, 8, 6]]):
-        read_row(make_row(evidence=evidence), folder)
+        convert(make_row(evidence=evidence), root=folder)
     for bad, problem in (([[1, 2, 3]], "evidence: box .* four"), ([[0, 0, 9.5, 6]], "outside its")):
         with pytest.raises(ValueError, match=problem):
-            read_row(make_row(evidence=bad), folder)
+            convert(make_row(evidence=bad), root=folder)
 
 
 def test_few_bad_boxes_are_no_other_form(tmp_path):
