@@ -75,8 +75,8 @@ class Distillation(Method):
     def _find_boxes(self, example: Example) -> tuple[Box, ...]:
         if not example.images or self._target(example).kind != "image":
             return ()
-        answer = list_boxes(example) if self.own.teacher_prompt == "mask" else ()
-        return list_evidence(example) or answer
+        takes_answer = self.own.teacher_prompt == "mask"
+        return list_evidence(example) or (list_boxes(example) if takes_answer else ())
 
     def _target(self, example: Example) -> ImageRef:
         return self.run.task.resolve(example)[1].target_image(example)
@@ -164,7 +164,8 @@ class Distillation(Method):
         if teacher is None:
             return {}
         if self.own.loss == "jensen_shannon":
-            return {"distillation/divergence": self._diverge(batch)}
+            has_teacher = batch.weights["distillation"] != 0
+            return {"distillation/divergence": self._diverge(batch) * has_teacher}
         return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
 
     def state_dict(self) -> tuple[None, Mapping[str, Any]]:
