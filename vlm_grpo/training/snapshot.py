@@ -49,9 +49,8 @@ class Snapshot:
             for name, weight in self.trainable.items():
                 _set(weight, policy[name])
 
-    def state_dict(self) -> tuple[None, dict[str, Any]]:
-        pairs = self.held.items()
-        return None, {name: unshard_like(part, self.trainable[name]) for name, part in pairs}
+    def state_dict(self) -> dict[str, Any]:
+        return {n: unshard_like(part, self.trainable[n]) for n, part in self.held.items()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         mismatch = UserError(

@@ -134,6 +134,7 @@ class Method:
     state_name: ClassVar[str] = ""
     has_videos: ClassVar[bool] = True  # whether it supports examples with videos
     run: Run
+    snapshot: Any = None  # a ``Snapshot`` of the policy that it keeps
     is_alone: bool = False  # whether its term is the only one of the loss of its steps
     pool: int = 1  # number of candidates of ``choose`` per prompt
 
@@ -264,10 +265,12 @@ class Method:
 
     def state_dict(self) -> tuple[Any, Mapping[str, Any]]:
         """Return the state in checkpoints: values that JSON can hold, and tensors by name."""
-        return None, {}
+        return None, {} if self.snapshot is None else self.snapshot.state_dict()
 
     def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
         """Restore what ``state_dict`` returned; None and nothing if the run did not use it."""
+        if self.snapshot is not None:
+            self.snapshot.load_state_dict(tensors)
 
 
 def overrides(method: Method, hook: str) -> bool:

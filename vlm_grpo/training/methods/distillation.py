@@ -6,7 +6,7 @@ learns to see in the whole image what it sees in the part.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +46,7 @@ class Distillation(Method):
 
     name, phase, block = "distillation", "teacher", "objective.distillation"
     own: DistillationSettings
-    teacher: Policy | None = None  # another model
-    snapshot: Snapshot | None = None  # or a copy of the policy
+    teacher: Policy | None = None  # another model; None: the snapshot is the teacher
 
     def start(self, run: Run) -> None:
         super().start(run)
@@ -167,13 +166,6 @@ class Distillation(Method):
             has_teacher = batch.weights["distillation"] != 0
             return {"distillation/divergence": self._diverge(batch) * has_teacher}
         return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
-
-    def state_dict(self) -> tuple[None, Mapping[str, Any]]:
-        return (None, {}) if self.snapshot is None else self.snapshot.state_dict()
-
-    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
-        if self.snapshot is not None:
-            self.snapshot.load_state_dict(tensors)
 
 
 def mixed_divergence(

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.requirements import get
 from vlm_grpo.config.run import Settings
@@ -23,7 +21,6 @@ class ReferenceKL(Method):
 
     name, phase, state_name = "kl", "reference", "reference"
     own: ObjectiveSettings
-    snapshot: Snapshot
 
     @classmethod
     def find(cls, settings: Settings | Mapping[str, Any]) -> ObjectiveSettings | None:
@@ -52,9 +49,3 @@ class ReferenceKL(Method):
             "penalties": penalties,
             "old_logprobs": policy,
         }
-
-    def state_dict(self) -> tuple[None, dict[str, Any]]:
-        return self.snapshot.state_dict()
-
-    def load_state_dict(self, values: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.snapshot.load_state_dict(tensors)
