@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from vlm_grpo.media.images import BoxWindow, DiffusionNoise, PatchMask, TableCell, decode_image
+from vlm_grpo.media.images import DiffusionNoise, PatchMask, TableCell, decode_image
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
@@ -38,7 +38,7 @@ class ImageRef:
     path: Path | None = None  #: file of the encoded image
     data: bytes | TableCell | None = None  #: encoded bytes, or where they are
     #: noise or mask on the resized image, which ``load`` leaves out; None: there is none
-    noise: DiffusionNoise | PatchMask | BoxWindow | None = None
+    noise: DiffusionNoise | PatchMask | None = None
     kind: ClassVar[Literal["image", "video"]] = "image"
 
     @property

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -167,26 +166,3 @@ class PatchMask:
         masked = image.copy()
         masked.paste(0, mask=mask.crop((0, 0, *image.size)))
         return masked
-
-
-@dataclass(frozen=True)
-class BoxWindow:
-    """A mask that makes an image black beyond some boxes."""
-
-    boxes: tuple[tuple[float, float, float, float], ...]  # xyxy in shares of the image's sides
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        shown = Image.new("RGB", image.size)
-        for box in self.boxes:
-            part = place_box(box, image.size)
-            shown.paste(image.crop(part), part)
-        return shown
-
-
-def place_box(
-    box: tuple[float, float, float, float], size: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    """Return a box in shares of an image's sides as the pixels that it touches, at least one."""
-    left, top = (int(min(max(x, 0) * n, n - 1)) for x, n in zip(box, size, strict=False))
-    right, bottom = (math.ceil(min(x, 1) * n) for x, n in zip(box[2:], size, strict=True))
-    return left, top, max(right, left + 1), max(bottom, top + 1)

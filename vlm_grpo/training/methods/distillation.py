@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config.methods import DistillationSettings
@@ -21,7 +22,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.rows import list_boxes, list_evidence
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import BoxWindow, encode_png, place_box
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
@@ -103,15 +104,19 @@ class Distillation(Method):
 
     def _show(self, image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
         """Return the image as the teacher sees it."""
-        edges = np.array(boxes)
+        edges, size = np.array(boxes), np.array(image.size)
         room = self.own.margin * (edges[:, 2:] - edges[:, :2])
-        shares = np.hstack([edges[:, :2] - room, edges[:, 2:] + room]) / (image.size * 2)
-        if self.own.teacher_prompt == "mask":
-            return replace(image, noise=BoxWindow(tuple(map(tuple, shares.tolist()))))
-        around = place_box((*shares[:, :2].min(0), *shares[:, 2:].max(0)), image.size)
-        part = image.load().crop(around)
-        data = encode_png(part, compress_level=1)
-        return ImageRef(f"{image.name} {around}", part.size, part.size, data=data)
+        low = np.floor(edges[:, :2] - room).clip(0, size - 1)
+        high = np.ceil(edges[:, 2:] + room).clip(low + 1, size)
+        picture = image.load()
+        shown = Image.new("RGB", image.size)
+        if self.own.teacher_prompt == "crop":
+            shown = picture.crop((*low.min(0), *high.max(0)))
+        else:
+            for part in np.hstack([low, high]).astype(int).tolist():
+                shown.paste(picture.crop(part), part)
+        name, data = f"{image.name} as the teacher sees it", encode_png(shown, compress_level=1)
+        return ImageRef(name, shown.size, shown.size, data=data)
 
     def score(self, passes: Passes) -> Values:
         slices = self._change_prompts(passes.slices)
