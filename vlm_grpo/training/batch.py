@@ -310,12 +310,6 @@ class SelectedTokens:
     inputs: dict[str, Tensor]  # fields of ``TokenBatch``, and values for its ``scores``, by name
     weights: dict[str, Tensor]  # (M,) weights by term
 
-    @property
-    def candidates(self) -> Tensor | None:
-        """(M, k) tokens whose log-probs a method needs besides."""
-        found = self.inputs.get("candidates")
-        return None if found is None else found.long()
-
     def join(self, scores: TokenScores, old: Tensor | None) -> TokenBatch:
         """Return the inputs of the loss, without waiting for the device. ``old`` has the (T,)
         log-probs of the step's tokens before its first update; None: they are the policy's.

@@ -223,7 +223,8 @@ class Updater:
         selected = batch.select(micro, self.policy.device)
         with self.offload():
             with_entropy = objective.entropy_coef != 0 and not batch.is_written
-            scores = self.policy.score(micro, with_entropy, batch.is_written, selected.candidates)
+            others = selected.inputs.get("candidates")
+            scores = self.policy.score(micro, with_entropy, batch.is_written, others)
         if number == 0 and old is not None:
             index, now = selected.index, scores.logprobs.detach().to(old.dtype)
             if batch.recalled is not None:
