@@ -111,7 +111,7 @@ class Distillation(Method):
         picture = image.load()
         shown = Image.new("RGB", image.size)
         if self.own.teacher_prompt == "crop":
-            shown = picture.crop((*low.min(0), *high.max(0)))
+            shown = picture.crop(np.hstack([low.min(0), high.max(0)]).tolist())
         else:
             for part in np.hstack([low, high]).astype(int).tolist():
                 shown.paste(picture.crop(part), part)
