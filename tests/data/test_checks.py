@@ -23,9 +23,9 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
 
-def rows(*images: str, answer: object = 1) -> list[dict]:
+def rows(*images: str, answer: object = 1, **others: object) -> list[dict]:
     return [
-        {"id": f"r{i}", "images": [image], "question": "?", "answer": answer}
+        {"id": f"r{i}", "images": [image], "question": "?", "answer": answer, **others}
         for i, image in enumerate(images)
     ]
 
