@@ -201,10 +201,12 @@ class Policy:
         score at each place; the likeliest ``top_k`` are scored instead.
         """
         distribution = SamplingDistribution() if supervised else self.distribution
-        settings = ScoringSettings(distribution, self.chunk_tokens, with_entropy, supervised, top_k)
+        given = with_entropy, supervised, top_k, others
+        settings = ScoringSettings(distribution, self.chunk_tokens, *given)
         with self._autocast():
-            arguments = batch, settings, self.counters, others
-            return TokenScores(*self.root(lambda: self.engine.score(*arguments).columns))
+            return TokenScores(
+                *self.root(lambda: self.engine.score(batch, settings, self.counters).columns)
+            )
 
     def dummy_batch(self) -> MicroBatch:
         """Build the smallest batch that runs every layer: one prompt and one completion token."""

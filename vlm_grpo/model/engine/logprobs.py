@@ -39,7 +39,8 @@ class ScoringSettings:
     chunk_tokens: int = 0  # number of tokens whose logits are computed at once; 0: all
     with_entropy: bool = False  # also compute entropies, with gradient
     with_top: bool = False  # also find out which tokens are the likeliest at their places
-    top_k: int = 0  # number of the likeliest tokens at each place to return; 0: none
+    top_k: int = 0  # number of the likeliest tokens at each place to score, too; 0: none
+    others: Tensor | None = None  # (M, k) other tokens at each place to score, too
 
 
 @dataclass(frozen=True)

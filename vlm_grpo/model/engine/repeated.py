@@ -111,13 +111,9 @@ class Engine:
         )
 
     def score(
-        self,
-        batch: MicroBatch,
-        settings: ScoringSettings,
-        counters: Counters,
-        others: Tensor | None = None,
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
-        """Score a micro-batch's completion tokens, and k others (M, k) at their places."""
+        """Score a micro-batch's completion tokens."""
         prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
         paths = [path for piece in batch.slices for path in piece.paths]
         observed = [o.prompt for path in paths for o in path.observations]
@@ -126,7 +122,7 @@ class Engine:
         counters.update_tokens += sum(len(path.token_ids) - 1 for path in paths)
         # Prompts together would need padded images, for which not every model has a mask, and
         # padding on the left, which shifts the positions of many.
-        parts, start = list[TokenScores](), 0
+        parts, start, others = list[TokenScores](), 0, settings.others
         with plain_attention(self.model):
             for logits, targets, steps in itertools.chain(*map(self._run, batch.slices)):
                 own = None if others is None else others[start : start + len(targets)]

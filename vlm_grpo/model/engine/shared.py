@@ -246,11 +246,7 @@ class SharedEngine(Engine):
         self._steps: dict[tuple[Any, ...], DecodeStep] = {}
 
     def score(
-        self,
-        batch: MicroBatch,
-        settings: ScoringSettings,
-        counters: Counters,
-        others: Tensor | None = None,
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
         observed = (o.prompt for s in batch.slices for own in s.observations for o in own)
         prompts = [piece.prompt for piece in batch.slices]
@@ -264,10 +260,11 @@ class SharedEngine(Engine):
         head = self.family.head(self.model)
         hidden = self.run_row(row, attend)
         order, arrays = row.order, (row.predictors, row.targets, row.target_positions)
-        if others is not None and order is not None:  # they may differ in what is predicted once
+        # Others may differ at the places of what is predicted once.
+        if settings.others is not None and order is not None:
             order, arrays = None, tuple(array[order] for array in arrays)
         predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
-        targets = add_tokens(targets, others)
+        targets = add_tokens(targets, settings.others)
         scores = score_tokens(head, hidden[predictors], targets, positions, settings)
         return scores if order is None else scores.take(copy_to(hidden.device, order))
 
