@@ -147,7 +147,7 @@ def write_samples(
     groups: Sequence[Group],
     advantages: Iterable[Sequence[float]],
     task: Task,
-    drawn: Sequence[Mapping[str, Image.Image]] = (),
+    drawn: Sequence[Mapping[str, Image.Image | None]] = (),
 ) -> Path:
     """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages.
 
@@ -166,8 +166,8 @@ def write_samples(
             row |= {} if completion.variant is None else dict([completion.variant])
             completions.append(row)
         fields = {"step": step, **_example_fields(thumbnails, task, example)}
-        if layers:
-            fields["layers"] = {name: thumbnails.add_overlay(x) for name, x in layers.items()}
+        if layers := {n: thumbnails.add_overlay(x) for n, x in layers.items() if x is not None}:
+            fields["layers"] = layers
         rows.append({**fields, "prompt": group.prompt.text, "completions": completions})
     path = folder / f"step-{step:06d}.jsonl"
     write_atomic(path, format_rows(rows))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -67,8 +67,16 @@ class RunDir:
     held-out task if each completion has a value of its primary metric, else the task.
     """
 
-    def __init__(self, settings: Settings, task: Task, held_out_task: Task, is_main: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        held_out_task: Task,
+        is_main: bool,
+        methods: Sequence[Method] = (),  # which may draw on the images of samples
+    ) -> None:
         self.path: Path = settings.run_dir
+        self.methods = methods
         self.settings, self.task, self.is_main = settings, task, is_main
         per_completion = {**task.rules("reward"), **task.rules("metric")}
         is_sampled = held_out_task.primary_metric in per_completion
@@ -125,17 +133,11 @@ class RunDir:
             self.trackers.finish()
 
     def write_groups(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        advantages: Tensor,
-        is_skipped: bool,
-        methods: Iterable[Method] = (),
+        self, step: int, groups: Sequence[Group], advantages: Tensor, is_skipped: bool
     ) -> None:
         """Write a step's distributions, and its first groups if they are due. All ranks call it.
 
-        A skipped update makes the groups due. ``advantages`` (n,) are those of all completions;
-        ``methods`` may draw on the images.
+        A skipped update makes the groups due. ``advantages`` (n,) are those of all completions.
         """
         is_sampled = not self.settings.is_supervised(step)
         distributions = rollout_distributions(groups) if is_sampled else {}
@@ -146,18 +148,13 @@ class RunDir:
             self.distributions.write(step, distributions)
         every = self.settings.logging.samples_every
         if is_skipped or (every and step % every == 0):
-            self._write_samples(step, groups, advantages, methods)
+            self._write_samples(step, groups, advantages)
 
-    def _write_samples(
-        self, step: int, groups: Sequence[Group], advantages: Tensor, methods: Iterable[Method]
-    ) -> None:
+    def _write_samples(self, step: int, groups: Sequence[Group], advantages: Tensor) -> None:
         shown = groups[: self.settings.logging.samples_per_step]
         sizes = [len(group.completions) for group in groups]
         parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
-        drawn = [
-            {m.name: image for m in methods if (image := m.draw(group.prompt.example)) is not None}
-            for group in shown
-        ]
+        drawn = [{m.name: m.draw(g.prompt.example) for m in self.methods} for g in shown]
         write_samples(self.path / "samples", step, shown, parts, self.task, drawn)
         if self.trackers.any:
             images = {}

@@ -119,7 +119,8 @@ class Trainer:
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
         self.meter = StepMeter(policy, settings, self.accelerator)
-        self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
+        tasks, is_main = (self.task, self.evaluator.task), ranks.is_main_process
+        self.run_dir = RunDir(settings, *tasks, is_main, [*methods.values()])
         self.global_step, self.nonfinite_steps = 0, 0
         # the last step's metrics while its evaluation is due and not made
         self.unevaluated: dict[str, float] | None = None
@@ -145,8 +146,7 @@ class Trainer:
                 groups, own = rollout.groups, advantages.own[: rollout.num_sampled]
                 is_skipped = bool(metrics["skipped_updates"])
                 with fail_together(ranks):  # the main process writes
-                    methods = self.methods.values()
-                    self.run_dir.write_groups(self.global_step, groups, own, is_skipped, methods)
+                    self.run_dir.write_groups(self.global_step, groups, own, is_skipped)
                 self.nonfinite_steps = self.nonfinite_steps + 1 if is_skipped else 0
                 check_gradients(self.global_step, self.nonfinite_steps, settings.run_dir)
         metrics |= self.meter.measure(rollout, batch)

@@ -100,14 +100,14 @@ class Updater:
         """Make the updates of a step; return their metrics over all ranks. All ranks call it."""
         losses, norms, metrics = list[float](), list[float](), MetricAccumulator()
         readers = [m for m in self.methods.values() if overrides(m, "read_features")]
-        readers = [] if batch.is_written else readers
-        watched: list[dict[Unit, ImageFeatures]] | None = [] if readers else None
+        readers, watched = [] if batch.is_written else readers, list[dict[Unit, ImageFeatures]]()
         with self.policy.stopwatch("update"):
             self.policy.model.train()
             old = self._start_old(batch)
             for number in range(batch.num_updates):
+                watched += [{}] if readers else []
                 with self.strategy.accumulate():
-                    parts, more = self._accumulate(batch, number, old, watched)
+                    parts, more = self._accumulate(batch, number, old, *watched[-1:])
                 norms.append(self.strategy.step())
                 losses.append(sum(torch.stack(parts).tolist()) if parts else 0.0)
                 metrics = metrics + more
@@ -116,7 +116,7 @@ class Updater:
                 self.scheduler.step()
         loss, found = sum_metrics(sum(losses), metrics)
         for method in readers:
-            found |= method.read_features(watched or ())
+            found |= method.read_features(watched)
         return {
             "loss": loss / len(norms),
             "grad_norm": norms[-1],
@@ -148,7 +148,7 @@ class Updater:
         batch: StepBatch,
         number: int,
         old: Tensor | None,
-        watched: list[dict[Unit, ImageFeatures]] | None,
+        watched: dict[Unit, ImageFeatures] | None = None,
     ) -> tuple[list[Tensor], MetricAccumulator]:
         """Accumulate the gradient of an update of the step; return its metrics, and the losses of
         its micro-batches. The features of its images are added to ``watched``.
@@ -161,9 +161,7 @@ class Updater:
             batches, micro = pack(slices, self.budget.limit), None
             try:
                 losses, metrics = list[Tensor](), MetricAccumulator()
-                features: dict[Unit, ImageFeatures] = {}
-                own = None if watched is None else features
-                with self.policy.engine.share_image_passes(own) as finish:
+                with self.policy.engine.share_image_passes(watched) as finish:
                     for count, micro in enumerate(self.strategy.passes(batches), 1):
                         if micro is None:
                             self.strategy.dummy_loss().backward()
@@ -172,8 +170,6 @@ class Updater:
                         losses.append(loss)
                         metrics = metrics + more
                         finish({image for later in batches[count:] for image in later.images})
-                if watched is not None:
-                    watched.append(features)
                 return losses, metrics
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
@@ -189,6 +185,8 @@ class Updater:
                 self._recompute_more()
             else:
                 self.budget.halve(micro.num_tokens)
+            if watched is not None:
+                watched.clear()
 
     def _recompute_more(self) -> None:
         self.recomputed = recompute_more(self.policy.model, self.recomputed or "none")
