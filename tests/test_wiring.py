@@ -25,6 +25,7 @@ from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import Task, reward
 from vlm_grpo.training import update as update_module
+from vlm_grpo.training.batch import build_slices
 from vlm_grpo.training.methods.distillation import Distillation
 from vlm_grpo.training.objective import LossOutput, TokenBatch
 from vlm_grpo.training.trainer import Trainer
@@ -139,6 +140,11 @@ CASES: dict[str, dict[str, Any]] = {
             "top_entropy_quantile": 0.8, "advantage_clip": 0.7,
         },
         "optim": {"mini_batches": 2},
+    },
+    "wide groups that begin alike, passed once, in micro-batches": {
+        "objective": {"beta": 0.5, "mask_truncated_completions": True, "num_iterations": 1},
+        "optim": {"max_tokens_per_batch": 40},
+        "rollout": {"num_generations": 16, "temperature": 0.1, "max_completion_length": 4},
     },
     "episodes with observed images, LoRA, masked, KL in the loss, in micro-batches": {
         **LORA,
@@ -315,6 +321,10 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
             assert relative_distance(recorder.gradients[update], expected) < 5e-6
         assert metrics["loss"] == pytest.approx(sum(losses) / updates, rel=1e-5, abs=1e-6)
     completions = [c for groups in recorder.groups for g in groups for c in g.completions]
+    if case.startswith("wide"):
+        slices = build_slices([*recorder.groups[0]], [True] * 32)
+        assert any(s.parent >= 0 for piece in slices for s in piece.segments)
+        assert any(len(s.members) > 1 for piece in slices for s in piece.segments)
     if environment is None:
         assert {c.stop for c in completions} == {"eos", "length"}
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from groups import make_advantages, make_group, truncate
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.batch import MicroBatch, pack
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.training import batch as batch_module
 from vlm_grpo.training import update as update_module
@@ -63,6 +64,22 @@ def test_slices_hold_the_kept_completions_with_their_rows():
     assert [piece.rows for piece in slices] == [(1,), (2, 4)]
     assert [piece.prompt for piece in slices] == [group.prompt for group in GROUPS]
     assert [piece.completions for piece in slices] == [((10, 11, 12),), ((0,), (20, 21))]
+
+
+def test_equal_beginnings_are_passed_once():
+    long = tuple(range(20))
+    tokens = (long, (50, 51), (*long[:12], 60, 61), (50, 52), long, (*long[:12], 60, 62))
+    own = tuple(
+        replace(GROUPS[0].completions[0], token_ids=t, logprobs=(-1.0,) * len(t)) for t in tokens
+    )
+    group = replace(GROUPS[0], completions=own, scores=GROUPS[0].scores[:1] * len(own))
+    (piece,) = build_slices([GROUPS[1], group], [False] * 3 + [True] * 6)
+    assert piece.rows == (3, 5, 7, 8, 4, 6)  # the trunk's members first, for it has the first
+    # 12 tokens once, 7 more of each of two equal ones, a token of each of the other two; one each.
+    assert piece.num_tokens == len(group.prompt.token_ids) + 12 + 2 * 7 + 2 + 2
+    assert [len(s.members) for s in piece.segments] == [4, 1, 1, 1, 1, 1, 1]
+    cut = [p for micro in pack([piece], 40) for p in micro.slices]
+    assert sorted(row for part in cut for row in part.rows) == [3, 4, 5, 6, 7, 8]
 
 
 def test_groups_without_kept_completions_are_left_out():

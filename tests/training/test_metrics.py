@@ -36,6 +36,19 @@ def test_group_metrics_count_rewards_lengths_and_truncations(example):
     assert values["rewards/exact/failed"] == 0
 
 
+def test_wide_groups_have_pass_at_k_and_narrow_ones_do_not(example):
+    gold = TASK.gold(example)
+    groups = [make_group(TASK, example, [gold] * c + ["<answer>"] * (16 - c)) for c in (1, 4)]
+    narrow = make_group(TASK, example, [gold] * 15)
+    values = group_metrics([*groups, narrow], metric="exact").values()
+    assert [n for n in values if n.startswith("pass")] == [f"pass_at_{2**n}" for n in range(5)]
+    assert values["pass_at_1"] == (1 / 16 + 4 / 16) / 2
+    # 1 - C(15, 2) / C(16, 2) and 1 - C(12, 2) / C(16, 2)
+    assert values["pass_at_2"] == pytest.approx((1 - 105 / 120 + 1 - 66 / 120) / 2)
+    assert values["pass_at_16"] == 1
+    assert not any(name.startswith("pass") for name in group_metrics(groups).values())
+
+
 def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy(example):
     gold = TASK.gold(example)
     clean = make_group(TASK, example, [gold, "<answer>", gold])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, find_trunks, pack
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
@@ -384,19 +385,24 @@ def score_slices(
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
     """Build slices of the completions whose flag in ``keep`` is True, (n,) over all groups in
-    order; groups without any are left out.
+    order; groups without any are left out. Completions of a trunk are neighbors, so that few are
+    cut apart.
     """
     slices, start = [], 0
     for group in groups:
-        rows = [row for row in range(start, start + len(group.completions)) if keep[row]]
-        if rows:
-            own = [group.completions[row - start] for row in rows]
-            observed = (
-                tuple(c.observations for c in own) if any(c.observations for c in own) else ()
-            )
-            tokens = tuple(completion.token_ids for completion in own)
-            trunks = tuple(c.trunk for c in own if c.trunk is not None)
-            slices.append(GroupSlice(group.prompt, tokens, tuple(rows), observed, trunks))
+        pairs = enumerate(group.completions, start)
+        own = [(row, c) for row, c in pairs if keep[row]]
+        if own:
+            forked = tuple(c.trunk for _, c in own if c.trunk is not None)
+            observed = any(c.observations for _, c in own)
+            trunks = forked or (() if observed else find_trunks([c.token_ids for _, c in own]))
+            if trunks:
+                trunks, own = zip(
+                    *sorted(zip(trunks, own, strict=True), key=operator.itemgetter(0)), strict=True
+                )
+            rows, every = zip(*own, strict=True)
+            tokens, seen = zip(*((c.token_ids, c.observations) for c in every), strict=True)
+            slices.append(GroupSlice(group.prompt, tokens, rows, seen if observed else (), trunks))
         start += len(group.completions)
     return tuple(slices)
 

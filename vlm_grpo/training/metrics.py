@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vlm_grpo.dist.collectives import gather_object
+from vlm_grpo.eval.statistics import estimate_best
 from vlm_grpo.task.episodes import count_calls
 from vlm_grpo.training.batch import Rollout, StepAdvantages
 from vlm_grpo.training.objective import Advantages, MetricAccumulator
@@ -17,6 +18,7 @@ from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
 from vlm_grpo.utils.jsonl import read_rows
 
+WIDE = 16  # number of completions per group from which pass@k is estimated
 DISTRIBUTION_VALUES = 64
 """Most values that are recorded of a distribution at each step."""
 
@@ -45,11 +47,14 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, float]:
+def rollout_metrics(
+    rollout: Rollout, advantages: StepAdvantages, metric: str = ""
+) -> dict[str, float]:
     """Return the metrics of a rollout over all ranks; none of targets. All ranks must call it."""
     if rollout.author is not None:
         return {}
-    step, parts = advantages.step, gather_object([group_metrics(rollout.groups, rollout.step)])
+    own = group_metrics(rollout.groups, rollout.step, metric)
+    step, parts = advantages.step, gather_object([own])
     sources = gather_object([group.prompt.example.source for group in rollout.groups])
     return {
         **sum(parts, MetricAccumulator()).values(empty=math.nan),
@@ -62,8 +67,9 @@ def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, f
     }
 
 
-def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
+def group_metrics(groups: Sequence[Group], step: int = 0, metric: str = "") -> MetricAccumulator:
     """Return the metrics of one rank's groups, sampled after ``step`` steps; names follow TRL's.
+    ``metric`` is the primary one, of which wide groups have pass@k; empty: it is an error.
 
     An outside sampler does not report entropies; the mean of −log p over sampled tokens estimates
     them without bias. Completions behind another form of their prompt have no part in them.
@@ -102,12 +108,25 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
         means["completions/turns"] = _sum_and_count(len(c.turns) for c in episodes)
         observed = (sum(len(o.prompt.token_ids) for o in c.observations) for c in episodes)
         means["tokens/observed"] = _sum_and_count(observed)
+    means |= _estimate_passes(groups, metric)
     minima = {"completions/min_length": min(lengths)} if lengths else {}
     maxima = {"completions/max_length": max(lengths)} if lengths else {}
     if staleness := [step - c.version for c in completions if c.version is not None]:
         means["staleness/mean"] = _sum_and_count(staleness)
         maxima["staleness/max"] = max(staleness)
     return MetricAccumulator(means, minima, maxima, sums, samples)
+
+
+def _estimate_passes(groups: Sequence[Group], metric: str) -> dict[str, tuple[float, int]]:
+    """Return pass@k of groups of at least ``WIDE`` completions, with k in powers of two."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        pairs = zip(group.completions, group.scores, strict=True)
+        values = [{**s.rewards, **s.metrics}.get(metric) for c, s in pairs if c.variant is None]
+        known = [value for value in values if value is not None]
+        for size in (2**power for power in range(len(known).bit_length()) if len(known) >= WIDE):
+            found.setdefault(f"pass_at_{size}", []).append(estimate_best(known, size))
+    return {name: _sum_and_count(values) for name, values in found.items()}
 
 
 def _common_means(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:

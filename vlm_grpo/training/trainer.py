@@ -139,7 +139,9 @@ class Trainer:
                 for method in self.methods.values():
                     advantages = method.credit(rollout, advantages)
                 batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
-                metrics = rollout_metrics(rollout, advantages)
+                monitored = self.run_dir.monitored
+                primary = "" if monitored.lower_is_better else monitored.primary_metric
+                metrics = rollout_metrics(rollout, advantages, primary)
                 metrics = {**self.updater.update(batch), **metrics}
                 metrics |= get_rates(self.updater.scheduler)
                 self.policy.engine.clear_image_features()

@@ -303,10 +303,12 @@ class PackedAttention:
             for parent, lengths in span.levels:
                 every = list(next(parts)[0].split(lengths))
                 # One by one where branches go on from the end, whose state padding would change.
-                is_trunk = bool(span.parents) and parent < 0
-                for own in [[row] for row in every] if is_trunk else [every]:
+                count = max(span.parents, default=-1) + 1 if parent < 0 else 0
+                for own in [*([row] for row in every[:count]), every[count:]]:
+                    if not own:
+                        continue
                     state = states[parent + 1].fork(len(own))
-                    states += [state] * is_trunk
+                    states += [state] * (parent < 0)
                     rows = pad_sequence(own, batch_first=True)
                     if rows.shape[1] == 1:  # kernels for single tokens have no gradient
                         rows = nn.functional.pad(rows, (0, 0, 0, 1))

@@ -4,6 +4,7 @@ held at once; a plan reads them without torch."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ ENCODER_PATCHES = 65_536
 LOGIT_BYTES = 5 * 4 + 2 * 8
 """Bytes per logit of a sampled token, besides the logit: copies in float32, and the order and sums
 of the probabilities."""
+TRUNK_TOKENS = 8
+"""Tokens that a trunk must save: attention over it is computed apart."""
 RECENT_IMAGES = 64  # number of decoded images kept for other examples that use them
 ROUNDED_AT_ONCE = 1 << 24
 """Number of updated values that are rounded stochastically at once, with 4 random bytes each."""
@@ -71,17 +74,57 @@ class Segment(NamedTuple):
 
 
 def split_paths(paths: Sequence[Path], trunks: Sequence[int] = ()) -> tuple[Segment, ...]:
-    """Return the segments of a slice's completions, which are numbered by their trunks."""
+    """Return the segments of a slice's completions by trunks, those of one completion last."""
     groups: dict[object, list[int]] = {}
     for member in range(len(paths)):
         groups.setdefault(trunks[member] if trunks else member, []).append(member)
     found, branches = list[Segment](), list[Segment]()
-    for root, members in enumerate(groups.values()):
-        path, is_shared = paths[members[0]], len(members) > 1
-        found.append(Segment(tuple(members), 0, path.fork if is_shared else path.num_fed))
-        for member in members if is_shared and path.observations else ():
-            branches.append(Segment((member,), path.fork, paths[member].num_fed, root))
+    for root, members in enumerate(sorted(groups.values(), key=lambda own: len(own) == 1)):
+        own = [paths[member] for member in members]
+        fork = own[0].fork
+        if len(own) > 1 and not own[0].observations:
+            fork = _count_common([path.tokens[: path.num_fed] for path in own])
+        found.append(Segment(tuple(members), 0, fork if len(own) > 1 else own[0].num_fed))
+        for member, path in zip(members, own, strict=True) if len(own) > 1 else ():
+            if path.num_fed > fork or path.observations:
+                branches.append(Segment((member,), fork, path.num_fed, root))
     return (*found, *branches)
+
+
+def find_trunks(completions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the trunk of each completion, by whose common beginnings most tokens are passed once;
+    empty: they save less than ``TRUNK_TOKENS`` each.
+
+    >>> find_trunks([(1,) * 12 + (2, 3), (5, 6), (1,) * 12 + (4, 4), (5, 7)])
+    (0, 1, 0, 3)
+    """
+    order = sorted(range(len(completions)), key=completions.__getitem__)
+    fed = [completions[number][:-1] for number in order]
+    common = [_count_common(pair) for pair in itertools.pairwise(fed)]
+
+    def choose(first: int, stop: int) -> tuple[int, list[range]]:
+        """Return the saved tokens and the trunks of neighbors, with one trunk or several."""
+        if stop - first < 2:
+            return 0, []
+        least = min(common[first : stop - 1])
+        edges = [n + 1 for n in range(first, stop - 1) if common[n] == least]
+        parts = [choose(*pair) for pair in itertools.pairwise((first, *edges, stop))]
+        apart = sum(saved for saved, _ in parts), [r for _, found in parts for r in found]
+        joint = least * (stop - first - 1) - TRUNK_TOKENS, [range(first, stop)]
+        return max(apart, joint, key=operator.itemgetter(0))
+
+    trunks = list(range(len(completions)))
+    for members in choose(0, len(order))[1]:
+        for place in members:
+            trunks[order[place]] = min(order[n] for n in members)
+    return tuple(trunks) if len({*trunks}) < len(trunks) else ()
+
+
+def _count_common(completions: Sequence[tuple[int, ...]]) -> int:
+    """Return the number of tokens with which all begin."""
+    columns = enumerate(zip(*completions, strict=False))
+    differ = (n for n, column in columns if any(token != column[0] for token in column))
+    return next(differ, min(map(len, completions)))
 
 
 @dataclass(frozen=True)
@@ -99,7 +142,7 @@ class GroupSlice:
     # what stands between the tokens of each completion; empty: nothing does in any of them
     observations: tuple[tuple[Observation, ...], ...] = ()
     # number of each completion's trunk: those of one trunk have equal tokens up to the end of their
-    # first observation, or have none and are equal; empty: no tokens are passed for several
+    # first observation, or have none and begin alike; empty: no tokens are passed for several
     trunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
