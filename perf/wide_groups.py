@@ -12,6 +12,7 @@ other work on the machine counts little.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -82,7 +83,7 @@ def measure(recipe: str, size: int, prompts: int, steps: int) -> dict[str, Any]:
                 alone = pack(trainer, rollout)
                 trainer.updater.update(alone)
             starts.append(time.process_time())
-            row = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+            row = [b - a for a, b in itertools.pairwise(starts)]
             if step:
                 found.append([*row, peak, count_tokens(batch), count_tokens(alone)])
         trainer.sampler.close()
@@ -93,7 +94,7 @@ def measure(recipe: str, size: int, prompts: int, steps: int) -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| G | rollout, s | update, s | step, relative | tokens | MB | alone: update, s | tokens |")
+    print("| G | rollout, s | update, s | relative | tokens | MB | alone: update, s | tokens |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     first = rows[0]["rollout"] + rows[0]["update"]
     for row in rows:
