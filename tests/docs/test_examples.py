@@ -66,7 +66,7 @@ NOTEBOOKS: dict[str, tuple[dict[str, str], int, list[str]]] = {
         ],
     ),
     "tool_environment": (
-        {'"eval_limit": 16': '"eval_limit": 4'},
+        {"eval_limit: 32": "eval_limit: 4"},
         1,
         ['"name": "magnify"', "OCR is sound on this data", "tools/called"],
     ),
