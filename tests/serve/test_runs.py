@@ -162,7 +162,7 @@ def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "SHORT_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(sampler, "find_free_port", lambda: port)
+        monkeypatch.setattr(sampler, "get_free_port", lambda: port)
         build = settings()
         error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
     assert "the vLLM server ended while it started" in error

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils.other import get_free_port
 from fake_vllm import read_calls, run_fake
 from processes import wait_for
 from small_runs import small_run
@@ -22,7 +23,7 @@ from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
-from vlm_grpo.serve.server import Server, WeightLabel, find_free_port
+from vlm_grpo.serve.server import Server, WeightLabel
 from vlm_grpo.serve.weights import FileTransfer
 from vlm_grpo.training.update import build_updater
 from vlm_grpo.types import Completion, Prompt
@@ -256,7 +257,7 @@ def test_base_weights_that_were_replaced_are_refused(start, monkeypatch):
 
 def test_a_server_that_does_not_come_up(strategy, settings, capsys, monkeypatch):
     monkeypatch.setattr(server_module, "REPORT_SECONDS", 0.05)
-    url = f"http://127.0.0.1:{find_free_port()}"
+    url = f"http://127.0.0.1:{get_free_port()}"
     sampler = VllmSampler(strategy, settings(urls=[url], vllm={"startup_timeout": 0.3}))
     with pytest.raises(UserError, match=rf"{url} was not ready after 0 s .*startup_timeout"):
         sampler.publish(0)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils.other import get_free_port
 from fake_vllm import read_calls, run_fake, write_python
 from processes import is_alive, is_listening, wait_for
 from transfer_server import run_transfer_server
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.serve import guard
-from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel, find_free_port
+from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
 from vlm_grpo.utils.http_json import ServiceError
 
 
@@ -50,7 +51,7 @@ def test_whether_a_server_fits_a_run(tmp_path, model_folder, plan, message):
 
 
 def test_when_a_server_is_ready(tmp_path, model_folder):
-    assert not Server(f"http://127.0.0.1:{find_free_port()}", 5).is_ready()
+    assert not Server(f"http://127.0.0.1:{get_free_port()}", 5).is_ready()
     faults = {"1": "503", "2": "500", "3": "401"}
     with run_fake(tmp_path / "fake", model_folder, faults={"/v1/models": faults}) as url:
         server = Server(url, 5)
@@ -130,7 +131,7 @@ def guard_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def build(folder: Path, model: Path, **plan: object) -> tuple[ServerProcess, int]:
     """Return a process that is not started, and the port of its server."""
-    port, python = find_free_port(), write_python(folder / "fake", **plan)
+    port, python = get_free_port(), write_python(folder / "fake", **plan)
     command = [str(python), "serve", str(model), "--host=127.0.0.1", f"--port={port}"]
     return ServerProcess(command, {"OWN": "1"}, folder / "logs/vllm.log"), port
 

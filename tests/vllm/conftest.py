@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils.other import get_free_port
 from vllm_runs import LORA, make_settings, run_servers
 
 from vlm_grpo.config.run import Settings
@@ -20,7 +21,7 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve.launch import build_command, build_environment, build_program
 from vlm_grpo.serve.sampler import VllmSampler
-from vlm_grpo.serve.server import ServerProcess, find_free_port
+from vlm_grpo.serve.server import ServerProcess
 from vlm_grpo.training.update import build_updater
 
 SHORT = ("--enforce-eager", "--max-model-len=1024")
@@ -45,7 +46,7 @@ def server_processes(
     settings = make_settings(folder, [], f"rollout.vllm.python={vllm_python}", *LORA)
     commands = {}
     for _ in range(2):
-        port = find_free_port()
+        port = get_free_port()
         command = build_command(settings, ("127.0.0.1", port), on_gpu=False)
         commands[port] = [*build_program(vllm_python), *command, *SHORT]
     environment = build_environment(settings, torch.device("cpu"))

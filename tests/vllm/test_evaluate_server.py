@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accelerate.utils.other import get_free_port
 from PIL import Image
 from vllm_runs import run_servers
 
@@ -18,7 +19,6 @@ from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.predict import Predictor
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
-from vlm_grpo.serve.server import find_free_port
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef
 
@@ -34,7 +34,7 @@ def served_url(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     shutil.copytree(get_model_source("embedded"), model)
     path = model / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | GENERATION_DEFAULTS))
-    port = find_free_port()
+    port = get_free_port()
     command = [
         *(str(vllm_python.with_name("vllm")), "serve", str(model), "--dtype", "float32"),
         *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)),

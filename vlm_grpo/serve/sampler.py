@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from accelerate.utils.other import get_free_port
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import any_rank, fail_together
@@ -24,7 +25,7 @@ from vlm_grpo.serve.launch import (
     choose_sleep_level,
 )
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
-from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel, find_free_port
+from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel
 from vlm_grpo.serve.weights import (
     DirectTransfer,
     FileTransfer,
@@ -88,7 +89,7 @@ class VllmSampler:
         if self.vllm.urls:
             return [Server(url, timeout) for url in self.vllm.urls]
         assert self.vllm.python is not None
-        port, on_gpu = find_free_port(), device.type == "cuda"
+        port, on_gpu = get_free_port(), device.type == "cuda"
         command = build_command(self.settings, ("127.0.0.1", port), on_gpu)
         process = ServerProcess(
             [*build_program(self.vllm.python), *command],

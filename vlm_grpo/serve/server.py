@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -47,13 +46,6 @@ class WeightLabel(NamedTuple):
                 "its base weights were replaced by those of a run that trains full weights: "
                 "start it again"
             )
-
-
-def find_free_port() -> int:
-    """Return a port of this machine that no process uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class ServerProcess:
