@@ -406,7 +406,7 @@ def read_yolo(path: Path, task: Task, split: Split) -> Iterator[Row]:
     config = _find_config(path)
     content = _read_config(config)
     if path.is_dir() and (path / "images").is_dir() and config.parent != path:
-        images = _list_images(path / "images")
+        images = list_images(path / "images")
     else:
         images = _list_split(config, content, split)
     names = _read_names(config, content)
@@ -469,7 +469,7 @@ def _list_split(config: Path, content: Mapping[str, Any], split: Split) -> list[
                 raise UserError(
                     f"{config}: {name} is all of {found.resolve()}: name a folder in it"
                 )
-            images += _list_images(found)
+            images += list_images(found)
             continue
         try:
             lines = found.read_text("utf-8").splitlines()
@@ -479,7 +479,7 @@ def _list_split(config: Path, content: Mapping[str, Any], split: Split) -> list[
     return images
 
 
-def _list_images(folder: Path) -> list[Path]:
+def list_images(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
 
 

@@ -23,6 +23,7 @@ from vlm_grpo.data.detection import (
     is_voc,
     is_yolo,
     list_image_folders,
+    list_images,
     list_yolo_folders,
     read_json_source,
     read_voc,
@@ -34,7 +35,6 @@ from vlm_grpo.data.files import (
     read_jsonl,
     read_metadata,
 )
-from vlm_grpo.data.images import IMAGE_SUFFIXES
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
 from vlm_grpo.errors import UserError, nearest
@@ -94,13 +94,9 @@ def _read_shards(folder: Path, task: Task, split: Split) -> Iterable[Row]:
     return _read_all(_list_shards(folder), task, split)
 
 
-def _list_images(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-
-
 def _read_images(folder: Path, task: Task, split: Split) -> Iterator[Row]:
     """Yield a row for each image, for tasks that ask about images alone."""
-    for number, path in enumerate(_list_images(folder), start=1):
+    for number, path in enumerate(list_images(folder), start=1):
         name = path.relative_to(folder).as_posix()
         yield Row(str(path), number, {"id": name, "images": [name]})
 
@@ -127,7 +123,7 @@ FORMATS: tuple[Format, ...] = (
     Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_image_folders),
     Format("of images and metadata", _is_folder(find_metadata), _only_path(read_metadata), _itself),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
-    Format("of images alone", _is_folder(_list_images), _read_images, _itself),
+    Format("of images alone", _is_folder(list_images), _read_images, _itself),
 )
 """All formats; the first that fits a path reads it."""
 

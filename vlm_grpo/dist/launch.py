@@ -26,8 +26,6 @@ LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STRAY = "is set, as in a launch of several processes"
 _REMEDY = "remove it from the environment, or use accelerate launch"
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
-OFFLOADS = ("offload_optimizer", "offload_param")
-"""The blocks of a DeepSpeed config that keep the optimizer's state and the weights on the host."""
 
 
 def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
@@ -189,7 +187,8 @@ def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
         return None
     config: dict[str, Any] = plugin.deepspeed_config
     zero = config["zero_optimization"]
-    offloads = [(zero.get(part) or {}).get("device", "none") for part in OFFLOADS]
+    parts = ("offload_optimizer", "offload_param")
+    offloads = [(zero.get(part) or {}).get("device", "none") for part in parts]
     wrong = {
         "zero_stage must be 2 or 3": zero["stage"] not in (2, 3),
         "offload_optimizer_device and offload_param_device must be none or cpu": (

@@ -25,11 +25,6 @@ from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE
 from vlm_grpo.model.engine.sampling import derive_seed
 from vlm_grpo.model.families import find_part
 
-QUANTIZED_BLOCK = 256
-"""Numbers of an 8-bit moment that share a scale in bitsandbytes."""
-SMALLEST_QUANTIZED = 4096
-"""Numbers of a weight below which bitsandbytes keeps its moments in float32."""
-
 
 def build_optimizer(
     trainable: Sequence[tuple[str, nn.Parameter]], optim: OptimSettings, seed: int = 0
@@ -120,10 +115,10 @@ def describe_state(
     state["step"] = scalar
     for number in (1, 2):
         state[f"state{number}"] = moment
-        if count >= SMALLEST_QUANTIZED:
+        if count >= 4096:  # bitsandbytes keeps the moments of smaller ones in float32
             state[f"state{number}"] = (tuple(shape), torch.uint8)
             state[f"qmap{number}"] = ((256,), torch.float32)
-            state[f"absmax{number}"] = ((-(-count // QUANTIZED_BLOCK),), torch.float32)
+            state[f"absmax{number}"] = ((-(-count // 256),), torch.float32)  # of each block
     return state
 
 
@@ -141,17 +136,13 @@ def optimizer_tensors(
     optimizer: Optimizer, trainable: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
     """Return the optimizer's state by ``weight/key``, such as ``….q_proj.weight/exp_avg``."""
-    return {
-        f"{name}/{key}": _as_tensor(key, value)
+    tensors = {
+        f"{name}/{key}": torch.as_tensor(value)
         for name, weight in trainable
         for key, value in optimizer.state.get(weight, {}).items()
     }
-
-
-def _as_tensor(key: str, value: Tensor | int) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.tensor(value)
-    return value.clone() if key.startswith("qmap") else value  # one table for all weights
+    # A table of 8-bit codes is one tensor for all weights, which a file has several times.
+    return {key: v.clone() if "/qmap" in key else v for key, v in tensors.items()}
 
 
 def load_optimizer_tensors(
@@ -248,7 +239,9 @@ class JointOptimizer(Optimizer):
         copy = nn.Parameter(weight.float())
         copy.grad = None if weight.grad is None else weight.grad.float()
         part.param_groups = [{**group, "params": [copy]}]
-        part.state = defaultdict(dict, {copy: {key: _widen(value) for key, value in state.items()}})
+        is_rounded = {k: getattr(v, "dtype", None) == torch.bfloat16 for k, v in state.items()}
+        wide = {key: v.float() if is_rounded[key] else v for key, v in state.items()}
+        part.state = defaultdict(dict, {copy: wide})
         part.step()
         seed = derive_seed((self.seed, number, updates))
         generator = torch.Generator(local_shard(weight).device).manual_seed(seed)
@@ -257,11 +250,6 @@ class JointOptimizer(Optimizer):
             key: _narrow(value, weight, generator) for key, value in part.state[copy].items()
         }
         self.state[weight] = {"updates": updates + 1, **moments}
-
-
-def _widen(value: Any) -> Any:
-    is_rounded = isinstance(value, Tensor) and value.dtype == torch.bfloat16
-    return value.float() if is_rounded else value
 
 
 def _narrow(value: Any, weight: Tensor, generator: torch.Generator) -> Any:

@@ -99,12 +99,13 @@ class ChatTemplate:
         ``ValueError``: the template has no place for texts and images in any role."""
         self.check_role("assistant")
         text = f"left{IMAGE}right"
+        shown = _find_insert(*(self.render([Turn("user", t)]) for t in (text, "leftright")))
         for role, before, after in _RESULT_FORMS:
             rendered = self._render_result(text, role, before, after)
             unknown = self._render_result(text, _NO_ROLE).lower() if role == "tool" else ""
             is_known = unknown.replace(_NO_ROLE, role) != rendered.lower()
             is_dumped = re.search(r"""["']type["']: ["']""", rendered) is not None
-            parts = ("left", self._placeholder or "no image", "right")
+            parts = ("left", shown or "no image", "right")
             if is_known and not is_dumped and all(part in rendered for part in parts):
                 return role, before, after
         raise ValueError("the model's chat template has no place for the images of a tool's result")
@@ -133,11 +134,6 @@ class ChatTemplate:
         found = _find_insert(written, plain)
         is_readable = tags[0] in found and ('"arguments"' in found or "<function=" in found)
         return found if is_readable else ""
-
-    @cached_property
-    def _placeholder(self) -> str:
-        """What the template writes for an image."""
-        return _find_insert(*(self.render([Turn("user", f"left{i}right")]) for i in (IMAGE, "")))
 
     @cached_property
     def moves_images(self) -> bool:

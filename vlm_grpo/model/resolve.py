@@ -51,7 +51,8 @@ def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
     if folder is None:
         _check_hub_name(name)
         return ResolvedModel(_build_default_settings(name, overrides))
-    if _is_checkpoint(folder):
+    weights = (folder / name for name in ("config.json", "adapter_config.json"))
+    if (folder / "config.yaml").is_file() and any(path.is_file() for path in weights):
         run = folder.parent.parent if folder.parent.name == "checkpoints" else None
         return ResolvedModel(load_settings(str(folder / "config.yaml"), overrides), folder, run)
     adapter = folder / "adapter_config.json"
@@ -115,11 +116,6 @@ def _check_hub_name(name: str) -> None:
             f"there is no model or run {name!r}{nearest(name, known)}: give a hub name "
             "such as Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run"
         )
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    weights = ("config.json", "adapter_config.json")
-    return (folder / "config.yaml").is_file() and any((folder / w).is_file() for w in weights)
 
 
 def _build_default_settings(model: str, overrides: Overrides) -> Settings:

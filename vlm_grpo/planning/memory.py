@@ -17,10 +17,8 @@ from vlm_grpo.planning.sizes import ModelShape, Workload
 # Bytes that libraries use on a CPU, by the bytes of a value: code, buffers, and in bfloat16 the
 # kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``.
 LIBRARIES = {4: 60_000_000, 2: 120_000_000}
-CAPTURED_SHARE = 0.25  # by which captured places shrink (``engine/shared.py``)
 GRAPH = 30_000_000
 """Bytes of a captured decode step, by calculation: its kernels' arguments, and its results."""
-FLASH_ROWS = 128  # by which FlashAttention pads each sequence's gradient of the queries
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,8 @@ def count_flash_bytes(model: ModelShape, work: Workload) -> int:
     text, (tokens, prompts, generations) = model.text, work.micro_rows
     keys = tokens + generations * prompts
     sequences = prompts // work.prompt_tokens * (1 + generations)
-    queries = (4 + 2) * text.query * tokens + 4 * text.query * FLASH_ROWS * sequences
+    # Each sequence's gradient of the queries is padded by up to 128 rows.
+    queries = (4 + 2) * text.query * tokens + 4 * text.query * 128 * sequences
     expanded = 2 * 2 * text.query * keys if text.heads > text.key_heads else 0
     return queries + expanded + 2 * 2 * text.key * keys + 4 * text.key * (keys + tokens)
 
@@ -187,7 +186,7 @@ def count_graph_bytes(work: Workload) -> int:
     The update frees those that are kept for the next rollout, with their cache, if it needs memory.
     """
     places = work.concurrent_prompts * work.num_generations
-    return GRAPH * min(KEPT_STEPS, 1 + int(math.log(places, 1 / CAPTURED_SHARE)))
+    return GRAPH * min(KEPT_STEPS, 1 + int(math.log(places, 4)))  # a quarter each time
 
 
 def count_cache_bytes(model: ModelShape, work: Workload) -> int:

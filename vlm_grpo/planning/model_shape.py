@@ -148,19 +148,12 @@ def _read_vision_shape(config: Any) -> VisionShape:
     )
 
 
+@lru_cache(maxsize=64)  # a measurement takes a second
 def measure_layers(shape: ModelShape, policy: PolicySettings, on_cpu: bool) -> ModelShape:
     """Return the shape with the bytes that its layers save under the policy's settings."""
-    trained = policy.model_dump_json(include={"lora", "freeze"})
-    layer, block = _measure_once(shape, trained, torch.device("cpu" if on_cpu else "cuda"))
-    return replace(shape, layer=layer, block=block)
-
-
-@lru_cache(maxsize=64)  # a measurement takes a second
-def _measure_once(
-    shape: ModelShape, trained: str, device: torch.device
-) -> tuple[LayerBytes, LayerBytes | None]:
-    layer = _measure_layer(shape, PolicySettings.model_validate_json(trained), device)
-    return layer, _measure_block(shape, device) if shape.trains_vision else None
+    device = torch.device("cpu" if on_cpu else "cuda")
+    block = _measure_block(shape, device) if shape.trains_vision else None
+    return replace(shape, layer=_measure_layer(shape, policy, device), block=block)
 
 
 def _measure_layer(shape: ModelShape, policy: PolicySettings, device: torch.device) -> LayerBytes:

@@ -11,7 +11,7 @@ of its tokens and the pixels of such images, in the form that vLLM's own process
 import base64
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -142,9 +142,15 @@ def build_features(policy: Policy, prompt: Prompt) -> dict[str, Any]:
         grid = image["image_grid_thw"][0].clone()
         grid[0] = 1
         items += [_pack_image(part, grid) for part in pixels.split(int(grid.prod()))]
+    config, places, start = policy.model.config, list[dict[str, int]](), 0
+    media = (config.image_token_id, config.video_token_id)
+    for is_medium, tokens in groupby(prompt.token_ids, media.__contains__):
+        length = len(list(tokens))
+        places += [{"offset": start, "length": length}] if is_medium else []
+        start += length
     return {
         "mm_hashes": {"image": [hashlib.sha256(item).hexdigest() for item in items]},
-        "mm_placeholders": {"image": list(_find_places(policy, prompt))},
+        "mm_placeholders": {"image": places},
         "kwargs_data": {"image": [base64.b64encode(item).decode() for item in items]},
     }
 
@@ -165,17 +171,6 @@ def revert_normalization(
             "which vLLM does not: set rollout.sampler=policy"
         )
     return pixels.to(torch.uint8).flatten(1)
-
-
-def _find_places(policy: Policy, prompt: Prompt) -> Iterator[dict[str, int]]:
-    """Iterate over the places of images and pairs of frames among the prompt's tokens."""
-    config, start = policy.model.config, 0
-    media = (config.image_token_id, config.video_token_id)
-    for is_medium, tokens in groupby(prompt.token_ids, media.__contains__):
-        length = len(list(tokens))
-        if is_medium:
-            yield {"offset": start, "length": length}
-        start += length
 
 
 def _pack_image(pixels: UInt8[Tensor, "patches values"], grid: Int[Tensor, " axes"]) -> bytes:

@@ -95,29 +95,24 @@ def load_environment(environment: Any) -> Environment:
         raise UserError(f"environment must be a name or a path, perhaps with options, not {name!r}")
     name = str(name)
     path, _, class_name = name.partition(".py:")
+    names = [m.name for m in pkgutil.iter_modules(importlib.import_module(TOOLS).__path__)]
     if name.endswith(".py") or class_name:
         module = load_file(Path(f"{path}.py" if class_name else path), "environment")
-        member: Any = getattr(module, class_name, None)
-        if (
-            isinstance(member, type)
-            and hasattr(member, "reset")
-            and not issubclass(member, Environment)
-        ):
-            found = Rewarding if hasattr(member, "get_reward") else Adapted
-            options["factory"] = member
-        else:
-            found = _find_class(module, name, class_name, Environment, "environment")
+    elif name in names:
+        module = importlib.import_module(f"{TOOLS}.{name}")
     else:
-        names = [m.name for m in pkgutil.iter_modules(importlib.import_module(TOOLS).__path__)]
-        if name not in names:
-            raise UserError(
-                f"there is no environment {name!r}{nearest(name, names)}: "
-                f"give one of {', '.join(names)}, or the path of a .py file"
-            )
-        found = _find_class(
-            importlib.import_module(f"{TOOLS}.{name}"), name, "", Environment, "environment"
+        raise UserError(
+            f"there is no environment {name!r}{nearest(name, names)}: "
+            f"give one of {', '.join(names)}, or the path of a .py file"
         )
-    built = build_object(found, name, options, "environment")
+    member: Any = getattr(module, class_name, None)
+    is_foreign = isinstance(member, type) and not issubclass(member, Environment)
+    if is_foreign and hasattr(member, "reset"):
+        found = Rewarding if hasattr(member, "get_reward") else Adapted
+        options["factory"] = member
+    else:
+        found = _find_class(module, name, class_name, Environment)
+    built = build_object(found, name, options)
     try:
         tools = [known.describe(ORIGINAL, (1, 1)) for known in built.tools.values()]
     except FAILURES as error:  # a hint may be any expression
@@ -183,10 +178,9 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
     return build_object(task, name, options)
 
 
-def build_object(
-    kind: type[Built], name: str, options: dict[str, Any], noun: str = "task"
-) -> Built:
+def build_object(kind: type[Built], name: str, options: dict[str, Any]) -> Built:
     """Build a task or an environment with its options, as ``build_task``."""
+    noun = _get_noun(kind)
     fields = [field for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     prefix = "task_options" if noun == "task" else "task_options.environment"
@@ -251,13 +245,16 @@ def _find_task(module: Any, source: str, class_name: str = "") -> type[Task]:
     return _check_class(found, source)
 
 
-def _find_class(
-    module: Any, source: str, class_name: str = "", base: type = Task, noun: str = "task"
-) -> Any:
+def _get_noun(kind: type) -> str:
+    return "task" if issubclass(kind, Task) else "environment"
+
+
+def _find_class(module: Any, source: str, class_name: str = "", base: type = Task) -> Any:
     """Return the class of a kind that a module defines; imported classes do not count.
 
     A class whose name starts with an underscore counts only if ``class_name`` names it.
     """
+    noun = _get_noun(base)
     if not isinstance(module, ModuleType):
         raise UserError(f"{noun} {source} is not a subclass of {base.__name__} but {module!r}")
     found = {

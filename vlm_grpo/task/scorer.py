@@ -113,7 +113,11 @@ class RewardScorer:
         return scores
 
     def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
-        outcomes = self._find_outcomes(task, items)
+        results = self._run(_apply_rules, task, [(item,) for item in items], self.seconds)
+        outcomes = [
+            self._apply_each_rule(task, item) if isinstance(result, BaseException) else result
+            for result, item in zip(results, items, strict=True)
+        ]
         candidates = [
             Candidate(own["parse"][0], example, text, length, group, tuple(turns))
             for own, (text, example, length, turns), group in zip(
@@ -153,17 +157,8 @@ class RewardScorer:
                 logger.warning(
                     "%s failed on example %s, which is not used where this value is needed; "
                     "later failures are only counted (rewards/NAME/failed). The first:\n%s",
-                    name,
-                    example.id,
-                    trace,
+                    *(name, example.id, trace),
                 )
-
-    def _find_outcomes(self, task: Task, items: Sequence[Item]) -> list[dict[str, Outcome]]:
-        results = self._run(_apply_rules, task, [(item,) for item in items], self.seconds)
-        return [
-            self._apply_each_rule(task, item) if isinstance(result, BaseException) else result
-            for result, item in zip(results, items, strict=True)
-        ]
 
     def _apply_each_rule(self, task: Task, item: Item) -> dict[str, Outcome]:
         """Score a completion that ended its worker, with a separate job for each rule."""

@@ -52,8 +52,6 @@ SEGMENTS_NAME = "flash_segments"
 with "flash" in its name."""
 RecurrentLayer = Callable[[Tensor, "LayerState"], Tensor]
 """Maps rows (rows, T, width) and their state, which it updates, to the layer's output."""
-_CACHE_NAMES = ("cache_params", "past_key_values")
-"""Names that transformers gives to a recurrent layer's cache."""
 
 
 @contextlib.contextmanager
@@ -150,7 +148,7 @@ def _find_cache_name(kind: type[nn.Module]) -> str | None:
     parameters = inspect.signature(kind.forward).parameters
     if "hidden_states" not in parameters or "position_embeddings" in parameters:
         return None
-    return next((name for name in _CACHE_NAMES if name in parameters), None)
+    return next((n for n in ("cache_params", "past_key_values") if n in parameters), None)
 
 
 def _dispatch_recurrent(
@@ -286,7 +284,9 @@ class PackedAttention:
                         pieces = [(x, (n,), m) for x, n, m in every]
                 for own, lengths, mask in pieces:
                     if mask is not None:
-                        outputs.append(kernels.attend_path(layer, before, own, mask))
+                        pairs = zip(before[1:3], own[1:3], strict=True)
+                        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
+                        outputs.append(kernels.attend(layer, own[0], keys, values, mask))
                     elif row is not None:
                         outputs.append(own[3])
                     elif own[0].shape[2]:

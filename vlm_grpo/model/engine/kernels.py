@@ -214,7 +214,7 @@ def attend_prompt(
     length = query.shape[2]
     if mask is None and layer.needs_mask(length):
         mask = build_window_mask(length, length, layer.window, query.device)
-    return _attend(layer, query, key, value, mask)
+    return attend(layer, query, key, value, mask)
 
 
 def attend_completions(
@@ -235,18 +235,10 @@ def attend_completions(
         for x, y in ((prompt_key, key), (prompt_value, value))
     )
     mask = build_window_mask(longest, seen + longest, layer.window, query.device)
-    return repack(_attend(layer, unpack(query, lengths), keys, values, mask), lengths)
+    return repack(attend(layer, unpack(query, lengths), keys, values, mask), lengths)
 
 
-def attend_path(
-    layer: Layer, prompt: Sequence[Tensor], own: Sequence[Tensor], mask: Bool[Tensor, "n m"]
-) -> Float[Tensor, "1 heads n width"]:
-    """Compute attention of one completion to its prompt and itself by a mask."""
-    keys, values = (torch.cat([x, y], dim=2) for x, y in zip(prompt[1:3], own[1:3], strict=True))
-    return _attend(layer, own[0], keys, values, mask)
-
-
-def _attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Compute attention by a mask, or causally (None)."""
     # A GPU's kernels for queries that share keys are of half precision, or hold all scores.
     if layer.cap is not None or not is_cpu(query):

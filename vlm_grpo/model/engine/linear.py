@@ -205,13 +205,11 @@ def merge(layer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def cast_factors(layer: Any) -> tuple[Tensor, ...]:
-    """Return A, ``s B`` and, with DoRA, its factors, in W's dtype."""
-    a, b, scaling = _get_factors(layer)
-    parts = [a, b * scaling]
-    if layer.lora_magnitude_vector:
-        parts.append(_compute_dora_factors(layer))
-    return tuple(part.detach().to(get_dtype(layer.base_layer)) for part in parts)
+def cast_factors(layer: Any) -> tuple[Tensor | None, ...]:
+    """Return A, ``s B`` and, with DoRA, its factors (else None), in W's dtype."""
+    (a, b, scaling), dtype = _get_factors(layer), get_dtype(layer.base_layer)
+    norms = _compute_dora_factors(layer).to(dtype) if layer.lora_magnitude_vector else None
+    return a.to(dtype), (b * scaling).to(dtype), norms
 
 
 class _Product(torch.autograd.Function):

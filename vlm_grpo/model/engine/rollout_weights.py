@@ -267,5 +267,4 @@ def _read(layer: Any, merges: bool) -> tuple[Tensor | None, ...]:
     base = get_base(layer)
     if not is_adapted(layer) or (merges and get_dtype(base) == torch.float32):
         return base.bias, None, None, None
-    first, second, *norms = linear.cast_factors(layer)
-    return base.bias, first, second, norms[0] if norms else None
+    return base.bias, *linear.cast_factors(layer)

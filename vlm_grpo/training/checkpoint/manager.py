@@ -37,7 +37,6 @@ from vlm_grpo.task import Task
 from vlm_grpo.training.checkpoint.store import (
     Contents,
     find_newest_checkpoint,
-    get_name,
     list_checkpoints,
     prune_checkpoints,
     read_metadata,
@@ -92,7 +91,7 @@ class CheckpointManager:
         self.origin: str | None = None  # the checkpoint resumed from, and the changed settings
 
     def path(self, state: RunState) -> Path:
-        return self.folder / get_name(state.step)
+        return self.folder / f"step-{state.step}"
 
     def is_saved(self, state: RunState) -> bool:
         return self.last_saved == state.step
@@ -245,20 +244,12 @@ def find_checkpoint(
             found = [find_newest_checkpoint(folder) if settings.resume else None]
     checkpoint = gather_object(found)[0]
     if checkpoint is not None:
-        check_resumable(checkpoint, settings, examples, task)
+        metadata, name = read_metadata(checkpoint), checkpoint.name
+        saved, digests = metadata["settings"], read_tensors(checkpoint, "examples")["train"]
+        check_same_settings(saved, settings, name, task)
+        check_same_data(digests, saved["data.train"], examples, settings, name)
+        warn_about_versions(metadata["versions"], get_versions())
     return checkpoint
-
-
-def check_resumable(
-    checkpoint: Path, settings: Settings, examples: Sequence[Example], task: Task
-) -> None:
-    """Check settings and training examples against a checkpoint, before the model is loaded."""
-    metadata = read_metadata(checkpoint)
-    saved, name = metadata["settings"], checkpoint.name
-    check_same_settings(saved, settings, name, task)
-    digests = read_tensors(checkpoint, "examples")["train"]
-    check_same_data(digests, saved["data.train"], examples, settings, name)
-    warn_about_versions(metadata["versions"], get_versions())
 
 
 def get_versions() -> dict[str, str]:

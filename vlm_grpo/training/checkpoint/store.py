@@ -47,26 +47,6 @@ class CorruptCheckpoint(UserError):
     """The error that a checkpoint's file differs from the one that was written."""
 
 
-def get_name(step: int) -> str:
-    return f"step-{step}"
-
-
-def get_tmp_dir(folder: Path, step: int) -> Path:
-    return folder / f".{get_name(step)}.tmp"
-
-
-def create_tmp_dir(folder: Path, step: int) -> Path:
-    """Create an empty temporary folder, and delete those that a killed run left behind.
-
-    ``UserError``: the run's folder, in which ``folder`` is, was renamed."""
-    check_lock(folder.parent)
-    for stale in folder.glob(".step-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    tmp_dir = get_tmp_dir(folder, step)
-    tmp_dir.mkdir(parents=True)
-    return tmp_dir
-
-
 def write_files(
     folder: Path, contents: Contents, write_weights: Callable[[Path], None]
 ) -> Checksums:
@@ -86,9 +66,8 @@ def write_files(
     return {str(path.relative_to(folder)): _compute_checksum(path) for path in files}
 
 
-def commit(folder: Path, step: int, checksums: Checksums) -> Path:
-    """Turn the temporary folder into a checkpoint: write the manifest, flush and rename."""
-    target, tmp_dir = folder / get_name(step), get_tmp_dir(folder, step)
+def commit(tmp_dir: Path, target: Path, checksums: Checksums) -> None:
+    """Turn a temporary folder into a checkpoint: write the manifest, flush and rename."""
     (tmp_dir / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
     for path in [tmp_dir / MANIFEST, *(p for p in tmp_dir.rglob("*") if p.is_dir()), tmp_dir]:
         _flush(path)
@@ -98,8 +77,7 @@ def commit(folder: Path, step: int, checksums: Checksums) -> Path:
         shutil.rmtree(old)
     else:
         tmp_dir.rename(target)
-    _flush(folder)
-    return target
+    _flush(target.parent)
 
 
 def write_checkpoint(
@@ -115,14 +93,18 @@ def write_checkpoint(
     ``write_weights`` writes weights, processor and settings into the given folder. The first rank
     writes all files; with ``sharded``, each rank writes and flushes its shard of the weights and
     tensors, and the first one, whose metadata count, merges them. The ranks share the folder. If
-    one rank fails, all of them raise and nothing remains on the disk."""
-    tmp_dir, is_first = get_tmp_dir(folder, step), accelerator.is_main_process
+    one rank fails, all of them raise and nothing remains on the disk. ``UserError``: the run's
+    folder, in which ``folder`` is, was renamed."""
+    tmp_dir, is_first = folder / f".step-{step}.tmp", accelerator.is_main_process
     world, checksums = accelerator.num_processes, Checksums()
     shards = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
     try:
         with fail_together(accelerator):
             if is_first:
-                create_tmp_dir(folder, step)
+                check_lock(folder.parent)
+                for stale in folder.glob(".step-*"):  # which a killed run left behind
+                    shutil.rmtree(stale, ignore_errors=True)
+                tmp_dir.mkdir(parents=True)
         with fail_together(accelerator):
             own = tmp_dir / shards[accelerator.process_index] if sharded else tmp_dir
             if sharded or is_first:
@@ -131,7 +113,8 @@ def write_checkpoint(
         gathered = dict(zip(shards, gather_object([checksums]), strict=True))
         with fail_together(accelerator):
             if is_first:
-                commit(folder, step, merge_shards(tmp_dir, gathered) if sharded else checksums)
+                checksums = merge_shards(tmp_dir, gathered) if sharded else checksums
+                commit(tmp_dir, folder / f"step-{step}", checksums)
     except BaseException:  # on a full disk, an incomplete checkpoint takes space that is needed
         if is_first:
             shutil.rmtree(tmp_dir, ignore_errors=True)
