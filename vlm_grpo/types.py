@@ -229,6 +229,7 @@ class Observed:
     text: str  #: with ``<image>`` for each image
     images: tuple[ImageRef, ...] = ()
     is_error: bool = False
+    reward: float = 0.0  #: that the environment's server gave for the call
 
 
 @dataclass(frozen=True)

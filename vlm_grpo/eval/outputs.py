@@ -27,7 +27,8 @@ def read_output(row: Mapping[str, Any]) -> Completion:
             if seen is not None:
                 sizes = [(width, height) for width, height in seen["images"]]
                 images = tuple(ImageRef("observation", size, size) for size in sizes)
-                seen = Observed(str(seen["text"]), images, bool(seen["is_error"]))
+                given = float(seen.get("reward", 0.0))
+                seen = Observed(str(seen["text"]), images, bool(seen["is_error"]), given)
             turns.append(EpisodeTurn(str(turn["text"]), call, seen))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its turns cannot be read: {error!r}") from error

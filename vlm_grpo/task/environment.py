@@ -37,6 +37,7 @@ from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame
 from vlm_grpo.task.task import FAILURES, check_names
 from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
+from vlm_grpo.utils.worker_pool import WorkerError
 
 Point = tuple[float, float]  # x and y
 MAX_CALL = 20_000  # characters of a call that are read
@@ -208,6 +209,8 @@ class Environment:
 
     call_tags: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")
     """Texts before and after a call."""
+    keeps_worker: ClassVar[bool] = False
+    """Whether the calls of an episode go to one worker, in which a part of its state remains."""
 
     max_turns: int = 6  #: number of texts that the model may sample in an episode
     #: an episode that still calls in its last turn is left out of the loss ("mask"), or is scored
@@ -309,6 +312,8 @@ class Environment:
             if call is None:
                 return None, None
             return call, self._observe(self._call(call))
+        except WorkerError:  # no tool can be called any more
+            raise
         except FAILURES as error:  # the user's tool may raise anything
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             return call, Observed(clean_text(f"Error: {kind}{error}"), is_error=True)
@@ -325,7 +330,10 @@ class Environment:
         if missing := [name for name in found.required if name not in call.arguments]:
             raise ToolError(f"{call.name} needs the argument {missing[0]}")
         values = {n: self._convert(n, v, found.parameters[n]) for n, v in call.arguments.items()}
-        return getattr(self.target, call.name)(**values)
+        return self._invoke(call.name, values)
+
+    def _invoke(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        return getattr(self.target, name)(**arguments)
 
     def _convert(self, name: str, value: Any, hint: Any) -> Any:
         if kind := _find_numbers(hint):

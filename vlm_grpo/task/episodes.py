@@ -14,7 +14,7 @@ from vlm_grpo.task.task import FAILURES, Task, contained
 from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.timing import CallTimeout, time_limit
-from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool, gather
 
 TOOL_MEMORY = 8 * 2**30  #: Bytes that a worker process may hold, on Linux
 TOOL_TIMEOUT = 30.0  #: Time limit in seconds of one call of a tool
@@ -48,6 +48,8 @@ class EnvironmentRunner:
     def __init__(self, workers: int = 1, seconds: float | None = TOOL_TIMEOUT) -> None:
         self.seconds = seconds
         self._pool = WorkerPool(max(1, workers), "environment")
+        # Processes start with their first call.
+        self._single = [WorkerPool(1, "environment") for _ in range(max(1, workers))]
 
     def __enter__(self) -> EnvironmentRunner:
         return self
@@ -57,7 +59,8 @@ class EnvironmentRunner:
 
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
-        self._pool.close()
+        for pool in (self._pool, *self._single):
+            pool.close()
 
     def begin(self, environment: Environment, example: Example) -> tuple[Example, EpisodeStart]:
         """Begin the episodes of an example; return it with what ``reset`` shows, and their start.
@@ -65,7 +68,7 @@ class EnvironmentRunner:
         ``UserError``: ``reset`` fails.
         """
         sent = send(environment)
-        (result,) = self._run(_begin, [(sent, example)])
+        (result,) = self._run(_begin, [(sent, example)], [None])
         if isinstance(result, UserError):
             raise result
         if isinstance(result, BaseException):
@@ -89,20 +92,27 @@ class EnvironmentRunner:
 
     def step(self, states: Sequence[Sent], texts: Sequence[str]) -> list[Step]:
         """Return what follows on the texts of several episodes, in their order."""
-        results = self._run(_step, list(zip(states, texts, strict=True)))
+        count = len(self._single)
+        places = [n % count if s.place == -1 else s.place for n, s in enumerate(states)]
+        results = self._run(_step, list(zip(states, texts, strict=True)), places)
         found: list[Step] = []
-        for state, result in zip(states, results, strict=True):
+        for state, place, result in zip(states, places, results, strict=True):
             if isinstance(result, BaseException):
                 message = clean_text(f"Error: {self._describe(result)}")
                 found.append((state, None, Observed(message, is_error=True)))
             else:
                 changed, call, observed = result
-                found.append((Sent(*changed) if changed else state, call, observed))
+                state = replace(Sent(*changed), place=place) if changed else state
+                found.append((state, call, observed))
         return found
 
-    def _run(self, function: Any, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _run(
+        self, function: Any, jobs: Sequence[tuple[Any, ...]], places: Sequence[int | None]
+    ) -> list[Any]:
         limit = None if self.seconds is None else self.seconds + _GRACE
-        return self._pool.run(function, [(self.seconds, *job) for job in jobs], limit)
+        pools = (self._pool if place is None else self._single[place] for place in places)
+        calls = ((pool, (self.seconds, *job)) for pool, job in zip(pools, jobs, strict=True))
+        return gather([pool.schedule(function, job, limit) for pool, job in calls])
 
     def _describe(self, error: BaseException) -> str:
         if isinstance(error, WorkerEnded):

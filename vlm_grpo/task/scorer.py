@@ -47,6 +47,8 @@ class Sent:
     pickled: bytes
     files: tuple[str, ...] = ()
     changes: bool = False  # whether calls change the object, so that each needs its own
+    #: number of the worker that has the rest of its state; -1: any has it. None: all of it is here
+    place: int | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes, tuple[str, ...]]]:
         return _unpickle if self.changes else _unpickle_once, (self.pickled, self.files)
@@ -235,7 +237,8 @@ def send(value: Any) -> Sent:
     kinds = type(value), type(environment), target if isinstance(target, type) else type(target)
     files = dict.fromkeys(file for file in map(get_file, kinds) if file is not None)
     try:
-        return Sent(dump(value), tuple(files), isinstance(value, Environment))
+        place = -1 if getattr(value, "keeps_worker", False) else None
+        return Sent(dump(value), tuple(files), isinstance(value, Environment), place)
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         remedy = ", or set rollout.reward_workers=0" if isinstance(value, Task) else ""
         raise UserError(

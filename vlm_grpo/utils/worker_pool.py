@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -73,12 +73,7 @@ class WorkerPool:
         self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], seconds: float | None
     ) -> list[Any]:
         """Return the results of calls, in the order of the jobs, or what they have raised."""
-        futures = [self.schedule(function, job, seconds) for job in jobs]
-        results = [future.exception() or future.result() for future in futures]
-        for result in results:
-            if isinstance(result, WorkerError):
-                raise result
-        return results
+        return gather(self.schedule(function, job, seconds) for job in jobs)
 
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
@@ -95,6 +90,15 @@ class WorkerPool:
                 f"a call cannot be sent to the {self.work} workers ({error}): define what it needs "
                 "in a file of its own, or set rollout.reward_workers=0"
             ) from error
+
+
+def gather(futures: Iterable[Future[Any]]) -> list[Any]:
+    """Return the results of scheduled calls, or what they have raised, but a ``WorkerError``."""
+    results = [future.exception() or future.result() for future in [*futures]]
+    for result in results:
+        if isinstance(result, WorkerError):
+            raise result
+    return results
 
 
 def dump(value: Any) -> bytes:
