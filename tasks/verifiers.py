@@ -21,8 +21,9 @@ _PREFIX = "taskset_"  # of the names under which ``__getattr__`` finds the class
 
 
 class Verifiers(Task):
-    """Any text, scored by the rewards of a taskset; with an option ``taskset`` it is of a subclass
-    that has them.
+    """Any text, scored by the rewards of a taskset of verifiers.
+
+    An object is of a subclass of the taskset, which has these.
 
     Attributes:
         taskset: name of an installed taskset, for rows that ``data_scripts.taskset`` has written.

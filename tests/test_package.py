@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Package directories in the checkout, and their paths in the wheel.
+UNLOCKED = ("openenv", "verifiers")  # extras that ask for older versions of Pillow and each other
 INSTALLED_AS = {
     "vlm_grpo": "vlm_grpo",
     "tasks": "vlm_grpo/tasks",
@@ -214,8 +215,9 @@ def _read_constraints() -> dict[str, str]:
 
 
 def _list_requirements() -> list[str]:
-    """Return the declared requirements, including those of all extras."""
-    extras = PROJECT["project"]["optional-dependencies"].values()
+    """Return the declared requirements, including those of all extras that are locked."""
+    found = PROJECT["project"]["optional-dependencies"].items()
+    extras = [requirements for name, requirements in found if name not in UNLOCKED]
     return [*PROJECT["project"]["dependencies"], *(text for extra in extras for text in extra)]
 
 

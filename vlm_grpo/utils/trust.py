@@ -25,8 +25,8 @@ def trust_code(trusted: bool = True) -> None:
     """Run all code that recipes, runs and benchmarks name, as ``--trust-code`` does.
 
     These are Python files of tasks, methods and functions, the code of a model
-    (``policy.trust_remote_code``) and the program ``rollout.vllm.python``; and send an API key to
-    the judge that they name.
+    (``policy.trust_remote_code``), tasksets and the program ``rollout.vllm.python``; and send an
+    API key to the judge, and rows to the server of an environment, that they name.
     """
     global _everything
     _everything = trusted
@@ -78,7 +78,8 @@ def _identify(code: str) -> str:
 
 def get_flag(settings: Mapping[str, Any]) -> str:
     """Return `` --trust-code`` if a command needs it for the saved settings of a run, else ""."""
-    own = any(re.search(r"\.py(?!\w)", text) for text in find_texts(settings))
+    code = re.compile(r"\.py(?!\w)|^(openenv|verifiers)$")
+    own = any(code.search(text) for text in find_texts(settings))
     own = own or ":" in settings["task"] or "api_key_env" in str(settings)
     return " --trust-code" if own or settings["policy"]["trust_remote_code"] else ""
 
