@@ -92,8 +92,8 @@ class Verifiers(Task):
         own = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = vf.AgentInfo(config=vf.AgentConfig())
         trace = vf.Trace(task=own, agent=agent, nodes=nodes, is_completed=True, ok=True)
-        if tools is not None:
-            trace.state = tools.state
+        states = import_extra("verifiers.v1.state", "verifiers")
+        trace.state = states.state_cls(type(task))() if tools is None else tools.state
         return trace
 
 

@@ -23,8 +23,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# Package directories in the checkout, and their paths in the wheel.
 UNLOCKED = ("openenv", "verifiers")  # extras that ask for older versions of Pillow and each other
+# Package directories in the checkout, and their paths in the wheel.
 INSTALLED_AS = {
     "vlm_grpo": "vlm_grpo",
     "tasks": "vlm_grpo/tasks",
