@@ -57,6 +57,8 @@ def test_a_taskset_becomes_rows_tools_and_rewards(tmp_path):
             assert whole.rewards == {"right": 1.0, "pushed": 1.5, "taskset_reward": 1.75}
             assert part.rewards == {"right": 0.0, "pushed": 0.5, "taskset_reward": 0.25}
             assert whole.metrics["turns"] == 5.0
+    (alone,) = RewardScorer()(task.without_tools(), ["3"], [example])
+    assert alone.rewards == {"right": 1.0, "pushed": 0.0, "taskset_reward": 1.0}
 
 
 @needs_verifiers
