@@ -296,7 +296,7 @@ def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors)
     with guard():
         old = updater._start_old(batch)  # noqa: SLF001
         for number in range(batch.num_updates):
-            losses, metrics = updater._accumulate(batch, number, old)  # noqa: SLF001
+            losses, metrics = updater._accumulate(batch, number, old, None)  # noqa: SLF001
             assert len(losses) > 1
             assert losses[0].device == updater.policy.device
             assert metrics.means
