@@ -59,8 +59,10 @@ def test_outputs_have_their_turns_and_are_compared_with_those_without_tools(tmp_
     assert whole.get_column("letters_without_tools") == scores
     pairs = zip(map(float, whole.values["letters"].values()), scores, strict=True)
     changes = [now - float(before or 0) for now, before in pairs]
-    assert whole.metrics["tools/gain"] == sum(max(0, change) for change in changes) / 4
-    assert whole.metrics["tools/harm"] == sum(max(0, -change) for change in changes) / 4
+    by_calls = [(change, change * bool(n)) for change, n in zip(changes, calls, strict=True)]
+    assert whole.metrics["tools/gain"] == sum(max(0, called) for _, called in by_calls) / 4
+    assert whole.metrics["tools/harm"] == sum(max(0, -called) for _, called in by_calls) / 4
+    assert whole.metrics["tools/prompt"] == sum(change - called for change, called in by_calls) / 4
 
 
 def test_a_server_is_asked_turn_by_turn(tmp_path):
@@ -92,6 +94,8 @@ def test_a_server_is_asked_turn_by_turn(tmp_path):
     right = sum(row["answer"] == 3 and row["rewards"]["exact"] == 1 for row in found.rows) / 3
     assert found.value == right == found.metrics["tools/gain"] > 0
     assert found.metrics["exact_without_tools"] == 0  # a call is no answer
-    assert found.lines[-1].startswith(f"tools: gain {right:.1%}, harm 0.0%, called 100.0%")
+    assert found.lines[-1].startswith(
+        f"tools: gain {right:.1%}, harm 0.0%, prompt 0.0%, called 100.0%"
+    )
     assert found.path is not None
     assert read_scored(found.path).metrics == found.metrics

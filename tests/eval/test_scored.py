@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -113,6 +114,11 @@ def test_tools_gain_and_harm_by_the_primary_metric_of_each_source():
     assert (found.metrics["c/exact_without_tools"], found.metrics[name]) == (3 / 4, 0.25)
     assert [*map(found.is_error, ("tools/gain", "tools/harm", name))] == [False, True, True]
     assert compare_tools(plain) is plain
+    silent = evaluate(mixed, examples, [*"0199", "0.25", ""])
+    rows = [{**row, "metrics": {**row["metrics"], "tools/called": 0.0}} for row in silent.rows]
+    found = compare_tools(replace(silent, rows=tuple(rows)), plain)  # nothing was called
+    parts = [found.metrics[f"tools/{name}"] for name in ("gain", "harm", "prompt")]
+    assert parts == [0, 0, (1 + 0.25 - 2) / 5]
 
 
 def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path):

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 WITHOUT_TOOLS = "_without_tools"  # ends the name of a primary metric of the model without tools
-_SHARES = ("gain", "harm", "called", "errors", "cut")
+_SHARES = ("gain", "harm", "prompt", "called", "errors", "cut")
 _DEFECTS = ("tools/harm", "tools/errors", "tools/cut")
 
 
@@ -332,8 +332,9 @@ def summarize(
 
 def compare_tools(scored: Scored, plain: Scored | None = None) -> Scored:
     """Add to a table the primary metric of the same examples without tools (None: there is nothing
-    to add), and what tools gain and harm: by how much each example is better or worse with them, or
-    0. Of a metric of 0 or 1 the means are shares of the examples.
+    to add), and what tools gain and harm: by how much each example is better or worse with a call,
+    or 0. Of a metric of 0 or 1 the means are shares of the examples. ``tools/prompt`` is the mean
+    change of those that call nothing, which only read the tools' description.
     """
     if plain is None:
         return scored
@@ -346,11 +347,14 @@ def compare_tools(scored: Scored, plain: Scored | None = None) -> Scored:
             if name in other:
                 metrics[name + WITHOUT_TOOLS] = before
             if now is not None and before is not None:
-                gain = before - now if is_error else now - before
+                change = before - now if is_error else now - before
+                # Without a call only the description of the tools can have changed the answer.
+                gain = 0.0 if row["metrics"].get("tools/called") == 0 else change
                 metrics |= {"tools/gain": max(0.0, gain), "tools/harm": max(0.0, -gain)}
+                metrics["tools/prompt"] = change - gain
         rows.append({**row, "metrics": metrics})
     columns = _collect(rows)
-    means = {n: _mean(columns[n]) for n in ("tools/gain", "tools/harm") if n in columns}
+    means = {n: _mean(columns[n]) for n in map("tools/{}".format, _SHARES[:3]) if n in columns}
     means |= {n + WITHOUT_TOOLS: plain.metrics[n] for n in names if n in plain.metrics}
     return replace(scored, rows=tuple(rows), metrics={**scored.metrics, **means})
 
