@@ -63,7 +63,8 @@ class Verifiers(Task):
         vf = import_extra("verifiers.v1", "verifiers")
         is_own = isinstance(self.environment, Environment)
         tools = open_tools(self.taskset, task) if is_own else None
-        prompt, begin = task.data.prompt, self.environment.call_tags[0] if is_own else "\0"
+        begin = (self.environment.call_tags[0] if is_own else "") or "\0"  # which is in no text
+        prompt = task.data.prompt
         messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else [*prompt]
         if task.data.system_prompt:
             messages.insert(0, vf.SystemMessage(content=task.data.system_prompt))
