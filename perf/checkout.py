@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = (
     *("torch", "torchvision", "transformers", "peft", "accelerate", "numpy", "scipy", "jaxtyping"),
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "omegaconf", "antlr4"),
-    *("rapidfuzz", "PIL", "jinja2", "psutil", "yaml", "rich"),
+    *("qwen_vl_utils", "rapidfuzz", "PIL", "jinja2", "psutil", "yaml", "rich"),
 )
 """Modules without which no step runs."""
 NAMES = {"PIL": "pillow", "yaml": "pyyaml", "antlr4": "antlr4-python3-runtime"}

@@ -195,10 +195,17 @@ class MediaReader:
         self._check_pixels(size, name)
         seconds, limits = total / fps, self.video
         self._check_length(seconds, name)
+        options = {
+            "fps": min(limits.fps, fps),
+            "min_frames": min(_MIN_FRAMES, limits.max_frames),
+            "max_frames": limits.max_frames,
+        }
         if total < 2:
             raise ValueError(f"video {name} has one frame: give it as an image")
-        most = min(total, limits.max_frames // 2 * 2)
-        count = int(min(max(seconds * min(limits.fps, fps), _MIN_FRAMES), most)) // 2 * 2
+        # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
+        from qwen_vl_utils.vision_process import smart_nframes
+
+        count = smart_nframes(options, total, fps)
         chosen = np.linspace(0, total - 1, count).round()
         times = tuple(float(frame) / fps for frame in chosen)
         return VideoRef(name, size, size, path, data, times=times, seconds=seconds)

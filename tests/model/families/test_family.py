@@ -191,9 +191,9 @@ def test_a_small_image_does_not_change_the_size_of_the_others():
     after = make_prompts(small, large)[1]
     assert before.token_ids == after.token_ids
     assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
-    # transformers enlarges 10 × 12 pixels to 1 × 2 tokens of 28 × 28; 112 × 84 are 4 × 3 tokens.
+    # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
     grids = [p.vision["image_grid_thw"].tolist() for p in make_prompts(small, large)]
-    assert grids == [[[1, 4, 2]], [[1, 6, 8]]]
+    assert grids == [[[1, 2, 2]], [[1, 6, 8]]]
 
 
 @pytest.mark.parametrize("family", QWEN)

@@ -21,10 +21,13 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from PIL import Image
+from qwen_vl_utils.vision_process import fetch_image, smart_resize
 from torch import Tensor, nn
 from transformers import (
     AutoModelForImageTextToText,
     Cache,
+    Qwen2VLImageProcessor,
+    Qwen2VLImageProcessorPil,
 )
 from transformers.video_utils import VideoMetadata
 
@@ -150,7 +153,7 @@ class Family:
         """Return an image's (width, height) after resizing; ``ValueError``: it is too narrow."""
         frames = _count_frames(processor) or 1
         clip = {"num_frames": frames, "temporal_factor": frames} if frames > 1 else {}
-        resize: Any = _find_resize(processor)
+        resize: Any = smart_resize if _is_qwen_processor(processor) else _find_resize(processor)
         height, width = resize(
             height=size[1],
             width=size[0],
@@ -192,8 +195,13 @@ class Family:
 
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         """Resize a PIL image within the budget."""
-        size = self.resized_size(image.size, budget, processor)
-        return image.resize(size, processor.image_processor.resample)
+        if not _is_qwen_processor(processor):
+            size = self.resized_size(image.size, budget, processor)
+            return image.resize(size, processor.image_processor.resample)
+        bounds = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
+        edge = processor.image_processor.patch_size
+        given: dict[str, Any] = {"image": image, **bounds}
+        return fetch_image(given, image_patch_size=edge)
 
     def processor_kwargs(self, processor: Any) -> dict[str, Any]:
         """Return additional arguments for the processor's call on images."""
@@ -365,6 +373,11 @@ class Family:
             use_cache=False,
             **arguments,
         ).last_hidden_state
+
+
+def _is_qwen_processor(processor: Any) -> bool:
+    kinds = Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
+    return isinstance(getattr(processor, "image_processor", None), kinds)
 
 
 def _find_resize(processor: Any) -> Callable[..., tuple[int, int]] | None:
