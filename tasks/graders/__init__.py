@@ -1,1 +1,1 @@
-"""Graders of structured answers: tables, formulas, and tests of pages."""
+"""Graders of structured answers: tables, formulas, tests of pages, and the rules of benchmarks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vlm_grpo.benchmarks.definition import Benchmark, benchmark_names, load_benchmark
-from vlm_grpo.benchmarks.official import READERS, describe_reader
+from vlm_grpo.tasks.graders.official import READERS, describe_reader
 
 ORDER = [
     *("refcoco", "refcocoplus", "refcocog", "ref_l4", "lisa_grounding", "reason_seg"),

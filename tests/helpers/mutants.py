@@ -126,10 +126,14 @@ WRITTEN: list[tuple[str, str, str]] = [
     ),
     ("training/batch.py", "values[index]) if", "values[index.flip(0)]) if"),
     ("training/batch.py", "entropies=scores.entropies", "entropies=None"),
-    ("training/methods/kl.py", "self.copy_policy()", "pass"),
+    ("training/methods/kl.py", "self.snapshot.move()", "pass"),
     ("training/methods/kl.py", "done == 0 < rollout.step or", ""),
     ("training/methods/warm_start.py", "self.run.strategy.reset_optimizer()", "pass"),
-    ("training/update.py", "with_entropy, batch.is_written)", "with_entropy)"),
+    (
+        "training/update.py",
+        "with_entropy, batch.is_written, others)",
+        "with_entropy, False, others)",
+    ),
     ("training/methods/warm_start.py", ", self.end)\n", ")\n"),
     (
         "training/methods/warm_start.py",

@@ -1,1 +1,1 @@
-"""Benchmarks: their definitions, official rules and metrics."""
+"""Benchmarks: their definitions; their official rules are in ``tasks/graders``."""

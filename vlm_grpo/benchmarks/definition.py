@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vlm_grpo.benchmarks.metrics import CORPUS_RULES, RULES
-from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task, metric
 from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.task.registry import build_task, load_task_class
+from vlm_grpo.tasks.graders.official import READERS
+from vlm_grpo.tasks.graders.official_metrics import CORPUS_RULES, RULES
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 
@@ -126,10 +126,12 @@ class Benchmark(Frozen):
     options: dict[str, Any] = Field(default_factory=dict)  # of the task
     prompt: str = "{question}"  # template of the question; the task adds how to answer
     asked: str = ""  # what models of published results were asked to write, and by whose prompt
-    # parser of the official script, a key of ``official.READERS``; None: that of the task
+    # parser of the official script, a key of ``READERS``; None: that of the task
     reader: str | None = None
     differences: str = ""  # how and why results can differ from the official script's
-    metric: str  # the official one: a reward or metric of the task, or a rule of ``metrics``
+    metric: (
+        str  # the official one: a reward or metric of the task, or a rule of ``official_metrics``
+    )
     variants: tuple[str, ...] = ()  # other metrics to report
     # from a mean to the published unit: 100 for percent, 1000 for points of OCRBench
     scale: float = 100.0

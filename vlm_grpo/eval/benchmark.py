@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 
 from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
-from vlm_grpo.benchmarks.metrics import get_group
-from vlm_grpo.benchmarks.official import begins_word, describe_reader, unwrap
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
@@ -23,6 +21,8 @@ from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame
+from vlm_grpo.tasks.graders.official import begins_word, describe_reader, unwrap
+from vlm_grpo.tasks.graders.official_metrics import get_group
 from vlm_grpo.types import Completion, Example, Score
 from vlm_grpo.utils.atomic_io import create_folder, write_atomic
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.benchmarks.metrics import (
+from vlm_grpo.task.scores import anls, coco_average_precision, iou
+from vlm_grpo.tasks.graders.official_metrics import (
     CORPUS_RULES,
     RULES,
     anls_rrc,
@@ -24,7 +25,6 @@ from vlm_grpo.benchmarks.metrics import (
     vqa_accuracy,
     word_recognition,
 )
-from vlm_grpo.task.scores import anls, coco_average_precision, iou
 from vlm_grpo.types import Example, ImageRef
 
 
