@@ -391,7 +391,8 @@ def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tok
         each.trainer.step()
     for pair in zip(recorder.gradients, other.gradients, strict=True):
         assert all(torch.equal(pair[0][name], expected) for name, expected in pair[1].items())
-    plain, leaves = PlainModel(model_folder, settings), list[list[Tensor]]()
+    plain: Any = PlainModel(model_folder, settings)
+    leaves = list[list[Tensor]]()
     base = plain.model.model
     encode, trained = base.get_image_features, dict(plain.trained)
 
@@ -419,9 +420,8 @@ def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tok
             credit = torch.stack(own).sum(0).norm(dim=-1)
             grid = image.size[1] // 28, image.size[0] // 28
             expected = credit.view(grid).numpy()
-            assert recorder.trainer.methods["visual_credit"].maps[image] == pytest.approx(
-                expected, rel=5e-6
-            )
+            method: Any = recorder.trainer.methods["visual_credit"]
+            assert method.maps[image] == pytest.approx(expected, rel=5e-6)
             seen += 1
     assert seen > 0
 

@@ -138,11 +138,11 @@ def test_each_episode_has_its_own_session_or_repeats_its_calls(serve, most, sess
         assert example.question == "Where?\nThere are 4 doors. 3904355907"  # crc32(b"a")
         texts = [write("open_door", number=n) for n in (1, 2, 7)]
         first, second, third = runner.step([start.state] * 3, texts)
-        assert first[2].text == "doors [1] of Where? 1<image>"
-        assert first[2].reward == 0.5
-        assert first[2].images[0].size == (64, 32)
-        assert "there is no door 7" in third[2].text
-        assert third[2].is_error
+        assert see(first[2]).text == "doors [1] of Where? 1<image>"
+        assert see(first[2]).reward == 0.5
+        assert see(first[2]).images[0].size == (64, 32)
+        assert "there is no door 7" in see(third[2]).text
+        assert see(third[2]).is_error
         # A state that goes on twice, as branches of a fork do; and one after a refused call.
         states = [first[0], first[0], second[0], third[0]]
         steps = runner.step(states, [write("open_door", number=n) for n in (3, 0, 2, 1)])

@@ -1,5 +1,7 @@
 """A taskset of verifiers v1, with images, tools that share a state, and rewards that read it."""
 
+# pyright: reportMissingImports=false
+
 import base64
 import io
 

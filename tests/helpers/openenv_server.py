@@ -1,5 +1,7 @@
 """An OpenEnv server, for a process of its own: python openenv_server.py PORT SESSIONS [random]."""
 
+# pyright: reportMissingImports=false
+
 import io
 import random
 import sys

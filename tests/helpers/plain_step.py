@@ -259,7 +259,7 @@ def _diverge(policy: Tensor, teacher: Tensor, settings: Any) -> Tensor:
     for own, other in zip(policy.exp(), teacher.exp(), strict=True):
         kept = sorted(range(len(other)), key=lambda token: -other[token])[: settings.topk]
         pairs = [(own[token], other[token]) for token in kept]
-        pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(t for _, t in pairs)))
+        pairs.append((1 - own[kept].sum(), 1 - other[kept].sum()))
         value, share = torch.zeros(()), settings.alpha
         for p, t in pairs:
             mixed = (1 - share) * p + share * t

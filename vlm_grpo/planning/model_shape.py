@@ -148,9 +148,14 @@ def _read_vision_shape(config: Any) -> VisionShape:
     )
 
 
-@lru_cache(maxsize=64)  # a measurement takes a second
 def measure_layers(shape: ModelShape, policy: PolicySettings, on_cpu: bool) -> ModelShape:
     """Return the shape with the bytes that its layers save under the policy's settings."""
+    settings: Any = policy  # hashable, as frozen models are
+    return _measure_layers(shape, settings, on_cpu)
+
+
+@lru_cache(maxsize=64)  # a measurement takes a second
+def _measure_layers(shape: ModelShape, policy: PolicySettings, on_cpu: bool) -> ModelShape:
     device = torch.device("cpu" if on_cpu else "cuda")
     block = _measure_block(shape, device) if shape.trains_vision else None
     return replace(shape, layer=_measure_layer(shape, policy, device), block=block)

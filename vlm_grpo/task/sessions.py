@@ -140,6 +140,7 @@ class SessionEnvironment(Environment):
 
     def _open(self) -> Session:
         """Open a session; ``WorkerError``, which ends the run: all attempts fail."""
+        failure: Exception | None = None
         for wait in _WAITS:
             time.sleep(wait)
             try:

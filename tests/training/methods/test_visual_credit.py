@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +38,12 @@ def test_a_run_measures_and_draws_the_credit_of_examples_with_boxes(settings):
         optim={"max_steps": 2}, task_options={"instruction": None},
     )  # fmt: skip
     trainer = make_trainer(run)
-    method = trainer.methods["visual_credit"]
+    method: Any = trainer.methods["visual_credit"]
     examples = trainer.train_examples[:2]
     # All credit in the first token, and in every one alike.
-    grids = [trainer.policy.family.token_grid(e.images[0], trainer.policy.prompts.processor)
-             for e in map(trainer.policy.prompts.with_resized_sizes, examples)]  # fmt: skip
+    family, processor = trainer.policy.family, trainer.policy.prompts.processor
+    resized = map(trainer.policy.prompts.with_resized_sizes, examples)
+    grids: list[Any] = [family.token_grid(e.images[0], processor) for e in resized]
     assert all(grid is not None for grid in grids)
     one = np.zeros(grids[0])
     one[0, 0] = 1.0

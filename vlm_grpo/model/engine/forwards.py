@@ -33,7 +33,7 @@ def replace_forward(module: nn.Module, forward: Forward) -> None:
 def restore_forward(module: nn.Module, forward: Forward) -> None:
     """Undo ``replace_forward`` where it was the last for this module."""
     if has_forward(module, forward):
-        module.__class__ = type(module).__base__
+        module.__class__ = type(module).__mro__[1]
 
 
 def has_forward(module: nn.Module, *forwards: Forward) -> bool:
