@@ -22,7 +22,7 @@ from vlm_grpo.task.registry import load_environment, load_task
 from vlm_grpo.types import EpisodeTurn
 from vlm_grpo.utils import trust
 
-HELPERS = Path(__file__).parents[2] / "helpers"
+HELPERS = Path(__file__).parents[1] / "helpers"
 STAND_IN = '''
 """In place of openenv.core, without a network: its "server" is a folder with a file per session."""
 import base64, io, os, random
