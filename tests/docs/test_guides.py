@@ -26,7 +26,7 @@ from PIL import Image
 from published_formats import COCO, IMAGES, lmms_eval_sample
 
 from vlm_grpo import cli
-from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.data_scripts import make_shapes, make_tool_vlm
 from vlm_grpo.types import Example
 
 STEP = 2
@@ -34,7 +34,6 @@ STEP = 2
 
 NOT_RUN = {
     "make quickstart": "run by .ci/run",
-    "make test": "run by .ci/run",
     "python pdf_validation.py --config configs/end2end.yaml": "a script of OmniDocBench",
     "python -m olmocr.bench.benchmark --dir bench_data --candidate olmocr-model": "of olmOCR",
     "source .venv/bin/activate": "only changes the reader's shell",
@@ -52,6 +51,14 @@ NOT_RUN |= dict.fromkeys(
         if "rollout.vllm" in line or "vllm/bin" in line
     ],
     "needs vLLM: tests/vllm samples, trains and serves with a real server",
+)
+NOT_RUN |= dict.fromkeys(
+    [
+        line
+        for line in read_commands(ROOT / "docs/your-own-environment.md")
+        if "=openenv" in line or "taskset" in line
+    ],
+    "needs an extra: tests/environments runs both with the package, where it is installed",
 )
 NOT_RUN["python -m venv vllm"] = "tests/vllm/install.py makes such an environment"
 """Commands that do not run here, with the reason."""
@@ -97,14 +104,17 @@ def run_command(line: str) -> None:
     arguments = [re.sub(r"step-\d+", f"step-{STEP}", argument) for argument in arguments]
     command = arguments[0]
     arguments += next((more for word, more in SHORT.items() if word in command), [])
-    if "warm_start.steps=" in line or "tiny_words" in line:  # its recipe has supervised steps
+    if "warm_start.steps=" in line:
         arguments += ["warm_start.steps=1"]
+    if re.search(r"(train|sft) (tiny_words|maze)", line) and "warm_start=null" not in line:
+        arguments += ["warm_start.warmup_steps=0"]  # the recipe has supervised steps
+        arguments += ["warm_start.steps=1"] if command == "train" else []
     if command in ("train", "sft", "plan", "evaluate"):
         arguments += HUB_MODEL if re.search(r"_\db\b|model=Qwen/", line) else []
     arguments += ["--model", "embedded"] if "--model Qwen/" in line else []
     if command in ("train", "sft") or "evaluate counting" in line:
         arguments += HELD_OUT
-    if "data_scripts" in line:  # the files are a part of a dataset
+    if "data_scripts." in line and "make_" not in line:  # the files are a part of a dataset
         arguments += ["--allow-partial"]
     if program == "vlm-grpo":
         with serve(ChatModel(lambda *_: "[1, 2, 30, 40]")) as server:
@@ -217,6 +227,12 @@ def _write_outputs() -> None:
     Path("outputs.jsonl").write_text("".join(lines), "utf-8")
 
 
+def _write_tool_model() -> None:
+    """Write the model of the recipes with tools, which another guide explains."""
+    if not Path("tiny-tools").exists():
+        make_tool_vlm.main(["tiny_words", "maze", "--out", "tiny-tools"])
+
+
 def _write_foreign_results() -> None:
     """Write data, and one sample as lmms-eval logs it."""
     write_files(Path("images"), {"7.jpg": png(640, 480)})
@@ -242,6 +258,7 @@ FILES: Mapping[str, Callable[[], None]] = {
 EXTRA_FILES: Mapping[str, Callable[[], None]] = {
     "--predictions outputs.jsonl": _write_outputs,
     "data.columns.question=prompt": _write_other_columns,
+    "train tiny_words": _write_tool_model,
 }
 """By a part of a command: create the files that only this command needs."""
 
