@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from chat_model import ChatModel, serve
 from dataset_files import encode_image, png, write_files, write_table
@@ -227,6 +228,15 @@ def _write_outputs() -> None:
     Path("outputs.jsonl").write_text("".join(lines), "utf-8")
 
 
+def _write_photos() -> None:
+    generator = np.random.default_rng(0)
+    for folder in (Path("photos"), Path("others")):
+        folder.mkdir(exist_ok=True)
+        for number in range(4):
+            pixels = generator.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((168, 168)).save(folder / f"{number}.png")
+
+
 def _write_tool_model() -> None:
     """Write the model of the recipes with tools, which another guide explains."""
     if not Path("tiny-tools").exists():
@@ -259,6 +269,7 @@ EXTRA_FILES: Mapping[str, Callable[[], None]] = {
     "--predictions outputs.jsonl": _write_outputs,
     "data.columns.question=prompt": _write_other_columns,
     "train tiny_words": _write_tool_model,
+    "photos/": _write_photos,
 }
 """By a part of a command: create the files that only this command needs."""
 

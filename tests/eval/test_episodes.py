@@ -47,6 +47,7 @@ def test_outputs_have_their_turns_and_are_compared_with_those_without_tools(tmp_
         "text": "Part 1<image>",
         "images": [[28, 28]],
         "is_error": False,
+        "reward": 0.0,
     }
 
     calls = [sum("observed" in turn for turn in own) for own in turns]

@@ -85,8 +85,9 @@ def count_step_flops(
         prefill += count_token_flops(model, 0, prompt)
         decode += head * sum(lengths) + _count_group_flops(model, prompt, lengths)
     for piece in slices:
-        # Equal completions are passed once.
-        prompt, lengths = len(piece.prompt.token_ids), [*map(len, dict.fromkeys(piece.completions))]
+        # Equal completions are passed once where the slice has trunks.
+        own = dict.fromkeys(piece.completions) if piece.trunks else piece.completions
+        prompt, lengths = len(piece.prompt.token_ids), [*map(len, own)]
         forward = count_token_flops(model, 0, prompt) + _count_group_flops(model, prompt, lengths)
         update += forward * (2 if model.lora_rank else 3)
         update += head * sum(lengths) * (2 if model.head_frozen else 3)
