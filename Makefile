@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 install = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt $(1) || $(PIP) $(1)
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
-WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
+WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo tasks)
 
 .DELETE_ON_ERROR:
 .PHONY: quickstart test mutants oldest vllm crash gpu check docs lock clean
