@@ -29,7 +29,7 @@ from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.utils.atomic_io import create_whole_folder
 
 COUNT = 64  #: Examples of a recipe whose episodes are compared
-LEAST = 8  #: Characters of a text that is worth a token
+LEAST = 8  #: Fewest characters of a text that gets a token of its own
 MOST_WORDS = 8  #: Different arguments that get tokens of their own
 ROLES = ("system", "user", "tool", "assistant")  #: Names in the chat template
 
@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = build_tool_vlm(arguments.recipes, arguments.out)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {arguments.out} with a token for each of these texts:")
+        return 2
+    print(f"wrote {arguments.out}; each of these texts is one token now:")
     for text in texts:
         print(repr(text))
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -94,7 +95,7 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def read_table_with_images(path: Path) -> Iterator[RawRecord]:
-    """Yield the rows of a text table, of which a cell may hold an image."""
+    """Yield the rows of a text table whose cells may hold images."""
     limit = csv.field_size_limit(sys.maxsize)  # of the whole process
     try:
         for line in read_csv(path):
@@ -210,6 +211,11 @@ def pose_problem(
 def list_texts(answers: Any) -> list[str]:
     """Return one answer, or a list of them, as texts."""
     return [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+def remove_letter(option: str) -> str:
+    """Return the text of an option without the letter before it: "B. left" is "left"."""
+    return re.sub(r"\A[A-Z][.)] *", "", option)
 
 
 def to_choice(options: Sequence[Any], letter: str) -> dict[str, Any]:

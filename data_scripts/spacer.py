@@ -1,4 +1,4 @@
-"""SpaceR-151k: questions about videos and images, of which those with options or numbers are kept.
+"""SpaceR-151k: questions about videos and images. Rows with options or numbers are kept.
 
 --source: SpaceR-151k.jsonl. --images: the folder that its paths are relative to.
 """
@@ -6,9 +6,8 @@
 import re
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import read_json_rows, to_choice
+from vlm_grpo.data_scripts.readers import read_json_rows, remove_letter, to_choice
 
-_LETTER = re.compile(r"[A-Z][.)] *")
 _KINDS = ("multiple choice", "numerical", "regression")
 
 
@@ -23,7 +22,7 @@ def convert(request: Request) -> Rows:
         found = re.fullmatch(r"\s*<answer>(.*)</answer>\s*", row["solution"], re.DOTALL)
         truth = (found[1] if found else row["solution"]).strip()
         if kind == "multiple choice":
-            options = [_LETTER.sub("", text, count=1) for text in row["options"]]
+            options = [remove_letter(text) for text in row["options"]]
             answer = to_choice(options, truth[:1])
         else:
             answer = float(truth.replace(",", ""))

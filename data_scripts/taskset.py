@@ -68,4 +68,5 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        sys.exit(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -4,12 +4,8 @@
 --images: the folder with its videos, DATASET/SCENE.mp4.
 """
 
-import re
-
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import to_choice
-
-_LETTER = re.compile(r"[A-Z][.)] *")
+from vlm_grpo.data_scripts.readers import remove_letter, to_choice
 
 
 @converter(tasks=("spatial",), splits={"test": 5_130})
@@ -19,7 +15,7 @@ def convert(request: Request) -> Rows:
     for row in request.read_table(*columns):
         kind, _, level = row["question_type"].partition("direction_")
         meta = {"type": f"{kind}direction" if level else kind, "level": level or "all"}
-        options = [_LETTER.sub("", text, count=1) for text in row["options"] or ()]
+        options = [remove_letter(text) for text in row["options"] or ()]
         truth = str(row["ground_truth"])
         answer = to_choice(options, truth) if options else float(truth)
         video = f"{row['dataset']}/{row['scene_name']}.mp4"

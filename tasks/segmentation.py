@@ -197,11 +197,8 @@ class Segmentation(Task):
         gold = self.gold_answer(example)
         overlaps = iou_matrix([b for b, _ in answer], [b for b, _ in gold])
         holds = [
-            [
-                all(b[0] <= x <= b[2] and b[1] <= y <= b[3] for b in (own, other))
-                for other, _ in gold
-            ]
-            for own, (x, y) in answer
+            [_contains(own, point) and _contains(other, point) for other, _ in gold]
+            for own, point in answer
         ]
         hits = (overlaps > self.iou) & np.array(holds, bool).reshape(overlaps.shape)
         return matched_mean(hits.astype(float))

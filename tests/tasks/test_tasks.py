@@ -87,7 +87,8 @@ def test_a_gold_completion_earns_the_full_reward(case):
         # Boxes of at least 190 pixels lose less than 1.1 % to rounding; nothing else is rounded.
         assert task.gold_reward(example) > 0.97, frame
         primary = {**score.rewards, **score.metrics}[task.primary_metric]
-        assert primary == pytest.approx(1.0, abs=1e-3), frame  # points lose a little to rounding
+        lost = 1e-3 if case[0] == "keypoints" else 0  # its points lose a little to rounding
+        assert primary == pytest.approx(1.0, rel=0, abs=lost), frame
 
 
 def test_the_threshold_of_hits_moves_from_loose_to_strict():

@@ -33,6 +33,18 @@ def test_code_is_known_in_every_form(text, code, monkeypatch):
     trust.check(code)
 
 
+def test_a_run_says_when_other_commands_need_the_flag(monkeypatch):
+    monkeypatch.setattr(trust, "_asked", set())
+    settings = {"task": "t", "policy": {"trust_remote_code": False}, "rollout": {"a": "./server"}}
+    url = {**settings, "task_options": {"environment": {"url": "http://a:1"}}}
+    assert trust.get_flag(url) == trust.get_flag(settings) == ""
+    trust.check("http://a:1", "a server that gets the rows")
+    trust.check("./server")  # of rollouts, which no other command starts
+    assert (trust.get_flag(url), trust.get_flag(settings)) == (" --trust-code", "")
+    assert trust.get_flag({**settings, "task": "my_task.py:Mine"}) == " --trust-code"
+    assert trust.get_flag({**settings, "policy": {"trust_remote_code": True}}) == " --trust-code"
+
+
 @pytest.mark.parametrize("name", ["foreign.pyc", "foreign.so"])
 def test_compiled_code_is_not_loaded(name, tmp_path):
     (tmp_path / name).touch()

@@ -129,9 +129,8 @@ class Benchmark(Frozen):
     # parser of the official script, a key of ``READERS``; None: that of the task
     reader: str | None = None
     differences: str = ""  # how and why results can differ from the official script's
-    metric: (
-        str  # the official one: a reward or metric of the task, or a rule of ``official_metrics``
-    )
+    # the official one: a reward or metric of the task, or a rule of ``official_metrics``
+    metric: str
     variants: tuple[str, ...] = ()  # other metrics to report
     # from a mean to the published unit: 100 for percent, 1000 for points of OCRBench
     scale: float = 100.0

@@ -354,7 +354,8 @@ def compare_tools(scored: Scored, plain: Scored | None = None) -> Scored:
                 metrics["tools/prompt"] = change - gain
         rows.append({**row, "metrics": metrics})
     columns = _collect(rows)
-    means = {n: _mean(columns[n]) for n in map("tools/{}".format, _SHARES[:3]) if n in columns}
+    compared = ("tools/gain", "tools/harm", "tools/prompt")
+    means = {name: _mean(columns[name]) for name in compared if name in columns}
     means |= {n + WITHOUT_TOOLS: plain.metrics[n] for n in names if n in plain.metrics}
     return replace(scored, rows=tuple(rows), metrics={**scored.metrics, **means})
 

@@ -375,12 +375,12 @@ def score_slices(
         return TokenScores(start)
     found = TokenScores.join([policy.score(micro, top_k=top_k) for micro in batches])
     index = copy_to(policy.device, layout.index([row for micro in batches for row in micro.rows]))
-    spread = [
+    *_, others, is_top, likeliest = (
         None if c is None else c.new_zeros(layout.total, *c.shape[1:]).index_copy(0, index, c)
-        for c in found.columns
-    ]
+        for c in found.columns[1:]
+    )
     start = start.to(found.logprobs.dtype).index_copy(0, index, found.logprobs)
-    return TokenScores(start, *spread[1:])
+    return TokenScores(start, None, others, is_top, likeliest)
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:

@@ -76,20 +76,23 @@ class Updater:
     def policy(self) -> Policy:
         return self.strategy.policy
 
+    def _find(self, hook: str) -> list[Method]:
+        return [method for method in self.methods.values() if overrides(method, hook)]
+
     def score(self, rollout: Rollout) -> Values:
         """Score the completions in the passes that the methods need besides the update's."""
         if rollout.author is not None:
             return {}
         for method in self.methods.values():
             method.begin(rollout, self.scheduler)
-        count = len(rollout.completions)
-        every = build_slices((*rollout.groups, *rollout.recalled), [True] * count)
-        passes = Passes(rollout, every, self.strategy, self.budget.limit)
-        values: dict[str, Tensor] = {}
-        for method in self.methods.values():
-            if overrides(method, "score"):
-                with self.policy.stopwatch(method.phase or method.name):
-                    values |= method.score(passes)
+        scoring, values = self._find("score"), dict[str, Tensor]()
+        if scoring:
+            every = (*rollout.groups, *rollout.recalled)
+            slices = build_slices(every, [True] * len(rollout.completions))
+            passes = Passes(rollout, slices, self.strategy, self.budget.limit)
+        for method in scoring:
+            with self.policy.stopwatch(method.phase or method.name):
+                values |= method.score(passes)
         found = [method.weigh_tokens(rollout, values) for method in self.methods.values()]
         given = [factors for factors in found if factors is not None]
         if given:
@@ -99,15 +102,15 @@ class Updater:
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Make the updates of a step; return their metrics over all ranks. All ranks call it."""
         losses, norms, metrics = list[float](), list[float](), MetricAccumulator()
-        readers = [m for m in self.methods.values() if overrides(m, "read_features")]
-        readers, watched = [] if batch.is_written else readers, list[dict[Unit, ImageFeatures]]()
+        readers = [] if batch.is_written else self._find("read_features")
+        watched: list[dict[Unit, ImageFeatures]] = [{} for _ in range(batch.num_updates)]
         with self.policy.stopwatch("update"):
             self.policy.model.train()
             old = self._start_old(batch)
             for number in range(batch.num_updates):
-                watched += [{}] if readers else []
                 with self.strategy.accumulate():
-                    parts, more = self._accumulate(batch, number, old, *watched[-1:])
+                    features = watched[number] if readers else None
+                    parts, more = self._accumulate(batch, number, old, features)
                 norms.append(self.strategy.step())
                 losses.append(sum(torch.stack(parts).tolist()) if parts else 0.0)
                 metrics = metrics + more
@@ -174,9 +177,7 @@ class Updater:
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
-                recomputes = self.recomputed in ("none", "mlp") and (
-                    micro.num_tokens < 2 * ENOUGH_TOKENS or len(micro.rows) == 1
-                )
+                recomputes = self._can_recompute(micro)
                 if not recomputes:
                     self._check_can_halve(micro, error)
             self.strategy.drop_gradients()
@@ -188,8 +189,14 @@ class Updater:
             if watched is not None:
                 watched.clear()
 
+    def _can_recompute(self, micro: MicroBatch) -> bool:
+        """Return whether more may be recomputed, and smaller micro-batches are no better."""
+        is_small = micro.num_tokens < 2 * ENOUGH_TOKENS or len(micro.rows) == 1
+        return is_small and self.recomputed in ("none", "mlp")
+
     def _recompute_more(self) -> None:
-        self.recomputed = recompute_more(self.policy.model, self.recomputed or "none")
+        assert self.recomputed is not None
+        self.recomputed = recompute_more(self.policy.model, self.recomputed)
         logger.warning(
             "out of memory: recomputing activations from now on; set "
             "policy.gradient_checkpointing=%s to start with this value",

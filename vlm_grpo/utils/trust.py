@@ -18,6 +18,7 @@ REMOTE_CODE = "policy.trust_remote_code=true for "
 _LONGEST = 4096  # No path or module has a longer name
 _noted: dict[str, str] = {}  # what names the code, by code
 _allowed: set[str] = set()
+_asked: set[str] = set()  # what this process would run or has run
 _everything = False
 
 
@@ -48,6 +49,7 @@ def check(code: str | os.PathLike[str], kind: str = "code that this command woul
     ``kind``: what it is; the address that a secret is sent to needs the same consent."""
     code = os.fspath(code)
     key = _identify(code)
+    _asked.add(key)
     if _everything or key in _allowed or key not in _noted or key in sys.modules:
         return
     # Not by getattr, for which some modules import others.
@@ -77,10 +79,11 @@ def _identify(code: str) -> str:
 
 
 def get_flag(settings: Mapping[str, Any]) -> str:
-    """Return `` --trust-code`` if a command needs it for the saved settings of a run, else ""."""
-    code = re.compile(r"\.py(?!\w)|^(openenv|verifiers)$")
-    own = any(code.search(text) for text in find_texts(settings))
-    own = own or ":" in settings["task"] or "api_key_env" in str(settings)
+    """Return `` --trust-code`` if a command that evaluates or exports this process's run needs it
+    for the saved settings, else "". Servers for rollouts are not started by these."""
+    used = {name: value for name, value in settings.items() if name != "rollout"}
+    files = any(re.search(r"\.py(?!\w)", text) for text in find_texts(used))
+    own = files or not _asked.isdisjoint(_identify_all(used))
     return " --trust-code" if own or settings["policy"]["trust_remote_code"] else ""
 
 

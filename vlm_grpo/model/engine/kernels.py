@@ -245,9 +245,13 @@ def attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
         times = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     if layer.cap is None:
-        options: dict[str, Any] = {"scale": layer.scaling, "enable_gqa": True}
-        options["is_causal"] = mask is None
-        return scaled_dot_product_attention(query, key, value, mask, **options)
+        shares = key.shape[1] < query.shape[1]
+        return scaled_dot_product_attention(
+            *(query, key, value, mask),
+            is_causal=mask is None,
+            scale=layer.scaling,
+            enable_gqa=shares,
+        )
     assert mask is not None  # a cap needs one
     scores = torch.tanh(query @ key.mT * (layer.scaling / layer.cap)) * layer.cap
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -209,7 +209,7 @@ def cast_factors(layer: Any) -> tuple[Tensor | None, ...]:
     """Return A, ``s B`` and, with DoRA, its factors (else None), in W's dtype."""
     (a, b, scaling), dtype = _get_factors(layer), get_dtype(layer.base_layer)
     norms = _compute_dora_factors(layer).to(dtype) if layer.lora_magnitude_vector else None
-    return a.to(dtype), (b * scaling).to(dtype), norms
+    return a.detach().to(dtype), (b * scaling).to(dtype), norms
 
 
 class _Product(torch.autograd.Function):

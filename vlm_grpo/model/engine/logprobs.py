@@ -121,7 +121,8 @@ def score_logits(
     settings: ScoringSettings,
 ) -> TokenScores:
     logprobs = settings.distribution(logits, positions).log_softmax(-1)
-    found = logprobs.gather(1, targets if targets.ndim == 2 else targets[:, None])
+    every = targets.view(len(targets), -1)
+    found = logprobs.gather(1, every)
     chosen, others, likeliest = found[:, 0], found[:, 1:] if targets.ndim == 2 else None, None
     if settings.top_k:
         others, likeliest = logprobs.topk(min(settings.top_k, logits.shape[1]))
@@ -131,7 +132,7 @@ def score_logits(
         finite = logprobs.masked_fill(logprobs == -torch.inf, 0)
         entropies = -(logprobs.exp() * finite).sum(-1)
     if settings.with_top:
-        is_top = logprobs.argmax(-1) == targets
+        is_top = logprobs.argmax(-1) == every[:, 0]
     return TokenScores(chosen, entropies, others, is_top, likeliest)
 
 
