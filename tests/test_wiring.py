@@ -377,18 +377,29 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
         assert relative_distance(recorder.gradients[update], expected) < 5e-6
 
 
-@pytest.mark.parametrize("trains_vision", [True, False])
+# The tower's layers have other names.
+FROZEN = {
+    "policy": {"dtype": "float32", "lora": {"r": 2, "alpha": 8, "target": ["q_proj", "v_proj"]}}
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "trains_vision"),
+    [({}, True), (LORA, True), (FROZEN, False)],
+    ids=["full", "adapters", "frozen"],
+)
 def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tokens(
-    trains_vision, make_settings, model_folder, monkeypatch
+    policy, trains_vision, make_settings, model_folder, monkeypatch
 ):
     """In two updates of micro-batches that cut groups; gradients of weights stay the same bits."""
     optim = {"optim": {"mini_batches": 2, "max_tokens_per_batch": 40}}
-    settings = make_settings(**merge({} if trains_vision else LORA, optim))
+    settings = make_settings(**merge(policy, optim))
     watching = Settings.model_validate({**settings.model_dump(), "methods": ["visual_credit"]})
     recorder, other = Recorder(make_trainer(watching)), Recorder(make_trainer(settings))
     for each in (recorder, other):
         each.attach(monkeypatch)
         each.trainer.step()
+        assert each.trainer.policy.engine.encoder.is_trained == trains_vision
     for pair in zip(recorder.gradients, other.gradients, strict=True):
         assert all(torch.equal(pair[0][name], expected) for name, expected in pair[1].items())
     plain: Any = PlainModel(model_folder, settings)

@@ -169,6 +169,32 @@ def test_a_result_that_the_model_cannot_take_is_answered_in_text(scripted):
     assert "cannot be shown to you" in episode.observations[0].prompt.text
 
 
+def test_each_episode_of_a_turn_reads_what_it_asked_for(scripted):
+    """Two look at the same part, whose tokens and pixels are prepared once, and one at another."""
+    policy, prompt, *_ = scripted
+    boxes = [0, 0, 100, 100], [0, 0, 40, 60], [0, 0, 100, 100]
+
+    def sample(prompts, sampling, numbers, seeds, begun):
+        texts = ["EXIT"] * 3 if begun else [write("zoom", bbox_2d=box) for box in boxes]
+        ids = [tuple(policy.tokenizer(text)["input_ids"]) for text in texts]
+        parts = [
+            Completion(own, (0.0,) * len(own), text, "stop")
+            for own, text in zip(ids, texts, strict=True)
+        ]
+        return [(part,) for part in parts] if begun else [tuple(parts)]
+
+    sampling = SamplingSettings(policy.distribution, 200)
+    with EnvironmentRunner() as runner:
+        arguments = [range(3)], [(0,)], sample, policy.prompts, runner
+        (episodes,) = sample_episodes([prompt], sampling, *arguments)
+    first, other, same = (episode.observations[0].prompt for episode in episodes)
+    assert first is same
+    sizes = [shown.example.images[0].size for shown in (first, other)]
+    assert sizes[0] != sizes[1]
+    seen = [small_environments.see(episode.turns[0].observed) for episode in episodes]
+    assert [own.images[0].size for own in seen] == [sizes[0], sizes[1], sizes[0]]
+
+
 def test_an_episode_is_cut_where_no_token_is_left(scripted):
     policy, prompt, used, run = scripted
     assert [len(run(2, most).observations) for most in (2 * used, 2 * used + 1)] == [1, 2]

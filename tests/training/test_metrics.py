@@ -38,7 +38,10 @@ def test_group_metrics_count_rewards_lengths_and_truncations(example):
 
 def test_wide_groups_have_pass_at_k_and_narrow_ones_do_not(example):
     gold = TASK.gold(example)
-    groups = [make_group(TASK, example, [gold] * c + ["<answer>"] * (16 - c)) for c in (1, 4)]
+    groups = [make_group(TASK, example, [gold] * c + ["<answer>"] * (17 - c)) for c in (1, 4)]
+    for number, group in enumerate(groups):  # the last ones are behind another form of the prompt
+        *own, last = group.completions
+        groups[number] = replace(group, completions=(*own, replace(last, variant=("noise", 7))))
     narrow = make_group(TASK, example, [gold] * 15)
     values = group_metrics([*groups, narrow], metric="exact").values()
     assert [n for n in values if n.startswith("pass")] == [f"pass_at_{2**n}" for n in range(5)]

@@ -137,6 +137,18 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(settin
     assert updater.recomputed is None
 
 
+def test_sharded_weights_recompute_all_from_the_start(settings, monkeypatch):
+    """A rank of them cannot repeat an update alone."""
+    trainer = make_trainer(settings())
+    monkeypatch.setattr(trainer.strategy, "may_retry", False)
+    monkeypatch.setattr(update_module, "build_strategy", lambda *_: trainer.strategy)
+    model, ranks = trainer.policy.model, trainer.accelerator
+    for checkpointing in ("none", "auto"):
+        run = settings(policy={"gradient_checkpointing": checkpointing})
+        assert build_updater(trainer.policy, run, ranks).recomputed is None
+        assert model.is_gradient_checkpointing == (checkpointing == "auto")
+
+
 def test_updates_run_in_training_mode(settings, monkeypatch):
     """Gradient checkpointing needs it."""
     trainer = make_trainer(settings())

@@ -15,6 +15,7 @@ from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.report import build_report
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 from vlm_grpo.training.trainer import train
+from vlm_grpo.training.update import Updater
 
 
 def test_credit_is_the_norm_over_all_layers_that_get_features():
@@ -56,6 +57,44 @@ def test_a_run_measures_and_draws_the_credit_of_examples_with_boxes(settings):
     assert drawn.size == examples[0].images[0].size
     width, height = (side // n for side, n in zip(drawn.size, grids[0][::-1], strict=True))
     assert drawn.getchannel("A").getbbox() == (0, 0, width, height)
+
+
+def test_the_maps_of_several_updates_add_up(settings):
+    trainer = make_trainer(settings(methods=["visual_credit"]))
+    method: Any = trainer.methods["visual_credit"]
+    (image,) = trainer.policy.prompts.with_resized_sizes(trainer.train_examples[0]).images
+    rows, columns = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor) or ()
+    updates = []
+    for size in (1.0, 2.0):
+        embeds = torch.zeros(rows * columns, 4, requires_grad=True)
+        embeds.grad = torch.full_like(embeds, size)
+        updates.append({(image,): ImageFeatures(embeds)})
+    method.read_features(updates)
+    assert method.maps[image].tolist() == [[6.0] * columns] * rows  # the norms are 2 and 4
+
+
+def test_an_update_that_runs_out_of_memory_counts_once(settings, monkeypatch):
+    def measure(fails: int) -> dict[Any, np.ndarray]:
+        torch.manual_seed(0)
+        trainer = make_trainer(settings(methods=["visual_credit"]))
+        trainer.policy.form_check = None  # also calls ``_backward``
+        backward, left = Updater._backward, iter(range(fails))  # noqa: SLF001
+
+        def fail_behind(*given: Any) -> Any:
+            found = backward(*given)
+            for _ in left:
+                raise torch.OutOfMemoryError("out of memory")
+            return found
+
+        monkeypatch.setattr(Updater, "_backward", fail_behind)
+        trainer.step()
+        monkeypatch.setattr(Updater, "_backward", backward)
+        return dict(trainer.methods["visual_credit"].maps)  # type: ignore[attr-defined]
+
+    expected, found = measure(0), measure(1)
+    assert any(own.any() for own in expected.values())
+    for image, own in expected.items():
+        assert found[image] == pytest.approx(own, rel=1e-4)
 
 
 def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
