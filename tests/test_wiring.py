@@ -399,7 +399,8 @@ def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tok
     for each in (recorder, other):
         each.attach(monkeypatch)
         each.trainer.step()
-        assert each.trainer.policy.engine.encoder.is_trained == trains_vision
+        engine: Any = each.trainer.policy.engine
+        assert engine.encoder.is_trained == trains_vision
     for pair in zip(recorder.gradients, other.gradients, strict=True):
         assert all(torch.equal(pair[0][name], expected) for name, expected in pair[1].items())
     plain: Any = PlainModel(model_folder, settings)

@@ -63,7 +63,9 @@ def test_the_maps_of_several_updates_add_up(settings):
     trainer = make_trainer(settings(methods=["visual_credit"]))
     method: Any = trainer.methods["visual_credit"]
     (image,) = trainer.policy.prompts.with_resized_sizes(trainer.train_examples[0]).images
-    rows, columns = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor) or ()
+    grid = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor)
+    assert grid is not None
+    rows, columns = grid
     updates = []
     for size in (1.0, 2.0):
         embeds = torch.zeros(rows * columns, 4, requires_grad=True)
