@@ -83,8 +83,8 @@ docs: $(VENV)/docs.stamp
 # package index. constraints.txt holds the same versions without hashes, for ordinary installs. The
 # extras openenv and verifiers are left out: they need older versions of Pillow and of each other.
 lock: | $(BIN)/uv
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --universal --fork-strategy fewest \
-		--python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --extra models --universal \
+		--fork-strategy fewest --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
 		--quiet $(UPGRADE) -o requirements.lock
 	sed -n 's/^\([^ ]*==[^ ;]*\).*/\1/p' requirements.lock > constraints.txt
 

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import hub
-from vlm_grpo.model.loading import load_model, load_processor
+from vlm_grpo.model.loading import load_config, load_model
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unreachable_hub_is_an_error_before_any_retry():
     settings = load_settings("counting", ["model=nobody/nothing"])
-    for load in (load_model, load_processor):
+    for load in (load_model, load_config):
         with pytest.raises(UserError, match=r"neither a folder nor in the hub's cache.*127"):
             load(settings)
 

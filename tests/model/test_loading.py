@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from family_models import BUILDERS
 from forked import run_ranks
 from one_reader_ranks import run_rank
 from safetensors.torch import load_file, save_file
 from small_runs import save_tiny_model
-from tiny_models import tiny_model
+from tiny_models import noise_example, tiny_model
 from transformers import Glm4vImageProcessor, GotOcr2ImageProcessor, Qwen2VLImageProcessor
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.utils import import_utils
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
@@ -24,14 +26,19 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model import loading
 from vlm_grpo.model.families import Family, PixelBudget
 from vlm_grpo.model.loading import (
+    build_empty,
     find_largest_dropout,
     get_model_source,
     get_pixel_budget,
     has_one_reader,
     load_model,
     load_processor,
+    load_prompt_builder,
     read_once,
 )
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.types import Example
+from vlm_grpo.utils.chat import Turn
 
 
 def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path):
@@ -110,13 +117,45 @@ def test_a_config_of_wrong_values_is_one_message(file, content, tmp_path):
         load_model(settings, checkpoint, training=False)
 
 
-def test_a_processor_without_its_package_is_one_message(tmp_path, monkeypatch):
+def test_a_model_without_its_package_is_one_message(tmp_path, monkeypatch):
     model, processor = BUILDERS["smolvlm"]()
     model.config.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     monkeypatch.setattr(processing_smolvlm, "num2words", None)
-    with pytest.raises(UserError, match=r"cannot be loaded: .*`pip install num2words`"):
-        load_processor(load_settings("quickstart", [f"model={tmp_path}"]))
+    extra = r"\(or pip install 'vlm-grpo\[models\]'\)$"
+    with pytest.raises(UserError, match=r"cannot be loaded: .*`pip install num2words`.*" + extra):
+        load_processor(load_settings("quickstart", [f"model={tmp_path}"]), model.config)
+    message = import_utils.BACKENDS_MAPPING["timm"][1]
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "timm", (lambda: False, message))
+    with pytest.raises(UserError, match=r"(?s)fast_vlm cannot be built: TimmWrapper.*" + extra):
+        build_empty(hf.FastVlmConfig(), False)
+
+
+@pytest.mark.parametrize("name", ["paligemma", "internvl"])
+def test_a_model_without_a_chat_template_has_the_prompt_of_its_processor(name, tmp_path):
+    model, processor = BUILDERS[name]()
+    processor.chat_template = None
+    model.config.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    settings = load_settings("quickstart", [f"model={tmp_path}"])
+    if name == "internvl":
+        with pytest.raises(UserError, match="choose its instruction-tuned version"):
+            load_prompt_builder(settings)
+        return
+    builder, example = load_prompt_builder(settings), noise_example("a", [(60, 40)] * 2, "cap en")
+    prompt = builder.build(example, PlainQuestion())
+    images = [[image.load() for image in example.images]]
+    expected = processor(text=["cap en"], images=images)  # which adds <image> itself
+    assert prompt.token_ids == tuple(expected["input_ids"][0])
+    builder.save_processor(tmp_path / "saved")
+    saved = hf.AutoProcessor.from_pretrained(tmp_path / "saved")
+    assert saved.chat_template == builder.family.chat_template
+    chat = Example("a", (), "cap en", None, history=(Turn("assistant", "Yes."),))
+    with pytest.raises(UserError, match="its prompt is one text"):
+        builder.write(chat, PlainQuestion())
+    settings = load_settings("quickstart", [f"model={tmp_path}", "prompt.system=Be brief."])
+    with pytest.raises(UserError, match="prompt.system: .*its prompt is one text"):
+        load_prompt_builder(settings)
 
 
 def test_the_largest_dropout_is_found_in_modules_and_attributes():

@@ -200,8 +200,11 @@ def read_once(read: Callable[[], Any], config: Any, dtype: torch.dtype, remote_c
 def build_empty(config: Any, remote_code: bool, **options: Any) -> Any:
     """Build a model without values, which takes no memory."""
     auto: Any = AutoModelForImageTextToText
-    with torch.device("meta"):
-        return auto.from_config(config, trust_remote_code=remote_code, **options)
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, trust_remote_code=remote_code, **options)
+    except ImportError as error:
+        raise UserError(f"{config.model_type} cannot be built: {_explain(error)}") from error
 
 
 def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dtype) -> Any:
@@ -216,8 +219,8 @@ def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dty
             **build_quantization(source, config, settings.policy),
             **_hub_arguments(settings),
         )
-    except LOAD_ERRORS as error:
-        raise UserError(f"model {source} cannot be loaded: {error}") from error
+    except (ImportError, *LOAD_ERRORS) as error:
+        raise UserError(f"model {source} cannot be loaded: {_explain(error)}") from error
     check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
     return model
 
@@ -236,15 +239,20 @@ def load_config(settings: Settings, source: str | None = None) -> Any:
     return config
 
 
-def load_processor(settings: Settings, source: str | None = None) -> Any:
-    """Load a processor as ``load_config`` does; refuse one without a chat template."""
+def load_processor(settings: Settings, config: Any, source: str | None = None) -> Any:
+    """Load a processor as ``load_config`` does; refuse one without a chat template.
+
+    That of the model's family, if it has one, is saved with the processor.
+    """
     source = source or get_model_source(settings.model)
     processor = _load(AutoProcessor, source, settings)
     if not (processor.chat_template or processor.tokenizer.chat_template):
-        raise UserError(
-            f"model {source} has no chat template, so it is not tuned to follow instructions: "
-            "choose its instruction-tuned version"
-        )
+        processor.chat_template = load_family(config).chat_template
+        if not processor.chat_template:
+            raise UserError(
+                f"model {source} has no chat template, so it is not tuned to follow instructions: "
+                "choose its instruction-tuned version"
+            )
     return processor
 
 
@@ -256,7 +264,7 @@ def load_prompt_builder(
     ``config`` is the model's configuration; None: that of ``source``.
     """
     config = config or load_config(settings, source)
-    processor, family = load_processor(settings, source), load_family(config)
+    processor, family = load_processor(settings, config, source), load_family(config)
     budget = get_pixel_budget(family, processor, settings.policy)
     chat = ChatTemplate(processor, settings.prompt)
     return PromptBuilder(chat, family, budget, get_context_length(config))
@@ -268,9 +276,14 @@ def _load(kind: Any, source: str, settings: Settings) -> Any:
         check_reachable(source, arguments["revision"])
         return kind.from_pretrained(source, **arguments)
     except _ERRORS as error:
-        reason = error if str(error) else type(error).__name__
         hint = suggest_model(source)
-        raise UserError(f"model {source} cannot be loaded{hint}: {reason}") from error
+        raise UserError(f"model {source} cannot be loaded{hint}: {_explain(error)}") from error
+
+
+def _explain(error: Exception) -> str:
+    reason = str(error).strip() or type(error).__name__
+    is_package = isinstance(error, ImportError)
+    return f"{reason} (or pip install 'vlm-grpo[models]')" if is_package else reason
 
 
 def _hub_arguments(settings: Settings) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
 from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.families import find_part, load_family
-from vlm_grpo.model.loading import find_quantized
+from vlm_grpo.model.loading import build_empty, find_quantized
 from vlm_grpo.planning.sizes import LayerBytes, ModelShape, Precision, TextShape, VisionShape
 
 _SEGMENTS = "flash_measured"  # transformers looks for "flash" in the name
@@ -57,7 +57,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         ) from error
     # accelerate's init_empty_weights would untie tied weights and count them twice.
     with torch.device("meta"):
-        model: Any = AutoModelForImageTextToText.from_config(config)
+        model = build_empty(config, policy.trust_remote_code)
         weights = sum(weight.numel() for weight in model.parameters())
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
         held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]

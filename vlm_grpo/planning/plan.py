@@ -369,7 +369,8 @@ class Planner:
         rows = load_split(settings, task, "train", objects)
         examples, _ = filter_examples(rows, settings.data)
         try:
-            self.config, processor = load_config(settings), load_processor(settings)
+            self.config = load_config(settings)
+            processor = load_processor(settings, self.config)
         except UserError as error:
             hint = f"; vlm-grpo plan {settings.model} plans it without them, for assumed prompts"
             hint = hint if settings.model in load_known_models() else ""

@@ -49,6 +49,14 @@ class PaliGemma(Family):
     frame_source = "https://github.com/google-research/big_vision (paligemma/README.md)"
     answer_tokens = r"<(loc|seg)\d+>"
     completion_type = 1  # tokens of type 0 see each other in both directions
+    # The images, then one text, to which the processor adds <bos> and a line break.
+    chat_template = (
+        "{% for message in messages %}{% if message.role != 'user' %}"
+        "{{ raise_exception('its prompt is one text') }}{% endif %}"
+        "{% for part in message.content if part.type == 'image' %}<image>{% endfor %}"
+        "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+        "{% endfor %}"
+    )
 
 
 class Gemma4(Family):

@@ -127,6 +127,8 @@ class Family:
     # padding, image) are removed from completions' texts.
     answer_tokens: ClassVar[str] = ""
     thinking_tags: ClassVar[tuple[str, str]] = ("<think>", "</think>")  # as in chat templates
+    # What stands for the chat template of models that come without one; empty: they are refused.
+    chat_template: ClassVar[str] = ""
     completion_type: ClassVar[int | None] = None  # token type; None: of the prompt's last token
     takes_videos: ClassVar[bool] = False
     # A clip's pairs of frames are encoded as images, with texts between them.
