@@ -154,7 +154,7 @@ def test_a_model_without_a_chat_template_has_the_prompt_of_its_processor(name, t
     with pytest.raises(UserError, match="its prompt is one text"):
         builder.write(chat, PlainQuestion())
     settings = load_settings("quickstart", [f"model={tmp_path}", "prompt.system=Be brief."])
-    with pytest.raises(UserError, match="prompt.system: .*its prompt is one text"):
+    with pytest.raises(UserError, match=r"prompt\.system: .*its prompt is one text"):
         load_prompt_builder(settings)
 
 
