@@ -6,6 +6,7 @@ computed once more by ``plain_step`` from the completions and their rewards.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from vlm_grpo.task import Task, reward
 from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import build_slices
 from vlm_grpo.training.methods.distillation import Distillation
+from vlm_grpo.training.methods.revision import is_revised
 from vlm_grpo.training.objective import LossOutput, TokenBatch
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, Group
@@ -165,6 +167,13 @@ CASES: dict[str, dict[str, Any]] = {
         "optim": {"mini_batches": 2},
         "rollout": {"max_completion_length": 16, "forks": 2},
     },
+    "revised groups and others, LoRA, masked, KL in the loss, two mini-batches": {
+        **LORA,
+        "methods": [{"file": "revision", "options": {"below": 0.2, "text": "No."}}],
+        "objective": {"beta": 0.5, "mask_truncated_completions": True},
+        "optim": {"mini_batches": 2, "max_tokens_per_batch": 60, "prompts_per_step": 4},
+        "rollout": {"max_completion_length": 9},
+    },
 }  # fmt: skip
 """Settings under which the gradient of every update is compared with plain transformers."""
 ENDS = range(0, 256, 3)
@@ -218,11 +227,12 @@ EXAMPLES = [
 """Prompts with one, two and no images, of sizes that the model's resize does not change."""
 
 
-def merge(*blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    merged: dict[str, dict[str, Any]] = {}
+def merge(*blocks: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
     for block in blocks:
         for name, values in block.items():
-            merged[name] = {**merged.get(name, {}), **values}
+            is_block = isinstance(values, dict)
+            merged[name] = {**merged.get(name, {}), **values} if is_block else values
     return merged
 
 
@@ -230,8 +240,8 @@ def merge(*blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 def make_settings(model_folder: Path, tmp_path: Path) -> Any:
     """Return a function that builds the settings of a small run; its arguments change them."""
 
-    def make(**given: Mapping[str, Any]) -> Settings:
-        changes = {name: dict(block) for name, block in given.items()}
+    def make(**given: Any) -> Settings:
+        changes: dict[str, Any] = copy.deepcopy(given)
         teaching = changes.get("objective", {}).get("distillation", {})
         if "teacher" in teaching:
             own = {"teacher": str(save_other(tmp_path))}
@@ -325,6 +335,9 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
         slices = build_slices([*recorder.groups[0]], [True] * 32)
         assert any(s.parent >= 0 for piece in slices for s in piece.segments)
         assert any(len(s.members) > 1 for piece in slices for s in piece.segments)
+    if case.startswith("revised"):
+        revised = {g.id for groups in recorder.groups for g in groups if is_revised(g)}
+        assert 0 < len(revised) < len(EXAMPLES)
     if environment is None:
         assert {c.stop for c in completions} == {"eos", "length"}
         return

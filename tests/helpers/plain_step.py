@@ -205,6 +205,9 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))
         penalties = [objective.beta * kl for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
+    for (prompt, completion), advantage in zip(pairs, advantages, strict=True):
+        if prompt.start is None and completion.observations:  # a revision of an answer
+            advantage[: completion.observations[0].start] = 0
     teacher = [_teach(model, step, pair, objective.distillation) for pair in pairs]
     if objective.advantage_clip is not None:
         bound = objective.advantage_clip

@@ -60,6 +60,10 @@ REFUSAL = Observed("No tool is available now. Answer without one.")
 """What is read after a call that is refused; it is no error of the model's."""
 
 
+NO_START = EpisodeStart(None, 2, False, "")
+"""The start of an episode without an environment."""
+
+
 @dataclass
 class _Episode:
     prompt: Prompt
@@ -154,19 +158,62 @@ def sample_episodes(
         group[:] = [branch for e in group for branch in forks.get(id(e), [e])]
         active = [branch for e in active for branch in forks.get(id(e), [e])]
     while active:
-        # Branches with the same tokens so far are sampled behind one prompt.
-        ids = zip(map(id, (e.observations[-1] for e in active)), active, strict=True)
-        runs = itertools.groupby(ids, key=operator.itemgetter(0))
-        alike = [[e for _, e in run] for _, run in runs]
-        firsts = [own[0] for own in alike]
-        behind = [extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations))) for e in firsts]
-        ranges = [range(own[0].number, own[-1].number + 1) for own in alike]
-        own_seeds, begun = [e.seed for e in firsts], [len(e.tokens) for e in firsts]
-        found = sample(behind, sampling, ranges, own_seeds, begun)
-        for episode, part in zip(active, itertools.chain(*found), strict=True):
-            episode.parts.append(part)
+        _sample_turn(active, sampling, sample)
         active = _step(active, builder, runner, longest)
     return [tuple(e.finish() if isinstance(e, _Episode) else e for e in group) for group in groups]
+
+
+def _sample_turn(active: Sequence[_Episode], sampling: SamplingSettings, sample: Sample) -> None:
+    """Sample the next part of each episode behind what it observed last."""
+    # Branches with the same tokens so far are sampled behind one prompt.
+    ids = zip(map(id, (e.observations[-1] for e in active)), active, strict=True)
+    runs = itertools.groupby(ids, key=operator.itemgetter(0))
+    alike = [[e for _, e in run] for _, run in runs]
+    firsts = [own[0] for own in alike]
+    behind = [extend_prompt(e.prompt, Path(e.tokens, tuple(e.observations))) for e in firsts]
+    ranges = [range(own[0].number, own[-1].number + 1) for own in alike]
+    own_seeds, begun = [e.seed for e in firsts], [len(e.tokens) for e in firsts]
+    found = sample(behind, sampling, ranges, own_seeds, begun)
+    for episode, part in zip(active, itertools.chain(*found), strict=True):
+        episode.parts.append(part)
+
+
+def sample_next_turns(
+    prompts: Sequence[Prompt],
+    sampling: SamplingSettings,
+    numbers: Sequence[range],
+    seeds: Seeds,
+    firsts: Sequence[tuple[Completion, Observed]],
+    sample: Sample,
+    builder: PromptBuilder,
+) -> list[tuple[Completion, ...]]:
+    """Sample further turns of one completion of each prompt, behind what is read after it.
+
+    The completions of a prompt are branches of the first one, without its end-of-sequence token.
+    There are none where no token is left for them. Other arguments as in ``sample_episodes``.
+
+    Args:
+        firsts: of each prompt, the completion and what is read after it.
+    """
+    groups: list[list[_Episode]] = []
+    for prompt, own, seed, (first, observed) in zip(prompts, numbers, seeds, firsts, strict=True):
+        shown = builder.observe(observed, "user")
+        used = len(first.token_ids) - (first.stop == "eos")
+        length = len(prompt.token_ids) + used + len(shown.token_ids)
+        is_long = builder.max_tokens and length >= builder.max_tokens
+        if not 0 < used < sampling.max_completion_length or is_long:
+            groups.append([])
+            continue
+        kept = {
+            name: getattr(first, name)[:used] for name in ("token_ids", "logprobs", "entropies")
+        }
+        episode = _Episode(prompt, NO_START, seed, own.start, [replace(first, **kept)], None)
+        episode.observations.append(Observation(used, shown))
+        episode.turns.append(EpisodeTurn(first.text, None, observed))
+        groups.append(episode.fork(len(own)))
+    if active := [episode for group in groups for episode in group]:
+        _sample_turn(active, sampling, sample)
+    return [tuple(episode.finish() for episode in group) for group in groups]
 
 
 def _step(

@@ -85,19 +85,19 @@ class ChatTemplate:
             messages.append(_build_message(turn, self._is_text.get(turn.role, False), parts))
         return self.write(messages, self.arguments)
 
-    def observe(self, text: str) -> str:
+    def observe(self, text: str, role: str | None = None) -> str:
         """Return what stands in the prompt between a call of the model and its next text: the end
         of its turn, the result with its images, and the start of the next turn.
 
-        ``ValueError``: the template has no place for a result behind a text of the model."""
-        return self._render_result(text, *self.result_form)
+        ``role`` is that of what it reads; None: that of a tool's result. ``ValueError``: the
+        template has no place for it behind a text of the model."""
+        return self._render_result(text, *(self.result_form if role is None else (role,)))
 
     @cached_property
     def result_form(self) -> tuple[str, str, str]:
         """The role in which results of tools are given, and the texts around them.
 
         ``ValueError``: the template has no place for texts and images in any role."""
-        self.check_role("assistant")
         text = f"left{IMAGE}right"
         shown = _find_insert(*(self.render([Turn("user", t)]) for t in (text, "leftright")))
         for role, before, after in _RESULT_FORMS:
@@ -111,6 +111,7 @@ class ChatTemplate:
         raise ValueError("the model's chat template has no place for the images of a tool's result")
 
     def _render_result(self, text: str, role: str, before: str = "", after: str = "") -> str:
+        self.check_role("assistant")
         turn = Turn("user", f"{before}{text}{after}")
         messages = [
             _build_message(_QUESTION),
@@ -456,12 +457,13 @@ class PromptBuilder(PromptWriter):
             raise UserError(f"{example.name}: {error}") from error
         return self.encode_text(example, text)
 
-    def observe(self, observed: Observed) -> Prompt:
-        """Build what stands between a call of the model and its next text."""
+    def observe(self, observed: Observed, role: str | None = None) -> Prompt:
+        """Build what stands between a call of the model and its next text; ``role`` as in
+        ``ChatTemplate.observe``."""
         example = Example("observation", observed.images, "", None)
         # A space, as the rest of a text around a token could be another one.
         parts = (self._control_tokens.sub(" ", part) for part in observed.text.split(IMAGE))
-        text = self.chat.observe(IMAGE.join(parts))
+        text = self.chat.observe(IMAGE.join(parts), role)
         return self.encode_text(self.with_resized_sizes(example), text, add_special_tokens=False)
 
     def describe_tools(self, schemas: Sequence[Mapping[str, Any]], tags: tuple[str, str]) -> str:

@@ -32,7 +32,7 @@ from vlm_grpo.model.engine.sampling import (
     SamplingSettings,
     build_sampling_settings,
 )
-from vlm_grpo.model.episodes import Seeds, sample_episodes
+from vlm_grpo.model.episodes import Seeds, sample_episodes, sample_next_turns
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
@@ -108,6 +108,7 @@ class RolloutSampler:
         self.methods = tuple(methods.values())
         self._choice = self._find("choose")
         self._author, self._varying = self._find("write"), self._find("variant")
+        self._reviser = self._find("revise")
         size = settings.rollout.num_generations
         self._refused = max((method.count_refused(size) for method in self.methods), default=0)
         self.accelerator = strategy.accelerator
@@ -397,13 +398,38 @@ class RolloutSampler:
             else:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)
-        prompts, completions = join_groups(prompts, completions)
+        groups = self._score(task, *join_groups(prompts, completions))
+        return groups if self._reviser is None else self._revise(groups, begun, task, self._reviser)
+
+    def _score(
+        self, task: Task, prompts: Sequence[Prompt], completions: Sequence[tuple[Completion, ...]]
+    ) -> list[Group]:
         for members in completions:
             once = {c.trunk: c.trunk_length for c in members if c.trunk is not None}
             again = sum(once[c.trunk] for c in members if c.trunk is not None)
             self.num_tokens += sum(len(c.token_ids) for c in members) - again + sum(once.values())
-        with stopwatch("reward"):
+        with self.policy.stopwatch("reward"):
             return score_groups(self.scorer, task, prompts, completions)
+
+    def _revise(
+        self, groups: list[Group], begun: PendingRollout, task: Task, reviser: Method
+    ) -> list[Group]:
+        """Sample the groups anew that the method wants to be further turns of one completion."""
+        found = {n: own for n, group in enumerate(groups) if (own := reviser.revise(group))}
+        if not found:
+            return groups
+        prompts = [groups[n].prompt for n in found]
+        arguments = self._build_arguments(prompts, [begun.own[n] for n in found])
+        firsts = [(groups[n].completions[place], text) for n, (place, text) in found.items()]
+        sample, outside = self._sample_within_memory, self.outside
+        if outside is not None:
+            sample = lambda *turn: wait_for(outside.start(*turn), self._stop_request)  # noqa: E731
+        with self.policy.stopwatch("rollout"):
+            parts = sample_next_turns(*arguments, firsts, sample, self.policy.prompts)
+        for number, group in zip(found, self._score(task, prompts, parts), strict=True):
+            if group.completions:
+                groups[number] = group
+        return groups
 
     def _count_generation(self, begun: PendingRollout) -> None:
         """Count the seconds since the sampling began, or since the one before it had ended."""

@@ -17,7 +17,7 @@ ROOT = Path(vlm_grpo.training.__file__).parent
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/first_tokens.py"
 NAMES = re.compile(
     "noise|noisy|replay|curriculum|distill|teacher|perception|masked_logprobs|warm_start|supervised"
-    "|cross_entropy|top_entropy|tool_gain|visual_credit"
+    "|cross_entropy|top_entropy|tool_gain|visual_credit|revision"
 )
 EMPTY = """
 from vlm_grpo.training.methods import Method
@@ -60,7 +60,7 @@ def test_no_other_file_names_a_method(file):
 
 
 def test_every_method_is_found():
-    names = "counterfactual curriculum distillation kl noise perception replay tool_gain"
+    names = "counterfactual curriculum distillation kl noise perception replay revision tool_gain"
     names += " top_entropy visual_credit warm_start"
     assert [method.name for method in find_methods()] == names.split()
 

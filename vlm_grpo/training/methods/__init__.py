@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vlm_grpo.task import Task
     from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, Values
     from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch
-    from vlm_grpo.types import Example, Group, Prompt
+    from vlm_grpo.types import Example, Group, Observed, Prompt
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,12 @@ class Method:
         """Return how many of a group's last episodes read a refusal in place of each result."""
         return 0
 
+    def revise(self, group: Group) -> tuple[int, Observed] | None:
+        """Return the number of one of a sampled group's completions and what is read behind it: the
+        group is sampled anew as further turns of that one. None: the group stays.
+        """
+        return None
+
     def recall(self, count: int, step: int) -> list[KeptGroup]:
         """Return up to ``count`` groups of earlier steps, equal on all ranks, to train on once more
         in the places of groups without a gradient.
@@ -301,7 +307,7 @@ def build_methods(settings: Settings | Mapping[str, Any]) -> dict[str, Method]:
         if method.name in others | methods.keys():
             raise UserError(f"methods: {entry.file} has the name {method.name!r} of another method")
         methods[method.name] = method
-    for hook in ("choose", "variant", "write"):
+    for hook in ("choose", "variant", "write", "revise"):
         names = [name for name, method in methods.items() if overrides(method, hook)]
         if len(names) > 1:
             raise UserError(f"methods {' and '.join(names)} both have the hook {hook}: remove one")

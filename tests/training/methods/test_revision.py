@@ -1,0 +1,101 @@
+"""Groups of revisions of one answer in place of those that fail."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+import pytest
+from small_runs import assert_same_run, make_trainer, small_run, stop_run
+from tiny_models import tiny_model
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.training.methods.revision import is_revised
+from vlm_grpo.training.trainer import train
+
+TEXT = "No. Again."
+
+
+@pytest.fixture
+def settings(tmp_path, tmp_path_factory):
+    """Return a function that builds settings of a run whose completions often end early."""
+    source = tmp_path_factory.mktemp("model")
+    model, processor = tiny_model("qwen2_5_vl")
+    model.generation_config.eos_token_id = list(range(0, 256, 3))
+    model.save_pretrained(source)
+    processor.save_pretrained(source)
+
+    def build(folder=tmp_path, below=0.05, **changes: Any):
+        folder.mkdir(exist_ok=True)
+        own = {"file": "revision", "options": {"below": below, "text": TEXT}}
+        return small_run(folder, source, **{"methods": [own]} | changes)
+
+    return build
+
+
+def test_failed_groups_are_revisions_of_their_best_answer(settings):
+    trainer, scored = make_trainer(settings()), []
+    score = trainer.sampler._score  # noqa: SLF001
+
+    def record(*given):
+        scored.append(score(*given))
+        return [*scored[-1]]
+
+    trainer.sampler._score = record  # noqa: SLF001
+    rollout = trainer.sampler.sample(0)
+    trainer.sampler.close()
+    sampled, revised = scored
+    failed = [g for g in sampled if max(s.total for s in g.scores) < 0.05]
+    assert [g.id for g in revised] == [g.id for g in failed]
+    assert 0 < len(failed) < len(sampled)
+    assert {g.id for g in rollout.groups if is_revised(g)} == {g.id for g in failed}
+    gains = []
+    for before, group in zip(failed, revised, strict=True):
+        pairs = zip(before.completions, before.scores, strict=True)
+        ended = [(s.total, c) for c, s in pairs if c.stop == "eos"]
+        best, first = max(ended, key=lambda pair: pair[0])
+        gains.append(fmean(s.total for s in group.scores) - best)
+        for number, own in enumerate(group.completions):
+            (observation,), (turn, last) = own.observations, own.turns
+            assert own.trunk == 0
+            assert own.token_ids[: observation.start] == first.token_ids[:-1]  # without its end
+            assert own.logprobs[: observation.start] == first.logprobs[:-1]
+            assert (turn.text, last.text, turn.observed.text) == (first.text, own.text, TEXT)
+            assert TEXT in observation.prompt.text
+            assert len(own.token_ids) <= 6
+            assert group.scores[number].answer == own.text
+        assert len({own.token_ids for own in group.completions}) > 1
+    assert rollout.metrics["revision/share"] == pytest.approx(len(failed) / len(sampled))
+    assert rollout.metrics["revision/improvement"] == pytest.approx(fmean(gains))
+
+
+def test_no_group_above_the_bound_is_revised(settings):
+    plain, none = (make_trainer(settings(below=0.0, **more)) for more in ({"methods": []}, {}))
+    first, second = plain.sampler.sample(0), none.sampler.sample(0)
+    assert [g.completions for g in first.groups] == [g.completions for g in second.groups]
+    assert second.metrics == {"revision/share": 0.0}
+    for trainer in (plain, none):
+        trainer.sampler.close()
+
+
+def test_a_run_resumes_bit_by_bit(settings, tmp_path):
+    whole, parted = (settings(tmp_path / name, below=9.0) for name in ("whole", "parted"))
+    train(whole)
+    stop_run(parted, 2)
+    train(parted.model_copy(update={"resume": True}))
+    assert_same_run(whole.run_dir, parted.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": {"replay": {}}}, "does not work with objective.replay"),
+        (
+            {"task": "ocr", "task_options": {"environment": "zoom"}},
+            "no effect on episodes of an environment",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(settings, changes, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(settings(**changes))
