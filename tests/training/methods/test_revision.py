@@ -33,7 +33,7 @@ def settings(tmp_path, tmp_path_factory):
     return build
 
 
-def test_failed_groups_are_revisions_of_their_best_answer(settings):
+def test_failed_groups_are_revisions_of_their_best_answer(settings, monkeypatch):
     trainer, scored = make_trainer(settings()), []
     score = trainer.sampler._score  # noqa: SLF001
 
@@ -41,7 +41,7 @@ def test_failed_groups_are_revisions_of_their_best_answer(settings):
         scored.append(score(*given))
         return [*scored[-1]]
 
-    trainer.sampler._score = record  # noqa: SLF001
+    monkeypatch.setattr(trainer.sampler, "_score", record)
     rollout = trainer.sampler.sample(0)
     trainer.sampler.close()
     sampled, revised = scored
