@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from PIL import Image, ImageDraw
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_points
-from vlm_grpo.task.sentences import unwrap
-from vlm_grpo.tasks.graders.subjects import forget
+from vlm_grpo.task.sentences import is_sure, unwrap
+from vlm_grpo.tasks.graders.subjects import CATEGORY, forget, is_about
 from vlm_grpo.types import Example
 
 Point = tuple[float, float]
@@ -31,6 +32,11 @@ SIGMAS = {
 """COCO's standard deviations of annotators for a person's keypoints, as shares of √area."""
 _KEYS = ("point_2d", "point")  # with x first, with y first
 _LABELS = ("label", "name", "keypoint")
+_PLACE = (
+    r"\**(?: ?:| is| at| located| \|)*\** ?[\[(|] ?(-?\d{1,6}(?:\.\d{1,3})?) ?[,|] ?"
+    r"(-?\d{1,6}(?:\.\d{1,3})?) ?[\])|]"
+)
+_POINTS_OF = re.compile(rf"points (?:of|for) (?:the|an?) (?:[\w-]+ )?{CATEGORY}", re.IGNORECASE)
 
 
 class Keypoints(Task):
@@ -65,21 +71,30 @@ class Keypoints(Task):
         )
 
     def parse(self, text: str, example: Example) -> Points | None:
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > MAX_CHARACTERS or not is_about(text, example.question, finds=True):
             return None
-        values, parts = find_json(unwrap(forget(text, example.question), lead=False))
-        if len(values) != 1:
+        other = _POINTS_OF.search(text)
+        if other is not None and other[1].lower() not in example.question.lower():
             return None
-        key, asked = _KEYS[self.frame.y_first], _list_names(example)
-        named = _list_named(values[0], key)
-        if named is None or len({name for name, _ in named}) < len(named):
+        asked, y_first = _list_names(example), self.frame.y_first
+        text = unwrap(forget(text, example.question), lead=False)
+        values, parts = find_json(_write_named(text, asked, y_first))
+        if len(values) > 1 and not all(isinstance(value, dict) for value in values):
             return None
-        if not {name for name, _ in named} <= {*asked}:
+        named: list[tuple[str, Any]] = []
+        for value in values:
+            if (found := _list_named(value, _KEYS[y_first], {*asked})) is None:
+                return None
+            named += found
+        if not values or len({name for name, _ in named}) < len(named):
+            return None
+        if not {name for name, _ in named} <= {*asked} or not is_sure("|".join(parts)):
             return None
         size, seen = example.images[0].size, example.images[0].resized_size
         # Points are read by the rules of all tasks, among the same words.
-        alone = json.dumps([{key: point} for _, point in named]).join(parts)
-        points = parse_points(alone, self.frame.describe_units(size), self.frame.y_first)
+        alone = json.dumps([{_KEYS[y_first]: point} for _, point in named])
+        alone = f"{parts[0]}{alone}{' '.join(parts[1:])}"
+        points = parse_points(alone, self.frame.describe_units(size), y_first)
         if points is None or len(points) != len(named):
             return None
         return tuple(
@@ -166,29 +181,58 @@ class Keypoints(Task):
         return float(np.mean(values))
 
 
-def _list_named(value: Any, key: str) -> list[tuple[str, Any]] | None:
+def _write_named(text: str, names: Sequence[str], y_first: bool) -> str:
+    """Return a text with its points after names ("nose: (3, 4)") as JSON."""
+    if '"' in text:
+        return text
+    longest = sorted(names, key=len, reverse=True)
+    either = "|".join(re.escape(name).replace(r"\ ", "[ _-]") for name in longest)
+
+    def write(found: re.Match[str]) -> str:
+        point = [float(found[2]), float(found[3])]
+        return json.dumps({"label": found[1], _KEYS[y_first]: point})
+
+    text = re.sub(rf"\**\b({either}){_PLACE}", write, text, flags=re.IGNORECASE)
+    return re.sub(r"(?m)^\s*(?:[-*•]|\d{1,2}[.)]) (?=\{)", "", text)
+
+
+def _list_named(value: Any, key: str, asked: Collection[str]) -> list[tuple[str, Any]] | None:
     """Return the names and points of a list of points with labels, or of an object of points by
-    name, in which those that cannot be seen are null."""
-    found: list[tuple[str, Any]] = []
-    if isinstance(value, dict) and key in value:
+    name; those that are null cannot be seen."""
+    if isinstance(value, dict) and len(value) == 1:  # {"keypoints": […]}
+        (name, inner), *_ = value.items()
+        if _normalize(name) not in asked and isinstance(inner, list | dict):
+            value = inner
+    if isinstance(value, dict) and not {key, "point"}.isdisjoint(value):
         value = [value]
+    found: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         for name, item in value.items():
-            point = item.get(key) if isinstance(item, dict) and [*item] == [key] else item
-            if isinstance(point, list):
-                found.append((_normalize(name), point))
+            if isinstance(item, dict) and [*item] == [key]:
+                item = item[key]
+            if isinstance(item, dict) and [*item] == ["x", "y"]:
+                item = [item["x"], item["y"]][:: -1 if key == _KEYS[True] else 1]
+            if isinstance(item, list):
+                found.append((_normalize(name), item))
             elif item is not None:
                 return None
         return found
     for item in value:
-        names = (
-            [item[label] for label in _LABELS if label in item] if isinstance(item, dict) else []
-        )
-        if len(names) != 1 or not isinstance(names[0], str) or len(item) != 2:
+        if not isinstance(item, dict):
             return None
-        if not isinstance(point := item.get(key), list):
+        labels = [label for label in _LABELS if label in item]
+        points = [name for name in {key, "point"} if name in item]
+        if len(labels) != 1 or len(points) != 1 or not isinstance(item[labels[0]], str):
             return None
-        found.append((_normalize(names[0]), point))
+        # A further text or list is another answer, and false denies this one.
+        others = [x for name, x in item.items() if name not in (*labels, *points)]
+        if any(x is False or isinstance(x, str | list | dict) for x in others):
+            return None
+        point = item[points[0]]
+        if isinstance(point, list):
+            found.append((_normalize(item[labels[0]]), point))
+        elif point is not None:
+            return None
     return found
 
 
@@ -206,7 +250,7 @@ def _find_area(example: Example) -> Any:
 
 
 def _normalize(name: str) -> str:
-    return " ".join(str(name).casefold().replace("_", " ").split())
+    return " ".join(re.sub("[_-]", " ", str(name).casefold()).split())
 
 
 def _is_number(value: Any) -> bool:

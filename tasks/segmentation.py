@@ -15,14 +15,15 @@ from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import draw_boxes, draw_points
 from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
 from vlm_grpo.task.scores import iou_matrix, matched_mean
-from vlm_grpo.task.sentences import unwrap
+from vlm_grpo.task.sentences import is_sure, unwrap
 from vlm_grpo.tasks.graders.masks import Point, decode_mask, find_center, segment
-from vlm_grpo.tasks.graders.subjects import forget
+from vlm_grpo.tasks.graders.subjects import forget, is_about
 from vlm_grpo.types import Example, ImageRef, LabeledBoxes
 
 Objects = tuple[tuple[Box, Point], ...]
 _BOX, _POINT = ("bbox_2d", "box_2d"), ("point_2d", "point")  # with x first, with y first
-_LABELS = frozenset(("label", "name", "class", "category", "object"))
+# All keys of each that are read; with y first, the prompt's alone.
+_BOXES, _POINTS = (("bbox_2d", "bbox", "box"), ("box_2d",)), (("point_2d", "point"), ("point",))
 
 
 class Segmentation(Task):
@@ -70,26 +71,22 @@ class Segmentation(Task):
         )
 
     def parse(self, text: str, example: Example) -> Objects | None:
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > MAX_CHARACTERS or not is_about(text, example.question, finds=True):
             return None
-        text = unwrap(forget(text, example.question), lead=False)
-        values, parts = find_json(text)
-        if len(values) != 1:
-            return None
-        items = values[0] if isinstance(values[0], list) else [values[0]]
-        box_key, point_key = _BOX[self.frame.y_first], _POINT[self.frame.y_first]
-        for item in items:
-            if not isinstance(item, dict) or not {box_key, point_key} <= item.keys():
-                return None
-            if not item.keys() - {box_key, point_key} <= _LABELS:
-                return None
+        values, parts = find_json(unwrap(forget(text, example.question), lead=False))
         # Boxes and points are read by their own rules, among the same words.
+        boxes_alone, points_alone = parts[0], parts[0]
+        for value, words in zip(values, parts[1:], strict=True):
+            if isinstance(value, dict) and len(value) == 1:  # {"objects": […]}
+                (value,) = value.values()
+            alone = self._split(value, example.question)
+            if alone is None:
+                return None
+            boxes_alone += json.dumps(alone[0]) + words
+            points_alone += json.dumps(alone[1]) + words
         size, frame = example.images[0].size, self.frame
-        found = []
-        for key, read in ((box_key, parse_boxes), (point_key, parse_points)):
-            alone = json.dumps([{key: item[key]} for item in items])
-            found.append(read(alone.join(parts), frame.describe_units(size), frame.y_first))
-        boxes, points = found
+        boxes = parse_boxes(boxes_alone, frame.describe_units(size), frame.y_first)
+        points = parse_points(points_alone, frame.describe_units(size), frame.y_first)
         if boxes is None or points is None or not len(boxes) == len(points) <= self.max_objects:
             return None
         seen = example.images[0].resized_size
@@ -97,6 +94,31 @@ class Segmentation(Task):
             (frame.to_pixels(box, size, seen), frame.to_pixels((*point, *point), size, seen)[:2])
             for (box, _), point in zip(boxes, points, strict=True)
         )
+
+    def _split(self, value: Any, question: str) -> tuple[Any, Any] | None:
+        """Return the boxes and the points alone of an object, or of a list of objects."""
+        if isinstance(value, list):
+            pairs = [self._split(item, question) for item in value if isinstance(item, dict)]
+            found = [pair for pair in pairs if pair is not None]
+            if len(found) < len(value):
+                return None
+            return [box for box, _ in found], [point for _, point in found]
+        if not isinstance(value, dict):
+            return None
+        y_first = self.frame.y_first
+        keys = [[key for key in names[y_first] if key in value] for names in (_BOXES, _POINTS)]
+        if [len(own) for own in keys] != [1, 1]:
+            return None
+        (box_key,), (point_key,) = keys
+        for key, item in value.items():
+            # A further list is another answer, false denies this one, and so may a label.
+            if key not in (box_key, point_key) and (item is False or isinstance(item, list | dict)):
+                return None
+            if isinstance(item, str):
+                label = forget(item, question)
+                if not (is_sure(f"{label}: |") and is_about(f"the {label}:", question, finds=True)):
+                    return None
+        return {_BOX[y_first]: value[box_key]}, {_POINT[y_first]: value[point_key]}
 
     def write(self, answer: Objects, example: Example) -> str:
         image, y_first = example.images[0], self.frame.y_first

@@ -19,7 +19,7 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.task.drawing import GOLD_COLOR, draw_boxes
 from vlm_grpo.task.parsing import parse_integer
-from vlm_grpo.task.sentences import Candidate, choose, fold, unwrap
+from vlm_grpo.task.sentences import NUMBER_WORDS, Candidate, choose, fold, unwrap
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
 Answer = tuple[int, ...]  # an order of pieces, or one number
@@ -34,6 +34,15 @@ _CLOSE = 0.05  # Relative difference of two depths or sizes whose order is uncle
 _ITEM = r"(?:(?:the )?(?:piece|image|crop|part|tile|number|no\.) ?#?)?"
 _JOINT = rf"(?: ?(?:[,;|>→–-]|->|=>) ?| )(?:(?:and|then) )?{_ITEM}"
 _ORDER = re.compile(rf"{_ITEM}[\[(]? ?\d{{1,3}}(?:{_JOINT}\d{{1,3}})+ ?[\])]?", re.IGNORECASE)
+_WORDS = re.compile(rf"\b(?:{'|'.join(NUMBER_WORDS)})\b", re.IGNORECASE)
+_OTHER_WAY = re.compile(r"(?i)\brevers|\bbackward|\blast to (?:the )?first|\bright to left")
+# Words after a number that make it no answer: of degrees another unit, of tiles their number.
+_NO_DEGREES = re.compile(
+    r"(?i)counter|anti|left|\d\W?(?:rad|min|sec|h(?:ou)?rs?\b|times|turns|pixels|px|tiles|percent)"
+)
+_NO_TILE = re.compile(r"(?i)\b\d+ (?:of the )?(?:tile|piece|part|image)s\b")
+_DEGREES = re.compile(r"(?i) ?(?:\^ ?\{? ?\\circ ?\}?|\\degree\b|°|\bdegrees?\b|\bdeg\b)")
+_UPRIGHT = re.compile(r"(?i)\b(?:not|n['’]t) (?:been )?(?:turned|rotated)\b(?! (?:by |about )?\d)")
 
 
 @dataclass(frozen=True)
@@ -313,12 +322,14 @@ class SelfSupervised(Task):
         text = " ".join(fold(unwrap(text)).split())
         if self.puzzle in ("jigsaw", "order"):
             return _parse_order(text, len(example.answer["order"]))
-        if self.puzzle == "rotation" and re.search(r"(?i)counter|anti|left", text):
+        if self.puzzle == "rotation":
+            text = _DEGREES.sub("", text)
+            if parse_integer(upright := _UPRIGHT.sub("upright", text)) == 0:
+                text = upright
+        if (_NO_DEGREES if self.puzzle == "rotation" else _NO_TILE).search(text):
             return None
-        number = parse_integer(re.sub(r"(?i) ?(?:°|\bdegrees?\b|\bdeg\b)", "", text))
-        if number is None or number not in self._list_numbers():
-            return None
-        return (number,)
+        number = parse_integer(text)
+        return (number,) if number in self._list_numbers() else None
 
     def _list_numbers(self) -> Sequence[int]:
         if self.puzzle == "rotation":
@@ -414,6 +425,11 @@ def _parse_order(text: str, count: int) -> Answer | None:
     >>> _parse_order("The order is 3, 1, 2.", 3), _parse_order("1, 2, 3 or 3, 1, 2", 3)
     ((3, 1, 2), None)
     """
+    if not re.search(r"\d", text):
+        text = _WORDS.sub(lambda word: str(NUMBER_WORDS[word[0].lower()]), text)
+    text = re.sub(r"\] ?,? ?\[", ", ", text)  # rows of a grid
+    if _OTHER_WAY.search(text):
+        return None
     text = re.sub(rf"\b{count} (?=pieces|images|parts|tiles|crops|numbers)", "", text)
     found = [
         Candidate(*run.span(), tuple(map(int, re.findall(r"\d+", run[0]))))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vlm_grpo.task import Task, metric, reward
-from vlm_grpo.task.sentences import Candidate, choose, fold
+from vlm_grpo.task.sentences import NUMBER_WORDS, Candidate, choose, fold
 from vlm_grpo.tasks.choice import Choice
 from vlm_grpo.tasks.numeric import clean, parse_quantity
 from vlm_grpo.types import Example
@@ -34,6 +34,35 @@ _ESTIMATE = re.compile(
     rf"(?<![\w.,])-?\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?(?: ?(?:{_NAMES}))?(?![\w²^%])"
     rf"|(?<![\w.,])-?\d+(?:\.\d+)?(?: ?(?:{_NAMES}))?(?![\w²^%]|[.,]\d)",
     re.IGNORECASE,
+)
+# How units and numbers before them are written besides.
+_AREA = re.compile(
+    r"(?<=[\d ])(?:sq\.? ?([mcdk]?m|met(?:er|re)s?|ft|f(?:oo|ee)t|in|yd)|([mcdk]?m|ft|in|yd)2)\b",
+    re.IGNORECASE,
+)
+_WORD = re.compile(rf"\b({'|'.join(NUMBER_WORDS)})(?= (?:{_NAMES})\b)", re.IGNORECASE)
+# Bounds, a part of what is counted, and what others say.
+_NO_ESTIMATE = re.compile(
+    r"\bat (?:the )?(?:very )?(?:least|most)\b|\bup to\b|\bexceed|\bwithin\b|[<>≤≥±]"
+    r"|\d (?:out )?of (?:the|them|these|those|which)\b"
+    r"|\b(?:friend|people|some(?:one|body)|others?|he|she|they)\b[^.;:,]{0,40}\bsa(?:ys?|id)\b",
+    re.IGNORECASE,
+)
+_SIZE = re.compile(r"\d(?: ?\w+)? (?:high|tall|wide|thick|deep)\b", re.IGNORECASE)
+_GAP = re.compile(r"\b(?:distance|how far|apart|between)\b", re.IGNORECASE)
+_FROM = re.compile(r"\d[^.;]*? from (?:the |an? )?([^.;]*)", re.IGNORECASE)
+# What an answer may name though the question does not.
+_VIEWER = {
+    *("camera", "observer", "viewer", "you", "me", "it", "here", "each", "one", "center", "centre"),
+    *("image", "picture", "photo", "scene", "frame", "video", "room"),
+}
+_PLACED = re.compile(
+    r"(?:(?:the |an? )?([\w ]{1,40}?) (?:is|are) )?(?:\w+ )?(?:(?:to|on|at|in) )?(?:the )?"
+    r"[\w-]{1,20}(?: side)? of (?:the |an? )?([\w ]{1,40}?)\W*",
+    re.IGNORECASE,
+)
+_ASKED_OF = re.compile(
+    r"\b(?:is|are) (?:the |an? )?([\w ]+?)(?:,|\?| (?:to|from|in|at|on|seen)\b|\Z)"
 )
 _LEVELS = np.linspace(0.5, 0.95, 10)  # VSI-Bench's thresholds
 
@@ -71,13 +100,21 @@ class Spatial(Task):
     def parse(self, text: str, example: Example) -> int | str | None:
         """Return the number of the chosen option in the row, or a quantity as text."""
         if _has_options(example):
-            return self._choice.parse(text, example)
+            is_other = _is_about_other(text, example.question)
+            return None if is_other else self._choice.parse(text, example)
         if len(text) > _LONGEST:
             return None
+        text = _WORD.sub(lambda word: str(NUMBER_WORDS[word[0].lower()]), text)
+        text = _write_areas(text)
+        text = re.sub(r"(?<=\w) (?:apart|away)(?=\W*\Z)", "", text)
+        if not _GAP.search(example.question):
+            text = re.sub(r"(?<=\w) (?:high|tall|wide|thick|deep|long)(?=\W*\Z)", "", text)
         if parse_quantity(text) is not None:
             return clean(text)
-        text = " ".join(fold(text).replace("−", "-").split())
-        if re.search(r"\d", _ESTIMATE.sub("", text)):
+        text = _write_areas(" ".join(fold(text).replace("−", "-").split()))
+        if re.search(r"\d", _ESTIMATE.sub("", text)) or _NO_ESTIMATE.search(text):
+            return None
+        if _is_of_other(text, example.question):
             return None
         found = [Candidate(*place.span(), place[0]) for place in _ESTIMATE.finditer(text)]
         answer = re.sub(r"(?<=\d)(?=[a-zA-Z])", " ", choose(text, found) or "")
@@ -134,9 +171,8 @@ class Spatial(Task):
         values = _convert(right.value, unit), _convert(found.value, found.unit or unit)
         if found.unit and found.unit != unit and None in values:
             # "3 chairs" to "How many chairs are there?"
-            if unit or not re.search(
-                rf"\b{re.escape(found.unit)}", example.question, re.IGNORECASE
-            ):
+            thing = rf"\b{re.escape(found.unit)}(?:e?s)?\b"
+            if unit or not re.search(thing, example.question, re.IGNORECASE):
                 return math.inf
             values = None, None
         first, second = values
@@ -163,6 +199,32 @@ class Spatial(Task):
 
 def _has_options(example: Example) -> bool:
     return isinstance(example.answer, Mapping)
+
+
+def _write_areas(text: str) -> str:
+    """Return a text with the sign of a power in "sqm", "sq. feet" and "m2"."""
+    return _AREA.sub(lambda unit: f"{_read_unit(unit[1] or unit[2])}²", text)
+
+
+def _is_of_other(text: str, question: str) -> bool:
+    """Return whether an estimate is another quantity than the question's: a height where a distance
+    is asked for, or a distance from what the question does not name."""
+    if _GAP.search(question) and _SIZE.search(text):
+        return True
+    place = _FROM.search(text)
+    words = {*re.findall(r"\w+", place[1].lower())} if place else set()
+    return bool(words) and words.isdisjoint({*re.findall(r"\w+", question.lower())} | _VIEWER)
+
+
+def _is_about_other(text: str, question: str) -> bool:
+    """Return whether a sentence places what the question does not ask for ("The table is left of
+    the chair", where the chair is), or beside what it does not name."""
+    placed, asked = _PLACED.fullmatch(text.strip()), _ASKED_OF.search(question.lower())
+    if asked is None or placed is None:
+        return False
+    first, second = (placed[1] or "").lower(), placed[2].lower()
+    known = {*re.findall(r"\w+", question.lower())} | _VIEWER
+    return known.isdisjoint(second.split()) or (second == asked[1] and first != asked[1])
 
 
 def _compute_mra(error: float) -> float:

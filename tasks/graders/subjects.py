@@ -25,7 +25,7 @@ _EXCLUSIVE = [
     )
 ]
 # COCO's, without those that share a thing, such as car and truck.
-_CATEGORY = (
+CATEGORY = (
     r"\b(bicycle|car|motorcycle|airplane|bus|train|boat|traffic light|fire hydrant|stop sign"
     r"|parking meter|bench|bird|cat|dog|horse|sheep|cow|elephant|bear|zebra|giraffe|backpack"
     r"|umbrella|handbag|suitcase|frisbee|snowboard|kite|baseball bat|skateboard|surfboard|bottle"
@@ -52,7 +52,7 @@ _MODIFIED = re.compile(
     r"(?P<after>[\w-]+)(?! of)"
 )
 _SUBJECT = re.compile(rf"{_START}(?:the|an?) (?:[\w-]+ )?([\w-]+) (?:is|are|sits|stands|lies)\b")
-_KIND = re.compile(rf"{_START}(?:the|an?) (?:[\w-]+ ){{0,2}}?{_CATEGORY}")
+_KIND = re.compile(rf"{_START}(?:the|an?) (?:[\w-]+ ){{0,2}}?{CATEGORY}")
 _COUNTED = re.compile(
     r"\bnumber of ([\w-]+)(?= is\b| are\b|\W*\Z)"
     r"|\b(?:\d+|two|three|four|five|six|seven|eight|nine|ten) ([\w-]+)(?=\W*\Z)"
@@ -111,8 +111,8 @@ def is_about(text: str, question: str, finds: bool = False, counts: bool = False
     nouns = [_fold(a or b) for a, b in _COUNTED.findall(text)] if counts else []
     if not near.isdisjoint(nouns + [_fold(noun) for noun in _SUBJECT.findall(text) if finds]):
         return False
-    kinds = {*re.findall(_CATEGORY, phrase)}
-    others = {*re.findall(_CATEGORY, " ".join(nouns))} if counts else {*_KIND.findall(text)}
+    kinds = {*re.findall(CATEGORY, phrase)}
+    others = {*re.findall(CATEGORY, " ".join(nouns))} if counts else {*_KIND.findall(text)}
     return not (kinds and others) or bool(kinds & others) or bool(others & near)
 
 

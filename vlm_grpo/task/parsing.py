@@ -249,7 +249,7 @@ def _parse_rows(
         or _has_number(words, units, len(rows))
         or re.search(_TOKEN, words)
         or (in_pixels and re.search(_OTHER_UNIT, words))
-        or (rows and not is_sure(words))
+        or (not is_sure(words) if rows else re.search(_UNKNOWN, words))
         or any(map(is_relative, parts[:-1]))
     ):
         return None
@@ -423,6 +423,12 @@ _N = r"-?\d{1,9}(?:\.\d{0,9})?"
 _X1, _Y1, _X2, _Y2 = (rf"(?P<{name}>{_N})" for name in ("x1", "y1", "x2", "y2"))
 _FIRST, _SECOND = rf"\(\s?{_X1}\s?,\s?{_Y1}\s?\)", rf"\(\s?{_X2}\s?,\s?{_Y2}\s?\)"
 _LIST = re.compile(rf"[\[(]?\s?{_N}(?:\s?,\s?{_N}){{0,3}}\s?[\])]?")
+# Words that make "[]" no statement; that nothing can be found is one.
+_UNKNOWN = (
+    r"(?i:\b(?:might|maybe|perhaps|possibly|probably|unsure|uncertain|unclear|sorry|not sure"
+    r"|do(?: not|n['’]t) know"
+    r"|(?:can ?not|can['’]t|unable to) (?:answer|tell|say|help|assist|determine))\b)"
+)
 _TOKEN = r"<(?:\|(?!(?:begin|end)_of_box)|loc|/?box|/?ref|/?point)"
 _OTHER_UNIT = (
     r"(?i:[%‰]|\b(?:thousandths?|per ?mille|percent\w*|normali[sz]ed|fractions?|relative"
