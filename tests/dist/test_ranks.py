@@ -25,11 +25,11 @@ RESUMED = ["fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
 ZERO = ["zero2-2", "zero3-2"]
 ZERO_RESUMED = ["zero2-2-resumed", "zero3-2-resumed", "fsdp-2-resumed_zero3"]
 CASES = {
-    **{"ddp-2": 17, "fsdp-2": 9, "fsdp_held-2": 2, "zero2-2": 3, "zero3-2": 7},
+    **{"ddp-2": 19, "fsdp-2": 10, "fsdp_held-2": 2, "zero2-2": 3, "zero3-2": 7},
     **{"ddp-4": 5, "fsdp-4": 3, "hsdp-4": 1},
 }
-"""Number of float32 cases of each launch, of the 17 of ``ddp-1``."""
-OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/")
+"""Number of float32 cases of each launch, of the 19 of ``ddp-1``."""
+OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/", "revision/")
 """Beginnings of the names of metrics of a run's examples."""
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed"
@@ -72,7 +72,7 @@ def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
 
 def compare_with_one_process(results: Results) -> None:
     expected = select_steps(results["ddp-1"])
-    assert len(expected) == 17
+    assert len(expected) == 19
     for launch in results.keys() - {"ddp-1"}:
         found = select_steps(results[launch])
         assert expected.keys() >= found.keys()
@@ -152,6 +152,8 @@ def test_the_cases_are_uneven(folder):
     mixed = [step["metrics"] for step in results["a mixture"]]
     assert all(row["sources/plain/reward"] > 0 < row["sources/half/reward"] for row in mixed)
     assert any(step["metrics"]["replay/groups"] for step in results["a curriculum and replay"])
+    shares = [step["metrics"]["revision/share"] for step in results["revised groups"]]
+    assert any(0 < share < 1 for share in shares)
     steps = [step["metrics"] for steps in select_steps(results).values() for step in steps]
     metrics = [row for row in steps if "frac_reward_zero_std" in row]  # not of supervised steps
     # Groups with and without spread in one step: on four ranks some rank has no useful group.

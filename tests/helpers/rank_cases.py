@@ -156,6 +156,13 @@ UNEVEN: dict[str, dict[str, Any]] = {
         "objective": {"replay": {}},
         "rollout": {"num_generations": 2},
     },
+    "completions that begin alike": {
+        "rollout": {"num_generations": 16, "temperature": 0.2, "max_completion_length": 4}
+    },
+    "revised groups": {
+        "methods": [{"file": "revision", "options": {"below": 0.06}}],
+        "rollout": {"stop": [*"abcdefghijklmnopqrst"]},
+    },
     # The first row has no image, so no rank ever has one; every rank has the same example.
     "one example": {"data": {"train_limit": 1}},
     # Completions of one token that stop at once have equal rewards: no group has an advantage.
@@ -175,7 +182,7 @@ EPISODES: dict[str, Any] = {
 """Episodes with unequal numbers of turns; those of rows without an image observe texts alone."""
 UNEVEN_CASES = {
     **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
-    "fsdp-2": ("resampled groups", *_IN_THE_UPDATE),
+    "fsdp-2": ("resampled groups", "revised groups", *_IN_THE_UPDATE),
     "zero3-2": _IN_THE_UPDATE,
     "ddp-4": ("resampled groups", *_WITHOUT_GROUPS),
     "fsdp-4": _WITHOUT_GROUPS,

@@ -90,7 +90,15 @@ def test_no_change_makes_a_tiny_device_fit(planner):
     tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
     found = tiny.plan()
     assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
-    assert (found.largest_batch, tiny.find_largest_group(64)) == (0, 0)
+    assert (found.largest_batch, found.wider, tiny.find_largest_group(64)) == (0, None, 0)
+
+
+def test_a_wider_group_is_a_step_with_four_times_as_many_completions(planner):
+    found = planner.plan()
+    text, step = found.wider
+    assert step.settings == load_settings("counting", ["data.train_limit=30", text])
+    assert step.work.num_generations == 4 * found.step.work.num_generations
+    assert f"wider      {text}" in str(found)
 
 
 def copy_without_weights(folder: Path) -> Path:

@@ -92,6 +92,7 @@ class Plan:
             and with the resulting step; empty if the recipe fits.
         others: other ways of holding weights and moments and of sampling, each with its step.
         faster: changes that use the memory that is left to shorten the step, each by itself.
+        wider: a step with four times as many completions of each prompt; None: it does not fit.
         largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
             changes; 0 if the recipe does not fit even with them.
         smallest_card: memory in GB of the smallest common GPU that holds the unchanged recipe;
@@ -105,6 +106,7 @@ class Plan:
     changes: Sequence[Change]
     others: Sequence[Change]
     faster: Sequence[Change]
+    wider: Change | None
     largest_batch: int
     smallest_card: int | None
 
@@ -251,6 +253,10 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         yield f"fits       yes, with {free:.1f} GiB to spare"
         for text, step in plan.faster:
             yield f"faster     {text:<43} {step.memory.peak / GIB:8.2f} GiB{_compare(plan, step)}"
+        if plan.wider is not None:
+            text, step = plan.wider
+            yield f"wider      {text:<43} {step.memory.peak / GIB:8.2f} GiB{_compare(plan, step)}"
+            yield "           for prompts that are seldom answered right, on fewer of them per step"
         return
     missing = (plan.step.memory.peak - plan.device.usable) / GIB
     yield f"fits       no: {missing:.1f} GiB too large. Change in this order:"
@@ -462,8 +468,11 @@ class Planner:
             smallest = self.find_smallest_card()
         others = [] if fits else list(suggest_others(self, step, changes))
         faster = list(suggest_faster(self, step, batch)) if fits else []
+        size = 4 * self.settings.rollout.num_generations
+        wider = _change(self, step, "rollout", num_generations=size)
+        wider = wider if self.device.holds(wider[1].memory.peak) else None
         place = self.device, self.num_devices, self.num_rows
-        return Plan(*place, step, changes, others, faster, batch, smallest)
+        return Plan(*place, step, changes, others, faster, wider, batch, smallest)
 
     def fits(self, settings: Settings, weights: Weights | None = None) -> bool:
         return self.device.holds(self.estimate_step(settings, weights).memory.peak)
