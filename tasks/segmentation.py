@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -158,8 +158,12 @@ class Segmentation(Task):
             sure.append(is_inside and 2 * moved < self.point_distance)
         return sum(sure) / len(sure) if sure else 1.0
 
-    def ask_about(self, objects: LabeledBoxes) -> list[tuple[str, Any]]:
-        return [(label, {"boxes": boxes}) for label, boxes in objects.group_by_label().items()]
+    def ask_about(self, objects: LabeledBoxes) -> Iterator[tuple[str, Any]]:
+        pairs = [*zip(objects.labels, objects.masks, strict=False)]  # there may be no masks
+        for label, boxes in objects.group_by_label().items():
+            masks = [mask for own, mask in pairs if own == label]
+            has_masks = masks and None not in masks
+            yield label, {"boxes": boxes, **({"masks": masks} if has_masks else {})}
 
     def check(self, example: Example) -> None:
         boxes, answer = gold_boxes(example.answer), example.answer

@@ -172,6 +172,7 @@ class LabeledBoxes:
     #: categories of which the image also shows a crowd or an object that is hard to recognize:
     #: neither their number nor their boxes are known
     ignored: tuple[str, ...] = ()
+    masks: tuple[Any, ...] = ()  #: each box's mask: run lengths or polygons of COCO; None: none
 
     def group_by_label(self) -> dict[str, list[list[float]]]:
         """Return the boxes of each category that is fully known."""

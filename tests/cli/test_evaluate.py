@@ -119,6 +119,9 @@ SERVER = ["--server", "http://127.0.0.1:1"]
         ([*SERVER, "--frame", "permille", "model=embedded"], "the frame of embedded is known"),
         ([*SERVER, "model=nothing/such/here"], "there is no such folder"),
         (["--served-model", "a"], "--served-model needs --server"),
+        (["--compare"], "--compare needs --server"),
+        ([*SERVER, "--compare", "model=none"], "--compare needs model=…"),
+        ([*SERVER, "--compare", "model=embedded", "evaluation.temperature=1"], "=0: a server"),
         (["--concurrency", "3", "--predictions", "p.jsonl"], "--concurrency needs --server"),
     ],
 )

@@ -17,6 +17,7 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 COUNTING, OCR, DETECTION = load_task("counting"), load_task("ocr"), load_task("detection")
+SEGMENTATION = load_task("segmentation")
 GROUNDING, EVERY = load_task("grounding"), load_task("grounding", several=True)
 POINTING = load_task("pointing", several=True)
 
@@ -149,10 +150,28 @@ def test_yolo_polygons_and_keypoints_are_read_as_boxes(tmp_path):
     polygon = {"labels/a.txt": "0 .25 .25 .75 .5 .5 .75\n", "labels/b.txt": None}
     source = write_format(tmp_path / "a", "yolo", polygon)
     assert load(source, GROUNDING)[0].answer == {"boxes": [[16, 12, 48, 36]]}
+    (row,) = load(source, SEGMENTATION)
+    assert row.answer == {"boxes": [[16, 12, 48, 36]], "masks": [[[16, 12, 48, 24, 32, 36]]]}
     keypoints = {"labels/a.txt": "0 .5 .5 .5 .5 .1 .1 2\n", "labels/b.txt": None}
     config = "kpt_shape: [1, 3]\ntrain: images\nnames: [cup]\n"
     source = write_format(tmp_path / "b", "yolo", {**keypoints, "data.yaml": config})
-    assert load(source, GROUNDING)[0].answer == {"boxes": [[16, 12, 48, 36]]}
+    for task in (GROUNDING, SEGMENTATION):
+        assert load(source, task)[0].answer == {"boxes": [[16, 12, 48, 36]]}
+
+
+def test_masks_of_coco_are_those_of_the_objects_of_a_kind(tmp_path):
+    cup, *books, _ = COCO["annotations"]
+    polygon, runs = [[4, 6, 14, 6, 14, 26]], {"size": [48, 64], "counts": [0, 480, 2592]}
+    cup, books[0] = cup | {"segmentation": polygon}, books[0] | {"segmentation": runs}
+    files = {"a.json": COCO | {"annotations": [cup, *books]}, "a.png": png(64, 48)}
+    write_files(tmp_path, files | {"b.png": png(40, 30)})
+    answers = [row.answer for row in load(str(tmp_path / "a.json"), SEGMENTATION)]
+    boxes = [[list(box) for _, box in BOXES["a"][part]] for part in (slice(1), slice(1, 3))]
+    # One of the books has no mask, so that what is a book is not fully known.
+    assert answers == [{"boxes": boxes[0], "masks": [polygon]}, {"boxes": boxes[1]}]
+    books[1] = books[1] | {"segmentation": runs}
+    write_files(tmp_path, {"a.json": COCO | {"annotations": [cup, *books]}})
+    assert load(str(tmp_path / "a.json"), SEGMENTATION)[1].answer["masks"] == [runs, runs]
 
 
 def test_labels_without_a_data_yaml_have_no_names(tmp_path):
@@ -210,7 +229,7 @@ def test_clips_of_a_sample_are_its_videos(tmp_path):
     assert (clip.kind, clip.num_frames, clip.load().size) == ("video", 4, (4 * 64, 48))
 
 
-@pytest.mark.parametrize("pattern", ["s-{00..02}.tar", "s-0[012].tar", "{s-00,s-01,s-02}.tar", "."])
+@pytest.mark.parametrize("pattern", ["s-*.tar", "s-0[012].tar", "."])
 def test_several_files_are_one_source(tmp_path, pattern):
     write_files(tmp_path, {f"s-0{number}.tar": make_tar(SAMPLES) for number in range(3)})
     examples = load(str(tmp_path / pattern), COUNTING)
@@ -222,8 +241,8 @@ def test_rows_of_several_files_are_numbered_on(tmp_path):
     assert [e.id for e in load(str(tmp_path / "*.jsonl"), COUNTING)] == [
         f"row-{number}" for number in range(1, 5)
     ]
-    message = get_load_error(str(tmp_path / "{0..2}.jsonl"))
-    assert message == f"there is no data file {tmp_path / '2.jsonl'}"
+    message = get_load_error(str(tmp_path / "2*.jsonl"))
+    assert message == f"there is no data file {tmp_path / '2*.jsonl'}"
 
 
 def test_an_image_is_searched_in_the_image_root_and_beside_the_file(folder, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from chat_model import Answer, ChatModel, count_by_checksum, fail_some, get_images, serve
+from commands import run
 from judge_server import Reply
 
 from vlm_grpo.config.recipes import load_settings
@@ -84,6 +85,37 @@ def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_pa
     assert json.loads(rows[0])["seen"] == [list(load_counting(settings)[0].images[0].size)]
     results = json.loads((settings.run_dir / "results.json").read_text())
     assert results["model"]["value"] == report.value
+
+
+@pytest.mark.parametrize("rows", ["recipe", "benchmark"])
+def test_outputs_that_differ_from_those_of_the_weights_here_are_printed(tmp_path, capsys, rows):
+    settings = make_settings(tmp_path, "model=embedded", "policy.dtype=float32", name="before")
+    (tmp_path / "shapes.yaml").write_text("title: Shapes\ntask: counting\nmetric: exact\n")
+    local, golds = evaluate(settings), [str(e.answer) for e in load_counting(settings)]
+    texts = [row["output"] for row in local.rows]
+    right = [i for i, (text, gold) in enumerate(zip(texts, golds, strict=True)) if text == gold]
+    texts[right[0]] += "7"  # another number
+    texts[right[1]] = f" {texts[right[1]]} "  # the same one
+    replies = iter(texts)
+    given = ["counting"]
+    if rows == "benchmark":
+        given = [tmp_path / "shapes.yaml", "--data", "embedded:counting"]
+    given += ["model=embedded", f"output_dir={tmp_path}", "name=run", "policy.dtype=float32"]
+    given.append(f"data.eval_limit={COUNT}")
+    with serve(ChatModel(lambda text, image: next(replies))) as server:
+        options = ["--server", server.address, "--compare", "--concurrency", "1"]
+        status, out, _ = run(capsys, "evaluate", *given, *options)
+    ids = [local.rows[i]["id"] for i in right[:2]]
+    assert status == 0
+    assert out.splitlines()[-7:] == [
+        f"2 of {COUNT} outputs differ ({2 / COUNT:.1%}), 1 with another score",
+        f"  {ids[0]}: equal up to character 1, another score",
+        f"    here    {golds[right[0]]!r}",
+        f"    server  {texts[right[0]]!r}",
+        f"  {ids[1]}: equal up to character 0",
+        f"    here    {golds[right[1]]!r}",
+        f"    server  {texts[right[1]]!r}",
+    ]
 
 
 def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):

@@ -69,6 +69,9 @@ def evaluate(
     served_model: ServedModelName = None,
     concurrency: Concurrency = None,
     timeout: Timeout = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="With --server: also evaluate the weights here.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With a task: print one JSON object per row.")
     ] = False,
@@ -91,11 +94,13 @@ def evaluate(
     vlm-grpo evaluate refcoco --data val.jsonl --server http://localhost:8000 model=Qwen/…
     vlm-grpo evaluate refcoco --data val.jsonl --server https://api.openai.com/v1 \\
         --served-model gpt-4o
+    vlm-grpo evaluate runs/counting --server http://localhost:8000 --compare
     vlm-grpo evaluate counting --data test.jsonl --predictions outputs.jsonl --json
     vlm-grpo evaluate grounding --data test.jsonl --predictions outputs.jsonl --frame resized
     accelerate launch -m vlm_grpo.cli evaluate refcoco --data val.jsonl model=…
 
     On a benchmark, the model and the prompt settings of a checkpoint come from its config.yaml.
+    With --compare, the outputs of the server that differ from those of the weights are printed.
     With --frame resized every prediction also has "seen": [[width, height]], the size in pixels to
     which the model resized each image.
     """
@@ -114,10 +119,11 @@ def evaluate(
             "--frame needs --predictions or --server: the frame of a model is known",
         ),
         (
-            asks and (checkpoint is not None or scores),
+            asks and (scores or (checkpoint is not None and not compare)),
             "--server answers with its own weights: leave out --checkpoint and --predictions; the "
             "settings of a run are those of its config.yaml, given as the recipe",
         ),
+        (compare and not asks, "--compare needs --server: the weights are evaluated here anyway"),
         (scores and data is None, "--predictions needs rows: give --data"),
         (as_json and not is_task, "--json needs a task and --predictions"),
         (
@@ -130,14 +136,21 @@ def evaluate(
     remains = "the same command continues it" if asks or data else "nothing was written"
     with exit_when_stopped("nothing was written" if scores else remains):
         if data is None:
-            _evaluate_recipe(recipe, values, checkpoint, endpoint)
+            _evaluate_recipe(recipe, values, checkpoint, endpoint, compare)
         elif predictions is None:
             folder = _find_checkpoint(checkpoint)
-            given = values if endpoint is None else [_NO_MODEL, *values]
+            given = values if endpoint is None or compare else [_NO_MODEL, *values]
             settings = _benchmark_settings(recipe, data, folder, given)
             from vlm_grpo.eval.benchmark import evaluate_benchmark
 
-            evaluate_benchmark(recipe, settings, folder, endpoint)
+            if not compare:
+                evaluate_benchmark(recipe, settings, folder, endpoint)
+                return
+            _check_comparable(settings)
+            own = settings.model_copy(update={"name": f"{settings.name}-server"})
+            served = evaluate_benchmark(recipe, own, None, endpoint)[-1].scored
+            local = evaluate_benchmark(recipe, settings, folder)[-1].scored
+            _print_different(local, served)
         elif is_task:
             from vlm_grpo.config.data import DataSettings
 
@@ -184,7 +197,11 @@ def _print_checkpoint(given: str, found: Path | None) -> Path | None:
 
 
 def _evaluate_recipe(
-    recipe: str, overrides: list[str], checkpoint: str | None, endpoint: Endpoint | None
+    recipe: str,
+    overrides: list[str],
+    checkpoint: str | None,
+    endpoint: Endpoint | None,
+    compare: bool,
 ) -> None:
     from vlm_grpo.dist.launch import initialize_distributed
     from vlm_grpo.eval import evaluate
@@ -192,12 +209,30 @@ def _evaluate_recipe(
 
     found = resolve_recipe(recipe, overrides)
     weights = _find_checkpoint(checkpoint)
-    if checkpoint is None and endpoint is None:
+    if checkpoint is None and (compare or endpoint is None):
         weights = _print_checkpoint(recipe, found.checkpoint)
-    evaluation = evaluate.evaluate(found.settings, weights, endpoint)
-    if initialize_distributed().is_main_process:
-        _print_metrics(evaluation)
-        typer.echo(f"\npredictions in {evaluation.path}")
+    if compare:
+        _check_comparable(found.settings)
+    tables = []
+    for server in (endpoint, None) if compare else (endpoint,):
+        tables.append(evaluate.evaluate(found.settings, None if server else weights, server))
+        if initialize_distributed().is_main_process:
+            _print_metrics(tables[-1])
+            typer.echo(f"\npredictions in {tables[-1].path}")
+    if compare:
+        _print_different(tables[1], tables[0])
+
+
+def _check_comparable(settings: Settings) -> None:
+    if settings.model == "none" or settings.evaluation.temperature:
+        raise UserError(
+            "--compare needs model=…, the weights that the server has, and "
+            "evaluation.temperature=0: a server draws other random numbers"
+        )
+
+
+def _print_different(local: Scored, served: Scored) -> None:
+    typer.echo("\n" + "\n".join(local.list_different_outputs(served)))
 
 
 def _print_metrics(scored: Scored) -> None:

@@ -38,6 +38,7 @@ class Region:
     label: str  # name of its category
     box: Sequence[float]  # xyxy in pixels of the original image
     ignored: bool = False  # it marks a crowd or a difficult object, which is not part of an answer
+    mask: Any = None  # run lengths or polygons of COCO
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def _make_rows(image: AnnotatedImage, categories: Sequence[str], task: Task) -> 
         labels=tuple(region.label for region in regions[False]),
         categories=tuple(categories),
         ignored=tuple(dict.fromkeys(region.label for region in regions[True])),
+        masks=tuple(region.mask for region in regions[False]),
     )
     try:
         pairs = list(task.ask_about(objects))
@@ -230,7 +232,8 @@ def _read_coco_region(annotation: Any, coco: Coco) -> Region:
         raise ValueError(f"its bbox must be four numbers x, y, width, height, not {box!r:.60}")
     x, y, width, height = numbers
     corners, is_crowd = (x, y, x + width, y + height), bool(annotation.get("iscrowd"))
-    return Region(coco.categories[category]["name"], corners, is_crowd)
+    mask = annotation.get("segmentation") or None
+    return Region(coco.categories[category]["name"], corners, is_crowd, mask)
 
 
 def _read_captions(coco: Coco) -> Iterator[Row]:
@@ -540,6 +543,7 @@ def _read_yolo_region(
         raise ValueError(f"class {words[0]} has no name in the {len(names)} names")
     if has_keypoints:
         values = values[:4]
+    has_mask = len(values) > 4
     if len(values) < 4 or len(values) % 2:
         raise ValueError(
             f"it must be a class and x, y, width, height or the points of a polygon, "
@@ -552,6 +556,7 @@ def _read_yolo_region(
         values = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
         if len(words) == 5 and (width <= 0 or height <= 0):
             raise ValueError(f"{line!r:.60} is a box without area")
+    values = [edge * size[axis % 2] for axis, edge in enumerate(values)]
     across, down = values[::2], values[1::2]
     box = (min(across), min(down), max(across), max(down))
-    return Region(label, [edge * size[axis % 2] for axis, edge in enumerate(box)])
+    return Region(label, box, mask=[values] if has_mask else None)

@@ -6,7 +6,6 @@ through ``open_source``.
 
 import glob
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -131,7 +130,7 @@ FORMATS: tuple[Format, ...] = (
 def open_source(
     source: str | Rows, task: Task, limit: int | None, split: Split
 ) -> tuple[Iterable[Row], Sequence[Path]]:
-    """Open a source: a path, a glob or a brace list of paths, ``hf:NAME[:SPLIT[:CONFIG]]``,
+    """Open a source: a path, a glob of paths, ``hf:NAME[:SPLIT[:CONFIG]]``,
     ``embedded:NAME[:DIALS]``, or rows in memory.
 
     Return its rows, and the folders that the paths of its images may be relative to.
@@ -176,34 +175,10 @@ def _expand(source: str) -> list[Path]:
     text = os.path.expanduser(source)  # Path's own raises for an unknown user
     if os.path.exists(text):
         return [Path(text)]
-    names = list(_expand_braces(text))
-    found = [path for name in names for path in sorted(glob.glob(name)) or [name]]
-    for name in found:
-        if not os.path.exists(name):
-            path = Path(name)
-            if not path.suffix or any(f.fits(path) for f in FORMATS):
-                raise UserError(f"there is no data file {path}")
-            _find_format(path)
-    return [Path(name) for name in found]
-
-
-def _expand_braces(text: str) -> Iterator[str]:
-    """Yield the names that ``{a,b}`` and ``{000..012}`` stand for.
-
-    >>> list(_expand_braces("s-{08..10}.{a,b}"))[:4]
-    ['s-08.a', 's-08.b', 's-09.a', 's-09.b']
-    """
-    match = re.search(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}", text)
-    if match is None:
-        yield text
-        return
-    if match[3] is not None:
-        parts = match[3].split(",")
-    else:
-        first, last = match[1], match[2]
-        parts = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    for part in parts:
-        yield from _expand_braces(text[: match.start()] + part + text[match.end() :])
+    found = sorted(glob.glob(text))
+    if not found and (not (path := Path(text)).suffix or any(f.fits(path) for f in FORMATS)):
+        raise UserError(f"there is no data file {path}")
+    return [Path(name) for name in found or [text]]
 
 
 def _find_format(path: Path) -> Format:

@@ -348,6 +348,11 @@ def _convert_boxes(answer: Any, source: SourceSettings, size: tuple[int, int]) -
     boxes = answer.get("boxes") if isinstance(answer, Mapping) else None
     if not isinstance(boxes, list | tuple):
         return answer
+    if others := {"points", "masks"} & answer.keys():
+        raise ValueError(
+            f"its answer has {' and '.join(sorted(others))}, which box_format and box_scale do not "
+            "convert: give it in pixels of the image"
+        )
     scale = source.box_scale
     units = (1, 1) if scale is None else (size[0] / scale, size[1] / scale)
     converted = []
