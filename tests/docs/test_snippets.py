@@ -59,6 +59,11 @@ def test_variety_is_judged_within_a_group(names):
     assert scores[0].total == pytest.approx(1.0 + 0.2 / 3)
 
 
+def test_a_reward_function_written_for_trl_is_called_with_its_lists(names):
+    scores = RewardScorer()(names["Ported"](), ["dog", " dog\n", "cat", ""], [ROW] * 4)
+    assert [score.total for score in scores] == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_the_reward_of_a_group_has_ten_lines():
     method = BATCHES.partition("    @reward(weight=0.2")[2].partition("```")[0]
     assert len(method.splitlines()) <= 10
