@@ -17,6 +17,7 @@ project = "vlm-grpo"
 author = "The vlm-grpo contributors"
 release = version = installed_version("vlm-grpo")
 language = "en"
+smartquotes_action = "qe"  # two hyphens of an option in a quoted message stay two hyphens
 
 extensions = [
     "myst_parser",

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import shlex
 
 import pytest
 import typer
 import yaml
-from guide_commands import GUIDES, ROOT, read_commands
+from dataset_files import png, write_files
+from guide_commands import GUIDES, ROOT, read_blocks, read_commands
 from trl.trainer.grpo_config import GRPOConfig
+from video_files import make_video
 
 from vlm_grpo.cli.app import app
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
+from vlm_grpo.data import load_examples
+from vlm_grpo.task.registry import load_task
 
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
@@ -86,6 +91,44 @@ def test_train_commands_have_valid_settings(guide, monkeypatch):
             if recipe == "fingers.py":  # written by the reader
                 continue
             load_settings(recipe, overrides)
+
+
+@guides
+def test_commands_in_sentences_have_known_options_settings_and_files(guide):
+    prose = re.sub(r"^```.*?^```", "", guide.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for line in re.findall(r"`(?:vlm-grpo|\w+=1 python|python) [^`]+`", prose):
+        words = shlex.split(line.strip("`").partition("python ")[2] or line.strip("`"))
+        if words[0].endswith(".py"):
+            assert words[0] == "convert_hf_to_gguf.py" or (ROOT / words[0]).is_file(), line
+        elif words[0] == "vlm-grpo" and words[1] in known:
+            options = {option for part in known[words[1]].params for option in part.opts}
+            assert {word for word in words if word.startswith("--")} <= options, line
+            if words[1] in ("train", "sft", "plan") and words[2:3] and words[2] in recipe_names():
+                settings = [word for word in words[3:] if "=" in word and "FOLDER" not in word]
+                load_settings(words[2], settings)
+
+
+@guides
+def test_recipes_in_yaml_are_valid(guide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task.py").write_text((ROOT / "docs/examples/clock.py").read_text("utf-8"))
+    for block in read_blocks(guide, "yaml"):
+        if "ground_truth:" not in block:  # OmniDocBench's
+            load_settings("counting", yaml.safe_load(block))
+
+
+def test_rows_of_the_guides_are_read(tmp_path):
+    names = ("README", "docs/your-own-data", "docs/your-own-task")
+    blocks = [block for name in names for block in read_blocks(ROOT / f"{name}.md", "json")]
+    tasks = ("grounding", "grounding", "counting", "ocr", "counting")
+    for number, (block, task) in enumerate(zip(blocks, tasks, strict=True)):
+        row = json.loads(block)
+        write_files(tmp_path, dict.fromkeys(row.get("images", ()), png(200, 300)))
+        write_files(tmp_path, dict.fromkeys(row.get("videos", ()), make_video()))
+        write_files(tmp_path, {f"{number}.jsonl": [row]})
+        (example,) = load_examples(tmp_path / f"{number}.jsonl", load_task(task))
+        assert len(example.images) == len(row.get("images", ()))
 
 
 @guides

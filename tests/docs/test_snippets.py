@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guide_commands import ROOT
+from guide_commands import ROOT, run_blocks
 from judge_server import Reply, run_judge
 from PIL import Image
 
@@ -17,15 +17,6 @@ from vlm_grpo.types import Example
 
 BATCHES = (ROOT / "docs/batch-rewards.md").read_text("utf-8")
 ROW = Example("1", (), "What is it?", "dog")
-
-
-def run_blocks(page: Path) -> dict[str, Any]:
-    """Run a page's Python blocks in order, and return the names that they define."""
-    text, names = page.read_text("utf-8"), dict[str, Any](__name__="__main__")
-    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        line = text[: block.start(1)].count("\n")
-        exec(compile("\n" * line + block[1], str(page), "exec"), names)
-    return names
 
 
 def test_the_snippets_of_the_python_guide_run_in_order(tmp_path, monkeypatch, capsys):
