@@ -106,6 +106,8 @@ def test_commands_in_sentences_have_known_options_settings_and_files(guide):
             assert {word for word in words if word.startswith("--")} <= options, line
             if words[1] in ("train", "sft", "plan") and words[2:3] and words[2] in recipe_names():
                 settings = [word for word in words[3:] if "=" in word and "FOLDER" not in word]
+                if re.search(r"_\d+b$", words[2]):  # a recipe without data
+                    settings = ["data.train=a.jsonl", "data.eval=b.jsonl", *settings]
                 load_settings(words[2], settings)
 
 
@@ -124,11 +126,11 @@ def test_rows_of_the_guides_are_read(tmp_path):
     tasks = ("grounding", "grounding", "counting", "ocr", "counting")
     for number, (block, task) in enumerate(zip(blocks, tasks, strict=True)):
         row = json.loads(block)
-        write_files(tmp_path, dict.fromkeys(row.get("images", ()), png(200, 300)))
-        write_files(tmp_path, dict.fromkeys(row.get("videos", ()), make_video()))
-        write_files(tmp_path, {f"{number}.jsonl": [row]})
+        media = dict.fromkeys(row.get("images", ()), png(200, 300))
+        media |= dict.fromkeys(row.get("videos", ()), make_video())
+        write_files(tmp_path, {**media, f"{number}.jsonl": [row]})
         (example,) = load_examples(tmp_path / f"{number}.jsonl", load_task(task))
-        assert len(example.images) == len(row.get("images", ()))
+        assert len(example.images) == len(media)
 
 
 @guides
