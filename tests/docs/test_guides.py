@@ -307,7 +307,7 @@ def test_every_command_runs(guide, runs, tmp_path, monkeypatch, capsys):
         run_command(line)
     if guide.name == "evaluating.md":
         run_blocks(guide)
-        assert Path("pages-model/a.md").read_text("utf-8")  # for the script of OmniDocBench
+        assert Path("pages-model/a.md").is_file()  # for the script of OmniDocBench
     printed = {mask_numbers(line) for line in capsys.readouterr().out.splitlines()}
     quoted = "".join(read_blocks(guide, "text")).splitlines()
     assert {mask_numbers(line) for line in quoted} <= printed
