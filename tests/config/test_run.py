@@ -30,7 +30,7 @@ def test_settings_are_frozen():
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_is_equal_after_saving_and_loading(recipe, tmp_path):
     needed = ["task_options.address=http://a", "task_options.judge_model=b"]
-    overrides = {"mixed": [], "worlds": []}  # with own sources
+    overrides = {name: [] for name in ("mixed", "worlds", "vero_qwen3_vl_4b")}  # own sources
     overrides |= {name: [*DATA, *needed] for name in ("judged", "search_qwen2_5_vl_7b")}
     settings = load_settings(recipe, overrides.get(recipe, DATA))
     path = tmp_path / "run" / "config.yaml"

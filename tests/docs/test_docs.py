@@ -21,7 +21,7 @@ from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
 from vlm_grpo.data import load_examples
-from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.registry import load_task, task_names
 
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
@@ -79,6 +79,23 @@ def test_commands_exist(guide):
 def test_recipes_exist(guide):
     named = re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", guide.read_text())
     assert set(named) <= set(recipe_names())
+
+
+def test_each_task_has_a_recipe_of_three_or_four_billion_parameters():
+    text = (ROOT / "docs/choosing-settings.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| `([a-z_]+)` \| (.*?) \|", text.partition("## A recipe for each")[2], re.M
+    )
+    needed = ["data.train=a.jsonl", "data.eval=b.jsonl"]
+    judge = ["task_options.address=http://a", "task_options.judge_model=b"]
+    for task, recipes in rows:
+        for command in re.findall(r"`(.*?)`", recipes):
+            recipe, *overrides = command.split()
+            options = judge if task == "judged" else []
+            settings = load_settings(recipe, [*needed, *options, *overrides])
+            assert (recipe, settings.task) == (recipe, task)
+            assert re.search(r"-[34]B", settings.model), command
+    assert {task for task, _ in rows} == {*task_names()} - {"verifiers"}
 
 
 @guides
