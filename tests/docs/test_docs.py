@@ -83,9 +83,8 @@ def test_recipes_exist(guide):
 
 def test_each_task_has_a_recipe_of_three_or_four_billion_parameters():
     text = (ROOT / "docs/choosing-settings.md").read_text("utf-8")
-    rows = re.findall(
-        r"^\| `([a-z_]+)` \| (.*?) \|", text.partition("## A recipe for each")[2], re.M
-    )
+    table = text.partition("## A recipe for each")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", table, re.MULTILINE)
     needed = ["data.train=a.jsonl", "data.eval=b.jsonl"]
     judge = ["task_options.address=http://a", "task_options.judge_model=b"]
     for task, recipes in rows:

@@ -150,7 +150,7 @@ def evaluate(
             own = settings.model_copy(update={"name": f"{settings.name}-server"})
             served = evaluate_benchmark(recipe, own, None, endpoint)[-1].scored
             local = evaluate_benchmark(recipe, settings, folder)[-1].scored
-            _print_different(local, served)
+            typer.echo(f"\n{local.describe_differences(served)}")
         elif is_task:
             from vlm_grpo.config.data import DataSettings
 
@@ -220,7 +220,7 @@ def _evaluate_recipe(
             _print_metrics(tables[-1])
             typer.echo(f"\npredictions in {tables[-1].path}")
     if compare:
-        _print_different(tables[1], tables[0])
+        typer.echo(f"\n{tables[1].describe_differences(tables[0])}")
 
 
 def _check_comparable(settings: Settings) -> None:
@@ -229,10 +229,6 @@ def _check_comparable(settings: Settings) -> None:
             "--compare needs model=…, the weights that the server has, and "
             "evaluation.temperature=0: a server draws other random numbers"
         )
-
-
-def _print_different(local: Scored, served: Scored) -> None:
-    typer.echo("\n" + "\n".join(local.list_different_outputs(served)))
 
 
 def _print_metrics(scored: Scored) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -165,29 +165,24 @@ class Scored:
             return True
         return self.value < other if self.lower_is_better else self.value > other
 
-    def list_different_outputs(self, served: Scored) -> Iterator[str]:
-        """Yield how many outputs of a server differ from these, of the same examples, how many of
-        these have another reward or metric, and the first of them, around the difference."""
+    def describe_differences(self, served: Scored) -> str:
+        """Return how many outputs of a server differ from these, of the same examples, how many of
+        these have another reward or metric, and the first ones, around the first difference."""
         lines, rescored = list[str](), 0
         for row, other in zip(self.rows, served.rows, strict=True):
-            texts = [
-                "".join(t.text for t in r.get("turns", ())) or r["output"] for r in (row, other)
-            ]
+            pair = row, other
+            texts = ["".join(t.text for t in r.get("turns", ())) or r["output"] for r in pair]
             if texts[0] != texts[1]:
-                names = ("rewards", "metrics")
-                is_rescored = any(row[name] != other[name] for name in names)
-                rescored += is_rescored
-                pairs = enumerate(zip(*texts, strict=False))
-                same = next((i for i, (a, b) in pairs if a != b), min(map(len, texts)))
+                here, there = ({**r["rewards"], **r["metrics"]} for r in pair)
+                rescored += here != there
+                letters = enumerate(zip(*texts, strict=False))
+                same = next((i for i, (a, b) in letters if a != b), min(map(len, texts)))
+                title = f"  {row['id']}: equal up to character {same}"
+                title += ", another score" * (here != there)
                 here, there = (repr(text[max(0, same - 30) : same + 50]) for text in texts)
-                changed = ", another score" * is_rescored
-                title = f"  {row['id']}: equal up to character {same}{changed}"
                 lines.append(f"{title}\n    here    {here}\n    server  {there}")
         share = f"{len(lines)} of {self.n} outputs differ ({len(lines) / self.n:.1%})"
-        yield f"{share}, {rescored} with another score"
-        yield from lines[:_MAX_DIFFERENT]
-        if len(lines) > _MAX_DIFFERENT:
-            yield f"  … and {len(lines) - _MAX_DIFFERENT} more"
+        return "\n".join([f"{share}, {rescored} with another score", *lines[:_MAX_DIFFERENT]])
 
     def __str__(self) -> str:
         return self.describe(self.primary_metric)
