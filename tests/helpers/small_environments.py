@@ -67,7 +67,7 @@ class Peek(Environment):
 class PeekAtDigits(Peek):
     """The same for a model that writes numbers."""
 
-    call_tags = ("", "1")
+    call_tags = ("", "5")
 
 
 class Tools(Environment):
