@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import field
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from vlm_grpo.task import metric, reward
 from vlm_grpo.task.environment import Environment, ToolError, tool
@@ -17,14 +18,15 @@ from vlm_grpo.types import Candidate, Example, ToolCall
 Cell = tuple[int, int]  # column and row
 Direction = Literal["up", "down", "left", "right"]
 STEPS: dict[str, Cell] = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+AT_GOAL = "You are at the goal, where a sign says:"
 LEAST_MOVES = 2  #: number of moves from the start to the goal
 
 
 class Maze(Environment):
     """Move the red disk through a maze to the green square.
 
-    The maze of an example depends on its id alone. On the goal the model reads the row's answer, so
-    that a task that reads a word or a number can ask for it.
+    The maze of an example depends on its id alone. At the goal the model sees a sign with the row's
+    answer, so that a task that reads a word or a number can ask for it.
 
     Attributes:
         cells: number of cells along each side.
@@ -57,12 +59,14 @@ class Maze(Environment):
         if (self.place, there) not in doors:
             raise ToolError(f"there is a wall: {direction} is not possible")
         self.place = there
-        said = f"You are at the goal: {self.example.answer}" if there == goal else ""
-        return [said, self._draw()]
+        if there == goal:
+            return [AT_GOAL, self.draw_sign(self.example.answer)]
+        return [self._draw()]
 
     def preview(self, example: Example) -> Sequence[str | tuple[int, int]]:
         side = self.cell * self.cells
-        return [f"You are at the goal: {example.answer}", (side, side)]
+        sizes = (side, side), self.draw_sign(example.answer).size
+        return [AT_GOAL, max(sizes, key=math.prod)]
 
     def demonstrate(self, example: Example) -> Sequence[ToolCall]:
         start, goal, doors = self._build(example)
@@ -103,6 +107,20 @@ class Maze(Environment):
 
     def _holds(self, cell: Cell) -> bool:
         return all(0 <= number < self.cells for number in cell)
+
+    def draw_sign(self, answer: Any) -> Image.Image:
+        """Draw the answer, the first of several, in a line as high as a cell, at least as wide as
+        the maze."""
+        first = (
+            answer[0] if isinstance(answer, Sequence) and not isinstance(answer, str) else answer
+        )
+        text, font = " ".join(str(first).split()), ImageFont.load_default(0.8 * self.cell)
+        left, _, right, _ = font.getbbox(text)
+        size = max(self.cell * self.cells, round(right - left) + 4), self.cell
+        image = Image.new("RGB", size, (120, 120, 120))
+        pen = ImageDraw.Draw(image)
+        pen.text((2 - left, self.cell / 2), text, fill=(240, 240, 240), font=font, anchor="lm")
+        return image
 
     def _draw(self) -> Image.Image:
         _, goal, doors = self._build(self.example)

@@ -14,7 +14,8 @@ from vlm_grpo.environments import verifiers
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.registry import load_environment, load_task
-from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.task.scorer import RewardScorer, get_full_reward
+from vlm_grpo.task.soundness import check_task
 from vlm_grpo.types import EpisodeTurn, Example
 
 is_installed = importlib.util.find_spec("verifiers") is not None
@@ -59,6 +60,10 @@ def test_a_taskset_becomes_rows_tools_and_rewards(tmp_path):
             assert whole.metrics["turns"] == 5.0
     (alone,) = RewardScorer()(task.without_tools(), ["3"], [example])
     assert alone.rewards == {"right": 1.0, "pushed": 0.0, "taskset_reward": 1.0}
+    assert get_full_reward(task) == 1.5
+    *_, told, _, last = check_task(task, [example])
+    assert "for whole episodes" in told
+    assert last.endswith("is sound on this data")
 
 
 @needs_verifiers

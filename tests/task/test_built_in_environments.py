@@ -10,6 +10,8 @@ from small_environments import EXAMPLE, see, write
 from video_files import level, make_video
 
 from vlm_grpo.data_scripts import make_clips
+from vlm_grpo.environments.maze import AT_GOAL, Maze
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.task.registry import load_environment, load_task
@@ -79,6 +81,8 @@ def test_a_time_outside_the_clip_is_answered(seconds, answer):
 def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
     task = load_task("ocr", environment="maze")
     starts = []
+    sign, other = (encode_png(Maze().draw_sign(answer)) for answer in (["KUQ"], "KUO"))
+    assert sign != other
     with EnvironmentRunner(seconds=20.0) as runner:
         for number in range(6):
             row = replace(WORD, id=f"maze-{number}")
@@ -90,8 +94,11 @@ def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
             starts.append(image.data)
             turns = demonstrate(runner, start, task, example)
             assert 2 <= len(turns) <= 8
-            assert see(turns[-1].observed).text == "You are at the goal: KUQ<image>"
-            assert all("KUQ" not in see(turn.observed).text for turn in turns[:-1])
+            *way, last = (see(turn.observed) for turn in turns)
+            assert last.text == f"{AT_GOAL}<image>"
+            assert {observed.text for observed in way} == {"<image>"}
+            assert last.images[0].size == (84, 28)
+            assert encode_png(last.images[0].load()) == sign
             assert task.score("KUQ", example, turns=turns).rewards["goal"] == 1.0
             short = task.score("KUQ", example, turns=turns[:-1])
             assert (short.rewards["goal"], short.metrics["moves"]) == (0.0, len(turns) - 1)
@@ -110,7 +117,10 @@ def test_tasks_are_checked_with_their_environment():
     task = load_task("ocr", environment="maze", weights={"goal": 2.0})
     lines = list(check_task(task, [replace(WORD, id=str(n), answer=f"KU{n}") for n in range(3)]))
     assert lines[0] == "Maze has the tools move"
-    assert "You are at the goal: KU0<image>" in "".join(lines)
+    assert f"{AT_GOAL}<image>" in "".join(lines)
     assert "demonstrations with gold answers earn 3.000 on average" in lines
     assert any(line.startswith("5 hostile calls are answered in text; the l") for line in lines)
     assert lines[-1] == "OCR is sound on this data"
+    task = load_task("ocr", environment="maze", weights={"exact": 0, "character_accuracy": 0})
+    lines = list(check_task(task, [WORD]))
+    assert lines[-3] == "all rewards are for whole episodes: what answers alone earn is not checked"

@@ -196,10 +196,11 @@ def group_by_source(task: Task, examples: Sequence[Example]) -> list[tuple[str, 
 
 
 def get_full_reward(task: Task) -> float:
-    """Return the sum of the weights that a right answer earns; penalties only subtract."""
-    rules = task.reward_rules()
-    weights = task.reward_weights().items()
-    return sum(weight for name, weight in weights if weight > 0 and rules[name].needs_answer)
+    """Return the sum of the weights that a right answer earns, or without any, those of rewards
+    for completions without an answer, too; penalties only subtract."""
+    rules, weights = task.reward_rules(), task.reward_weights().items()
+    given = [(weight, rules[name].needs_answer) for name, weight in weights if weight > 0]
+    return sum(weight for weight, reads in given if reads) or sum(weight for weight, _ in given)
 
 
 def get_gold_reward(task: Task, example: Example) -> float:

@@ -51,6 +51,7 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     bound, the parser raises or is slow, a demonstration fails, or a hostile call is not answered;
     it lists all problems of the first check that failed.
     """
+    given = task
     if task.environment is not None:
         yield from _check_environment(task, examples[:_BATCH_ROWS])
         weights = {n: weight for n, weight in task.weights.items() if n in find_rules(type(task))}
@@ -58,9 +59,22 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
     _raise("gold answers for which write returns no text", wrong)
-    full = get_full_reward(task)
-    if full <= 0:
+    rules, weights = task.reward_rules(), task.reward_weights().items()
+    reads_answers = any(weight > 0 and rules[name].needs_answer for name, weight in weights)
+    if get_full_reward(given) <= 0:
         raise UserError("no reward has a positive weight: training would learn nothing")
+    if given.environment is None or reads_answers:
+        yield from _check_answers(task, examples)
+    else:
+        yield "all rewards are for whole episodes: what answers alone earn is not checked"
+    _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
+    yield "the parser handles hostile texts, each within 50 ms"
+    yield f"{type(task).__name__} is sound on this data"
+
+
+def _check_answers(task: Task, examples: Sequence[Example]) -> Iterator[str]:
+    """Check what gold answers earn, exploits, and the most frequent answer."""
+    full = get_full_reward(task)
     rows = examples[:_EXPLOIT_ROWS]
     if batch_rules := task.batch_rules():
         examples = rows = examples[:_BATCH_ROWS]
@@ -84,14 +98,11 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
         yield f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns {earned:.3f}"
 
     yield from _check_exploits(task, rows, examples, full)
-    _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
-    yield "the parser handles hostile texts, each within 50 ms"
 
     text, count = Counter(golds).most_common(1)[0]
     scores = _score(task, [text] * len(rows), rows)
     earned = fmean((score.total or 0.0) / full for score in scores)
     yield f"always answering {text[:60]!r}, the answer of {count} rows, earns {earned:.3f}"
-    yield f"{type(task).__name__} is sound on this data"
 
 
 def _check_environment(task: Task, examples: Sequence[Example]) -> Iterator[str]:
