@@ -38,7 +38,6 @@ from transformers import DynamicCache, Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.model.engine import forwards
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -164,7 +163,6 @@ class Decoding(NamedTuple):
 def count_decoding(layers: int) -> Decoding:
     with pytest.MonkeyPatch.context() as patch:
         meta_device.use_gpu_kernels(patch)
-        patch.setattr(forwards, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
         policy = build_policy(layers)
         policy.engine.capture = lambda step, inputs: step
         vocabulary, marks, step = (
@@ -200,7 +198,6 @@ def count_update(policy: Policy, tokens: int) -> Work:
     policy.model.train()
     with pytest.MonkeyPatch.context() as patch:
         meta_device.use_gpu_kernels(patch)
-        patch.setattr(forwards, "rms_norm", forwards.rms_norm)
         with Work(SIZES["qwen2.5-vl-3b"]["text"]["vocab_size"]) as work:
             policy.score(batch).logprobs.sum().backward()
     return work

@@ -10,6 +10,7 @@ The checks of shapes that pytest installs cannot be compiled, so the tests run t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import sys
 from collections.abc import Iterator
@@ -24,13 +25,13 @@ import transformers
 from family_policies import build_family_policy
 from meta_device import build_policy, sample, use_gpu_kernels
 from packaging.version import Version
-from tiny_models import make_prompt, noise_example, sample_groups
+from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vlm_grpo.model.engine import shared
+from vlm_grpo.model.engine import forwards, shared
 from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -164,8 +165,35 @@ def compare(family: str) -> None:
     assert policy.describe_engine().endswith("as CUDA graphs")  # no step failed to compile
 
 
+def compare_functions() -> None:
+    """Compare compiled rotations and gates, and their gradients, with the functions themselves."""
+    layer = tiny_policy("qwen2_5_vl").model.get_decoder().layers[0]
+    rotate = inspect.unwrap(type(layer.self_attn).__mro__[1].forward).__globals__
+    rotate = forwards.Compiled(rotate["apply_rotary_pos_emb"])
+    gate = forwards._multiply_gated  # noqa: SLF001
+    numbers = torch.linspace(-2, 3, 4 * 3 * 8, dtype=torch.float64)
+    heads = numbers.view(1, 3, 4, 8).transpose(1, 2), numbers[:48].view(1, 3, 2, 8).transpose(1, 2)
+    angles = numbers[:24].view(1, 3, 8)
+    rows = numbers.view(3, 32).split(16, -1)
+    for function, trained, others in (
+        (rotate, heads, (angles.cos(), angles.sin())),
+        (gate, rows, (layer.mlp.act_fn,)),
+    ):
+        compiled = torch.compile(function.function, backend="aot_eager", fullgraph=True)
+        found = []
+        for form in (function.function, compiled):
+            inputs = [x.detach().clone().requires_grad_() for x in trained]
+            outputs = form(*inputs, *others)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            torch.stack([x.sin().sum() for x in outputs]).sum().backward()
+            found.append([*outputs, *(x.grad for x in inputs)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    compare_functions()
     shared.LENGTH_BUCKET = 4  # several captures per rollout
     for family in FAMILIES:
         if Version(transformers.__version__) >= Version("5.21"):  # earlier ones share Qwen's only

@@ -66,6 +66,7 @@ def plain_flash_varlen(
 
 def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute packed attention as on CUDA, with the plain kernel."""
+    monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
     monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
     monkeypatch.setattr(kernels, "FLASH_VARLEN", plain_flash_varlen)
 

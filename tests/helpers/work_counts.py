@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine import forwards
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.engine.shared import SharedEngine
@@ -162,7 +161,6 @@ def measure_kernels(targets: Sequence[str]) -> Counts:
         policy = meta_device.build_policy("qwen2_5_vl", bool(targets), targets)
         policy.engine.use_capture(lambda step, inputs: step)
         counts, step = [], SharedEngine.step
-        patch.setattr(forwards, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
 
         def count(*args: Any) -> Any:
             with _Operations() as operations:

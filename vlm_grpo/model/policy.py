@@ -22,7 +22,7 @@ from vlm_grpo.model.adapters import is_adapter_weight
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.forwards import use_fused_norms
+from vlm_grpo.model.engine.forwards import computed, use_fused_layers
 from vlm_grpo.model.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
 from vlm_grpo.model.engine.linear import use_fast_linears
@@ -62,7 +62,7 @@ class Policy:
     ) -> None:
         self.model: Any = loaded.model
         use_fast_linears(loaded.model)
-        use_fused_norms(loaded.model)
+        use_fused_layers(loaded.model)
         self.prompts = prompts = loaded.prompts
         self.processor, self.family, self.budget = prompts.processor, prompts.family, prompts.budget
         self.tokenizer: Any = self.processor.tokenizer
@@ -287,9 +287,9 @@ class Policy:
         ``sampled`` are the log-probabilities of its tokens when they were sampled, if known.
         """
         with eval_mode(self.model):  # two passes with dropout would differ
-            shared, plain = (
-                self.view(repeated).score(batch).logprobs.double() for repeated in (False, True)
-            )
+            shared = self.view().score(batch).logprobs.double()
+            with computed("plain"):
+                plain = self.view(repeated=True).score(batch).logprobs.double()
         found = {"scored": shared}
         if sampled:
             found["sampled"] = torch.tensor(sampled).to(shared)

@@ -29,7 +29,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import ATTENTION_NAME, SEGMENTS_NAME, PackedAttention
-from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
+from vlm_grpo.model.engine.forwards import computed, is_fused, use_fused_layers
 from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.families import find_part, load_family
@@ -62,7 +62,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
         held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
         apply_lora_or_freeze(model, policy)
-    use_fused_norms(model)
+    use_fused_layers(model)
     fused = [name for name, module in model.named_modules() if is_fused(module)]
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     adapted = find_adapted(model)
@@ -256,7 +256,7 @@ def _build_layers(shape: ModelShape, policy: PolicySettings) -> Any:
     model.get_decoder().config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
     use_fast_linears(model)
     if text.fuses_norms:
-        use_fused_norms(model)
+        use_fused_layers(model)
     return model.train()
 
 
@@ -290,7 +290,7 @@ def _build_blocks(shape: ModelShape) -> nn.ModuleList:
     with torch.device("meta"):
         tower = nn.ModuleList(kind(config) for _ in range(2))
     use_fast_linears(tower)
-    use_fused_norms(tower)
+    use_fused_layers(tower)
     return tower.to(torch.bfloat16 if shape.precision == "bfloat16" else torch.float32).train()
 
 
@@ -298,7 +298,7 @@ def _build_blocks(shape: ModelShape) -> nn.ModuleList:
 def _use_fakes(model: nn.Module, precision: Precision, device: torch.device) -> Iterator[None]:
     """Give the model fake weights on a device, on which new tensors are fake inside, and compute as
     autocast does if the precision asks for it, also for a GPU that is not there."""
-    with FakeTensorMode(), device:
+    with FakeTensorMode(), device, computed("planned"):
         for module in model.modules():
             own = {**module._parameters, **module._buffers}  # noqa: SLF001
             for name, tensor in own.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_policy
+from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from vlm_grpo.model.engine import forwards
-from vlm_grpo.model.engine.forwards import is_fused, use_fused_norms
+from vlm_grpo.model.engine.forwards import Compiled, computed, is_fused, use_fused_layers
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def build(
     nn.init.normal_(plain.weight, mean=1.0)
     plain = plain.to(device, dtype)
     fused = copy.deepcopy(plain)
-    use_fused_norms(fused)
+    use_fused_layers(fused)
     assert is_fused(fused)
     return plain, fused, torch.randn(2, 5, 16).to(device, dtype)
 
@@ -69,7 +69,7 @@ def test_values_and_gradients_equal_those_of_transformers(kind, device):
 @pytest.mark.parametrize("kind", [Gemma3RMSNorm, Qwen3_5RMSNormGated, nn.LayerNorm, nn.RMSNorm])
 def test_norms_of_another_formula_stay(kind):
     norm = kind(16)
-    use_fused_norms(norm)
+    use_fused_layers(norm)
     assert type(norm) is kind
 
 
@@ -112,7 +112,7 @@ class Recorded(TorchDispatchMode):
 )
 def test_a_norm_on_a_gpu_is_one_kernel(dtype, has_kernel):
     norm = LlamaRMSNorm(16)
-    use_fused_norms(norm)
+    use_fused_layers(norm)
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
         norm.weight = nn.Parameter(torch.empty(16, dtype=dtype))
         hidden = torch.empty(4, 16, dtype=dtype)
@@ -139,3 +139,47 @@ def test_a_policy_has_fused_norms(family):
     found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
     assert found
     assert all(map(is_fused, found))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotations_and_gates_of_a_policy_ask_the_compiler_on_a_gpu_only(family, monkeypatch):
+    policy = tiny_policy(family)
+    prompts = [make_prompt(policy, noise_example("0", [(56, 56)]))]
+    calls = set()
+
+    def record(compiled: Compiled) -> Any:
+        return lambda *inputs: [calls.add(compiled.function.__name__), compiled.function(*inputs)][
+            1
+        ]
+
+    monkeypatch.setattr(Compiled, "compiled", property(record))
+    expected = sample_groups(policy, prompts)
+    assert not calls
+    monkeypatch.setattr(forwards, "can_compile", lambda tensor: Compiled.mode == "compiled")
+    assert sample_groups(policy, prompts) == expected
+    rotations = {name for name in calls if name.startswith("apply_rotary")}
+    assert calls == {"<lambda>", "_merge", *rotations}
+    assert "apply_rotary_pos_emb" in rotations
+    calls.clear()
+    with computed("plain"):
+        assert sample_groups(policy, prompts) == expected
+    assert not calls
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is_with_a_warning(monkeypatch, caplog):
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler\ndetails")
+
+    monkeypatch.setattr(forwards, "can_compile", lambda tensor: Compiled.mode == "compiled")
+    monkeypatch.setattr(Compiled, "mode", "compiled")
+    monkeypatch.setattr(Compiled, "compiled", property(lambda self: fail))
+    double = Compiled(lambda x: 2 * x)
+    assert [float(double(torch.ones(()))) for _ in range(2)] == [2.0, 2.0]
+    assert [record.message for record in caplog.records] == [
+        "rotary embeddings and gates run as single operations from now on, which takes longer: "
+        "torch.compile fails (RuntimeError: no compiler); TORCH_COMPILE_DISABLE=1 does not try"
+    ]
+    monkeypatch.setattr(Compiled, "mode", "compiled")
+    with pytest.raises(TypeError):  # the function's own error is no reason to go on
+        Compiled(lambda x: x + "a")(torch.ones(()))
+    assert Compiled.mode == "compiled"

@@ -15,17 +15,34 @@ from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine.attention import PrefillAttention
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
-from vlm_grpo.model.engine.kv_cache import CachedKeys, KVCache, SlotScheduler, count_free_tokens
+from vlm_grpo.model.engine.kernels import GroupSpan
+from vlm_grpo.model.engine.kv_cache import (
+    CachedKeys,
+    CacheSize,
+    KVCache,
+    SharedKeys,
+    SlotScheduler,
+    count_free_tokens,
+)
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 
-@pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
+def check_attention(
+    output: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: Any, value: Any
+) -> None:
+    """Compare the attention of n queries with the softmax over all keys."""
+    scores = torch.einsum("nhd,mhd->nhm", query, key) * 0.3
+    expected = torch.einsum("nhm,mhd->nhd", scores.softmax(-1), value)
+    assert (output - expected).abs().max() < 1e-12
+    assert (lse - scores.logsumexp(-1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("equal", [True, False])
-def test_cached_attention_equals_a_softmax_over_the_visible_keys(form, equal, monkeypatch):
-    if form == "varlen":
-        use_plain_varlen(monkeypatch)
-    elif form == "plain":
+def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, monkeypatch):
+    if not on_cpu:
         monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
     torch.manual_seed(0)
     query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
@@ -34,11 +51,33 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(form, equal, mo
     visible = CachedKeys.build(lengths, 5, equal, key)
     output, lse = visible(query, key, value, 0.3)
     for row, length in enumerate(lengths.tolist()):
-        k, v = key[row, :length], value[row, :length]
-        scores = torch.einsum("nhd,mhd->nhm", query[row], k) * 0.3
-        expected = torch.einsum("nhm,mhd->nhd", scores.softmax(-1), v)
-        assert (output[row] - expected).abs().max() < 1e-12
-        assert (lse[row] - scores.logsumexp(-1)).abs().max() < 1e-12
+        check_attention(output[row], lse[row], query[row], key[row, :length], value[row, :length])
+
+
+def test_one_kernel_attends_to_prompts_and_own_tokens_of_a_cache_that_hides_slots(monkeypatch):
+    use_plain_varlen(monkeypatch)
+    cache = KVCache(CacheSize(3, 5, 7, 4))
+    prefill = PrefillAttention([GroupSpan(0, 2, ())])
+    prefill.keys, prefill.heads = {0: tuple(torch.zeros(2, 1, 2, 2, 8).double())}, [(4, 2)]
+    cache.store_prompts([0], prefill, [np.arange(2)])
+    cache.restore(2, 3)
+    torch.manual_seed(0)
+    for tensor in (*cache.prompts[0], *cache.completions[0]):
+        tensor.normal_()
+    lengths = torch.tensor([5, 6]), torch.tensor([1, 4, 2])
+    visible = [CachedKeys(x, int(x.max())) for x in lengths]
+    queries = torch.randn(2, 3, 2, 8).double(), torch.randn(3, 2, 2, 8).double()
+    rows = torch.cat([x.flatten(0, 1) for x in queries])
+    keys = SharedKeys.build(cache, [3, 2], visible)
+    output, lse = keys(rows, *cache.joined[0], 0.3)
+    start = 0
+    for kind, query in enumerate(queries):
+        key, value = (cache.prompts, cache.completions)[kind][0]
+        for row, length in enumerate(lengths[kind].tolist()):
+            found = output[start:][: query.shape[1]], lse[start:][: query.shape[1]]
+            check_attention(*found, query[row], key[row, :length], value[row, :length])
+            start += query.shape[1]
+    assert start == len(output)
 
 
 def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row():

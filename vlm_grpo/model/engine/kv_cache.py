@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.attention import LayerState, PrefillAttention, RecurrentLayer
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine.forwards import Compiled
 from vlm_grpo.model.engine.kernels import Layer
 from vlm_grpo.model.families.family import RECURRENT_TYPES
 from vlm_grpo.model.transfer import copy_to
@@ -35,7 +36,7 @@ recurrent state."""
 class CachedKeys:
     """The cached keys that the queries of each of S rows see: the first ones, without gradient.
 
-    On CUDA in half precision one kernel reads only those. Elsewhere the others are masked.
+    The others are masked, except where one kernel reads only those of all rows (``SharedKeys``).
 
     Attributes:
         lengths: number of keys that each row sees, at least 1.
@@ -47,7 +48,6 @@ class CachedKeys:
     lengths: Int[Tensor, " S"]
     longest: int
     mask: Float[Tensor, "S 1 #n longest"] | None = None
-    _starts: dict[int, Int[Tensor, " starts"]] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -81,16 +81,6 @@ class CachedKeys:
     ) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
         """Return the attention output and its log-sum-exps, in at least float32. The queries that
         share a key head are stacked along n."""
-        if self.mask is None and cap is None and kernels.has_varlen(query):
-            tensors = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-            output, lse = kernels.run_varlen(
-                *tensors,
-                [self._get_starts(x.shape[1]) for x in (query, key)],
-                [query.shape[1], self.longest],
-                scaling,
-                used=self.lengths,
-            )
-            return output.view_as(query), lse.T.view(query.shape[:3])
         key, value = key[:, : self.longest], value[:, : self.longest]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if kernels.is_cpu(query) and cap is None:
@@ -105,12 +95,6 @@ class CachedKeys:
         lse = scores.logsumexp(-1)
         output = (scores - lse[..., None]).exp().to(v.dtype) @ v
         return output.transpose(1, 2), lse.transpose(1, 2)
-
-    def _get_starts(self, count: int) -> Int[Tensor, " starts"]:
-        if count not in self._starts:
-            stop, device = len(self.lengths) * count + 1, self.lengths.device
-            self._starts[count] = torch.arange(0, stop, count, dtype=torch.int32, device=device)
-        return self._starts[count]
 
 
 def _build_mask(hidden: Tensor, like: Tensor, value: float) -> Tensor:
@@ -250,6 +234,8 @@ class KVCache:
         # What is stored of the prompt in each slot, and of the completion in each place.
         self.prompts: Layers = {}
         self.completions: Layers = {}
+        # Tokens of both, (tokens, key heads, width), where one kernel reads them.
+        self.joined: Layers = {}
         self.heads: list[tuple[int, int]] = []  # as in ``PrefillAttention``
         self._memory: tuple[Layers, Layers] = ({}, {})
         self._states: dict[int, list[tuple[str, int]]] = {}  # names of a recurrent state's tensors
@@ -326,10 +312,13 @@ class KVCache:
 
     def _allocate(self, like: PrefillAttention) -> None:
         self.heads = like.heads
-        sizes = self.size[::2], self.size[1::2]
-        for layers, (rows, length) in zip(self._memory, sizes, strict=True):
-            for number, keys in like.keys.items():
-                layers[number] = tuple(_allocate_keys(rows, length, x) for x in keys)
+        shapes = self.size[0::2], self.size[1::2]
+        for number, keys in like.keys.items():
+            pairs = [_allocate_keys(shapes, x) for x in keys]
+            self.joined[number] = tuple(joined for joined, _ in pairs)
+            for layers, *parts in zip(self._memory, *(parts for _, parts in pairs), strict=True):
+                layers[number] = tuple(parts)
+        for layers, (rows, _) in zip(self._memory, shapes, strict=True):
             for number, (state, *_) in like.states.items():
                 self._states[number] = list(state.tensors)
                 layers[number] = tuple(
@@ -338,13 +327,17 @@ class KVCache:
         self.restore(self.slots, self.places)
 
 
-def _allocate_keys(rows: int, length: int, like: Tensor) -> Tensor:
-    """Allocate a layer's keys or values (rows, length, key heads, width) like those of a prompt,
-    in the memory order of the kernel."""
+def _allocate_keys(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Allocate a layer's keys or values like those of a prompt, for each numbers of rows and tokens
+    (rows, length, key heads, width), in the memory order of the kernel; return all, and each."""
     _, heads, _, width = like.shape
+    joined = like.new_zeros(sum(rows * length for rows, length in shapes), heads, width)
+    parts = joined.split([rows * length for rows, length in shapes])
     if kernels.is_cpu(like):
-        return like.new_zeros(rows, heads, length, width).transpose(1, 2)
-    return like.new_zeros(rows, length, heads, width)
+        orders = [(rows, heads, length, width) for rows, length in shapes]
+        pairs = zip(parts, orders, strict=True)
+        return joined, [part.view(order).transpose(1, 2) for part, order in pairs]
+    return joined, [part.view(*s, heads, width) for part, s in zip(parts, shapes, strict=True)]
 
 
 def count_free_bytes(device: torch.device) -> int:
@@ -403,6 +396,64 @@ def _count_state(layer: Any, dtype: torch.dtype) -> int:
     return inputs * dtype.itemsize + heads * layer.linear_key_head_dim * width * 4
 
 
+class SharedKeys(NamedTuple):
+    """The keys that sequences of queries see, first those of slots and then those of places, of a
+    cache's joined tokens: the arguments of one kernel."""
+
+    starts: tuple[Int[Tensor, " starts"], Int[Tensor, " starts"]]  # of queries and of keys
+    longest: tuple[int, int]
+    used: Int[Tensor, " sequences"]  # number of keys
+
+    @classmethod
+    def build(
+        cls, cache: KVCache, queries: Sequence[int], visible: Sequence[CachedKeys]
+    ) -> SharedKeys:
+        """Build the object for numbers of queries of each slot and of each place."""
+        counts, size = (cache.slots, cache.places), cache.size
+        used = torch.cat([keys.lengths for keys in visible]).int()
+
+        def list_starts(sizes: Sequence[int], hidden: int) -> Int[Tensor, " starts"]:
+            first, more = (count * size for count, size in zip(counts, sizes, strict=True))
+            options = {"dtype": torch.int32, "device": used.device}
+            places = torch.arange(first, first + more + 1, sizes[1], **options) + hidden
+            return torch.cat([torch.arange(0, first, sizes[0], **options), places])
+
+        hidden = (size.slots - cache.slots) * size.prompt_length
+        keys = list_starts((size.prompt_length, size.completion_length), hidden)
+        longest = max(queries), max(keys.longest for keys in visible)
+        return cls((list_starts(queries, 0), keys), longest, used)
+
+    def __call__(
+        self,
+        query: Float[Tensor, "T key_heads width"],
+        key: Float[Tensor, "K key_heads width"],
+        value: Float[Tensor, "K key_heads width"],
+        scaling: float,
+    ) -> tuple[Float[Tensor, "T key_heads width"], Float[Tensor, "T key_heads"]]:
+        tensors = query, key, value
+        output, lse = kernels.run_varlen(
+            *tensors, self.starts, self.longest, scaling, used=self.used
+        )
+        return output, lse.T
+
+
+@Compiled
+def _merge(
+    output: Tensor,
+    lse: Tensor,
+    over_own: Tensor,
+    own_lse: Tensor,
+    from_seats: Tensor,
+    lse_from_seats: Tensor,
+) -> Float[Tensor, "R key_heads queries width"]:
+    """Merge attention of seats and of places by their log-sum-exps."""
+    lse = lse.flatten(0, 1).index_select(0, lse_from_seats).view_as(own_lse)
+    over_own = over_own.transpose(1, 2)
+    output = output.flatten(0, 2).index_select(0, from_seats).view_as(over_own)
+    share = (own_lse - lse).sigmoid_().to(output.dtype)
+    return output.lerp_(over_own, share.transpose(1, 2)[..., None])
+
+
 class DecodeAttention:
     """Attention of the newest token of each completion to its prompt and its earlier tokens.
 
@@ -429,6 +480,7 @@ class DecodeAttention:
         thirds = (seats[first::3] for first in range(3))
         self.seats = dict(zip(cache.heads, zip(*thirds, strict=True), strict=True))
         self._visible: dict[Any, tuple[CachedKeys, CachedKeys]] = {None: visible}
+        self._shared: dict[tuple[int, int], SharedKeys] = {}
         self.written = torch.arange(cache.places, device=fed.device), fed
 
     def __call__(
@@ -440,27 +492,42 @@ class DecodeAttention:
     ) -> Float[Tensor, "R 1 heads width"]:
         heads = query.shape[1], key.shape[1]
         copied, from_seats, lse_from_seats = self.seats[heads]
-        prompts, completions = self._find_visible(layer, heads)
         own_key, own_value = self.cache.completions[layer.index]
-        prompt_key, prompt_value = self.cache.prompts[layer.index]
         places, key_heads = len(query), key.shape[1]
         own_key.index_put_(self.written, key[:, :, 0])
         own_value.index_put_(self.written, value[:, :, 0])
 
         # Each kernel of a decode step takes longer to start than to run.
         rows = query.reshape(places * heads[0], -1).index_select(0, copied)
-        seats, own = rows.split([len(rows) - places * heads[0], places * heads[0]])
-        seats = seats.view(self.cache.slots, -1, key_heads, rows.shape[1])
-        output, prompt_lse = prompts(seats, prompt_key, prompt_value, layer.scaling, layer.cap)
-        output = output.flatten(0, 2).index_select(0, from_seats)
-        prompt_lse = prompt_lse.flatten(0, 1).index_select(0, lse_from_seats)
-
-        own = own.view(places, -1, key_heads, rows.shape[1])
-        over_own, own_lse = completions(own, own_key, own_value, layer.scaling, layer.cap)
-        share = (own_lse - prompt_lse.view_as(own_lse)).sigmoid_().to(output.dtype)
-        output = output.view(places, key_heads, -1, rows.shape[1])
-        output.lerp_(over_own.transpose(1, 2), share.transpose(1, 2)[..., None])
+        rows = rows.view(-1, key_heads, rows.shape[1])
+        parts = self._attend(layer, rows, heads)
+        output = _merge(*parts, from_seats, lse_from_seats)
         return output.view(places, 1, heads[0], -1)
+
+    def _attend(
+        self, layer: Layer, rows: Float[Tensor, "T key_heads width"], heads: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the output (…, width) and the log-sum-exps (…, key heads) of the queries of each
+        slot over its prompt, and of each place over its own tokens."""
+        cache = self.cache
+        own = cache.places * heads[0] // heads[1]
+        shapes = (cache.slots, -1), (cache.places, own // cache.places)
+        queries = rows.split([len(rows) - own, own])
+        queries = [x.unflatten(0, shape) for x, shape in zip(queries, shapes, strict=True)]
+        longest = cache.size.prompt_length + cache.size.completion_length
+        if kernels.has_varlen(rows) and not layer.needs_mask(longest):
+            if heads not in self._shared:
+                counts = [x.shape[1] for x in queries]
+                self._shared[heads] = SharedKeys.build(cache, counts, self._visible[None])
+            found = self._shared[heads](rows, *cache.joined[layer.index], layer.scaling)
+            split = (x.split([len(rows) - own, own]) for x in found)
+            pairs = [[x.unflatten(0, s) for x, s in zip(p, shapes, strict=True)] for p in split]
+            (output, over_own), (lse, own_lse) = pairs
+            return output, lse, over_own, own_lse
+        prompts, completions = self._find_visible(layer, heads)
+        options = layer.scaling, layer.cap
+        output, lse = prompts(queries[0], *cache.prompts[layer.index], *options)
+        return output, lse, *completions(queries[1], *cache.completions[layer.index], *options)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
         return run(hidden, self.cache.get_state(layer))

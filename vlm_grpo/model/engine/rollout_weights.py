@@ -57,9 +57,8 @@ def rollout_weights(model: nn.Module, may_move: bool = True) -> Iterator[bool]:
         others = [layer for layer in layers if layer not in reordered]
         movable = {layer for layer in others if may_move and _can_move(layer)}
         for group in _group_siblings(model, movable):
-            if len(group) > 1:
-                weight = _move_together([get_base(layer).weight for layer in group])
-                JoinedProduct(group, weight)
+            if len(group) > 1 or is_adapted(group[0]):
+                JoinedProduct(group, moves=True)
                 others = [layer for layer in others if layer not in group]
         are_copied = [_prepare(layer, has_room) for layer in others]
         yield bool(reordered) or any(are_copied)
@@ -113,19 +112,22 @@ def _can_move(layer: Any) -> bool:
     return not (base.weight.requires_grad or is_quantized(base) or is_merged or is_cast)
 
 
-def _move_together(weights: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all weights as one tensor, of which they are parts from now on."""
-    first, start = weights[0], weights[0].storage_offset()
-    memory = first.untyped_storage().data_ptr()
-    for weight in weights:
-        if (weight.untyped_storage().data_ptr(), weight.storage_offset()) != (memory, start):
-            joined = torch.cat([weight.detach() for weight in weights])
-            for old, new in zip(weights, joined.split([len(w) for w in weights]), strict=True):
-                old.data = new
-            return joined
-        start += weight.numel()
-    shape = sum(len(weight) for weight in weights), first.shape[1]
-    return first.detach().as_strided(shape, first.stride())
+def _move_together(layers: Sequence[Any], factors: Tensor | None) -> Tensor:
+    """Return the rows of all weights as one tensor, of which they are parts from now on, with the
+    first factors of adapters as its last rows, in multiples of 8, which GPUs multiply faster."""
+    weights, own = [get_base(layer).weight for layer in layers], vars(layers[0])
+    count = 0 if factors is None else len(factors)
+    sizes = [*map(len, weights), -(-count // 8) * 8]
+    joined = own.get("rollout_rows")
+    parts = () if joined is None else joined.split(sizes)
+    if [part.data_ptr() for part in parts[:-1]] != [weight.data_ptr() for weight in weights]:
+        spare = weights[0].new_zeros(sizes[-1], weights[0].shape[1])
+        joined = own["rollout_rows"] = torch.cat([*(w.detach() for w in weights), spare])
+        for weight, part in zip(weights, joined.split(sizes), strict=False):
+            weight.data = part
+    if factors is not None:
+        joined[-sizes[-1] :][:count] = factors
+    return joined
 
 
 def _cast_by_autocast(weight: Tensor) -> Tensor:
@@ -149,7 +151,8 @@ class JoinedProduct:
     """The products of several layers with the same input, computed as one, as their forwards.
 
     With adapters ``ΔW = B A``, reordered weights are ``[W B]``, and the input is ``[x; A x]``: a
-    thin product for ``A x`` and a wide one. Others are multiplied apart from the adapters.
+    thin product for ``A x`` and a wide one. Weights that may move are ``[W; A]``, whose product has
+    ``A x`` beside ``W x``. Others are multiplied apart from the adapters.
 
     The first layer that is called computes the outputs of all, and the others take theirs. A model
     calls its layers one by one, and only the identity of the inputs tells that they are the same.
@@ -161,6 +164,7 @@ class JoinedProduct:
         weight: the rows of their weights; None: a copy, or for each product those of one layer.
         is_reordered: oneDNN multiplies the copy.
         merges: float32 weights include their adapters.
+        moves: the layers' weights become parts of one tensor, for good.
     """
 
     def __init__(
@@ -169,6 +173,7 @@ class JoinedProduct:
         weight: Tensor | None = None,
         is_reordered: bool = False,
         merges: bool = False,
+        moves: bool = False,
     ) -> None:
         self.layers, self.is_reordered, self.merges = layers, is_reordered, merges
         self.sizes = [get_base(layer).out_features for layer in layers]
@@ -197,6 +202,12 @@ class JoinedProduct:
                 self.first = linear.reorder(self.first)
             weight = linear.reorder(weight)
         else:
+            if moves:
+                weight = _move_together(layers, self.first)
+                self.first = None
+                if self.bias is not None and self.norms is None:
+                    spare = len(weight) - sum(self.sizes)
+                    self.bias = nn.functional.pad(self.bias, (0, spare))
             self._keep_addresses()
         self.weight: Any = weight
         self._input: Tensor | None = None
@@ -244,8 +255,12 @@ class JoinedProduct:
             base, rows = get_base(self.layers[0]), x.flatten(0, -2)
             weight = linear.restore_weight(base) if self.weight is None else self.weight
             output = nn.functional.linear(rows, weight, bias)
-            if self.first is not None:
-                output.addmm_(nn.functional.linear(rows, self.first), self.second.T)
+            if self.second is not None:
+                count, rank = sum(self.sizes), self.second.shape[1]
+                inner = output[:, count : count + rank]
+                if self.first is not None:
+                    inner = nn.functional.linear(rows, self.first)
+                output = output[:, :count].addmm_(inner, self.second.T)
             output = output.view(*x.shape[:-1], -1)
         if self.norms is not None:
             output = output * self.norms if self.bias is None else output * self.norms + self.bias
