@@ -11,18 +11,14 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, distributed
 
 from vlm_grpo.dist import collectives
 from vlm_grpo.dist.collectives import (
-    Deferred,
     any_rank,
     balance_by_cost,
     explain_lost_rank,
     fail_together,
-    full_shape,
     gather_full,
-    is_sharded,
     local_shard,
     plan_moves,
     shard_like,
@@ -163,48 +159,11 @@ def test_the_error_of_a_lost_rank_is_explained(error):
         raise RuntimeError("shapes do not match")
 
 
-FULL = torch.arange(5.0)
-SHARDS = (torch.tensor([0.0, 1.0, 2.0]), torch.tensor([3.0, 4.0, 0.0]))
-"""The shards of two ranks, of equal lengths: the last one is padded."""
-
-
-def make_zero3_weight() -> Tensor:
-    """Build a weight with the attributes that DeepSpeed sets, empty while it is not gathered."""
-    weight: Any = torch.nn.Parameter(torch.empty(0))
-    weight.ds_tensor, weight.ds_shape = torch.zeros(3), torch.Size([5])
-    return weight
-
-
 def test_an_unsharded_tensor_is_its_own_shard():
     weight, value = torch.zeros(2, 3), torch.ones(2, 3)
-    assert not is_sharded(weight)
-    assert full_shape(weight) == (2, 3)
     assert local_shard(weight) is weight
     assert shard_like(value, weight) is value
     assert unshard_like(value, weight) is value
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_zero3_weight_is_sharded_with_padding(rank, monkeypatch):
-    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
-    weight = make_zero3_weight()
-    assert is_sharded(weight)
-    assert full_shape(weight) == (5,)
-    assert local_shard(weight) is weight.ds_tensor  # type: ignore[attr-defined]
-    assert torch.equal(shard_like(FULL, weight), SHARDS[rank])
-
-
-def test_the_shards_of_a_zero3_weight_are_joined_without_padding(monkeypatch):
-    def gather(flat: Tensor, part: Tensor) -> None:
-        assert torch.equal(part, SHARDS[0])
-        flat.copy_(torch.cat(SHARDS))
-
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "all_gather_into_tensor", gather)
-    deferred = unshard_like(SHARDS[0], make_zero3_weight())
-    assert isinstance(deferred, Deferred)
-    assert (deferred.numel(), deferred.element_size()) == (FULL.numel(), 4)
-    assert torch.equal(deferred.full_tensor(), FULL)
 
 
 def test_gather_full_keeps_the_requested_names_and_ties():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["vlm_grpo.training.trainer", "vlm_grpo.cli.app", "deepspeed"])
+SERVER.set_forkserver_preload(["vlm_grpo.training.trainer", "vlm_grpo.cli.app"])
 
 TIMEOUT = 240
 """Seconds after which ranks count as hanging: ten times what they need on a busy machine."""
@@ -77,9 +77,6 @@ def _call(
     leave_writes_to_the_system()
     gc.freeze()  # collections would visit, and so copy, every object of the server
     os.environ |= environment
-    if "deepspeed.ops" in sys.modules:  # an extra
-        # A module for shared memory would be compiled for a minute; without it, ranks use gloo.
-        vars(sys.modules["deepspeed.ops"])["__compatible_ops__"] = {}
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     function(*arguments)

@@ -7,7 +7,6 @@ first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -38,7 +37,7 @@ from transfer_server import GPU, run_transfer_server
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
-from vlm_grpo.dist.collectives import full_shape, gather_full, gather_object
+from vlm_grpo.dist.collectives import gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
@@ -68,7 +67,7 @@ def send_weights(folder: Path, launch: str) -> None:
     policy = load_policy(settings)
     expected = load_file(folder / "model" / "model.safetensors")
     strategy = build_updater(policy, settings, accelerator).strategy
-    assert any(isinstance(w, weights.Sharded) for w in strategy.weights().values())
+    assert any(isinstance(w, DTensor) for w in strategy.weights().values())
     transfer = DirectTransfer(strategy, IpcChannel(torch.device("cpu")), may_load=True)
     for every_rank in (True, False):
         with run_transfer_server() as server:
@@ -87,7 +86,6 @@ FSDP = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
 STRATEGIES = {
     "ddp": {},
     "fsdp": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
@@ -99,13 +97,8 @@ STRATEGIES = {
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
     },
-    "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
 STRATEGIES["fsdp_offload"] = {**STRATEGIES["fsdp"], "FSDP_OFFLOAD_PARAMS": "true"}
-STRATEGIES["zero3_offload"] = STRATEGIES["zero3"] | {
-    f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE": "cpu" for part in ("OPTIMIZER", "PARAM")
-}
 """The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
 keeps the layers gathered in the update; ``…_offload`` keeps weights and optimizer state in main
 memory."""
@@ -122,20 +115,16 @@ KINDS = {
     "ddp-4": ("full",),
     "fsdp-4": ("full",),
     "hsdp-4": ("full",),
-    **dict.fromkeys(("fsdp_held-2", "zero2-2", "zero3-2"), ("full", "lora")),
+    "fsdp_held-2": ("full", "lora"),
 }
 """The kinds of weights of the launches that do not have all."""
 COMMUNICATION = {"ddp-4": (), "fsdp-4": (), "hsdp-4": ("full",)}
 """The kinds of weights with which a launch counts its communication, if not both."""
-BFLOAT16 = {
-    **dict.fromkeys(("ddp-2", "fsdp-2"), ("full", "lora")),
-    "zero3-2": ("full",),
-}
-"""The kinds of weights of each launch that also run in bfloat16. Weights are cast alike by both
-forms of FSDP2 and by both stages of DeepSpeed."""
+BFLOAT16 = ("full", "lora")
+"""The kinds of weights that ``ddp-2`` and ``fsdp-2`` also run in bfloat16. Both forms of FSDP2 cast
+weights alike."""
 WITH_ONEDNN = ("steps, frozen_vision", "steps, lora")
 """The cases with oneDNN's products, which each process compiles for every number of rows."""
-WITH_INFINITE_GRADIENT = ("ddp-1", "zero2-2", "zero3-2")
 LOSSES = {"grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}}
 """The types of loss with normalizers of their own, over all ranks."""
 UNEVEN: dict[str, dict[str, Any]] = {
@@ -183,7 +172,6 @@ EPISODES: dict[str, Any] = {
 UNEVEN_CASES = {
     **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
     "fsdp-2": ("resampled groups", "revised groups", *_IN_THE_UPDATE),
-    "zero3-2": _IN_THE_UPDATE,
     "ddp-4": ("resampled groups", *_WITHOUT_GROUPS),
     "fsdp-4": _WITHOUT_GROUPS,
 }
@@ -194,9 +182,6 @@ BEGUN_BY = {
     "fsdp-2-resumed": "fsdp-2",
     "fsdp_held-2-resumed": "ddp-1",
     "ddp-1-resumed": "fsdp_held-2",
-    "zero2-2-resumed": "fsdp-2",
-    "zero3-2-resumed": "zero2-2",
-    "fsdp-2-resumed_zero3": "zero3-2",
 }
 """The launch whose run each launch resumes. ``ddp-1`` has made two steps of its run; the others
 were terminated in the middle of the third."""
@@ -247,7 +232,7 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
     """Build the settings of a run of four steps that depend on everything in a checkpoint.
 
     These are the weights, the optimizer's state, and the first weights as the reference. Launches
-    of ``fsdp_held`` and of DeepSpeed write sharded checkpoints.
+    of ``fsdp_held`` write sharded checkpoints.
     """
     return make_settings(
         folder,
@@ -256,7 +241,7 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
             "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
             # Adam's first steps enlarge what rounding differs in; a larger rate changes samples.
             "optim": {"lr": 2e-4, "max_steps": 4},
-            "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
+            "checkpoint": {"sharded": launch.startswith("fsdp_held")},
             **changes,
         },
     )
@@ -438,8 +423,6 @@ def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
 
 def full_gradient(weight: nn.Parameter) -> Tensor:
     grad = weight.grad
-    if grad is None:  # held by DeepSpeed
-        grad = importlib.import_module("deepspeed.utils").safe_get_full_grad(weight)
     assert grad is not None
     return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
@@ -539,15 +522,15 @@ def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
     layers = model.get_decoder().layers
 
     def count(weights: Iterable[Tensor]) -> int:
-        return sum(full_shape(weight).numel() for weight in weights if id(weight) not in ignored)
+        return sum(weight.numel() for weight in weights if id(weight) not in ignored)
 
     return [
         {
             "calls": dict(counter.calls),
             "bytes": dict(counter.bytes),
             "passes": len(passes),
-            "all": sum(full_shape(weight).numel() for weight in model.parameters()),
-            "trained": sum(full_shape(weight).numel() for _, weight in strategy.trainable),
+            "all": sum(weight.numel() for weight in model.parameters()),
+            "trained": sum(weight.numel() for _, weight in strategy.trainable),
             "base": count(model.parameters()),
             "layers": count(layers.parameters()),
         }
@@ -555,9 +538,6 @@ def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def is_offloaded(strategy: Any) -> bool:
-    """Return whether the library that shards the weights keeps them or their state on the host."""
-    if hasattr(strategy, "engine"):
-        return strategy.engine.zero_use_cpu_optimizer()
     state = strategy.streamed[0]._get_fsdp_state()  # noqa: SLF001
     policy = state._fsdp_param_group.offload_policy  # noqa: SLF001
     return isinstance(policy, CPUOffloadPolicy)
@@ -619,7 +599,7 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         yield name, steps(3 if is_long else 2, **changes)
     if launch in ("ddp-1", *WITH_EPISODES):
         yield "episodes", lambda: train_on_episodes(folder, launch)
-    if launch.startswith(("ddp", "zero")):
+    if launch.startswith("ddp"):
         yield "out of memory", partial(retry_after_out_of_memory, make_settings(folder, launch))
     if launch in ("ddp-1", "ddp-2"):
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
@@ -641,15 +621,14 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
         yield f"steps, {kind}", partial(run_steps, trainer, STEPS[kind])
         if kind in COMMUNICATION.get(launch, ("full", "lora")):
             yield f"communication, {kind}", partial(count_communication, trainer)
-        if kind == "full" and launch in WITH_INFINITE_GRADIENT:
+        if kind == "full" and launch == "ddp-1":
             yield "infinite gradient", partial(skip_infinite_gradient, trainer)
         trainer.sampler.close()
-        if kind not in BFLOAT16.get(launch, ()):
+        if kind not in BFLOAT16 or launch not in ("ddp-2", "fsdp-2"):
             continue
         bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": "auto", **WEIGHTS[kind]}
         settings = make_settings(folder, launch, policy=bfloat16)
-        count = 1 if launch.startswith("zero") else 2
-        yield f"bfloat16, {kind}", partial(build_and_run, settings, count)
+        yield f"bfloat16, {kind}", partial(build_and_run, settings, 2)
 
 
 def run_rank(folder: Path, launch: str) -> None:

@@ -71,8 +71,8 @@ class CheckpointSettings(Frozen):
     """Hours after which the run saves and exits with status 75, for clusters with a time limit;
     ``resume=true`` continues it. None: no limit."""
     sharded: bool = False
-    """Every process writes a part of the weights (FSDP2 and DeepSpeed), as a model in several
-    files. False: the first process writes all of them. A run resumes from either form."""
+    """Every process writes a part of the weights (FSDP2), as a model in several files. False: the
+    first process writes all of them. A run resumes from either form."""
     keep_best: bool = False
     """Also keep the checkpoint with the best held-out value of the primary metric, or of the
     official metric of ``evaluation.benchmark``."""

@@ -4,17 +4,15 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 from accelerate import (
     Accelerator,
-    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     PartialState,
 )
-from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
+from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import StateDictType
@@ -25,18 +23,18 @@ from vlm_grpo.errors import UserError
 LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STRAY = "is set, as in a launch of several processes"
 _REMEDY = "remove it from the environment, or use accelerate launch"
-SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 
 
 def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
     """Initialize the process group on the first call, and return this process's state.
 
     ``timeout``: seconds that a rank waits for the others. ``UserError``: the launch requests
-    DeepSpeed, which is not installed, or its variables are wrong or set only in part."""
-    if _requests("DEEPSPEED") and not is_deepspeed_available():
+    DeepSpeed, or its variables are wrong or set only in part."""
+    if _requests("DEEPSPEED"):
         raise UserError(
-            "this launch requests DeepSpeed, which is not installed: pip install "
-            "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
+            "this launch requests DeepSpeed, which is not supported: FSDP2 shards the same, launch "
+            "with configs/accelerate/fsdp2.yaml"
         )
     given = {name: os.environ.get(name) for name in ("LOCAL_RANK", *LAUNCH)}
     for name, value in given.items():
@@ -51,8 +49,6 @@ def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
             )
         if not 0 <= rank < size:
             raise UserError(f"RANK={rank} {_STRAY}, but WORLD_SIZE={size}: {_REMEDY}")
-    if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _initialize_after_restart(timeout)
     return PartialState(cpu=_on_cpu(), timeout=timedelta(seconds=timeout))
 
@@ -103,17 +99,14 @@ def build_accelerator(settings: Settings) -> Accelerator:
     if accelerator.distributed_type.name not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
-            "parallelism, FSDP2 or DeepSpeed; configs/accelerate has settings for each"
+            "parallelism or FSDP2; configs/accelerate has settings for each"
         )
-    deepspeed = get_deepspeed_config(accelerator)
     has_shards = get_fsdp_plugin(accelerator) is not None
-    if settings.checkpoint.sharded and not (has_shards or deepspeed):
+    if settings.checkpoint.sharded and not has_shards:
         raise UserError(
-            "checkpoint.sharded=true needs weights sharded by FSDP2 or DeepSpeed: set it to false, "
-            "or launch with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of "
-            "either kind)"
+            "checkpoint.sharded=true needs weights sharded by FSDP2: set it to false, or launch "
+            "with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of either kind)"
         )
-    has_shards |= deepspeed is not None and deepspeed["zero_optimization"]["stage"] == 3
     for name in ("cuda_graphs", "torch_compile"):
         if getattr(settings.rollout, name) and has_shards:
             raise UserError(f"rollout.{name}=true is not supported with sharded weights: remove it")
@@ -175,41 +168,3 @@ def get_dp_replicate_size() -> int:
             "dp_shard_size must be more than 1"
         )
     return config.dp_replicate_size or 1
-
-
-def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
-    """Return the launch's DeepSpeed config, checked, or None if it does not request DeepSpeed."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    # As with FSDP, accelerate supports DeepSpeed on accelerators only.
-    if accelerator.distributed_type == DistributedType.MULTI_CPU and _requests("DEEPSPEED"):
-        plugin = DeepSpeedPlugin()
-    if plugin is None:
-        return None
-    config: dict[str, Any] = plugin.deepspeed_config
-    zero = config["zero_optimization"]
-    parts = ("offload_optimizer", "offload_param")
-    offloads = [(zero.get(part) or {}).get("device", "none") for part in parts]
-    wrong = {
-        "zero_stage must be 2 or 3": zero["stage"] not in (2, 3),
-        "offload_optimizer_device and offload_param_device must be none or cpu": (
-            not {"none", "cpu"}.issuperset(offloads)
-        ),
-        "stage3_… must be left out: all weights are gathered at once": any(
-            key.startswith("stage3_") and not key.endswith("on_model_save") for key in zero
-        ),
-        "zero3_init_flag must be false: every process reads the model": plugin.zero3_init_flag,
-        "fp16 and bf16 must be off: policy.dtype sets the precision": any(
-            config.get(dtype, {}).get("enabled") for dtype in ("fp16", "bf16")
-        ),
-        "optimizer and scheduler must be left out: the recipe's optim settings define them": (
-            "optimizer" in config or "scheduler" in config
-        ),
-        "gradient_clipping must be left out: the recipe's optim.max_grad_norm sets it": (
-            config.get("gradient_clipping", "auto") != "auto"
-        ),
-        "gradient_accumulation_steps must be 1: optim.max_tokens_per_batch splits the step": (
-            config.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
-        ),
-    }
-    _refuse("DeepSpeed", wrong)
-    return config

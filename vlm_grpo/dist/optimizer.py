@@ -9,17 +9,18 @@ its expectation (Gupta et al., 2015, arXiv:1502.02551).
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from transformers.optimization import Adafactor
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
-from vlm_grpo.dist.collectives import find_layer, is_sharded, local_shard, shard_like, unshard_like
+from vlm_grpo.dist.collectives import find_layer, local_shard, shard_like, unshard_like
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE
 from vlm_grpo.model.engine.sampling import derive_seed
@@ -41,7 +42,7 @@ def build_optimizer(
             f"optim.lr_{unused[0]} has no effect: no weight of the {unused[0]} part is trained; "
             "remove it, or train that part (policy.freeze, policy.lora.target)"
         )
-    if optim.name != "adamw" and any(is_sharded(weight) for _, weight in trainable):
+    if optim.name != "adamw" and any(isinstance(weight, DTensor) for _, weight in trainable):
         raise UserError(
             f"optim.name={optim.name} cannot update sharded weights: set optim.name=adamw (with "
             "policy.master_weights=bfloat16 to save memory), train adapters, or launch with "
@@ -157,7 +158,26 @@ def load_optimizer_tensors(
         name: describe_state(kinds[id(weight)], weight.shape, weight.dtype)
         for name, weight in trainable
     }
-    for name, state in state_by_weight(tensors, expected):
+    keys: dict[str, list[str]] = {}
+    for key in tensors:
+        keys.setdefault(key.rpartition("/")[0], []).append(key)
+    if missing := sorted(expected.keys() - keys.keys()):
+        raise UserError(
+            f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
+            f"settings train, such as {missing[0]}: resume with the settings that wrote it"
+        )
+    for name, own in keys.items():  # only the tensors of one weight at a time are read
+        state = {key.rpartition("/")[2]: tensors[key] for key in own}
+        shapes = {key: shape for key, (shape, _) in expected.get(name, {}).items()}
+        for key, value in state.items():
+            if shapes.get(key) != value.shape:
+                raise UserError(
+                    f"the checkpoint's optimizer state {name}/{key} of shape {list(value.shape)} "
+                    "fits no weight that these settings train: resume with the settings that wrote "
+                    "it"
+                )
+        if lost := shapes.keys() - state.keys():
+            raise UserError(f"the checkpoint's optimizer state of {name} lacks {min(lost)}")
         place = partial(_place, optimizer, held[name])
         optimizer.state[held[name]] = {key: place(value) for key, value in state.items()}
 
@@ -171,37 +191,6 @@ def _place(optimizer: Any, weight: nn.Parameter, value: Tensor) -> Tensor | int:
         if getattr(part, "is_paged", False):
             return part.get_state_buffer(weight, value.dtype).copy_(value)
     return shard_like(value, weight)
-
-
-def state_by_weight(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, Mapping[str, tuple[Any, torch.dtype]]]
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each weight's name and state by key, from the state of ``optimizer_tensors``.
-
-    Only the tensors of one weight at a time are read from the mapping. ``expected`` has
-    ``describe_state`` of the trained weights by name.
-    """
-    keys: dict[str, list[str]] = {}
-    for key in tensors:
-        keys.setdefault(key.rpartition("/")[0], []).append(key)
-    if missing := sorted(expected.keys() - keys.keys()):
-        raise UserError(
-            f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
-            f"settings train, such as {missing[0]}: resume with the settings that wrote it"
-        )
-    for name, own in keys.items():
-        state = {key.rpartition("/")[2]: tensors[key] for key in own}
-        shapes = {key: shape for key, (shape, _) in expected.get(name, {}).items()}
-        for key, value in state.items():
-            if shapes.get(key) != value.shape:
-                raise UserError(
-                    f"the checkpoint's optimizer state {name}/{key} of shape {list(value.shape)} "
-                    "fits no weight that these settings train: resume with the settings that wrote "
-                    "it"
-                )
-        if lost := shapes.keys() - state.keys():
-            raise UserError(f"the checkpoint's optimizer state of {name} lacks {min(lost)}")
-        yield name, state
 
 
 class JointOptimizer(Optimizer):

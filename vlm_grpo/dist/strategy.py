@@ -26,14 +26,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from vlm_grpo.dist.collectives import (
-    Deferred,
     broadcast_weights,
     gather_object,
     get_tensors,
     sum_over_ranks,
 )
-from vlm_grpo.dist.launch import get_deepspeed_config, get_dp_replicate_size, get_fsdp_plugin
-from vlm_grpo.dist.optimizer import load_optimizer_tensors, optimizer_tensors
+from vlm_grpo.dist.launch import get_dp_replicate_size, get_fsdp_plugin
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.families import find_part
@@ -84,7 +82,7 @@ class Strategy:
     def release(self) -> None:
         """Drop gathered copies of the weights, because these have changed or will change."""
 
-    def weights(self) -> Mapping[str, Tensor | Deferred]:
+    def weights(self) -> Mapping[str, Tensor]:
         """Return the tensors of ``Policy.weights``, sharded where the strategy shards them."""
         return self.policy.weights()
 
@@ -120,21 +118,9 @@ class Strategy:
         self.drop_gradients()
         return norm
 
-    def reset_optimizer(self) -> None:
-        """Set the optimizer's state to that before its first step."""
-        self.optimizer.state.clear()
-
     def drop_gradients(self) -> None:
         for _, weight in self.trainable:
             weight.grad = None
-
-    def optimizer_tensors(self) -> Mapping[str, Tensor | Deferred]:
-        """Return the optimizer's state in the form of the function ``optimizer_tensors``."""
-        return optimizer_tensors(self.optimizer, self.trainable)
-
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what ``optimizer_tensors`` of any strategy returned, unsharded, on every rank."""
-        load_optimizer_tensors(self.optimizer, self.trainable, tensors)
 
 
 class FSDP(Strategy):
@@ -276,12 +262,6 @@ class FSDP(Strategy):
 
 def build_strategy(policy: Policy, accelerator: Accelerator) -> Strategy:
     """Build the strategy that the launch requests, which distributes the policy's weights."""
-    config = get_deepspeed_config(accelerator)
-    if config is not None:
-        from vlm_grpo.dist.deepspeed_zero import DeepSpeedZero2, DeepSpeedZero3
-
-        stages = {2: DeepSpeedZero2, 3: DeepSpeedZero3}
-        return stages[config["zero_optimization"]["stage"]](policy, accelerator, config)
     fsdp = get_fsdp_plugin(accelerator)
     if fsdp is not None:
         stream = bool(fsdp.reshard_after_forward)

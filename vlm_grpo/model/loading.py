@@ -167,9 +167,7 @@ def get_model_source(name: str) -> str:
 def has_one_reader() -> bool:
     """Return whether the first process reads the weights for all."""
     is_launched = distributed.is_available() and distributed.is_initialized()
-    several = is_launched and distributed.get_world_size() > 1
-    # DeepSpeed distributes weights that every process has read.
-    return several and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    return is_launched and distributed.get_world_size() > 1
 
 
 def read_once(read: Callable[[], Any], config: Any, dtype: torch.dtype, remote_code: bool) -> Any:
@@ -329,13 +327,12 @@ def check_quantization(policy: PolicySettings) -> None:
             f"{name}: quantized weights cannot be trained themselves: add policy.lora.r=16, or "
             "remove it"
         )
-    for kind, title in (("FSDP", "FSDP2"), ("DEEPSPEED", "DeepSpeed")):
-        if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
-            raise UserError(
-                f"{name} does not work with {title}, which cannot shard quantized weights: launch "
-                "with plain data parallelism (configs/accelerate/ddp.yaml), where each device "
-                "holds all of them"
-            )
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise UserError(
+            f"{name} does not work with FSDP2, which cannot shard quantized weights: launch with "
+            "plain data parallelism (configs/accelerate/ddp.yaml), where each device holds all of "
+            "them"
+        )
 
 
 def find_quantized(model: Any, policy: PolicySettings) -> list[str]:

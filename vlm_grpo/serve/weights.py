@@ -23,7 +23,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import (
-    Deferred,
     any_rank,
     fail_together,
     find_layer,
@@ -41,7 +40,6 @@ from vlm_grpo.utils.http_json import ServiceError
 KEPT = 3  # versions whose files are kept: one for each rollout that may not have begun
 INIT, UPDATE = "/init_weight_transfer_engine", "/update_weights"
 PART_BYTES = 256 * 2**20  # sent at once; a larger tensor is sent alone
-Sharded = (DTensor, Deferred)  # weights that all ranks must gather together
 
 
 class FileTransfer:
@@ -207,7 +205,7 @@ class DirectTransfer:
 
     def load(self, server: Server, version: int) -> None:
         """Send the weights to a server that has lost them, or refuse to."""
-        sharded = any(isinstance(w, Sharded) for w in self.strategy.weights().values())
+        sharded = any(isinstance(w, DTensor) for w in self.strategy.weights().values())
         if sharded or not self.may_load:
             raise UserError(
                 f"the vLLM server {server.url} was restarted, and the weights of step {version} "
@@ -255,7 +253,7 @@ class DirectTransfer:
         for layer in group_by_layer(self.strategy.weights()):
             full = {}
             for name, tensor in layer.items():
-                value = tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
+                value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if not is_needed:
                     continue
                 value = value.detach().to(device)
@@ -268,7 +266,7 @@ class DirectTransfer:
                 yield {name: tensor.contiguous() for name, tensor in converted.items()}
 
 
-def group_by_layer(weights: Mapping[str, Tensor | Deferred]) -> list[dict[str, Tensor | Deferred]]:
+def group_by_layer(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Group weights by the first number in their names; tied weights have their first name.
 
     The model's files may join or split what belongs to one layer, but not what belongs to two.
@@ -277,10 +275,10 @@ def group_by_layer(weights: Mapping[str, Tensor | Deferred]) -> list[dict[str, T
     >>> [list(layer) for layer in group_by_layer(weights)]
     [['a.0.w', 'a.0.v'], ['a.1.w']]
     """
-    layers: dict[str, dict[str, Tensor | Deferred]] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     seen: set[Any] = set()
     for name, tensor in weights.items():
-        identity = id(tensor) if isinstance(tensor, Sharded) else (tensor.data_ptr(), tensor.shape)
+        identity = id(tensor) if isinstance(tensor, DTensor) else (tensor.data_ptr(), tensor.shape)
         if identity in seen:
             continue
         seen.add(identity)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from vlm_grpo.dist.collectives import full_shape, is_sharded, local_shard, shard_like, unshard_like
+from vlm_grpo.dist.collectives import local_shard, shard_like, unshard_like
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.transfer import snapshot_on_host
@@ -61,20 +62,20 @@ class Snapshot:
             raise mismatch
         for name, held in self.held.items():
             weight = tensors[name]  # read from disk here, once
-            if weight.shape != full_shape(self.trainable[name]):
+            if weight.shape != self.trainable[name].shape:
                 raise mismatch
             held.copy_(local_shard(shard_like(weight, self.trainable[name])))
 
 
 def _values(weight: nn.Parameter) -> Tensor:
     """Return this rank's values of the weight, which ``_set`` does not overwrite."""
-    return local_shard(weight).detach().clone() if is_sharded(weight) else weight.data
+    return local_shard(weight).detach().clone() if isinstance(weight, DTensor) else weight.data
 
 
 @torch.no_grad()
 def _set(weight: nn.Parameter, part: Tensor) -> None:
     """Set the values of the weight: in place for a shard, by reference otherwise."""
-    if is_sharded(weight):
+    if isinstance(weight, DTensor):
         local_shard(weight).copy_(part)
     else:
         weight.data = part

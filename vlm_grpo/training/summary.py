@@ -10,7 +10,6 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
-from vlm_grpo.dist.collectives import full_shape
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy
@@ -40,8 +39,8 @@ def describe_run(
     held_out: Sequence[Example],
 ) -> Iterator[str]:
     """Yield the lines that describe a run before its first step."""
-    weights = [full_shape(weight).numel() for _, weight in policy.trainable_parameters()]
-    total = sum(full_shape(weight).numel() for weight in policy.model.parameters())
+    weights = [weight.numel() for _, weight in policy.trainable_parameters()]
+    total = sum(weight.numel() for weight in policy.model.parameters())
     kind = "LoRA" if policy.adapters is not None else "full weights"
     yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
     yield f"task       {', '.join(settings.task_names)}"

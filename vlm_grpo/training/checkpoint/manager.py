@@ -23,15 +23,13 @@ from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import GONE, OnResume, find_on_resume, flatten, known_keys
 from vlm_grpo.dist.collectives import (
-    Deferred,
     any_rank,
     fail_together,
-    full_shape,
     gather_full,
     gather_object,
     get_local_names,
 )
-from vlm_grpo.dist.optimizer import count_state
+from vlm_grpo.dist.optimizer import count_state, load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.training.checkpoint.store import (
@@ -130,9 +128,9 @@ class CheckpointManager:
         policy, optimizer = self.policy, self.settings.optim.name
         trained = dict(policy.trainable_parameters())
         weights = policy.model.parameters() if policy.adapters is None else trained.values()
-        size = sum(full_shape(weight).numel() * weight.dtype.itemsize for weight in weights)
+        size = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
         for name, weight in trained.items():
-            size += count_state(name, full_shape(weight), optimizer, weight.dtype)
+            size += count_state(name, weight.shape, optimizer, weight.dtype)
         for method in self.updater.methods.values():
             held = method.state_dict()[1].values()
             size += sum(tensor.numel() * tensor.dtype.itemsize for tensor in held)
@@ -161,7 +159,7 @@ class CheckpointManager:
                 prune_checkpoints(self.folder, settings.keep_last, keep)
         self.last_saved, self.saved_at = step, time.monotonic()
 
-    def _gather(self, tensors: Mapping[str, Tensor | Deferred]) -> dict[str, Tensor]:
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather the full tensors that this rank writes. All ranks must call it."""
         if self.settings.checkpoint.sharded:
             return gather_full(tensors, get_local_names(self.accelerator, tensors))
@@ -182,7 +180,9 @@ class CheckpointManager:
             "random": gather_object([get_rng_states()]),
             "versions": get_versions(),
         }
-        tensors = {"optimizer": self._gather(updater.strategy.optimizer_tensors())}
+        strategy = updater.strategy
+        state_of_weights = optimizer_tensors(strategy.optimizer, strategy.trainable)
+        tensors = {"optimizer": self._gather(state_of_weights)}
         if unused := self.sampler.unused:  # only with rollouts ahead of the steps
             metadata["unused"] = unused
         for method in updater.methods.values():
@@ -201,9 +201,11 @@ class CheckpointManager:
         """Restore everything but the weights, which ``load_policy`` has loaded."""
         metadata = read_metadata(checkpoint)
         updater, now = self.updater, flatten_settings(self.settings)
-        updater.strategy.load_optimizer_tensors(read_tensors(checkpoint, "optimizer"))
+        strategy = updater.strategy
+        tensors = read_tensors(checkpoint, "optimizer")
+        load_optimizer_tensors(strategy.optimizer, strategy.trainable, tensors)
         updater.scheduler.load_state_dict(metadata["scheduler"])
-        set_rates(updater.strategy.optimizer, updater.scheduler, self.settings)
+        set_rates(strategy.optimizer, updater.scheduler, self.settings)
         self.sampler.restore(metadata["position"], metadata.get("unused", []))
         for method in updater.methods.values():
             values = metadata.get("methods", {}).get(method.name)

@@ -63,7 +63,7 @@ class WarmStart(Method):
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         """Start the first sampled step like a new run, without a state of the optimizer."""
         if rollout.step == self.run.settings.supervised_steps:
-            self.run.strategy.reset_optimizer()
+            self.run.strategy.optimizer.state.clear()
             while scheduler.last_epoch < rollout.step:  # skipped updates did not advance it
                 scheduler.step()
 
