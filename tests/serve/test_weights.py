@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from transfer_server import GPU, TransferServer, run_transfer_server
 from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.dist.collectives import Deferred
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import build_sampling_settings
@@ -238,10 +238,10 @@ class ShardedStrategy:
         self.alive: dict[int, int] = {}
         self.most = 0
 
-    def weights(self) -> dict[str, Tensor | Deferred]:
+    def weights(self) -> dict[str, Any]:
         return {n: self._defer(n, w) for n, w in self.policy.weights().items()}
 
-    def _defer(self, name: str, weight: Tensor) -> Deferred:
+    def _defer(self, name: str, weight: Tensor) -> Shards:
         def gather() -> Tensor:
             full = weight.detach().clone()
             self.gathered.append(name)
@@ -250,12 +250,25 @@ class ShardedStrategy:
             self.most = max(self.most, sum(self.alive.values()))
             return full
 
-        return Deferred(weight.shape, weight.dtype, gather)
+        return Shards(gather)
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """Shards that are gathered by ``full_tensor``, as those of a ``DTensor``."""
+
+    full_tensor: Callable[[], Tensor]
+
+
+@pytest.fixture
+def sharded(monkeypatch) -> Any:
+    monkeypatch.setattr(weights, "DTensor", Shards)
+    return ShardedStrategy()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server):
-    strategy: Any = ShardedStrategy()
+def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server, sharded):
+    strategy: Any = sharded
     transfer = make_transfer(way, server, strategy)
     weights = strategy.policy.weights()
     assert transfer.send([Server(server.url, 10)]) == {}
@@ -276,12 +289,11 @@ def test_shards_of_two_processes_arrive_whole(tmp_path):
     run_ranks(tmp_path / "log", 2, send_weights, tmp_path, "fsdp")
 
 
-def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server):
+def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server, sharded):
     target = Server(server.url, 10)
     make_transfer("ipc", server, make_strategy()).load(target, 3)
     assert server.calls[-1] == "/finish_weight_update"
     ahead = make_transfer("ipc", server, make_strategy(), may_load=False)
-    sharded: Any = ShardedStrategy()
     for transfer in (ahead, make_transfer("ipc", server, sharded)):
         with pytest.raises(UserError, match="step 3 cannot be sent before"):
             transfer.load(target, 3)
