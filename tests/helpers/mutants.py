@@ -128,7 +128,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/batch.py", "entropies=scores.entropies", "entropies=None"),
     ("training/methods/kl.py", "self.snapshot.move()", "pass"),
     ("training/methods/kl.py", "done == 0 < rollout.step or", ""),
-    ("training/methods/warm_start.py", "self.run.strategy.reset_optimizer()", "pass"),
+    ("training/methods/warm_start.py", "self.run.strategy.optimizer.state.clear()", "pass"),
     (
         "training/update.py",
         "with_entropy, batch.is_written, others)",
