@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import official_scripts as scripts
+import random_objects as objects
 import random_outputs as outputs
 import random_pages as pages
 import torch
@@ -43,7 +44,10 @@ from scipy.stats import spearmanr
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.data_scripts.omnidocbench import build_markdown
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.tasks import segmentation
 from vlm_grpo.tasks.document import edit_distance, order_distance
+from vlm_grpo.tasks.graders.masks import decode_mask
 from vlm_grpo.types import Example
 
 
@@ -74,6 +78,7 @@ _PALIGEMMA = "big_vision/evaluators/proj/paligemma/transfers/tallyqa.py"
 _SUPER_CLEVR = "src/eval/test_qwen2vl_counting_superclevr.py"
 _REFCOCO = "lmms_eval/tasks/refcoco/utils_rec.py"
 _ANLS = "lmms_eval/api/metrics.py"
+_VSI_BENCH = "lmms_eval/tasks/vsibench/utils.py"
 COMPARISONS = [
     Comparison(*row)
     for row in (
@@ -130,6 +135,8 @@ COMPARISONS = [
              f"recall_{threshold}")
             for threshold in (30, 50, 70)
         ),
+        ("reason_seg_masks", "Seg-Zero", "verl/utils/reward_score/vision_reasoner.py",
+         scripts.load_vision_reasoner, objects.draw_objects, "located"),
     )
 ]  # fmt: skip
 
@@ -305,6 +312,115 @@ def _fill(box: Sequence[float]) -> torch.Tensor:
     return mask
 
 
+def compare_masks(
+    name: str, measure: Callable[[list[Any]], dict[str, float]], count: int, seed: int
+) -> tuple[int, Counter]:
+    """Return the number of outputs, in sets of 25, and of sets with other scores, by score.
+
+    A box of an answer stands for the mask that a segmenter makes of it.
+
+    Args:
+        name: name of the benchmark.
+        measure: the official scores of predicted masks, gold masks, in which 255 is left out, and
+            whether each is stated to be empty.
+        count: least number of outputs.
+        seed: seed of the scenes.
+    """
+    task, wrong = load_benchmark(name).load_task(), Counter()
+    rng = random.Random(f"{seed} {name}")
+    least = 0 if name == "grefcoco" else 1
+    segmentation._segment = lambda _, image, answer: objects.fill([b for b, _ in answer])  # noqa: SLF001
+    sets = range(-(-count // 25))
+    for _ in sets:
+        examples, answers, rows = [], [], []
+        while len(rows) < 25:
+            example, text = objects.draw_objects(rng, least)
+            if not least and "ignored_mask" in example.meta:  # a field of ReasonSeg alone
+                continue
+            answer, gold = task.read(text, example), objects.fill(example.answer["boxes"])
+            gold = gold.astype(np.uint8)
+            if "ignored_mask" in example.meta:
+                gold[decode_mask(example.meta["ignored_mask"], (scripts.SIDE, scripts.SIDE))] = 255
+            found = objects.fill([box for box, _ in answer or ()])
+            rows.append((found, gold, answer == (), not example.answer["boxes"]))
+            examples.append(example)
+            answers.append(answer)
+        ours, theirs = task.corpus_metrics(answers, examples), measure(rows)
+        # LISA adds 1e-5 to a union, in single precision; ReLA has 0 where no example is empty.
+        wrong.update(key for key, value in theirs.items() if abs(ours.get(key, 0.0) - value) > 1e-5)
+        logging.info("%s", (name, ours, theirs))
+    return 25 * len(sets), Counter({f"sets of 25 by `{k}`": n for k, n in wrong.items()})
+
+
+def measure_by_lisa(checkout: Checkout) -> Callable[[list[Any]], dict[str, float]]:
+    measure = scripts.load_lisa(checkout)
+
+    def compute(rows: list[Any]) -> dict[str, float]:
+        pairs = [[torch.from_numpy(mask.astype(np.float32)) for mask in row[:2]] for row in rows]
+        giou, ciou = measure(*([pair[i].clone() for pair in pairs] for i in (0, 1)))
+        return {"mask_giou": giou, "mask_ciou": ciou}
+
+    return compute
+
+
+def measure_by_rela(checkout: Checkout) -> Callable[[list[Any]], dict[str, float]]:
+    measure = scripts.load_rela(checkout)
+
+    def compute(rows: list[Any]) -> dict[str, float]:
+        found = measure(rows)
+        return {
+            "mask_giou": found["gIoU"] / 100,
+            "mask_ciou": found["cIoU"] / 100,
+            "n_acc": found["N_acc"],
+            "t_acc": found["T_acc"],
+        }
+
+    return compute
+
+
+def compare_vsi_bench(checkout: Checkout, count: int, seed: int) -> tuple[str, Counter, Counter]:
+    """Return the number of outputs with their mean score, those with another score by class, and
+    whether the overall score differs, of all outputs and of those alone that are scored alike."""
+    task, rng = load_benchmark("vsi_bench").load_task(), random.Random(f"{seed} vsi_bench")
+    found, totals = Counter(), []
+    for alike in (False, True):
+        official, overall = scripts.load_vsi_bench(checkout, _VSI_BENCH)
+        examples, answers, total = [], [], 0.0
+        while len(examples) < count:
+            example, text = objects.draw_estimate(rng)
+            if alike and "kind" in example.meta:
+                continue
+            score, theirs = task.score(text, example), official(text, example)
+            total += theirs
+            if abs(score.metrics["mra"] - theirs) > 1e-9:
+                found[example.meta.get("kind") or ("other, alike" if alike else "other")] += 1
+                logging.info("%s", ("vsi_bench", text, example.answer, score.metrics, theirs))
+            examples.append(example)
+            answers.append(task.read(text, example))
+        ours = task.corpus_metrics(answers, examples)["category_mean"]
+        totals.append((ours, overall()))
+        if not alike:
+            mean = f"{count:,} ({total / count:.2f})"
+    (ours, theirs), (own, other) = totals
+    overall = Counter({f"{ours:.4f} here and {theirs:.4f} there, of all": 1})
+    overall[f"{own:.4f} and {other:.4f}, of outputs in the form that is asked for"] = 1
+    return mean, found, overall
+
+
+def compare_visual_jigsaw(checkout: Checkout, count: int, seed: int) -> tuple[int, Counter]:
+    """Return the number of orders, and of those with another reward by class."""
+    official, task = scripts.load_visual_jigsaw(checkout), load_task("self_supervised")
+    rng, wrong = random.Random(seed), Counter()
+    for _ in range(count):
+        example, text = objects.draw_order(rng)
+        ours, theirs = task.score(text, example).rewards["solved"], official(text, example)
+        if abs(ours - theirs) > 1e-9:
+            is_small = ours > theirs and len(example.answer["order"]) == 4
+            wrong["a part of 4 tiles" if is_small else "no order of the tiles"] += 1
+            logging.info("%s", ("jigsaw", text, example.answer, ours, theirs))
+    return count, wrong
+
+
 def compare_omnidocbench(checkout: Checkout, count: int, seed: int) -> tuple[int, Counter]:
     """Return the number of outputs for the demo pages, and of those with other errors."""
     measure = scripts.load_omnidocbench(checkout)
@@ -406,6 +522,27 @@ def list_results(
         rows.append(
             ("reason_seg, `iou`, filled boxes", source, compare_reason_seg(checkout, count, seed))
         )
+        for name in ("reason_seg_masks", "refcoco_masks"):
+            numbers = compare_masks(name, measure_by_lisa(checkout), count, seed)
+            rows.append((f"{name}, gIoU and cIoU", source, numbers))
+    if checkout := checkouts.get("ReLA"):
+        source = f"ReLA {checkout.commit}, `gres_model/evaluation/refer_evaluation.py`"
+        numbers = compare_masks("grefcoco", measure_by_rela(checkout), count, seed)
+        rows.append(("grefcoco, gIoU, cIoU, N-acc and T-acc", source, numbers))
+    if checkout := checkouts.get("thinking-in-space"):
+        source = f"thinking-in-space {checkout.commit}, `{_VSI_BENCH}`"
+        mean, found, overall = compare_vsi_bench(checkout, count, seed)
+        yield "vsi_bench, `mra`", source, mean, format_classes(found)
+        yield "vsi_bench, overall", source, f"{2 * count:,}", "; ".join(overall)
+    if checkout := checkouts.get("visual_jigsaw"):
+        source = f"visual_jigsaw {checkout.commit}, `verl/utils/reward_score/visual_jigsaw.py`"
+        rows.append(
+            (
+                "no benchmark: `solved` of a jigsaw",
+                source,
+                compare_visual_jigsaw(checkout, count, seed),
+            )
+        )
     if checkout := checkouts.get("OmniDocBench"):
         source = f"OmniDocBench {checkout.commit}, `dataset/end2end_dataset.py`"
         numbers = compare_omnidocbench(checkout, count, seed)
@@ -430,7 +567,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
     known = {comparison.repository for comparison in COMPARISONS}
-    known |= {"LearningToCountEverything", "OVDEval", "LISA", "OmniDocBench"}
+    known |= {"LearningToCountEverything", "OVDEval", "LISA", "OmniDocBench", "ReLA"}
+    known |= {"thinking-in-space", "visual_jigsaw"}
     pairs = [argument.partition("=")[::2] for argument in options.checkouts]
     if unknown := sorted({name for name, _ in pairs} - known):
         parser.error(f"{', '.join(unknown)}: give some of {', '.join(sorted(known))}")

@@ -10,6 +10,7 @@ import atexit
 import copy
 import importlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -452,6 +453,86 @@ def load_lisa(checkout: Checkout) -> Callable[[list[Any], list[Any]], tuple[floa
     )
     code.intersectionAndUnionGPU = vars(utils)["intersectionAndUnionGPU"]
     return code.measure
+
+
+def load_vsi_bench(checkout: Checkout, file: str) -> tuple[Score, Callable[[], float]]:
+    """Load the score of an output of VSI-Bench, and the overall score of all that were given."""
+    names = ("MCA_QUESTION_TYPES", "NA_QUESTION_TYPES", "METRICS_FOR_MCA", "METRICS_FOR_NA")
+    names += ("WORST_CASE_FOR_METRICS", "fuzzy_matching", "exact_match", "abs_dist_norm")
+    names += ("mean_relative_accuracy", "to_float", "vsibench_process_results")
+    names += ("vsibench_aggregate_results",)
+    header = (
+        "import logging, numpy as np, pandas as pd\nfrom collections import OrderedDict\n"
+        "from functools import partial\neval_logger = logging.getLogger('vsi')"
+    )
+    code = checkout.load(file, *names, header=header)
+    rows: list[dict[str, Any]] = []
+
+    def score(text: str, example: Example) -> float:
+        row = code.vsibench_process_results({**example.meta["row"]}, [text])["vsibench_score"]
+        rows.append(row)
+        return float(next(row[key] for key in code.WORST_CASE_FOR_METRICS if key in row))
+
+    return score, lambda: float(code.vsibench_aggregate_results(rows)["overall"]) / 100
+
+
+def load_vision_reasoner(checkout: Checkout, file: str) -> Score:
+    """Load VisionReasoner's accuracy reward, from 0 to 1."""
+    names = ("vision_reasoner_accuracy_reward", "batch_iou", "batch_l1_distance")
+    names += ("batch_points_distance", "batch_points_in_box")
+    header = "import json, re, numpy as np\nfrom scipy.optimize import linear_sum_assignment\n"
+    code = checkout.load(file, *names, header=header)
+    with_pixel = code.batch_iou
+
+    def without_pixel(boxes: Any, others: Any) -> Any:
+        return with_pixel(boxes - [0, 0, 1, 1], others - [0, 0, 1, 1])
+
+    def score(text: str, example: Example) -> float:
+        answer = example.answer
+        objects = zip(answer["boxes"], answer["points"], strict=True)
+        gold = json.dumps([{"bbox_2d": box, "point_2d": point} for box, point in objects])
+        found = []
+        for measure in (without_pixel, with_pixel):
+            code.batch_iou = measure
+            found.append(code.vision_reasoner_accuracy_reward(f"<answer>{text}</answer>", gold) / 3)
+        if found[0] != found[1] and "kind" not in example.meta:
+            example.meta["kind"] = "a pixel more along each side"  # type: ignore[index]
+        return float(found[1])
+
+    return score
+
+
+def load_visual_jigsaw(checkout: Checkout) -> Score:
+    """Load Visual Jigsaw's reward of an order, without thinking and without its form."""
+    names = ("compute_score", "has_excessive_repetition")
+    code = checkout.load("verl/utils/reward_score/visual_jigsaw.py", *names)
+
+    def score(text: str, example: Example) -> float:
+        return code.compute_score(text, list(example.answer["order"]), nothink=True)["score"]
+
+    return score
+
+
+def load_rela(checkout: Checkout) -> Callable[[list[Any]], dict[str, float]]:
+    """Load ReLA's scores of gRefCOCO from predicted and gold masks, and whether each is empty."""
+    header = (
+        "import itertools, json, logging, os, numpy as np, torch\nfrom collections import OrderedDict\n"
+        "DatasetEvaluator = object"
+    )
+    names = ("computeIoU", "ReferEvaluator")
+    code = checkout.load("gres_model/evaluation/refer_evaluation.py", *names, header=header)
+
+    def measure(rows: list[Any]) -> dict[str, float]:
+        evaluator = code.ReferEvaluator("grefcoco", distributed=False)
+        evaluator.reset()
+        fields = ("pred_mask", "gt_mask", "pred_nt", "gt_nt")
+        other = {"img_id": 0, "source": "grefcoco", "sent": "", "sent_info": {}}
+        evaluator._predictions += [  # noqa: SLF001
+            other | dict(zip(fields, row, strict=True)) for row in rows
+        ]
+        return evaluator.evaluate()["grefcoco"]
+
+    return measure
 
 
 def load_omnidocbench(checkout: Checkout) -> Callable[[Any, str], tuple[float, float]]:

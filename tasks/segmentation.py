@@ -280,8 +280,9 @@ class Segmentation(Task):
             none = answer == ()
             stated[has_target].append(none)
             inner, union = inner + own_inner, union + own_union
-            empty = float(none and not has_target)
-            ious.append(own_inner / own_union if has_target and own_union else empty)
+            # Where all of the target is left out of the comparison, LISA counts 1.
+            found = own_inner / own_union if own_union else 1.0
+            ious.append(found if has_target else float(none))
         values = {"mask_giou": float(np.mean(ious)), "mask_ciou": inner / union if union else 1.0}
         if stated[False]:
             values["n_acc"] = float(np.mean(stated[False]))

@@ -49,7 +49,7 @@ def compute_official(
 
 def test_the_similarity_is_that_of_coco():
     rng, task = np.random.default_rng(0), load_task("keypoints")
-    for number in range(300):
+    for number in range(500):
         gold = draw_person(rng)
         labeled = rng.random(17) < 0.6
         labeled[0] = True
