@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import official_scripts as scripts
-import random_objects as objects
+import random_objects as shapes
 import random_outputs as outputs
 import random_pages as pages
 import torch
@@ -136,7 +136,7 @@ COMPARISONS = [
             for threshold in (30, 50, 70)
         ),
         ("reason_seg_masks", "Seg-Zero", "verl/utils/reward_score/vision_reasoner.py",
-         scripts.load_vision_reasoner, objects.draw_objects, "located"),
+         scripts.load_vision_reasoner, shapes.draw_objects, "located"),
     )
 ]  # fmt: skip
 
@@ -329,19 +329,19 @@ def compare_masks(
     task, wrong = load_benchmark(name).load_task(), Counter()
     rng = random.Random(f"{seed} {name}")
     least = 0 if name == "grefcoco" else 1
-    segmentation._segment = lambda _, image, answer: objects.fill([b for b, _ in answer])  # noqa: SLF001
+    segmentation._segment = lambda _, image, answer: shapes.fill([b for b, _ in answer])  # noqa: SLF001
     sets = range(-(-count // 25))
     for _ in sets:
         examples, answers, rows = [], [], []
         while len(rows) < 25:
-            example, text = objects.draw_objects(rng, least)
+            example, text = shapes.draw_objects(rng, least)
             if not least and "ignored_mask" in example.meta:  # a field of ReasonSeg alone
                 continue
-            answer, gold = task.read(text, example), objects.fill(example.answer["boxes"])
+            answer, gold = task.read(text, example), shapes.fill(example.answer["boxes"])
             gold = gold.astype(np.uint8)
             if "ignored_mask" in example.meta:
                 gold[decode_mask(example.meta["ignored_mask"], (scripts.SIDE, scripts.SIDE))] = 255
-            found = objects.fill([box for box, _ in answer or ()])
+            found = shapes.fill([box for box, _ in answer or ()])
             rows.append((found, gold, answer == (), not example.answer["boxes"]))
             examples.append(example)
             answers.append(answer)
@@ -387,7 +387,7 @@ def compare_vsi_bench(checkout: Checkout, count: int, seed: int) -> tuple[str, C
         official, overall = scripts.load_vsi_bench(checkout, _VSI_BENCH)
         examples, answers, total = [], [], 0.0
         while len(examples) < count:
-            example, text = objects.draw_estimate(rng)
+            example, text = shapes.draw_estimate(rng)
             if alike and "kind" in example.meta:
                 continue
             score, theirs = task.score(text, example), official(text, example)
@@ -412,7 +412,7 @@ def compare_visual_jigsaw(checkout: Checkout, count: int, seed: int) -> tuple[in
     official, task = scripts.load_visual_jigsaw(checkout), load_task("self_supervised")
     rng, wrong = random.Random(seed), Counter()
     for _ in range(count):
-        example, text = objects.draw_order(rng)
+        example, text = shapes.draw_order(rng)
         ours, theirs = task.score(text, example).rewards["solved"], official(text, example)
         if abs(ours - theirs) > 1e-9:
             is_small = ours > theirs and len(example.answer["order"]) == 4

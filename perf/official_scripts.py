@@ -516,8 +516,8 @@ def load_visual_jigsaw(checkout: Checkout) -> Score:
 def load_rela(checkout: Checkout) -> Callable[[list[Any]], dict[str, float]]:
     """Load ReLA's scores of gRefCOCO from predicted and gold masks, and whether each is empty."""
     header = (
-        "import itertools, json, logging, os, numpy as np, torch\nfrom collections import OrderedDict\n"
-        "DatasetEvaluator = object"
+        "import itertools, json, logging, os, numpy as np, torch\n"
+        "from collections import OrderedDict\nDatasetEvaluator = object"
     )
     names = ("computeIoU", "ReferEvaluator")
     code = checkout.load("gres_model/evaluation/refer_evaluation.py", *names, header=header)

@@ -65,9 +65,10 @@ def _write_objects(rng: random.Random, gold: list[Pair]) -> tuple[str, bool]:
 _LEVELS = (1, 1, 0.5, 1.5, 0.8, 1.2, 0.95, 0.9, 1.05, 1.1, 1.3, 2, 0, -1)
 _ESTIMATES = (
     "{v}|{v}|{v}|{v}.|{v} {unit}|{v} {unit}.|\n{v}|{v}\n|nan|inf||none|{v} is my estimate"
-    "|a unit at the number:{v}{unit}|in a sentence:The answer is {v}.|in a sentence:about {v} {unit}"
-    "|two answers:{v} or {w}|two answers:{v} to {w} {unit}|emphasis:**{v}**"
-    "|another unit:{big} {small}|another thing:{v} windows|white space before it: {v}"
+    "|a unit at the number:{v}{unit}|in a sentence:The answer is {v}."
+    "|in a sentence:about {v} {unit}|two answers:{v} or {w}"
+    "|two answers:{v} to {w} {unit}|emphasis:**{v}**|another unit:{big} {small}"
+    "|another thing:{v} windows|white space before it: {v}"
 )
 _LETTERS = (
     "{a}|{a}|{a}|{b}|{a}.|{a}. {text}|E||{low}"
