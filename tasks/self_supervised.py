@@ -329,7 +329,7 @@ class SelfSupervised(Task):
         if (_NO_DEGREES if self.puzzle == "rotation" else _NO_TILE).search(text):
             return None
         number = parse_integer(text)
-        return (number,) if number in self._list_numbers() else None
+        return None if number is None or number not in self._list_numbers() else (number,)
 
     def _list_numbers(self) -> Sequence[int]:
         if self.puzzle == "rotation":
