@@ -1,10 +1,11 @@
-"""Words too small to read in an image that is scaled to its pixel budget, for environments.
+"""What is small in a large image, for environments and for a teacher that sees the crop.
 
-World: "tiny_words", one word in a large image. Scaled to 84 × 28 pixels, by
-``policy.max_pixels=2352``, it cannot be read, and enlarged it has the size of the images of
-``embedded:ocr``; a row's ``evidence`` is its place. With ``useless=true`` it fills the image, so
-that a tool is of no use. Example ``i`` depends on (dials, seed, split, i) only:
-``python -m vlm_grpo.data_scripts.make_tiny_words --count 10 --out DIR``.
+Worlds: "tiny_words", one word, and "tiny_objects", rows of shapes, in cells of a large image; a
+row's ``evidence`` is the cell that the question is about, which has the size of the images of
+``embedded:ocr``. Scaled to 84 × 28 pixels, by ``policy.max_pixels=2352``, a word cannot be read.
+With ``useless=true`` it fills the image, so that a tool is of no use. Example ``i`` depends on
+(dials, seed, split, i) only: ``python -m vlm_grpo.data_scripts.make_tiny_words --count 10
+--out DIR``.
 """
 
 from __future__ import annotations
@@ -15,18 +16,41 @@ from typing import ClassVar
 from PIL import Image
 from pydantic import Field
 
+from vlm_grpo.data_scripts.make_shapes import COLORS, KINDS, draw_mask
 from vlm_grpo.data_scripts.make_words import QUESTION, SIZE, Words
-from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image
+from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image, sample_line
 from vlm_grpo.types import Example
 
+ROW = 3  #: Number of shapes in a row
 
-class TinyWords(World):
-    """Words of random capitals in one of many cells; the evaluation has other pairs of letters."""
+
+class Cells(World):
+    """An image of many cells, of which the question is about one."""
 
     levels: ClassVar = {"easy": {"cells": 2}, "medium": {"cells": 3}, "hard": {"cells": 4}}
 
-    cells: int = Field(default=3, ge=2, le=8)
+    cells: int = Field(default=3, ge=1, le=8)
     """Number of cells along each side of the image, of 84 × 28 pixels each."""
+
+    def sample_boxes(self, count: int, rng: random.Random) -> list[list[int]]:
+        """Sample the boxes of cells, in pixels; the first one first takes its column."""
+        width, height = SIZE
+        cells: list[tuple[int, int]] = []
+        while len(cells) < min(count, self.cells**2):
+            cell = rng.randrange(self.cells), rng.randrange(self.cells)
+            cells += [cell] * (cell not in cells)
+        return [[x * width, y * height, (x + 1) * width, (y + 1) * height] for x, y in cells]
+
+    def build_example(
+        self, name: str, image: Image.Image, question: str, answer: str, box: list[int]
+    ) -> Example:
+        images = (hold_image(image, name),)
+        return Example(name, images, question, answer, meta={"evidence": [box]})
+
+
+class TinyWords(Cells):
+    """Words of random capitals in one of many cells; the evaluation has other pairs of letters."""
+
     useless: bool = False
     """Whether the word fills the image instead of one cell."""
 
@@ -34,21 +58,46 @@ class TinyWords(World):
         shared = self.model_dump(include={"noise", "clutter", "contrast"})
         word = Words(**shared).draw(name, rng, is_new)
         small = word.images[0].load()
-        width, height = SIZE
-        size = width * self.cells, height * self.cells
-        x, y = rng.randrange(self.cells) * width, rng.randrange(self.cells) * height
-        box = [x, y, x + width, y + height]
+        size = SIZE[0] * self.cells, SIZE[1] * self.cells
+        (box,) = self.sample_boxes(1, rng)
         if self.useless:
             image, box = small.resize(size, Image.Resampling.BICUBIC), [0, 0, *size]
         else:
             image = Image.new("RGB", size, small.getpixel((0, 0)))
-            image.paste(small, (x, y))
-        return Example(
-            name, (hold_image(image, name),), QUESTION, word.answer, meta={"evidence": [box]}
+            image.paste(small, box)
+        return self.build_example(name, image, QUESTION, word.answer, box)
+
+
+class TinyObjects(Cells):
+    """Rows of three small shapes of one kind, each row in a cell of its own; the question is about
+    the colors of one kind, and the evaluation has other pairs of neighboring colors."""
+
+    rows: int = Field(default=2, ge=1, le=len(KINDS))
+    """Number of rows, as far as there are cells; each has another kind of shapes."""
+
+    def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
+        size = SIZE[0] * self.cells, SIZE[1] * self.cells
+        image, gray = self.draw_background(size, rng)
+        kinds, boxes = rng.sample(KINDS, self.rows), self.sample_boxes(self.rows, rng)
+        answers = []
+        for kind, (left, top, _, _) in zip(kinds, boxes, strict=False):
+            colors = sample_line(tuple(COLORS), ROW, ROW, is_new, rng)
+            for place, color in enumerate(colors):
+                side = rng.randint(12, 16)
+                x = left + place * SIZE[1] + rng.randint(2, SIZE[1] - 2 - side)
+                y = top + rng.randint(2, SIZE[1] - 2 - side)
+                shape = draw_mask(kind, (0, 0, side, side)).crop((0, 0, side, side))
+                image.paste(self.fade(COLORS[color], gray), (x, y), shape)
+            answers.append(" ".join(colors))
+        question = f"Which colors are the {kinds[0]}s?"
+        return self.build_example(
+            name, self.add_noise(image, rng), question, answers[0], boxes[0]
         )
 
 
-draw_examples = Generator("tiny-words", {}, {"tiny_words": TinyWords})
+draw_examples = Generator(
+    "tiny-words", {}, {"tiny_words": TinyWords, "tiny_objects": TinyObjects}
+)
 
 if __name__ == "__main__":
     raise SystemExit(draw_examples.main())

@@ -24,7 +24,7 @@ from vlm_grpo.data_scripts.synthetic import (
     Generator,
     World,
     hold_image,
-    is_held_out,
+    sample_line,
 )
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example
@@ -52,13 +52,7 @@ class Line(World):
 
     def sample_text(self, alphabet: str, is_new: bool, rng: random.Random) -> str:
         """Sample a text with one held-out pair of neighbors, or with none."""
-        numbers = [rng.randrange(len(alphabet))]
-        length = rng.randint(LENGTHS[0], self.longest)
-        place = rng.randrange(1, length) if is_new else None
-        for end in range(1, length):
-            fits = [is_held_out(numbers[-1], n) == (end == place) for n in range(len(alphabet))]
-            numbers.append(rng.choice([n for n, fit in enumerate(fits) if fit]))
-        return "".join(alphabet[number] for number in numbers)
+        return "".join(sample_line(alphabet, LENGTHS[0], self.longest, is_new, rng))
 
     def paint(self, mask: Image.Image, color: Sequence[int], rng: random.Random) -> Image.Image:
         """Paint a text, given as a mask; a dial of 0 takes no random number."""

@@ -178,6 +178,19 @@ def is_held_out(first: int, second: int) -> bool:
     return (first + second) % 4 == 0
 
 
+def sample_line(
+    signs: Sequence[str], shortest: int, longest: int, is_new: bool, rng: random.Random
+) -> list[str]:
+    """Sample signs in a line, one pair of whose neighbors is held out if ``is_new``, else none."""
+    numbers = [rng.randrange(len(signs))]
+    length = rng.randint(shortest, longest)
+    place = rng.randrange(1, length) if is_new else None
+    for end in range(1, length):
+        fits = [is_held_out(numbers[-1], n) == (end == place) for n in range(len(signs))]
+        numbers.append(rng.choice([n for n, fit in enumerate(fits) if fit]))
+    return [signs[number] for number in numbers]
+
+
 def hold_image(image: Image.Image, name: str) -> ImageRef:
     """Hold an image as PNG bytes in memory; ``resized_size`` is the image's own size."""
     data = encode_png(image, compress_level=1)  # drawing takes a quarter less time than with 6

@@ -1,0 +1,233 @@
+"""Held-out accuracy of methods where right answers are rare, at equal processor time.
+
+    OMP_NUM_THREADS=1 python perf/rare_success.py
+
+makes a model for each world by supervised steps, which reads crops well and whole images almost
+never, and trains it with every method and seed. Then it prints the tables of docs/study.md, and
+plots docs/images/rare_success.svg. Runs in `results/rare_success.json` are not made again: after
+an interruption the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from saved_runs import load_runs, save_runs
+from study import find_right, time_steps, value_at
+
+from vlm_grpo import export, train
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.data_scripts.make_tiny_words import draw_examples
+from vlm_grpo.eval.statistics import RESAMPLES
+
+RESULTS = Path(__file__).with_name("results") / "rare_success.json"
+PLOT = Path(__file__).resolve().parents[1] / "docs" / "images" / "rare_success.svg"
+
+
+@dataclass(frozen=True)
+class World:
+    """A world, and the supervised steps that make the model to train."""
+
+    recipe: str
+    source: str  # of whole images
+    crops: str  # of images that are one cell
+    steps: int  # supervised steps
+    whole: float  # weight of whole images among them, beside 1 of the crops
+    options: tuple[str, ...] = ()  # settings of the task
+
+
+WORLDS = {
+    "words": World(
+        *("ocr", "tiny_words:cells=3", "tiny_words:cells=1", 30, 0.15),
+        # As in the other world, only right answers are rewarded.
+        ("task_options.weights={exact: 1, character_accuracy: 0}",),
+    ),
+    "objects": World(
+        *("numeric", "tiny_objects:cells=3", "tiny_objects:cells=1,rows=1", 30, 0.15)
+    ),
+}
+STEPS, PROMPTS = 40, 16
+SHARED = ["rollout.max_completion_length=12", "logging.samples_every=0", "logging.trackers=[]"]
+SHORT = [
+    f"optim.max_steps={STEPS}", "optim.lr=1e-4", "optim.schedule=constant_with_warmup",
+    "optim.warmup_steps=5", "data.eval_limit=200", "evaluation.every=10", "warm_start=null",
+]  # fmt: skip
+CROP = [f"objective.distillation.{change}" for change in (
+    "teacher_prompt=crop", "loss=jensen_shannon", "margin=0",
+)]  # fmt: skip
+NARROW = [f"optim.prompts_per_step={PROMPTS}", "rollout.num_generations=8"]
+WIDE = [f"optim.prompts_per_step={PROMPTS // 8}", "rollout.num_generations=64"]
+METHODS: dict[str, list[str]] = {
+    "grpo": NARROW,
+    "wide": WIDE,
+    "wide, replay": [*WIDE, "objective.replay.size=16"],
+    "crop": [*NARROW, *CROP, "objective.distillation.only=true"],
+    "both": [*NARROW, *CROP],
+}
+"""All take as many completions in a step: 16 prompts with 8 of each, or 2 with 64."""
+
+
+def prepare_model(name: str, folder: Path) -> str:
+    """Return the model to train, and make it if it is missing; print what it reads at first."""
+    path, world = folder / f"start-{name}", WORLDS[name]
+    if not path.is_dir():
+        both = [
+            f"{{source: 'embedded:{source}', name: {kind}, weight: {weight}}}"
+            for kind, source, weight in (
+                ("whole", world.source, world.whole), ("crop", world.crops, 1),
+            )
+        ]  # fmt: skip
+        sources = ", ".join(both)
+        changes = [
+            *("warm_start.steps=all", "warm_start.lr=1e-3", "warm_start.schedule=constant"),
+            *("warm_start.warmup_steps=0", "optim.prompts_per_step=32", "data.eval_limit=200"),
+            *(f"data.train=[{sources}]", f"data.eval=[{sources}]", "seed=0", "resume=true"),
+            *(f"optim.max_steps={world.steps}", f"evaluation.every={world.steps}"),
+            *(f"name=supervised-{name}", f"output_dir={folder}"),
+        ]
+        settings = load_settings(world.recipe, [*SHARED, *world.options, *changes])
+        train(settings)
+        export(settings.run_dir, path)
+    return str(path)
+
+
+def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Train, and return the values of the held-out examples at each evaluation."""
+    world = WORLDS[name]
+    changes = [*SHARED, *SHORT, *world.options, f"data.eval=embedded:{world.source}"]
+    changes += METHODS[method]
+    own = [f"name={name}-{method.replace(', ', '-')}-{seed}", f"output_dir={folder}"]
+    own += [f"model={prepare_model(name, folder)}", f"seed={seed}"]
+    settings = load_settings(world.recipe, [*changes, *own], data={"train": "python"})
+    seconds = time_steps(settings, draw_examples(world.source, STEPS * PROMPTS * 2))
+    paths = sorted((settings.run_dir / "evaluation").glob("step-*.jsonl"))
+    return {
+        "world": name,
+        "method": method,
+        "seed": seed,
+        "settings": changes,
+        "cpu_seconds": round(seconds, 1),
+        "right": {
+            int(path.stem.partition("-")[2]): "".join(
+                str(int(value)) for value in find_right(map(json.loads, path.open()))
+            )
+            for path in paths
+        },
+    }
+
+
+def values_at(run: dict[str, Any], seconds: float) -> np.ndarray:
+    """Return the value of each held-out example after some processor seconds, (n,), between two
+    evaluations; the last ones if the run took less."""
+    curve = [[int(step), np.array([*map(int, right)])] for step, right in run["right"].items()]
+    return np.asarray(value_at({**run, "held_out": curve}, seconds))
+
+
+def find_interval(changes: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean of changes, (n,) for each seed, where seeds
+    and examples are drawn anew: it includes the choice of both."""
+    values, rng = np.array(changes), np.random.default_rng(0)
+    seeds, count = values.shape
+    means = [
+        values[rng.integers(0, seeds, seeds)][:, rng.integers(0, count, count)].mean()
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def format_table(runs: list[dict[str, Any]]) -> str:
+    rows = [
+        "| world | method | held-out after, by seed | equal samples, change from grpo | "
+        "equal time | time |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    found = {(run["world"], run["method"], run["seed"]): run for run in runs}
+    for name, method in itertools.product(WORLDS, METHODS):
+        pairs = [
+            (run, found[name, "grpo", seed])
+            for (world, known, seed), run in sorted(found.items())
+            if (world, known) == (name, method) and (name, "grpo", seed) in found
+        ]
+        if pairs:
+            rows.append(f"| {name} | {method} | {_describe(pairs)} |")
+    return "\n".join(rows)
+
+
+def _describe(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    ends = [values_at(run, run["cpu_seconds"]) for run, _ in pairs]
+    start = statistics.fmean(values_at(run, 0).mean() for run, _ in pairs)
+    listed = f"{100 * start:.1f} → {', '.join(f'{100 * end.mean():.1f}' for end in ends)}"
+    seconds = statistics.fmean(run["cpu_seconds"] for run, _ in pairs)
+    if all(run is plain for run, plain in pairs):
+        return f"{listed} | – | – | {seconds:.0f} s"
+    plain = [values_at(run, run["cpu_seconds"]) for _, run in pairs]
+    timed = [values_at(run, other["cpu_seconds"]) for run, other in pairs]
+    columns = []
+    for after in (ends, timed):
+        changes = [100 * (a - b) for a, b in zip(after, plain, strict=True)]
+        low, high = find_interval(changes)
+        columns.append(f"{np.mean(changes):+.1f} [{low:+.1f}, {high:+.1f}]")
+    return " | ".join([listed, *columns, f"{seconds:.0f} s"])
+
+
+def plot(runs: list[dict[str, Any]]) -> None:
+    """Plot the held-out accuracy over the processor seconds, a panel for each world."""
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
+    figure, axes = plt.subplots(1, len(WORLDS), figsize=(4.4 * len(WORLDS), 3.6), sharey=True)
+    for axis, name in zip(axes, WORLDS, strict=True):
+        for method in METHODS:
+            known = [run for run in runs if (run["world"], run["method"]) == (name, method)]
+            if not known:
+                continue
+            end = statistics.fmean(run["cpu_seconds"] for run in known)
+            curves = [
+                [100 * np.mean([*map(int, right)]) for right in run["right"].values()]
+                for run in known
+            ]
+            seconds = np.linspace(0, end, len(curves[0]))
+            (line,) = axis.plot(seconds, np.mean(curves, axis=0), label=method)
+            low, high = np.min(curves, axis=0), np.max(curves, axis=0)
+            axis.fill_between(seconds, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+        axis.set_title(f"tiny {name}")
+        axis.set_xlabel("processor seconds of the steps")
+    axes[0].set_ylabel("held-out accuracy in percent\n(band: lowest to highest seed)")
+    axes[0].legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--worlds", nargs="*", default=list(WORLDS), help="none: print the table")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--folder", type=Path, default=Path("runs/rare_success"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed, name, method in itertools.product(options.seeds, options.worlds, options.methods):
+        known = {(run["world"], run["method"], run["seed"]) for run in load_runs(RESULTS)}
+        if (name, method, seed) not in known:
+            run = measure(name, method, seed, options.folder)
+            print(name, method, seed, run["cpu_seconds"], "s", file=sys.stderr)
+            save_runs(RESULTS, [*load_runs(RESULTS), run])
+    runs = load_runs(RESULTS)
+    plot(runs)
+    print(format_table(runs))
+
+
+if __name__ == "__main__":
+    main()
