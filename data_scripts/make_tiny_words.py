@@ -73,7 +73,7 @@ class TinyObjects(Cells):
     the colors of one kind, and the evaluation has other pairs of neighboring colors."""
 
     rows: int = Field(default=2, ge=1, le=len(KINDS))
-    """Number of rows, as far as there are cells; each has another kind of shapes."""
+    """Largest number of rows, in cells of their own; each has another kind of shapes."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
         size = SIZE[0] * self.cells, SIZE[1] * self.cells
@@ -90,14 +90,10 @@ class TinyObjects(Cells):
                 image.paste(self.fade(COLORS[color], gray), (x, y), shape)
             answers.append(" ".join(colors))
         question = f"Which colors are the {kinds[0]}s?"
-        return self.build_example(
-            name, self.add_noise(image, rng), question, answers[0], boxes[0]
-        )
+        return self.build_example(name, self.add_noise(image, rng), question, answers[0], boxes[0])
 
 
-draw_examples = Generator(
-    "tiny-words", {}, {"tiny_words": TinyWords, "tiny_objects": TinyObjects}
-)
+draw_examples = Generator("tiny-words", {}, {"tiny_words": TinyWords, "tiny_objects": TinyObjects})
 
 if __name__ == "__main__":
     raise SystemExit(draw_examples.main())

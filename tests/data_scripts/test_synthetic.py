@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -516,3 +517,23 @@ def test_tiny_words_are_at_their_evidence_and_small_unless_tools_are_useless(wor
         assert pixels.shape[:2] == ((84, 252) if world == "tiny_words" else (112, 336))
     for row in draw(f"{world.partition(':')[0]}:medium,useless=true", 3):
         assert row.meta["evidence"] == [[0, 0, 252, 84]]
+
+
+@BOTH_SPLITS
+def test_the_answer_about_tiny_objects_is_what_the_row_of_their_kind_shows(split):
+    filled = {"circles": 0.78, "squares": 1.0, "triangles": 0.55}  # share of a box, ± 0.1
+    for row in draw("tiny_objects", 20, split=split):
+        ((x1, y1, x2, y2),) = row.meta["evidence"]
+        assert (x2 - x1, y2 - y1) == make_words.SIZE
+        kind, background = row.question[:-1].split()[-1], get_pixels(row)[-1, -1]
+        seen = []
+        for part in np.split(get_pixels(row)[y1:y2, x1:x2], 3, axis=1):  # the left third first
+            mask = (part != background).any(-1)
+            (box,) = ndimage.find_objects(mask.astype(int))
+            assert mask[box].mean() == pytest.approx(filled[kind], abs=0.1)
+            (color,) = np.unique(part[mask], axis=0)
+            seen.append(next(name for name, known in COLORS.items() if (color == known).all()))
+        assert row.answer == " ".join(seen)
+        numbers = [tuple(COLORS).index(color) for color in seen]
+        held_out = [(a + b) % 4 == 0 for a, b in itertools.pairwise(numbers)]
+        assert sum(held_out) == (split == "eval")
