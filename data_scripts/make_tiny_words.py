@@ -33,7 +33,7 @@ class Cells(World):
     """Number of cells along each side of the image, of 84 × 28 pixels each."""
 
     def sample_boxes(self, count: int, rng: random.Random) -> list[list[int]]:
-        """Sample the boxes of cells, in pixels; the first one first takes its column."""
+        """Sample the boxes of different cells in pixels, of all cells if there are fewer."""
         width, height = SIZE
         cells: list[tuple[int, int]] = []
         while len(cells) < min(count, self.cells**2):
@@ -64,7 +64,7 @@ class TinyWords(Cells):
             image, box = small.resize(size, Image.Resampling.BICUBIC), [0, 0, *size]
         else:
             image = Image.new("RGB", size, small.getpixel((0, 0)))
-            image.paste(small, box)
+            image.paste(small, (box[0], box[1]))
         return self.build_example(name, image, QUESTION, word.answer, box)
 
 
