@@ -33,7 +33,7 @@ SIGMAS = {
 _KEYS = ("point_2d", "point")  # with x first, with y first
 _LABELS = ("label", "name", "keypoint")
 _PLACE = (
-    r"\**(?: ?:| is| at| located| \|)*\** ?[\[(|] ?(-?\d{1,6}(?:\.\d{1,3})?) ?[,|] ?"
+    r"\*{0,3}(?: ?:| is| at| located| \|){0,4}\*{0,3} ?[\[(|] ?(-?\d{1,6}(?:\.\d{1,3})?) ?[,|] ?"
     r"(-?\d{1,6}(?:\.\d{1,3})?) ?[\])|]"
 )
 _POINTS_OF = re.compile(rf"points (?:of|for) (?:the|an?) (?:[\w-]+ )?{CATEGORY}", re.IGNORECASE)
@@ -192,8 +192,8 @@ def _write_named(text: str, names: Sequence[str], y_first: bool) -> str:
         point = [float(found[2]), float(found[3])]
         return json.dumps({"label": found[1], _KEYS[y_first]: point})
 
-    text = re.sub(rf"\**\b({either}){_PLACE}", write, text, flags=re.IGNORECASE)
-    return re.sub(r"(?m)^\s*(?:[-*•]|\d{1,2}[.)]) (?=\{)", "", text)
+    text = re.sub(rf"\*{{0,3}}\b({either}){_PLACE}", write, text, flags=re.IGNORECASE)
+    return re.sub(r"(?m)^[ \t]{0,8}(?:[-*•]|\d{1,2}[.)]) (?=\{)", "", text)
 
 
 def _list_named(value: Any, key: str, asked: Collection[str]) -> list[tuple[str, Any]] | None:

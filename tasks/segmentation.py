@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -98,6 +99,8 @@ class Segmentation(Task):
     def _split(self, value: Any, question: str) -> tuple[Any, Any] | None:
         """Return the boxes and the points alone of an object, or of a list of objects."""
         if isinstance(value, list):
+            if len(value) > self.max_objects:
+                return None
             pairs = [self._split(item, question) for item in value if isinstance(item, dict)]
             found = [pair for pair in pairs if pair is not None]
             if len(found) < len(value):
@@ -114,10 +117,8 @@ class Segmentation(Task):
             # A further list is another answer, false denies this one, and so may a label.
             if key not in (box_key, point_key) and (item is False or isinstance(item, list | dict)):
                 return None
-            if isinstance(item, str):
-                label = forget(item, question)
-                if not (is_sure(f"{label}: |") and is_about(f"the {label}:", question, finds=True)):
-                    return None
+            if isinstance(item, str) and not _names(re.sub(r"\d+", "", item), question):
+                return None
         return {_BOX[y_first]: value[box_key]}, {_POINT[y_first]: value[point_key]}
 
     def write(self, answer: Objects, example: Example) -> str:
@@ -292,6 +293,13 @@ class Segmentation(Task):
 
 def _contains(box: Box, point: Point) -> bool:
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+
+
+@lru_cache(256)  # many objects have one label
+def _names(label: str, question: str) -> bool:
+    """Return whether a label neither denies what the question asks for nor names another thing."""
+    label = forget(label, question)
+    return is_sure(f"{label}: |") and is_about(f"the {label}:", question, finds=True)
 
 
 def _get_gold_mask(example: Example) -> np.ndarray:
