@@ -81,13 +81,18 @@ def build_trainer(
     )
     policy = build_policy(settings, model, processor, shared)
     policy.stopwatch.wait = synchronize
+    return Trainer(settings, policy, NoiseTask(), make_examples(images), [])
+
+
+def make_examples(images: list) -> list[Example]:
+    """Return an example for each image."""
     examples = []
     for index, image in enumerate(images):
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         reference = ImageRef(str(index), image.size, image.size, data=buffer.getvalue())
         examples.append(Example(str(index), (reference,), QUESTION, ""))
-    return Trainer(settings, policy, NoiseTask(), examples, [])
+    return examples
 
 
 def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = True) -> Policy:
