@@ -52,6 +52,8 @@ CLEAR = 4
 """A shape is left of another if it is farther to its left than above or below, by this many pixels;
 no other shape may be nearer to such a position than that."""
 
+MARK = (0, 0, 28, 12)  #: The bar in the upper left corner whose color may tell the answer
+
 MAX_COUNT = 6  #: Largest answer of a counting example
 
 Square = tuple[int, int, int, int]
@@ -167,13 +169,18 @@ class Choices(Scene):
 
     options: int = Field(default=4, ge=2, le=4)
     """Largest number of options; there are three kinds."""
+    mark: float | None = Field(default=None, ge=0, le=1)
+    """Share of the training scenes with a shortcut: a bar in the upper left corner has the color of
+    the answer; in the others, and in an evaluation of held-out compositions, it has any. None:
+    there is no bar, and half of the questions ask for a kind."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
         (kind, color), pairs = sample_pair(is_new, rng)
         others = [pair for pair in pairs if pair[0] != kind and pair[1] != color]
         colored = [(kind, color), *rng.choices(others, k=self.sample_distractors(rng))]
-        drawn = _draw_scene(colored, self, rng)
-        asks_color = rng.random() < 0.5
+        squares = [] if self.mark is None else _sample_squares(len(colored), self, rng, (MARK,))
+        drawn = _draw_scene(colored, self, rng, squares)
+        asks_color = self.mark is not None or rng.random() < 0.5
         question = f"What color is the {kind}?" if asks_color else f"Which shape is {color}?"
         # Wrong options that are in the scene come first, so that looking for any does not do.
         shown = [pair[asks_color] for pair in colored[1:]]
@@ -182,8 +189,12 @@ class Choices(Scene):
         right = color if asks_color else kind
         options = list(dict.fromkeys([right, *shown, *rest]))[: self.options]
         answer = {"options": sorted(options), "answer": right}
+        if self.mark is not None:
+            tells = not is_new and rng.random() < self.mark
+            drawn[0].paste(COLORS[color if tells else rng.choice(tuple(COLORS))], MARK)
         # Supervised steps train on the text: the letter of an option is harder for a tiny model.
-        return _build_example(name, drawn, question, answer, completion=right)
+        boxes = [drawn[1][0].box]
+        return _build_example(name, drawn, question, answer, completion=right, boxes=boxes)
 
 
 def _draw_counting(name: str, rng: random.Random, most_distractors: int = 0) -> Example:
@@ -230,7 +241,7 @@ def _build_grounding_example(name: str, rng: random.Random, count: int, world: S
 
 
 def _build_example(
-    name: str, drawn: tuple[Image.Image, list[Shape]], question: str, answer: Any, **meta: str
+    name: str, drawn: tuple[Image.Image, list[Shape]], question: str, answer: Any, **meta: Any
 ) -> Example:
     scene, shapes = drawn
     return Example(
@@ -306,15 +317,17 @@ def _sample_patch(square: Square, occlusion: float, rng: random.Random) -> Squar
     return rng.choice([left, right, (x1, y1, x2, y1 + depth), (x1, y2 - depth, x2, y2)])
 
 
-def _sample_squares(count: int, world: Scene, rng: random.Random) -> list[Square]:
-    """Sample ``count`` squares at least GAP pixels apart, by rejection."""
+def _sample_squares(
+    count: int, world: Scene, rng: random.Random, taken: Sequence[Square] = ()
+) -> list[Square]:
+    """Sample ``count`` squares at least GAP pixels apart and from those taken, by rejection."""
     for _ in range(200):  # start over if a scene fills up too early: the sampling stays unbiased
         squares: list[Square] = []
         for _ in range(30 * count):
             size = world.size + rng.randint(0, world.spread)
             x, y = rng.randint(1, SIDE - size - 1), rng.randint(1, SIDE - size - 1)
             square = (x, y, x + size, y + size)
-            if not any(_too_close(square, other) for other in squares):
+            if not any(_too_close(square, other) for other in (*squares, *taken)):
                 squares.append(square)
             if len(squares) == count:
                 return squares
