@@ -130,7 +130,8 @@ LOSSES = {"grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}}
 UNEVEN: dict[str, dict[str, Any]] = {
     "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},
     "a reference and two updates": {
-        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2}
+        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2},
+        "methods": ["visual_credit"],
     },
     "a reference in the reward": {
         "objective": {"beta": 0.05, "reference_refresh_every": "never", "kl_in": "reward"}
@@ -198,7 +199,8 @@ def prepare(folder: Path) -> None:
         pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.png")
         images = [] if index % 3 == 0 else [f"{index}.png"]
-        rows.append({"id": str(index), "images": images, "question": "Write.", "answer": "abc"})
+        row = {"id": str(index), "images": images, "question": "Write.", "answer": "abc"}
+        rows.append(row | ({"boxes": [[0, 0, 40, 28]]} if images else {}))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -241,7 +243,12 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
             "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
             # Adam's first steps enlarge what rounding differs in; a larger rate changes samples.
             "optim": {"lr": 2e-4, "max_steps": 4},
+<<<<<<< HEAD
             "checkpoint": {"sharded": launch.startswith("fsdp_held")},
+=======
+            "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
+            "methods": ["visual_credit"],
+>>>>>>> 0673934f (Visual credit of two processes, of FSDP2 and of resumed runs equals that of one; videos are refused, tested)
             **changes,
         },
     )

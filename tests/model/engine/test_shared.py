@@ -208,11 +208,16 @@ SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 
 @pytest.mark.parametrize(
     "overrides",
-    [SERVERS, ["rollout.noise.strength=400"], ["objective.perception.kl_coef=0.01"]],
+    [
+        *(SERVERS, ["rollout.noise.strength=400"], ["objective.perception.kl_coef=0.01"]),
+        ["methods=[visual_credit]"],
+    ],
 )
 def test_methods_without_videos_refuse_them_before_the_run(overrides):
     settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
-    with pytest.raises(UserError, match=r"example odd: (rollout|objective)\.[a-z=]* does not sup"):
+    with pytest.raises(
+        UserError, match=r"odd: ((rollout|objective)\.[a-z=]*|visual_credit) does not sup"
+    ):
         select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
 
 
