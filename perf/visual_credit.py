@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import re
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +32,14 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data_scripts.make_shapes import draw_examples
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.training.methods import visual_credit
+from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 
 RESULTS = Path(__file__).with_name("results") / "visual_credit.json"
 SUPERVISED_STEPS, SUPERVISED_ROWS = 60, 2048
 STEPS, EVERY, LAST = 60, 5, 20
 GAP = 0.1
 """By how much held-out accuracy has fallen behind that of scenes like those of training."""
+SHARE, AREA = "visual_credit/in_boxes", "visual_credit/box_area"
 WORLDS = {
     f"{level}, {share:g}": f"choices:{level},options=4,mark={share:g},held_out=false"
     for level, shares in {"easy": (0, 0.5, 0.75, 0.9, 1), "medium": (0, 1)}.items()
@@ -60,7 +63,7 @@ def prepare_model(folder: Path) -> str:
                 *("name=supervised", f"output_dir={folder}", "seed=0", "resume=true"),
                 *(f"data.{part}=embedded:{WORLDS['easy, 0']}" for part in ("train", "eval")),
                 *("data.eval_limit=150", "evaluation.every=20", "warm_start.steps=all"),
-                *("warm_start.schedule=constant", f"optim.max_steps={SUPERVISED_STEPS}"),
+                f"optim.max_steps={SUPERVISED_STEPS}",
                 f"data.train_limit={SUPERVISED_ROWS}",
             ],
         )
@@ -78,31 +81,20 @@ def multiply(features: ImageFeatures) -> np.ndarray:
     return np.maximum(total, 0.0)
 
 
-def touch(*arguments: Any) -> np.ndarray:
-    """Return 1 for each token that a box touches."""
-    return np.ceil(visual_credit.cover_cells(*arguments))
-
-
-def square(features: ImageFeatures) -> np.ndarray:
-    return visual_credit.measure_credit(features) ** 2
-
-
-Definition = tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]
-DEFINITIONS: dict[str, Definition] = {
-    "norm": (visual_credit.measure_credit, visual_credit.cover_cells),
-    "norm, whole tokens": (visual_credit.measure_credit, touch),
-    "squared norm": (square, visual_credit.cover_cells),
-    "signed": (multiply, visual_credit.cover_cells),
+DEFINITIONS: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]] = {
+    "norm": (measure_credit, cover_cells),
+    "norm, whole tokens": (measure_credit, lambda *given: np.ceil(cover_cells(*given))),
+    "squared norm": (lambda features: measure_credit(features) ** 2, cover_cells),
+    "signed": (multiply, cover_cells),
 }
 """How the credit of a token and the tokens of a box are found; the first is the library's."""
 
 
 @contextmanager
-def watch_all() -> Iterator[list[dict[str, float]]]:
-    """Yield a list that gets the shares by every definition in each step inside."""
-    method, steps = visual_credit.VisualCredit, list[dict[str, float]]()
-    read = method.read_features
-    library = visual_credit.measure_credit, visual_credit.cover_cells
+def watch_all() -> Iterator[None]:
+    """Add the shares by every definition to the metrics of the steps inside."""
+    method = visual_credit.VisualCredit
+    read, library = method.read_features, next(iter(DEFINITIONS.values()))
 
     def read_all(self: Any, updates: Any) -> dict[str, float]:
         found = dict[str, float]()
@@ -112,15 +104,12 @@ def watch_all() -> Iterator[list[dict[str, float]]]:
                 own = read(self, updates)
             finally:
                 visual_credit.measure_credit, visual_credit.cover_cells = library
-            if own:
-                found[name] = round(own["visual_credit/in_boxes"], 4)
-                found[f"{name}, area"] = round(own["visual_credit/box_area"], 4)
-        steps.append(found)
-        return own
+            found |= own | {f"{name}: {key}": value for key, value in own.items()}
+        return found
 
     method.read_features = read_all
     try:
-        yield steps
+        yield
     finally:
         method.read_features = read
 
@@ -135,7 +124,8 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     changes = [*SHORT, f"data.eval=[{', '.join(sources)}]"]
     settings = load_settings("choice", [*changes, *own, f"seed={seed}"], data={"train": "python"})
     rows = draw_examples(like, SUPERVISED_ROWS + 1024)[SUPERVISED_ROWS:]
-    with watch_all() as steps:
+    shutil.rmtree(settings.run_dir, ignore_errors=True)  # of an interrupted command
+    with watch_all():
         seconds = time_steps(settings, rows)
     alarms, metrics = (
         [*map(json.loads, path.open())] if path.exists() else []
@@ -154,8 +144,16 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
         "settings": changes,
         "cpu_seconds": round(seconds, 1),
         "alarms": [row["step"] for row in alarms if row["name"] == "shortcut"],
-        "rewards": [round(row["reward"], 3) for row in metrics if "reward" in row],
-        "shares": steps,
+        "rewards": [round(row["reward"], 3) for row in metrics],
+        "shares": [
+            {
+                key: round(row[key], 4)
+                for name in DEFINITIONS
+                for key in (f"{name}: {SHARE}", f"{name}: {AREA}")
+                if key in row
+            }
+            for row in metrics
+        ],
         **curves,
     }
 
@@ -173,7 +171,7 @@ def find_share(
     ``last`` is negative; perhaps relative to the boxes' share of the image."""
     part = run["shares"][-last:] if last > 0 else run["shares"][:-last]
     steps = [step for step in part if step]
-    share, area = (statistics.fmean(s[key] for s in steps) for key in (name, f"{name}, area"))
+    share, area = (statistics.fmean(s[f"{name}: {key}"] for s in steps) for key in (SHARE, AREA))
     return share / area if is_relative else share
 
 
