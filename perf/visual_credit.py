@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from saved_runs import load_runs, save_runs
 from scipy import stats
-from study import find_right, time_steps
+from study import time_steps
 
 from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
@@ -35,7 +35,7 @@ from vlm_grpo.training.methods import visual_credit
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 
 RESULTS = Path(__file__).with_name("results") / "visual_credit.json"
-SUPERVISED_STEPS, SUPERVISED_ROWS = 60, 2048
+SUPERVISED_STEPS, SUPERVISED_ROWS = 40, 2048
 STEPS, EVERY, LAST = 60, 5, 20
 GAP = 0.1
 """By how much held-out accuracy has fallen behind that of scenes like those of training."""
@@ -48,7 +48,7 @@ WORLDS = {
 """The worlds, named by level and share of the training scenes with the shortcut."""
 SHORT = [
     "data.eval_limit=150", f"evaluation.every={EVERY}", f"optim.max_steps={STEPS}",
-    "optim.prompts_per_step=16", "optim.lr=1e-4", "optim.schedule=constant_with_warmup",
+    "optim.prompts_per_step=16", "optim.lr=2e-4", "optim.schedule=constant_with_warmup",
     "optim.warmup_steps=5", "warm_start=null", "methods=[visual_credit]",
     "logging.samples_every=0", "logging.trackers=[]",
 ]  # fmt: skip
@@ -135,7 +135,7 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     for path in sorted((settings.run_dir / "evaluation").glob("step-*.jsonl")):
         answers = [*map(json.loads, path.open())]
         for part, curve in curves.items():
-            right = find_right(row for row in answers if row["source"] == part)
+            right = [row["rewards"][f"{part}/exact"] for row in answers if row["source"] == part]
             step = int(path.stem.partition("-")[2])
             curve.append([step, round(statistics.fmean(right), 4)])
     return {
