@@ -105,7 +105,9 @@ def watch_all() -> Iterator[None]:
             finally:
                 visual_credit.measure_credit, visual_credit.cover_cells = library
             found |= own | {f"{name}: {key}": value for key, value in own.items()}
-        return found
+        maps = [own / own.sum() for own in self.maps.values() if own.any()]
+        cells = np.mean(maps, 0).flat if maps else ()
+        return found | {f"cell {number}": float(share) for number, share in enumerate(cells)}
 
     method.read_features = read_all
     try:
@@ -146,12 +148,7 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
         "alarms": [row["step"] for row in alarms if row["name"] == "shortcut"],
         "rewards": [round(row["reward"], 3) for row in metrics],
         "shares": [
-            {
-                key: round(row[key], 4)
-                for name in DEFINITIONS
-                for key in (f"{name}: {SHARE}", f"{name}: {AREA}")
-                if key in row
-            }
+            {key: round(row[key], 4) for key in row if key.startswith((*DEFINITIONS, "cell "))}
             for row in metrics
         ],
         **curves,
