@@ -264,6 +264,22 @@ def test_one_option_alone_is_the_color_or_the_kind(split):
         assert len(row.answer["options"]) == (4 if asked in ("circle", "square", "triangle") else 3)
 
 
+@pytest.mark.parametrize(
+    ("mark", "split", "share"),
+    # Where the bar says nothing it has each of four colors equally often.
+    [(1, "train", 1.0), (0.5, "train", 0.5 + 0.5 / 4), (0, "train", 1 / 4), (1, "eval", 1 / 4)],
+)
+def test_a_mark_tells_the_answer_in_a_share_of_the_training_scenes(mark, split, share):
+    agree = []
+    for row in draw(f"choices:easy,options=4,mark={mark}", 200, split=split):
+        pixels, color = get_pixels(row), COLORS[row.answer["answer"]]
+        agree.append(tuple(pixels[0, 0]) == color)
+        ((x1, y1, x2, y2),) = row.meta["boxes"]
+        assert tuple(pixels[(y1 + y2) // 2, (x1 + x2) // 2]) == color
+    # Three standard deviations of a share of 200 are 0.1.
+    assert np.mean(agree) == pytest.approx(share, abs=0.1)
+
+
 @BOTH_SPLITS
 def test_the_count_of_a_color_and_kind_matches_the_pixels(split):
     rows = draw("attributes:hard,occlusion=0,noise=0,clutter=0", 150, 1, split)
