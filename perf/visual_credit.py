@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import re
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from saved_runs import load_runs, save_runs
 from scipy import stats
-from study import time_steps
 
 from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
@@ -124,12 +122,11 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     sources += [f"{{source: 'embedded:{held_out}', name: held_out}}"]
     name = re.sub(r"[^\w.]+", "-", f"{world}-{seed}")
     own = [f"name={name}", f"output_dir={folder}", f"model={prepare_model(folder)}"]
-    changes = [*SHORT, f"data.eval=[{', '.join(sources)}]"]
+    changes = [*SHORT, f"data.eval=[{', '.join(sources)}]", "resume=true"]
     settings = load_settings("choice", [*changes, *own, f"seed={seed}"], data={"train": "python"})
     rows = draw_examples(like, SUPERVISED_ROWS + 1024)[SUPERVISED_ROWS:]
-    shutil.rmtree(settings.run_dir, ignore_errors=True)  # of an interrupted command
     with watch_all():
-        seconds = time_steps(settings, rows)
+        train(settings, data=rows)
     alarms, metrics = (
         [*map(json.loads, path.open())] if path.exists() else []
         for path in (settings.run_dir / f"{name}.jsonl" for name in ("alarms", "metrics"))
@@ -145,7 +142,6 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
         "world": world,
         "seed": seed,
         "settings": changes,
-        "cpu_seconds": round(seconds, 1),
         "alarms": [row["step"] for row in alarms if row["name"] == "shortcut"],
         "rewards": [round(row["reward"], 3) for row in metrics],
         "shares": [
