@@ -46,7 +46,7 @@ WORLDS = {
 }
 """The worlds, named by level and share of the training scenes with the shortcut."""
 SHORT = [
-    "data.eval_limit=100", f"evaluation.every={EVERY}", f"optim.max_steps={STEPS}",
+    "data.eval_limit=100", f"optim.max_steps={STEPS}",
     "optim.prompts_per_step=16", "optim.lr=1e-4", "optim.schedule=constant_with_warmup",
     "optim.warmup_steps=5", "warm_start=null", "methods=[visual_credit]",
     "logging.samples_every=0", "logging.trackers=[]",
@@ -122,7 +122,9 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     sources += [f"{{source: 'embedded:{held_out}', name: held_out}}"]
     name = re.sub(r"[^\w.]+", "-", f"{world}-{seed}")
     own = [f"name={name}", f"output_dir={folder}", f"model={prepare_model(folder)}"]
-    changes = [*SHORT, f"data.eval=[{', '.join(sources)}]", "resume=true"]
+    every = STEPS if like == held_out else EVERY  # both are the same scenes without a shortcut
+    changes = [*SHORT, f"data.eval=[{', '.join(sources)}]", f"evaluation.every={every}"]
+    own.append("resume=true")
     settings = load_settings("choice", [*changes, *own, f"seed={seed}"], data={"train": "python"})
     rows = draw_examples(like, SUPERVISED_ROWS + 1024)[SUPERVISED_ROWS:]
     with watch_all():
