@@ -29,6 +29,7 @@ from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data_scripts.make_shapes import draw_examples
 from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.report.alarms import AlarmMonitor
 from vlm_grpo.training.methods import visual_credit
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 
@@ -129,10 +130,7 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     rows = draw_examples(like, SUPERVISED_ROWS + 1024)[SUPERVISED_ROWS:]
     with watch_all():
         train(settings, data=rows)
-    alarms, metrics = (
-        [*map(json.loads, path.open())] if path.exists() else []
-        for path in (settings.run_dir / f"{name}.jsonl" for name in ("alarms", "metrics"))
-    )
+    metrics = [*map(json.loads, (settings.run_dir / "metrics.jsonl").open())]
     curves: dict[str, list[list[float]]] = {"like": [], "held_out": []}
     for path in sorted((settings.run_dir / "evaluation").glob("step-*.jsonl")):
         answers = [*map(json.loads, path.open())]
@@ -144,14 +142,24 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
         "world": world,
         "seed": seed,
         "settings": changes,
-        "alarms": [row["step"] for row in alarms if row["name"] == "shortcut"],
-        "rewards": [round(row["reward"], 3) for row in metrics],
+        "rewards": [round(row["reward"], 4) for row in metrics],
         "shares": [
             {key: round(row[key], 4) for key in row if key.startswith((*DEFINITIONS, "cell "))}
             for row in metrics
         ],
         **curves,
     }
+
+
+def find_alarm(run: dict[str, Any]) -> int | None:
+    """Return the step in which the alarm ``shortcut`` is raised first."""
+    monitor = AlarmMonitor({"exact": 1.0}, "exact", completions=128)
+    first = next(iter(DEFINITIONS))
+    for step, (reward, shares) in enumerate(zip(run["rewards"], run["shares"], strict=True)):
+        row = {key: shares[f"{first}: {key}"] for key in (SHARE, AREA) if shares}
+        if any(alarm["name"] == "shortcut" for alarm in monitor.update(row | {"reward": reward})):
+            return step
+    return None
 
 
 def find_gap(run: dict[str, Any]) -> int | None:
@@ -210,7 +218,7 @@ def print_tables(runs: Sequence[dict[str, Any]]) -> None:
             statistics.fmean(100 * find_share(run, "norm", last=n) for run in own)
             for n in (-LAST, LAST)
         )
-        alarms = ", ".join(str(run["alarms"][0]) if run["alarms"] else "–" for run in own)
+        alarms = ", ".join(str(find_alarm(run) or "–") for run in own)
         gaps = ", ".join(str(find_gap(run) or "–") for run in own)
         print(
             f"| {name} | {start:.1f} → {held} | {like} | {first:.1f} → {last:.1f} % | "
@@ -233,7 +241,7 @@ def main() -> None:
     for seed, world in itertools.product(options.seeds, options.worlds):
         if (world, seed) not in {(run["world"], run["seed"]) for run in load_runs(RESULTS)}:
             run = measure(world, seed, options.folder)
-            print(world, seed, run["like"][-1], run["held_out"][-1], run["alarms"], file=sys.stderr)
+            print(world, seed, run["like"][-1], run["held_out"][-1], file=sys.stderr)
             save_runs(RESULTS, [*load_runs(RESULTS), run])
     print_tables(load_runs(RESULTS))
 

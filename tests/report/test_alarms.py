@@ -145,9 +145,9 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
         **FAILURES["sampler mismatch"],
         "sampling/importance_sampling_ratio/mean": lambda t: 1.0,
     },
-    # 1.75 times the boxes' share at first, 1.25 times at last: more than two thirds of it.
+    # 1.75 times the boxes' share at first, 1.5 times at last: two thirds of the excess.
     "credit spreads": {
-        "visual_credit/in_boxes": lambda t: 0.35 - 0.1 * t,
+        "visual_credit/in_boxes": lambda t: 0.35 - 0.05 * t,
         "visual_credit/box_area": lambda t: 0.2,
     },
     "credit is elsewhere, and nothing is learned": {

@@ -279,17 +279,15 @@ def _find_unused(run: AlarmMonitor) -> Condition:
 
 
 def _find_shortcut(run: AlarmMonitor) -> Condition:
-    """Return how far the share of the visual credit in gold boxes, over their share of the image,
-    is below 1 or two thirds of what it was at first, while the reward rises; else 0."""
-    (now, area), (first, first_area) = (
-        [mean(f"visual_credit/{name}") for name in ("in_boxes", "box_area")]
-        for mean in (run.recent, run.start)
-    )
-    before = first / max(first_area, 1e-9)
-    least = max(1.0, before * 2 / 3)
-    rises = run.recent("reward") - run.start("reward") >= 0.05
-    severity = 1 - now / max(area, 1e-9) / least if rises else 0.0
-    return severity, {"now": now, "area": area, "before": before}
+    """Return by which share the recent visual credit in gold boxes, over their share of the image,
+    is below 1, or below half of its excess over 1 at first, while the reward rises; else 0."""
+    names = ("in_boxes", "box_area")
+    now, area = (run.recent(f"visual_credit/{name}", WINDOW // 2) for name in names)
+    before = run.start("visual_credit/in_boxes") / max(run.start("visual_credit/box_area"), 1e-9)
+    rises = run.recent("reward", WINDOW // 2) - run.start("reward") >= 0.05
+    severity = 1 - now / max(area, 1e-9) / max(1.0, (1 + before) / 2) if rises else 0.0
+    recent = run.window(WINDOW // 2)
+    return severity, {"now": now, "area": area, "before": before, "recent": recent}
 
 
 CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
