@@ -162,10 +162,14 @@ def find_alarm(run: dict[str, Any]) -> int | None:
     return None
 
 
-def find_gap(run: dict[str, Any]) -> int | None:
-    """Return the first evaluated step where held-out accuracy has fallen behind by ``GAP``."""
-    pairs = zip(run["like"], run["held_out"], strict=True)
-    return next((step for (step, like), (_, held) in pairs if like - held >= GAP), None)
+def find_gaps(run: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return the first evaluated step where held-out accuracy is behind by ``GAP``, and the first
+    of those from which on it is at every evaluation."""
+    pairs = [*zip(run["like"], run["held_out"], strict=True)]
+    behind = [(step, like - held >= GAP - 1e-9) for (step, like), (_, held) in pairs]
+    first = next((step for step, is_behind in behind if is_behind), None)
+    tail = [*itertools.takewhile(lambda pair: pair[1], reversed(behind))]
+    return first, tail[-1][0] if tail else None
 
 
 def find_share(
@@ -218,11 +222,14 @@ def print_tables(runs: Sequence[dict[str, Any]]) -> None:
             statistics.fmean(100 * find_share(run, "norm", last=n) for run in own)
             for n in (-LAST, LAST)
         )
-        alarms = ", ".join(str(find_alarm(run) or "–") for run in own)
-        gaps = ", ".join(str(find_gap(run) or "–") for run in own)
+        steps = [(find_alarm(run), *find_gaps(run)) for run in own]
+        alarms, first_gaps, gaps = (
+            ", ".join("–" if step is None else str(step) for step in found)
+            for found in zip(*steps, strict=True)
+        )
         print(
             f"| {name} | {start:.1f} → {held} | {like} | {first:.1f} → {last:.1f} % | "
-            f"{alarms} | {gaps} |"
+            f"{alarms} | {first_gaps} | {gaps} |"
         )
     print("\n| definition | Spearman | Pearson |\n| --- | --- | --- |")
     for name, is_relative in itertools.product(DEFINITIONS, (False, True)):
