@@ -206,9 +206,10 @@ def correlate(runs: Sequence[dict[str, Any]], shares: Sequence[float]) -> str:
 
 def print_tables(runs: Sequence[dict[str, Any]]) -> None:
     print(
-        "| world | held out, by seed | like training | share in boxes | alarm | 10 points behind |"
+        "| world | held out, by seed | like training | share in boxes | alarm | "
+        "10 points behind | for good |"
     )
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in WORLDS:
         own = [run for run in runs if run["world"] == name]
         if not own:
