@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from vlm_grpo.data_scripts.make_shapes import draw_examples
 
 ROOT = Path(__file__).parents[2]
-SHARES, SCALE, CELLS, LAST, CAPTION = ("0", "0.5", "0.75", "0.9", "1"), 2, 3, 20, 22
+SHARES, SCALE, CELLS, LAST, CAPTION = ("0", "0.5", "0.9", "1"), 2, 3, 20, 22
 
 runs = json.loads((ROOT / "perf/results/visual_credit.json").read_text())
 font = ImageFont.load_default(11)
@@ -28,8 +28,10 @@ for share in SHARES:
         for step in run["shares"][-LAST:]
         if "cell 0" in step
     ]
+    if not steps:
+        continue
     (example,) = draw_examples(f"choices:easy,options=4,mark={share},held_out=false", 1, seed=3)
-    scene = example.images[0].load()
+    scene = example.images[0].load().convert("L").convert("RGB")
     size = (SCALE * scene.width, SCALE * scene.height)
     panel = Image.new("RGB", (size[0] + 6, size[1] + CAPTION), "white")
     panel.paste(scene.resize(size, Image.Resampling.NEAREST))
@@ -37,8 +39,9 @@ for share in SHARES:
     for number in range(CELLS**2):
         part = fmean(step[f"cell {number}"] for step in steps)
         x, y = number % CELLS * side, number // CELLS * side
-        # A quarter of all credit is opaque.
-        pen.rectangle((x, y, x + side - 1, y + side - 1), fill=(255, 110, 0, round(4 * 255 * part)))
+        # From a twentieth of all credit, transparent, to three twentieths, opaque.
+        alpha = round(255 * min(max(10 * (part - 0.05), 0), 1))
+        pen.rectangle((x, y, x + side - 1, y + side - 1), fill=(255, 110, 0, alpha))
         pen.text((x + side - 30, y + side - 16), f"{100 * part:.0f} %", fill="black", font=font)
     pen.text((0, size[1] + 4), f"S = {share}", fill="black", font=font)
     panels.append(panel)

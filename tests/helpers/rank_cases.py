@@ -130,8 +130,7 @@ LOSSES = {"grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}}
 UNEVEN: dict[str, dict[str, Any]] = {
     "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},
     "a reference and two updates": {
-        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2},
-        "methods": ["visual_credit"],
+        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2}
     },
     "a reference in the reward": {
         "objective": {"beta": 0.05, "reference_refresh_every": "never", "kl_in": "reward"}
@@ -199,8 +198,7 @@ def prepare(folder: Path) -> None:
         pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.png")
         images = [] if index % 3 == 0 else [f"{index}.png"]
-        row = {"id": str(index), "images": images, "question": "Write.", "answer": "abc"}
-        rows.append(row | ({"boxes": [[0, 0, 40, 28]]} if images else {}))
+        rows.append({"id": str(index), "images": images, "question": "Write.", "answer": "abc"})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -247,8 +245,11 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
             "checkpoint": {"sharded": launch.startswith("fsdp_held")},
 =======
             "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
+<<<<<<< HEAD
             "methods": ["visual_credit"],
 >>>>>>> 0673934f (Visual credit of two processes, of FSDP2 and of resumed runs equals that of one; videos are refused, tested)
+=======
+>>>>>>> 7d2b0a41 (The cases of ranks wait for a run of their own)
             **changes,
         },
     )
