@@ -25,17 +25,8 @@ CASES = {
     **{"ddp-2": 19, "fsdp-2": 10, "fsdp_held-2": 2},
     **{"ddp-4": 5, "fsdp-4": 3, "hsdp-4": 1},
 }
-<<<<<<< HEAD
 """Number of float32 cases of each launch, of the 19 of ``ddp-1``."""
 OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/", "revision/")
-=======
-"""Number of float32 cases of each launch, of the 17 of ``ddp-1``."""
-<<<<<<< HEAD
-OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/", "visual_credit/")
->>>>>>> 0673934f (Visual credit of two processes, of FSDP2 and of resumed runs equals that of one; videos are refused, tested)
-=======
-OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/")
->>>>>>> 7d2b0a41 (The cases of ranks wait for a run of their own)
 """Beginnings of the names of metrics of a run's examples."""
 
 Step = dict[str, Any]
@@ -149,16 +140,8 @@ def test_the_cases_are_uneven(folder):
     mixed = [step["metrics"] for step in results["a mixture"]]
     assert all(row["sources/plain/reward"] > 0 < row["sources/half/reward"] for row in mixed)
     assert any(step["metrics"]["replay/groups"] for step in results["a curriculum and replay"])
-<<<<<<< HEAD
-<<<<<<< HEAD
     shares = [step["metrics"]["revision/share"] for step in results["revised groups"]]
     assert any(0 < share < 1 for share in shares)
-=======
-    credited = [step["metrics"] for step in results["a reference and two updates"]]
-    assert any(0 < row.get("visual_credit/in_boxes", 0) < 1 for row in credited)
->>>>>>> 0673934f (Visual credit of two processes, of FSDP2 and of resumed runs equals that of one; videos are refused, tested)
-=======
->>>>>>> 7d2b0a41 (The cases of ranks wait for a run of their own)
     steps = [step["metrics"] for steps in select_steps(results).values() for step in steps]
     metrics = [row for row in steps if "frac_reward_zero_std" in row]  # not of supervised steps
     # Groups with and without spread in one step: on four ranks some rank has no useful group.

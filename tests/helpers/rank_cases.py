@@ -241,15 +241,7 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
             "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
             # Adam's first steps enlarge what rounding differs in; a larger rate changes samples.
             "optim": {"lr": 2e-4, "max_steps": 4},
-<<<<<<< HEAD
             "checkpoint": {"sharded": launch.startswith("fsdp_held")},
-=======
-            "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
-<<<<<<< HEAD
-            "methods": ["visual_credit"],
->>>>>>> 0673934f (Visual credit of two processes, of FSDP2 and of resumed runs equals that of one; videos are refused, tested)
-=======
->>>>>>> 7d2b0a41 (The cases of ranks wait for a run of their own)
             **changes,
         },
     )
