@@ -156,8 +156,9 @@ class VarlenPlan:
         self, layer: Layer, query: Tensor, key: Tensor, value: Tensor
     ) -> Float[Tensor, "1 T heads width"]:
         """Compute attention of the row's tokens to their prompts and earlier tokens."""
-        key, value = (_Gather.apply(x[0].transpose(0, 1), self.keys) for x in (key, value))  # type: ignore[misc]
-        tensors = query[0].transpose(0, 1), key, value
+        # Not ``x[0]``, whose gradient is written into a tensor of zeros.
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        tensors = query, *(_Gather.apply(x, self.keys) for x in (key, value))  # type: ignore[misc]
         options = {"causal": True, "window": layer.window}
         return run_varlen(*tensors, self.starts, self.longest, layer.scaling, **options)[0][None]
 

@@ -59,9 +59,16 @@ def product(
 
 def outer(left: Float[Tensor, "n p"], right: Float[Tensor, "n q"]) -> Float[Tensor, "p q"]:
     """Compute ``left.T @ right`` in the faster order."""
+    if left.device.type != "cpu":  # in that of a gradient, which is then not copied
+        return left.T @ right
     if left.shape[1] > right.shape[1]:
         return product(right.T, left.T).T
     return product(left.T, right.T)
+
+
+def multiply(input: Float[Tensor, "*rows p"], matrix: Float[Tensor, "p q"]) -> Tensor:
+    """Compute ``input @ matrix`` without gradient."""
+    return product(input, matrix.T) if uses_onednn(input, matrix) else input @ matrix
 
 
 def multiply_by_onednn(
@@ -227,7 +234,7 @@ class _Product(torch.autograd.Function):
         grad = grad_outputs[0]
         rows = grad.flatten(0, -2)
         return (
-            product(grad, restore(weight, grad.dtype).T) if needs_input else None,
+            multiply(grad, restore(weight, grad.dtype)) if needs_input else None,
             outer(rows, input.flatten(0, -2)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
@@ -258,10 +265,10 @@ class _AdaptedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, a, b, inner = ctx.saved_tensors
         grad = grad_outputs[0].flatten(0, -2)
-        d_inner = product(grad, b.T).mul_(ctx.scaling)
+        d_inner = multiply(grad, b).mul_(ctx.scaling)
         d_a, d_b = outer(d_inner, rows), outer(grad, inner).mul_(ctx.scaling)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = product(grad, restore(weight, grad.dtype).T).addmm_(d_inner, a)
+            d_x = multiply(grad, restore(weight, grad.dtype)).addmm_(d_inner, a)
             d_x = d_x.view(*grad_outputs[0].shape[:-1], -1)
         return d_x, None, None, d_a, d_b, None
