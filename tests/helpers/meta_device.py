@@ -117,8 +117,8 @@ class _OneKernel(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if is_tensor else None for is_tensor in ctx.inputs]
         with _disable_current_modes():
-            pairs = zip(inputs, ctx.needs, strict=True)
-            grads = [torch.empty_like(x) if needs else None for x, needs in pairs]
+            needed = (x if needs else None for x, needs in zip(inputs, ctx.needs, strict=True))
+            grads = [None if x is None else torch.empty_like(x) for x in needed]
         _count_kernels((*grad_outputs, *inputs), grads)
         return None, *grads
 

@@ -179,8 +179,8 @@ def test_forked_episodes_are_scored_as_if_each_were_sampled_alone(tmp_path, serv
     for own in (slices, tuple(replace(part, trunks=()) for part in slices)):
         logprobs = policy.score(MicroBatch(own)).logprobs
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-        weights = policy.trainable_parameters()
-        found.append((logprobs.detach(), {n: w.grad.clone() for n, w in weights if w.grad.any()}))
+        grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
+        found.append((logprobs.detach(), {n: g.clone() for n, g in grads.items() if g.any()}))
         policy.model.zero_grad()
         policy.engine.clear_image_features()
     (forked, gradient), (alone, expected) = found

@@ -58,7 +58,8 @@ def test_one_kernel_attends_to_prompts_and_own_tokens_of_a_cache_that_hides_slot
     use_plain_varlen(monkeypatch)
     cache = KVCache(CacheSize(3, 5, 7, 4))
     prefill = PrefillAttention([GroupSpan(0, 2, ())])
-    prefill.keys, prefill.heads = {0: tuple(torch.zeros(2, 1, 2, 2, 8).double())}, [(4, 2)]
+    first, second = torch.zeros(2, 1, 2, 2, 8).double()
+    prefill.keys, prefill.heads = {0: (first, second)}, [(4, 2)]
     cache.store_prompts([0], prefill, [np.arange(2)])
     cache.restore(2, 3)
     torch.manual_seed(0)

@@ -158,9 +158,9 @@ class VarlenPlan:
         """Compute attention of the row's tokens to their prompts and earlier tokens."""
         # Not ``x[0]``, whose gradient is written into a tensor of zeros.
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        tensors = query, *(_Gather.apply(x, self.keys) for x in (key, value))  # type: ignore[misc]
-        options = {"causal": True, "window": layer.window}
-        return run_varlen(*tensors, self.starts, self.longest, layer.scaling, **options)[0][None]
+        key, value = (_Gather.apply(x, self.keys) for x in (key, value))  # type: ignore[misc]
+        sizes, options = (self.starts, self.longest), {"causal": True, "window": layer.window}
+        return run_varlen(query, key, value, *sizes, layer.scaling, **options)[0][None]
 
 
 class _Gather(torch.autograd.Function):

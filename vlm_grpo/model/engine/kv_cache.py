@@ -235,7 +235,7 @@ class KVCache:
         self.prompts: Layers = {}
         self.completions: Layers = {}
         # Tokens of both, (tokens, key heads, width), where one kernel reads them.
-        self.joined: Layers = {}
+        self.joined: dict[int, tuple[Tensor, Tensor]] = {}
         self.heads: list[tuple[int, int]] = []  # as in ``PrefillAttention``
         self._memory: tuple[Layers, Layers] = ({}, {})
         self._states: dict[int, list[tuple[str, int]]] = {}  # names of a recurrent state's tensors
@@ -312,11 +312,14 @@ class KVCache:
 
     def _allocate(self, like: PrefillAttention) -> None:
         self.heads = like.heads
-        shapes = self.size[0::2], self.size[1::2]
-        for number, keys in like.keys.items():
-            pairs = [_allocate_keys(shapes, x) for x in keys]
-            self.joined[number] = tuple(joined for joined, _ in pairs)
-            for layers, *parts in zip(self._memory, *(parts for _, parts in pairs), strict=True):
+        size = self.size
+        shapes = (size.slots, size.prompt_length), (size.places, size.completion_length)
+        for number, (key, value) in like.keys.items():
+            (keys, own_keys), (values, own_values) = (
+                _allocate_keys(shapes, x) for x in (key, value)
+            )
+            self.joined[number] = keys, values
+            for layers, *parts in zip(self._memory, own_keys, own_values, strict=True):
                 layers[number] = tuple(parts)
         for layers, (rows, _) in zip(self._memory, shapes, strict=True):
             for number, (state, *_) in like.states.items():
@@ -521,13 +524,17 @@ class DecodeAttention:
                 self._shared[heads] = SharedKeys.build(cache, counts, self._visible[None])
             found = self._shared[heads](rows, *cache.joined[layer.index], layer.scaling)
             split = (x.split([len(rows) - own, own]) for x in found)
-            pairs = [[x.unflatten(0, s) for x, s in zip(p, shapes, strict=True)] for p in split]
-            (output, over_own), (lse, own_lse) = pairs
+            (output, over_own), (lse, own_lse) = (
+                (first.unflatten(0, shapes[0]), second.unflatten(0, shapes[1]))
+                for first, second in split
+            )
             return output, lse, over_own, own_lse
         prompts, completions = self._find_visible(layer, heads)
-        options = layer.scaling, layer.cap
-        output, lse = prompts(queries[0], *cache.prompts[layer.index], *options)
-        return output, lse, *completions(queries[1], *cache.completions[layer.index], *options)
+        options: Any = layer.scaling, layer.cap
+        keys: Any = cache.prompts[layer.index]
+        output, lse = prompts(queries[0], *keys, *options)
+        own_keys: Any = cache.completions[layer.index]
+        return output, lse, *completions(queries[1], *own_keys, *options)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
         return run(hidden, self.cache.get_state(layer))

@@ -118,8 +118,8 @@ def _move_together(layers: Sequence[Any], factors: Tensor | None) -> Tensor:
     weights, own = [get_base(layer).weight for layer in layers], vars(layers[0])
     count = 0 if factors is None else len(factors)
     sizes = [*map(len, weights), -(-count // 8) * 8]
-    joined = own.get("rollout_rows")
-    parts = () if joined is None else joined.split(sizes)
+    joined: Tensor = own.get("rollout_rows", weights[0].new_zeros(0))
+    parts = joined.split(sizes) if len(joined) else ()
     if [part.data_ptr() for part in parts[:-1]] != [weight.data_ptr() for weight in weights]:
         spare = weights[0].new_zeros(sizes[-1], weights[0].shape[1])
         joined = own["rollout_rows"] = torch.cat([*(w.detach() for w in weights), spare])
