@@ -91,13 +91,17 @@ class ChatTemplate:
 
         ``role`` is that of what it reads; None: that of a tool's result. ``ValueError``: the
         template has no place for it behind a text of the model."""
-        return self._render_result(text, *(self.result_form if role is None else (role,)))
+        if role is None:
+            return self._render_result(text, *self.result_form)
+        self.check_role("assistant")
+        return self._render_result(text, role)
 
     @cached_property
     def result_form(self) -> tuple[str, str, str]:
         """The role in which results of tools are given, and the texts around them.
 
         ``ValueError``: the template has no place for texts and images in any role."""
+        self.check_role("assistant")
         text = f"left{IMAGE}right"
         shown = _find_insert(*(self.render([Turn("user", t)]) for t in (text, "leftright")))
         for role, before, after in _RESULT_FORMS:
@@ -111,7 +115,6 @@ class ChatTemplate:
         raise ValueError("the model's chat template has no place for the images of a tool's result")
 
     def _render_result(self, text: str, role: str, before: str = "", after: str = "") -> str:
-        self.check_role("assistant")
         turn = Turn("user", f"{before}{text}{after}")
         messages = [
             _build_message(_QUESTION),

@@ -73,9 +73,9 @@ def test_groups_without_a_spread_let_others_be_replayed(settings, parts, monkeyp
     packed: list[Any] = []
     accumulate = trainer.updater._accumulate  # noqa: SLF001
 
-    def record(batch: Any, number: int, old: Any) -> Any:
+    def record(batch: Any, number: int, old: Any, *others: Any) -> Any:
         packed.append((batch, old))
-        return accumulate(batch, number, old)
+        return accumulate(batch, number, old, *others)
 
     monkeypatch.setattr(trainer.updater, "_accumulate", record)
     metrics += [trainer.step() for _ in range(3)]
