@@ -1,4 +1,4 @@
-"""What is small in a large image, for environments and for a teacher that sees the crop.
+"""Small words and shapes in large images, for environments and a teacher that sees the crop.
 
 Worlds: "tiny_words", one word, and "tiny_objects", rows of shapes, in cells of a large image; a
 row's ``evidence`` is the cell that the question is about, which has the size of the images of
@@ -25,7 +25,7 @@ ROW = 3  #: Number of shapes in a row
 
 
 class Cells(World):
-    """An image of many cells, of which the question is about one."""
+    """An image of many cells; the question is about one of them."""
 
     levels: ClassVar = {"easy": {"cells": 2}, "medium": {"cells": 3}, "hard": {"cells": 4}}
 

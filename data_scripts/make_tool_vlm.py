@@ -29,7 +29,7 @@ from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.utils.atomic_io import create_whole_folder
 
 COUNT = 64  #: Examples of a recipe whose episodes are compared
-LEAST = 8  #: Fewest characters of a text that gets a token of its own
+LEAST = 8  #: The shortest text, in characters, that gets its own token
 MOST_WORDS = 8  #: Different arguments that get tokens of their own
 ROLES = ("system", "user", "tool", "assistant")  #: Names in the chat template
 

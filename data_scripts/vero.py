@@ -33,7 +33,7 @@ def _read(truth: str, task: str, kind: str) -> Any | None:
         return truth.strip() or None
     try:
         texts = ast.literal_eval(truth)  # a list as Python writes it
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # of text that is nested deeply
         texts = truth
     found = texts if isinstance(texts, list | tuple) else [texts]
     return [str(text) for text in found if str(text).strip()] or None

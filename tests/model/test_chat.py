@@ -20,7 +20,7 @@ from vlm_grpo.model.families import Family, load_family
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
-from vlm_grpo.planning.plan import PromptCounter
+from vlm_grpo.planning.prompts import PromptCounter
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_environment, load_task
 from vlm_grpo.types import Observed

@@ -428,6 +428,7 @@ class RolloutSampler:
             parts = sample_next_turns(*arguments, firsts, sample, self.policy.prompts)
         for number, group in zip(found, self._score(task, prompts, parts), strict=True):
             if group.completions:
+                self.num_tokens -= group.completions[0].trunk_length  # sampled in the first round
                 groups[number] = group
         return groups
 

@@ -13,7 +13,7 @@ from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.plan import PromptCounter
+from vlm_grpo.planning.prompts import PromptCounter
 from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example

@@ -37,7 +37,7 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.graphs import DecodeStep
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.plan import PromptCounter
+from vlm_grpo.planning.prompts import PromptCounter
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.rollout import select_usable

@@ -65,6 +65,9 @@ def test_failed_groups_are_revisions_of_their_best_answer(settings, monkeypatch)
             assert len(own.token_ids) <= 6
             assert group.scores[number].answer == own.text
         assert len({own.token_ids for own in group.completions}) > 1
+    own = [c.token_ids[c.trunk_length :] for group in revised for c in group.completions]
+    first = [c.token_ids for group in sampled for c in group.completions]
+    assert rollout.num_tokens == sum(map(len, (*first, *own)))
     assert rollout.metrics["revision/share"] == pytest.approx(len(failed) / len(sampled))
     assert rollout.metrics["revision/improvement"] == pytest.approx(fmean(gains))
 

@@ -331,8 +331,10 @@ class KVCache:
 
 
 def _allocate_keys(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Allocate a layer's keys or values like those of a prompt, for each numbers of rows and tokens
-    (rows, length, key heads, width), in the memory order of the kernel; return all, and each."""
+    """Allocate a layer's keys or values like those of a prompt, in the memory order of the kernel.
+
+    Return all tokens, and for each of the shapes (rows, length) its part (rows, length, key heads,
+    width)."""
     _, heads, _, width = like.shape
     joined = like.new_zeros(sum(rows * length for rows, length in shapes), heads, width)
     parts = joined.split([rows * length for rows, length in shapes])
@@ -416,7 +418,7 @@ class SharedKeys(NamedTuple):
         used = torch.cat([keys.lengths for keys in visible]).int()
 
         def list_starts(sizes: Sequence[int], hidden: int) -> Int[Tensor, " starts"]:
-            first, more = (count * size for count, size in zip(counts, sizes, strict=True))
+            first, more = (count * each for count, each in zip(counts, sizes, strict=True))
             options = {"dtype": torch.int32, "device": used.device}
             places = torch.arange(first, first + more + 1, sizes[1], **options) + hidden
             return torch.cat([torch.arange(0, first, sizes[0], **options), places])
