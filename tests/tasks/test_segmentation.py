@@ -90,19 +90,21 @@ def test_the_metrics_of_a_dataset_are_those_of_lisa_and_grefcoco(monkeypatch):
         *(Example(str(n), (IMAGE,), "cup", target) for n in range(3)),
         *(Example(str(n), (IMAGE,), "cup", nothing) for n in range(3, 6)),
         Example("6", (IMAGE,), "cup", target, ignored),
+        Example("7", (IMAGE,), "cup", target, {"ignored_mask": encode_mask(block(0, 0, 40, 10))}),
     ]
 
     def answer(*box: int) -> Any:
         return ((tuple(map(float, box)), (1.0, 1.0)),)
 
     answers = [answer(0, 0, 10, 10), (), None, (), answer(0, 0, 5, 10), None, answer(0, 0, 20, 10)]
+    answers.append(answer(0, 0, 9, 9))
     values = task.corpus_metrics(answers, examples)
-    # IoU: 1/2, 0, 0; nothing to find: 1, 0, 0; without the ignored half, 1.
-    assert values["mask_giou"] == pytest.approx((0.5 + 1 + 1) / 7)
+    # IoU: 1/2, 0, 0; nothing to find: 1, 0, 0; without the ignored half, 1; all of it ignored, 1.
+    assert values["mask_giou"] == pytest.approx((0.5 + 1 + 1 + 1) / 8)
     # Intersections 100 + 100; unions 200 + 200 + 200 + 50 + 100.
     assert values["mask_ciou"] == pytest.approx(200 / 750)
     assert values["n_acc"] == pytest.approx(1 / 3)
-    assert values["t_acc"] == pytest.approx(3 / 4)
+    assert values["t_acc"] == pytest.approx(4 / 5)
     assert task.mask_iou(answers[0], examples[0]) == 0.5
     assert task.mask_iou((), examples[3]) == 1.0
     assert load_task("segmentation").corpus_metrics(answers, examples) == {}
