@@ -134,6 +134,12 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout": {"noise": {"strength": 800, "share": 0.25}, "top_k": 150},
         "optim": {"mini_batches": 2},
     },
+    "crops in place of images, LoRA, masked, two mini-batches": {
+        **LORA,
+        "methods": [{"file": "crop_rollouts", "options": {"share": 0.25, "margin": 0}}],
+        "objective": {"sampler_correction": "token", "mask_truncated_completions": True},
+        "optim": {"mini_batches": 2, "prompts_per_step": 4},
+    },
     "masked images: PAPO, VPPO and less entropy, two mini-batches, masked completions": {
         **LORA,
         "objective": {

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vlm_grpo.config.data import DataSettings, SourceSettings, Split
+from vlm_grpo.data.evidence import list_evidence
 from vlm_grpo.data.loading import read_source, stands_for_both
-from vlm_grpo.data.rows import list_evidence
 from vlm_grpo.errors import bullets, list_bad_rows
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import Box, gold_boxes

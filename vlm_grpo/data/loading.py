@@ -26,10 +26,11 @@ from vlm_grpo.config.data import (
     is_mixture,
 )
 from vlm_grpo.config.run import MIXED, Settings
+from vlm_grpo.data.evidence import list_boxes
 from vlm_grpo.data.formats import open_source
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_rows
-from vlm_grpo.data.rows import Row, list_boxes, to_example
+from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.errors import UserError, list_bad_rows
 from vlm_grpo.task import Rule, Task
 from vlm_grpo.task.coordinates import BoxError

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from PIL import Image
 
 from vlm_grpo.config.data import Column, SourceSettings
+from vlm_grpo.data.evidence import holds_boxes, list_boxes, list_evidence
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.messages import (
     fill_objects,
@@ -24,7 +25,7 @@ from vlm_grpo.data.messages import (
 )
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
-from vlm_grpo.task.coordinates import Box, BoxError, gold_boxes
+from vlm_grpo.task.coordinates import BoxError
 from vlm_grpo.types import Example, ImageRef, TableCell
 from vlm_grpo.utils.chat import Turn, place_images
 
@@ -124,7 +125,7 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
     if refs and _changes_boxes(source):
         size = task.target_image(example).size
         candidates = [_convert_boxes(answer, source, size) for answer in candidates]
-        if _holds_boxes(meta.get("evidence")):
+        if holds_boxes(meta.get("evidence")):
             boxes = {"boxes": meta["evidence"]}
             meta = {**meta, "evidence": _convert_boxes(boxes, source, size)["boxes"]}
             example = replace(example, meta=meta)
@@ -313,30 +314,6 @@ def _check_boxes(example: Example, task: Task) -> None:
         raise BoxError(
             f"box {list(boxes[0])} is smaller than a pixel of its image of {width}x{height}"
         )
-
-
-def list_boxes(example: Example) -> tuple[Box, ...]:
-    """Return the boxes of an example's answer in pixels; none of an answer of another form."""
-    try:
-        return gold_boxes(example.answer) if example.images else ()
-    except ValueError:  # of a user's task, which has accepted it
-        return ()
-
-
-def list_evidence(example: Example) -> tuple[Box, ...]:
-    """Return the boxes of the column ``evidence`` in pixels, the parts of the image that an answer
-    needs; none if it holds something else. ``ValueError``: one is no box."""
-    found = example.meta.get("evidence") if example.images else None
-    try:
-        return gold_boxes({"boxes": found}) if _holds_boxes(found) else ()
-    except ValueError as error:
-        raise ValueError(f"evidence: {error}") from error
-
-
-def _holds_boxes(value: Any) -> bool:
-    """Return whether a column has boxes; some have times, or texts."""
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    return is_list and all(isinstance(item, list | tuple) for item in value)
 
 
 def _changes_boxes(source: SourceSettings) -> bool:

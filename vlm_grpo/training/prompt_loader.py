@@ -82,12 +82,8 @@ class PromptLoader:
                 builder, own = self.policy.prompts, self.stream[position]
                 example, start = begin_episodes(builder, self.runner, own, self.task)
                 prompt = replace(self._build(example), start=start)
-                other = (
-                    None if variant is None or start is not None else variant.change(example, index)
-                )
-                if variant is not None and other is not None:
-                    changed = replace(self._build(other), label=variant.label)
-                    prompt = replace(prompt, variant=changed)
+                if variant is not None and start is None:
+                    prompt = replace(prompt, variant=self._vary(example, index, variant))
             except UserError as error:
                 if not self.skip_unreadable or position == index + MAX_REPLACEMENTS:
                     raise
@@ -95,6 +91,15 @@ class PromptLoader:
                 position += 1
             else:
                 return prompt, position > index
+
+    def _vary(self, example: Example, index: int, variant: Variant) -> Prompt | None:
+        if (other := variant.change(example, index)) is None:
+            return None
+        try:
+            changed = self._build(self.policy.prompts.with_resized_sizes(other))
+        except ValueError as error:
+            raise UserError(f"{example.name}: {variant.label[0]}: {error}") from error
+        return replace(changed, label=variant.label)
 
     def _build(self, example: Example) -> Prompt:
         prompt = self.policy.prompts.build(example, self.task)

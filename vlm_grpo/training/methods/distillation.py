@@ -10,19 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
-from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.rows import list_boxes, list_evidence
+from vlm_grpo.data.evidence import crop_to_boxes, list_boxes, list_evidence, mask_beyond_boxes
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
@@ -104,19 +101,8 @@ class Distillation(Method):
 
     def _show(self, image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
         """Return the image as the teacher sees it."""
-        edges, size = np.array(boxes), np.array(image.size)
-        room = self.own.margin * (edges[:, 2:] - edges[:, :2])
-        low = np.floor(edges[:, :2] - room).clip(0, size - 1)
-        high = np.ceil(edges[:, 2:] + room).clip(low + 1, size)
-        picture = image.load()
-        shown = Image.new("RGB", image.size)
-        if self.own.teacher_prompt == "crop":
-            shown = picture.crop(np.hstack([low.min(0), high.max(0)]).tolist())
-        else:
-            for part in np.hstack([low, high]).astype(int).tolist():
-                shown.paste(picture.crop(part), part)
-        name, data = f"{image.name} as the teacher sees it", encode_png(shown, compress_level=1)
-        return ImageRef(name, shown.size, shown.size, data=data)
+        show = crop_to_boxes if self.own.teacher_prompt == "crop" else mask_beyond_boxes
+        return show(image, boxes, self.own.margin)
 
     def score(self, passes: Passes) -> Values:
         slices = self._change_prompts(passes.slices)

@@ -1,0 +1,89 @@
+"""Groups of which a part is sampled behind the crop that the answer needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_runs import make_trainer
+from tiny_models import noise_clip, noise_example
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.training.methods.crop_rollouts import Cropped
+
+EVIDENCE = {"evidence": [[60, 2, 80, 30], [90, 10, 95, 20]]}
+WORDS = {"train": "embedded:tiny_words:cells=2"}
+
+
+def use_crops(**options: float) -> dict[str, object]:
+    return {"methods": [{"file": "crop_rollouts", "options": options}]}
+
+
+def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(settings):
+    trainer = make_trainer(settings(data=WORDS, **use_crops(share=0.25)))
+    sampler, variant = trainer.sampler, trainer.methods["crop_rollouts"].variant(0)
+    groups = sampler.sample(0).groups
+    prompts = sampler.loader.load(range(3), variant)
+    crops = {prompt.example.id: prompt.variant for prompt in prompts}
+    for group in groups:
+        crop = crops[group.id]
+        assert crop is not None
+        assert len(crop.token_ids) < len(group.prompt.token_ids)
+        assert [c.variant for c in group.completions] == [None, None, None, ("crop", 1)]
+        assert group.prompt.variant is None
+        for completion in group.completions:
+            differences = []
+            for prompt in (group.prompt, crop):
+                batch = MicroBatch((GroupSlice(prompt, (completion.token_ids,), (0,)),))
+                with torch.no_grad():
+                    scored = sampler.policy.score(batch).logprobs
+                differences.append((scored - torch.tensor(completion.logprobs)).abs().max())
+            if completion.variant is not None:
+                differences.reverse()
+            assert differences[0] < 1e-4 < differences[1]
+
+
+def test_the_crop_is_around_all_boxes_within_the_image():
+    whole = replace(noise_example("a", [(112, 56)]), meta=EVIDENCE)
+    for margin, expected in ((0.0, (60, 2, 95, 30)), (1.0, (40, 0, 100, 56))):
+        changed = Cropped(margin).change(whole, 0)
+        assert changed is not None
+        part = whole.images[0].load().crop(expected)
+        assert changed.images[0].load().tobytes() == part.tobytes()
+        assert changed.images[0].size == part.size
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"meta": {}},
+        {"meta": {"evidence": "page 3"}},
+        {"images": noise_example("b", [(112, 56), (28, 28)]).images},
+        {"images": (noise_clip("c", (112, 56), 2),)},
+        {"images": ()},
+        {"answer": {"boxes": [[1, 2, 3, 4]]}},  # of the image, not of the crop
+    ],
+)
+def test_other_examples_have_no_crop(change):
+    example = replace(noise_example("a", [(112, 56)]), meta=EVIDENCE)
+    assert Cropped(0.1).change(replace(example, **change), 0) is None
+
+
+def test_a_run_without_evidence_is_refused(settings):
+    with pytest.raises(UserError, match="crop_rollouts has no effect: no training example has one"):
+        make_trainer(settings(**use_crops()))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"objective": {"beta": 0.1}}, "objective.beta"),
+        ({"objective": {"perception": {"kl_coef": 0.01}}}, "objective.perception"),
+        ({"methods": [{"file": "crop_rollouts"}, {"file": "revision"}]}, "revision"),
+    ],
+)
+def test_what_needs_completions_behind_the_whole_image_is_refused(settings, change, name):
+    with pytest.raises(UserError, match=f"crop_rollouts does not work with {name}: remove one"):
+        make_trainer(settings(data=WORDS, **(use_crops() | change)))

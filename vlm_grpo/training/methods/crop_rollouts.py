@@ -1,0 +1,86 @@
+"""Groups of which a part is sampled behind the crop that the answer needs.
+
+Where the policy reads a crop, and hardly ever the whole image, most groups have no right answer and
+no gradient. Completions behind the crop bring right ones into the group; all are scored, and
+trained, behind the whole image. As in NoisyRollout (arXiv:2504.13055), which samples behind noise,
+the ratio of a completion from behind the other image is that of the policy behind the whole one.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from pydantic import Field
+
+from vlm_grpo.config.methods import MethodSettings
+from vlm_grpo.config.requirements import get
+from vlm_grpo.data.evidence import crop_to_boxes, list_boxes, list_evidence
+from vlm_grpo.errors import UserError
+from vlm_grpo.training.methods import Method, Run, Variant
+from vlm_grpo.types import Example
+
+NEED_WHOLE_IMAGES = tuple(
+    f"objective.{name}" for name in ("beta", "replay", "distillation", "perception")
+)
+"""Settings for which the policy must have sampled behind the images that it is trained with."""
+OTHERS = "counterfactual", "revision"  # methods for which the same holds
+
+
+class CropRolloutsSettings(MethodSettings):
+    """Completions sampled behind the crop of the row's column ``evidence``."""
+
+    extra_views: ClassVar[int] = 1
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of a group's completions sampled behind the crop, rounded; at least one behind each."""
+    margin: float = Field(default=0.1, ge=0)
+    """Share of the sides of the boxes by which the crop extends them on each side."""
+
+
+@dataclass(frozen=True)
+class Cropped(Variant):
+    """Prompts with the part of their only image that the answer needs."""
+
+    margin: float
+
+    @property
+    def label(self) -> tuple[str, int]:
+        return "crop", 1
+
+    def change(self, example: Example, index: int) -> Example | None:
+        if not can_crop(example):
+            return None
+        (image,) = example.images
+        crop = crop_to_boxes(image, list_evidence(example), self.margin)
+        return replace(example, images=(crop,))
+
+
+def can_crop(example: Example) -> bool:
+    """Return whether an example has one image with evidence, and an answer without boxes in it."""
+    if len(example.images) != 1 or example.images[0].kind != "image":
+        return False
+    return bool(list_evidence(example)) and not list_boxes(example)
+
+
+class CropRollouts(Method):
+    """Completions of a part of each group from behind the crop."""
+
+    name, has_videos = "crop_rollouts", False
+    own: CropRolloutsSettings
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        used = [key for key in NEED_WHOLE_IMAGES if get(run.settings, key)]
+        used += [str(m.file) for m in run.settings.methods if str(m.file) in OTHERS]
+        for name in used:
+            raise UserError(f"methods: crop_rollouts does not work with {name}: remove one")
+        if not any(map(can_crop, run.stream.examples)):
+            raise UserError(
+                "methods: crop_rollouts has no effect: no training example has one image, evidence "
+                "with boxes in its pixels, and an answer without boxes"
+            )
+
+    def variant(self, step: int) -> Cropped | None:
+        return None if self.run.settings.is_supervised(step) else Cropped(self.own.margin)
+
+    def count_variants(self, size: int) -> int:
+        return min(max(1, round(self.own.share * size)), size - 1)
