@@ -79,10 +79,8 @@ class Plan:
         changes: changes of settings that make the recipe fit, each in addition to those before it
             and with the resulting step; empty if the recipe fits.
         others: other ways of holding weights and moments and of sampling, each with its step.
-        faster: changes that use the memory that is left to shorten the step, each by itself.
+        faster: a change that uses the memory that is left to shorten the step; None: there is none.
         wider: a step with four times as many completions of each prompt; None: it does not fit.
-        largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
-            changes; 0 if the recipe does not fit even with them.
         smallest_card: memory in GB of the smallest common GPU that holds the unchanged recipe;
             None: none does.
     """
@@ -93,9 +91,8 @@ class Plan:
     step: StepEstimate
     changes: Sequence[Change]
     others: Sequence[Change]
-    faster: Sequence[Change]
+    faster: Change | None
     wider: Change | None
-    largest_batch: int
     smallest_card: int | None
 
     @property
@@ -239,11 +236,12 @@ def _format_advice(plan: Plan) -> Iterator[str]:
     if plan.fits:
         free = (plan.device.usable - plan.step.memory.peak) / GIB
         yield f"fits       yes, with {free:.1f} GiB to spare"
-        for text, step in plan.faster:
-            yield f"faster     {text:<43} {step.memory.peak / GIB:8.2f} GiB{_compare(plan, step)}"
+        for name, change in (("faster", plan.faster), ("wider", plan.wider)):
+            if change is not None:
+                text, step = change
+                cost = f"{step.memory.peak / GIB:8.2f} GiB{_compare(plan, step)}"
+                yield f"{name:<10} {text:<43} {cost}"
         if plan.wider is not None:
-            text, step = plan.wider
-            yield f"wider      {text:<43} {step.memory.peak / GIB:8.2f} GiB{_compare(plan, step)}"
             yield "           for prompts that are seldom answered right, on fewer of them per step"
         return
     missing = (plan.step.memory.peak - plan.device.usable) / GIB
@@ -251,13 +249,12 @@ def _format_advice(plan: Plan) -> Iterator[str]:
     for text, step in plan.changes:
         host = f", {step.memory.host / GIB:.0f} of main memory each" if step.memory.host else ""
         yield f"  {text:<54} {step.memory.peak / GIB:8.2f} GiB{host}"
-    if plan.largest_batch == 0:
+    if not plan.changes or not plan.device.holds(plan.changes[-1][1].memory.peak):
         more = "a larger device or a smaller model"
         if plan.num_devices == 1:
             more += ", or several devices: --devices 8 plans their sharing of the weights (FSDP2)"
         yield f"           not even then: use {more}"
         return
-    yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
     for text, step in plan.others:
         fits = "fits" if plan.device.holds(step.memory.peak) else "too large"
         yield f"  or {step.memory.peak / GIB:.2f} GiB ({fits}): {text}"
@@ -270,8 +267,6 @@ def _format_advice(plan: Plan) -> Iterator[str]:
 
 
 def _compare(plan: Plan, step: StepEstimate) -> str:
-    if (batches := step.work.num_micro_batches) < plan.step.work.num_micro_batches:
-        return f", {batches} micro-batches instead of {plan.step.work.num_micro_batches}"
     if step.seconds is None or plan.step.seconds is None:
         return ""
     return f", {step.seconds.total:.3g} s instead of {plan.step.seconds.total:.3g}"
@@ -450,18 +445,15 @@ class Planner:
         step = self.estimate_step(self.settings)
         fits = self.device.holds(step.memory.peak)
         changes = [] if fits else list(suggest_changes(self, step))
-        last = changes[-1][1] if changes else step
-        batch, smallest = self.find_largest_batch(last), None
-        if not self.device.is_cpu:
-            smallest = self.find_smallest_card()
+        smallest = None if self.device.is_cpu else self.find_smallest_card()
         others = [] if fits else list(suggest_others(self, step, changes))
-        faster = list(suggest_faster(self, step, batch)) if fits else []
+        faster = suggest_faster(self, step) if fits else None
         size = 4 * self.settings.rollout.num_generations
         wider = _change(self, step, "rollout", num_generations=size) if fits else None
         if wider is not None and not self.device.holds(wider[1].memory.peak):
             wider = None
         place = self.device, self.num_devices, self.num_rows
-        return Plan(*place, step, changes, others, faster, wider, batch, smallest)
+        return Plan(*place, step, changes, others, faster, wider, smallest)
 
     def fits(self, settings: Settings, weights: Weights | None = None) -> bool:
         return self.device.holds(self.estimate_step(settings, weights).memory.peak)
@@ -478,20 +470,6 @@ class Planner:
         """Return the smallest of ``CARDS`` that a step fits on; None: there is none."""
         sizes = (size for size in CARDS if self.on(find_device(f"{size}GB")).fits(self.settings))
         return next(sizes, None)
-
-    def find_largest_batch(self, step: StepEstimate) -> int:
-        """Return the largest useful micro-batch in tokens that fits; 0: the step does not fit."""
-        if not self.device.holds(step.memory.peak):
-            return 0
-        work = step.work
-        completions = work.num_prompts * work.num_generations * (work.path_tokens - 1)
-
-        def fits(tokens: int) -> bool:
-            changed = with_changes(step.settings, "optim", max_tokens_per_batch=tokens)
-            return self.fits(changed, step.weights)
-
-        least = work.prompt_tokens + work.path_tokens - 1
-        return _find_largest(fits, least, work.num_groups * work.prompt_tokens + completions)
 
 
 def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
@@ -559,16 +537,12 @@ def suggest_others(
     yield from (c for c in found if c and (c[1].settings, c[1].weights) not in known)
 
 
-def suggest_faster(planner: Planner, step: StepEstimate, batch: int) -> Iterator[Change]:
-    """Yield changes that shorten the step with the memory that it leaves, each by itself."""
+def suggest_faster(planner: Planner, step: StepEstimate) -> Change | None:
+    """Return a change that shortens the step with the memory that it leaves."""
     used = step.settings.policy.gradient_checkpointing
-    for part in {"mlp": ("none",), "full": ("none", "mlp")}.get(used, ()):
-        found = _change(planner, step, "policy", gradient_checkpointing=part)
-        if planner.device.holds(found[1].memory.peak):
-            yield found
-            break
-    if batch > step.settings.optim.max_tokens_per_batch:
-        yield _change(planner, step, "optim", max_tokens_per_batch=batch)
+    parts = {"mlp": ("none",), "full": ("none", "mlp")}.get(used, ())
+    found = (_change(planner, step, "policy", gradient_checkpointing=part) for part in parts)
+    return next((c for c in found if planner.device.holds(c[1].memory.peak)), None)
 
 
 def _is_valid(settings: Settings) -> bool:
