@@ -72,10 +72,22 @@ CROP = [f"objective.distillation.{change}" for change in (
 )]  # fmt: skip
 NARROW = [f"optim.prompts_per_step={PROMPTS}", "rollout.num_generations=8"]
 WIDE = [f"optim.prompts_per_step={PROMPTS // 8}", "rollout.num_generations=64"]
+CROP_ROLLOUTS = "methods=[{file: crop_rollouts, options: {margin: 0}}]"
 METHODS: dict[str, tuple[int, str, list[str]]] = {
     "grpo": (60, "1e-4", NARROW),
     "crop": (40, "3e-4", [*NARROW, *CROP, "objective.distillation.only=true"]),
     "both": (40, "3e-4", [*NARROW, *CROP]),
+    "crop, first policy": (
+        40,
+        "3e-4",
+        [
+            *NARROW,
+            *CROP,
+            "objective.distillation.only=true",
+            "objective.distillation.teacher_update_rate=0",
+        ],
+    ),
+    "crop rollouts": (60, "1e-4", [*NARROW, CROP_ROLLOUTS]),
     "wide": (60, "1e-4", WIDE),
     "wide, replay": (60, "1e-4", [*WIDE, "objective.replay.size=16"]),
 }
@@ -117,7 +129,10 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     steps, rate, changed = METHODS[method]
     changes = [*SHARED, *SHORT, *world.options, f"data.eval=embedded:{world.source}", *changed]
     changes += [f"optim.max_steps={steps}", f"optim.lr={rate}"]
-    own = [f"name={name}-{method.replace(', ', '-')}-{seed}", f"output_dir={folder}"]
+    own = [
+        f"name={name}-{method.replace(', ', '-').replace(' ', '-')}-{seed}",
+        f"output_dir={folder}",
+    ]
     own += [f"model={prepare_model(name, folder)}", f"seed={seed}"]
     settings = load_settings(world.recipe, [*changes, *own], data={"train": "python"})
     seconds = time_steps(settings, draw_examples(world.source, 1024))
