@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -64,29 +65,22 @@ EVERY, PROMPTS = 20, 8
 """Steps between two evaluations; prompts of a step with 8 completions each."""
 SHARED = ["rollout.max_completion_length=12", "logging.samples_every=0", "logging.trackers=[]"]
 SHORT = [
-    "optim.schedule=constant_with_warmup", "optim.warmup_steps=5", "data.eval_limit=100",
+    "optim.schedule=constant_with_warmup", "optim.warmup_steps=5", "data.eval_limit=200",
     f"evaluation.every={EVERY}", "warm_start=null",
 ]  # fmt: skip
 CROP = [f"objective.distillation.{change}" for change in (
     "teacher_prompt=crop", "loss=jensen_shannon", "margin=0",
 )]  # fmt: skip
+ONLY = "objective.distillation.only=true"
+FIRST = [ONLY, "objective.distillation.teacher_update_rate=0"]
 NARROW = [f"optim.prompts_per_step={PROMPTS}", "rollout.num_generations=8"]
 WIDE = [f"optim.prompts_per_step={PROMPTS // 8}", "rollout.num_generations=64"]
 CROP_ROLLOUTS = "methods=[{file: crop_rollouts, options: {margin: 0}}]"
 METHODS: dict[str, tuple[int, str, list[str]]] = {
     "grpo": (60, "1e-4", NARROW),
-    "crop": (40, "3e-4", [*NARROW, *CROP, "objective.distillation.only=true"]),
+    "crop": (40, "3e-4", [*NARROW, *CROP, ONLY]),
     "both": (40, "3e-4", [*NARROW, *CROP]),
-    "crop, first policy": (
-        40,
-        "3e-4",
-        [
-            *NARROW,
-            *CROP,
-            "objective.distillation.only=true",
-            "objective.distillation.teacher_update_rate=0",
-        ],
-    ),
+    "crop, first policy": (40, "3e-4", [*NARROW, *CROP, *FIRST]),
     "crop rollouts": (60, "1e-4", [*NARROW, CROP_ROLLOUTS]),
     "wide": (60, "1e-4", WIDE),
     "wide, replay": (60, "1e-4", [*WIDE, "objective.replay.size=16"]),
@@ -129,10 +123,7 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     steps, rate, changed = METHODS[method]
     changes = [*SHARED, *SHORT, *world.options, f"data.eval=embedded:{world.source}", *changed]
     changes += [f"optim.max_steps={steps}", f"optim.lr={rate}"]
-    own = [
-        f"name={name}-{method.replace(', ', '-').replace(' ', '-')}-{seed}",
-        f"output_dir={folder}",
-    ]
+    own = [f"name={name}-{re.sub(r'\W+', '-', method)}-{seed}", f"output_dir={folder}"]
     own += [f"model={prepare_model(name, folder)}", f"seed={seed}"]
     settings = load_settings(world.recipe, [*changes, *own], data={"train": "python"})
     seconds = time_steps(settings, draw_examples(world.source, 1024))
