@@ -123,7 +123,8 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     steps, rate, changed = METHODS[method]
     changes = [*SHARED, *SHORT, *world.options, f"data.eval=embedded:{world.source}", *changed]
     changes += [f"optim.max_steps={steps}", f"optim.lr={rate}"]
-    own = [f"name={name}-{re.sub(r'\W+', '-', method)}-{seed}", f"output_dir={folder}"]
+    short = re.sub(r"\W+", "-", method)
+    own = [f"name={name}-{short}-{seed}", f"output_dir={folder}"]
     own += [f"model={prepare_model(name, folder)}", f"seed={seed}"]
     settings = load_settings(world.recipe, [*changes, *own], data={"train": "python"})
     seconds = time_steps(settings, draw_examples(world.source, 1024))
