@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 from PIL import Image
 
 from vlm_grpo.media.images import encode_png
@@ -38,25 +37,27 @@ def holds_boxes(value: Any) -> bool:
 
 def crop_to_boxes(image: ImageRef, boxes: Sequence[Box], margin: float) -> ImageRef:
     """Return the part of an image around all boxes, each extended by a share of its sides."""
-    edges = _extend(image, boxes, margin)
-    around = [*edges[:, :2].min(0).tolist(), *edges[:, 2:].max(0).tolist()]
+    left, top, right, bottom = zip(*_extend(image, boxes, margin), strict=True)
+    around = min(left), min(top), max(right), max(bottom)
     return _make_image(f"{image.name}, cropped", image.load().crop(around))
 
 
 def mask_beyond_boxes(image: ImageRef, boxes: Sequence[Box], margin: float) -> ImageRef:
     """Return the image, black beyond the boxes, each extended by a share of its sides."""
     picture, shown = image.load(), Image.new("RGB", image.size)
-    for part in _extend(image, boxes, margin).tolist():
+    for part in _extend(image, boxes, margin):
         shown.paste(picture.crop(part), part)
     return _make_image(f"{image.name}, masked", shown)
 
 
-def _extend(image: ImageRef, boxes: Sequence[Box], margin: float) -> Int[np.ndarray, "n 4"]:
+def _extend(
+    image: ImageRef, boxes: Sequence[Box], margin: float
+) -> list[tuple[int, int, int, int]]:
     edges, size = np.array(boxes), np.array(image.size)
     room = margin * (edges[:, 2:] - edges[:, :2])
     low = np.floor(edges[:, :2] - room).clip(0, size - 1)
     high = np.ceil(edges[:, 2:] + room).clip(low + 1, size)
-    return np.hstack([low, high]).astype(int)
+    return [tuple(row) for row in np.hstack([low, high]).astype(int).tolist()]
 
 
 def _make_image(name: str, shown: Image.Image) -> ImageRef:
