@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vlm_grpo.environments.clients.sessions import import_extra
 from vlm_grpo.environments.verifiers import COLUMN, load_taskset
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.sessions import import_extra
 from vlm_grpo.utils.atomic_io import write_atomic
 
 

@@ -7,10 +7,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from typing import Any
 
+from vlm_grpo.environments.clients.sessions import (
+    Content,
+    SchemaTool,
+    SessionEnvironment,
+    import_extra,
+)
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.task.environment import ToolError
-from vlm_grpo.task.sessions import Content, SchemaTool, SessionEnvironment, import_extra
 from vlm_grpo.task.task import reward
 from vlm_grpo.types import Candidate, Example
 from vlm_grpo.utils import trust

@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+from vlm_grpo.environments.clients.sessions import (
+    Content,
+    SchemaTool,
+    SessionEnvironment,
+    import_extra,
+)
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import ToolError
-from vlm_grpo.task.sessions import Content, SchemaTool, SessionEnvironment, import_extra
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 

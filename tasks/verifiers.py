@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from vlm_grpo.environments.clients.sessions import import_extra
 from vlm_grpo.environments.verifiers import Verifiers as Environment
 from vlm_grpo.environments.verifiers import (
     list_hooks,
@@ -14,7 +15,6 @@ from vlm_grpo.environments.verifiers import (
     run,
 )
 from vlm_grpo.task import Task, metric, reward
-from vlm_grpo.task.sessions import import_extra
 from vlm_grpo.types import Candidate, Example
 
 _PREFIX = "taskset_"  # of the names under which ``__getattr__`` finds the classes of tasksets

@@ -95,7 +95,8 @@ def load_environment(environment: Any) -> Environment:
         raise UserError(f"environment must be a name or a path, perhaps with options, not {name!r}")
     name = str(name)
     path, _, class_name = name.partition(".py:")
-    names = [m.name for m in pkgutil.iter_modules(importlib.import_module(TOOLS).__path__)]
+    modules = pkgutil.iter_modules(importlib.import_module(TOOLS).__path__)
+    names = [module.name for module in modules if not module.ispkg]
     if name.endswith(".py") or class_name:
         module = load_file(Path(f"{path}.py" if class_name else path), "environment")
     elif name in names:

@@ -1,0 +1,1 @@
+"""What environments of other packages share; found as ``vlm_grpo.environments.clients``."""
