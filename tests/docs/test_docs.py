@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 import typer
@@ -110,10 +111,15 @@ def test_train_commands_have_valid_settings(guide, monkeypatch):
 
 
 @guides
-def test_commands_in_sentences_have_known_options_settings_and_files(guide):
+def test_commands_have_known_options_settings_and_files(guide):
+    """Those in sentences, and those in blocks, of which some need a GPU, a server or a dataset."""
     prose = re.sub(r"^```.*?^```", "", guide.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for line in re.findall(r"`(?:vlm-grpo|\w+=1 python|python) [^`]+`", prose):
+    blocks = [
+        line[line.find("vlm-grpo ") :] for line in read_commands(guide) if "vlm-grpo " in line
+    ]
+    lines = re.findall(r"`(?:vlm-grpo|\w+=1 python|python) [^`]+`", prose)
+    for line in [*lines, *(line.partition(";")[0] for line in blocks)]:
         words = shlex.split(line.strip("`").partition("python ")[2] or line.strip("`"))
         if words[0].endswith(".py"):
             assert words[0] == "convert_hf_to_gguf.py" or (ROOT / words[0]).is_file(), line
@@ -125,6 +131,22 @@ def test_commands_in_sentences_have_known_options_settings_and_files(guide):
                 if re.search(r"_\d+b$", words[2]):  # a recipe without data
                     settings = ["data.train=a.jsonl", "data.eval=b.jsonl", *settings]
                 load_settings(words[2], settings)
+
+
+def test_the_script_of_a_cluster_is_valid(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (script,) = read_blocks(ROOT / "docs/scaling.md", "bash")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    arguments = re.search(r"vlm_grpo\.cli train ([^']+)'", script)
+    assert arguments is not None
+    recipe, *overrides = arguments[1].split()
+    load_settings(recipe, overrides)
+
+
+@guides
+def test_configurations_of_launches_exist(guide):
+    named = set(re.findall(r"--config_file (configs/\S+)", guide.read_text("utf-8")))
+    assert not [path for path in named if not (ROOT / path).is_file()]
 
 
 @guides
