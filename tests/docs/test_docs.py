@@ -125,11 +125,13 @@ def test_commands_have_known_options_settings_and_files(guide):
             assert words[0] == "convert_hf_to_gguf.py" or (ROOT / words[0]).is_file(), line
         elif words[0] == "vlm-grpo" and words[1] in known:
             options = {option for part in known[words[1]].params for option in part.opts}
+            options.add("--trust-code")  # of all commands
             assert {word for word in words if word.startswith("--")} <= options, line
             if words[1] in ("train", "sft", "plan") and words[2:3] and words[2] in recipe_names():
                 settings = [word for word in words[3:] if "=" in word and "FOLDER" not in word]
                 if re.search(r"_\d+b$", words[2]):  # a recipe without data
                     settings = ["data.train=a.jsonl", "data.eval=b.jsonl", *settings]
+                settings += ["warm_start.steps=all"] * (words[1] == "sft")
                 load_settings(words[2], settings)
 
 
@@ -235,6 +237,7 @@ def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
     needed = {  # settings that are valid only with others
         **dict.fromkeys(("rollout.sampler=vllm", "rollout.steps_ahead=1"), servers),
         "objective.loss_type=cispo": ["objective.epsilon_high=5"],
+        "data.eval=null": ["data.eval_share=0.1"],
         "task_options.weights.overlong=1": ["task_options.overlong_cache=2"],
     }
     for setting in settings:
