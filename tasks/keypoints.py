@@ -33,8 +33,15 @@ SIGMAS = {
 _KEYS = ("point_2d", "point")  # with x first, with y first
 _LABELS = ("label", "name", "keypoint")
 _PLACE = (
-    r"\*{0,3}(?: ?:| is| at| located| \|){0,4}\*{0,3} ?[\[(|] ?(-?\d{1,6}(?:\.\d{1,3})?) ?[,|] ?"
-    r"(-?\d{1,6}(?:\.\d{1,3})?) ?[\])|]"
+    r"\*{0,3}(?: of it)?(?: ?[:=]| is| at| located| \|){0,4}\*{0,3} ?[\[(|] ?"
+    r"(-?\d{1,6}(?:\.\d{1,3})?) ?[,|] ?(-?\d{1,6}(?:\.\d{1,3})?) ?[\])|]"
+)
+_NAMED_SIDES = re.compile(
+    r"\(?\bx ?[=:] ?(-?\d{1,6}(?:\.\d{1,3})?) ?,? ?(?:and )?y ?[=:] ?(-?\d{1,6}(?:\.\d{1,3})?)\)?"
+)
+_UNSEEN = (
+    r"\*{0,3}(?: ?:| is){0,2}\*{0,3} (?:not (?:visible|seen|shown|in (?:view|the image))|occluded"
+    r"|hidden|cannot be seen|n/a)\b"
 )
 _POINTS_OF = re.compile(rf"points (?:of|for) (?:the|an?) (?:[\w-]+ )?{CATEGORY}", re.IGNORECASE)
 
@@ -78,7 +85,9 @@ class Keypoints(Task):
             return None
         asked, y_first = _list_names(example), self.frame.y_first
         text = unwrap(forget(text, example.question), lead=False)
-        values, parts = find_json(_write_named(text, asked, y_first))
+        unseen = re.compile(rf"\*{{0,3}}\b({_join_names(asked)}){_UNSEEN}", re.IGNORECASE)
+        hidden = {_normalize(name) for name in unseen.findall(text)}
+        values, parts = find_json(_write_named(unseen.sub("", text), asked, y_first))
         if len(values) > 1 and not all(isinstance(value, dict) for value in values):
             return None
         named: list[tuple[str, Any]] = []
@@ -88,7 +97,7 @@ class Keypoints(Task):
             named += found
         if not values or len({name for name, _ in named}) < len(named):
             return None
-        if not {name for name, _ in named} <= {*asked} or not is_sure("|".join(parts)):
+        if not {name for name, _ in named} <= {*asked} - hidden or not is_sure("|".join(parts)):
             return None
         size, seen = example.images[0].size, example.images[0].resized_size
         # Points are read by the rules of all tasks, among the same words.
@@ -185,15 +194,20 @@ def _write_named(text: str, names: Sequence[str], y_first: bool) -> str:
     """Return a text with its points after names ("nose: (3, 4)") as JSON."""
     if '"' in text:
         return text
-    longest = sorted(names, key=len, reverse=True)
-    either = "|".join(re.escape(name).replace(r"\ ", "[ _-]") for name in longest)
+    text = _NAMED_SIDES.sub(r"(\2, \1)" if y_first else r"(\1, \2)", text)
 
     def write(found: re.Match[str]) -> str:
         point = [float(found[2]), float(found[3])]
         return json.dumps({"label": found[1], _KEYS[y_first]: point})
 
-    text = re.sub(rf"\*{{0,3}}\b({either}){_PLACE}", write, text, flags=re.IGNORECASE)
+    text = re.sub(rf"\*{{0,3}}\b({_join_names(names)}){_PLACE}", write, text, flags=re.IGNORECASE)
     return re.sub(r"(?m)^[ \t]{0,8}(?:[-*•]|\d{1,2}[.)]) (?=\{)", "", text)
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Return a pattern of any of the names, the longest first."""
+    longest = sorted(names, key=len, reverse=True)
+    return "|".join(re.escape(name).replace(r"\ ", "[ _-]") for name in longest)
 
 
 def _list_named(value: Any, key: str, asked: Collection[str]) -> list[tuple[str, Any]] | None:

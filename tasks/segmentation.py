@@ -26,6 +26,14 @@ _BOX, _POINT = ("bbox_2d", "box_2d"), ("point_2d", "point")  # with x first, wit
 # All keys of each that are read; with y first, the prompt's alone.
 _BOXES, _POINTS = (("bbox_2d", "bbox", "box"), ("box_2d",)), (("point_2d", "point"), ("point",))
 
+_NUMBER = r"-?\d{1,6}(?:\.\d{1,3})?"
+_PAIR = re.compile(
+    rf"[\[(] ?({_NUMBER}(?: ?, ?{_NUMBER}){{3}}) ?[\])]"
+    r"(?:[\s,;:|*]|\b(?:with|and|an?|the|its|inner|point|inside|it|is|at)\b){1,20}"
+    rf"[\[(] ?({_NUMBER} ?, ?{_NUMBER}) ?[\])]",
+    re.IGNORECASE,
+)
+
 
 class Segmentation(Task):
     """Find every object that the question means, each with a box and a point inside it.
@@ -72,9 +80,14 @@ class Segmentation(Task):
         )
 
     def parse(self, text: str, example: Example) -> Objects | None:
-        if len(text) > MAX_CHARACTERS or not is_about(text, example.question, finds=True):
+        # What is there in place of nothing ("[]. The animals are horses.") is another thing.
+        lead = re.split(r"\[\s*\](?=\.|\s*(?:\n|\Z))", text[:MAX_CHARACTERS])[0]
+        if len(text) > MAX_CHARACTERS or not is_about(lead, example.question, finds=True):
             return None
-        values, parts = find_json(unwrap(forget(text, example.question), lead=False))
+        text = unwrap(forget(text, example.question), lead=False)
+        if "{" not in text and not self.frame.y_first:  # a box and its point in a sentence
+            text = _PAIR.sub(rf'{{"{_BOX[0]}": [\1], "{_POINT[0]}": [\2]}}', text)
+        values, parts = find_json(text)
         # Boxes and points are read by their own rules, among the same words.
         boxes_alone, points_alone = parts[0], parts[0]
         for value, words in zip(values, parts[1:], strict=True):

@@ -32,15 +32,27 @@ _SAME = 1.0
 copy that was compressed or resized again stays below."""
 _CLOSE = 0.05  # Relative difference of two depths or sizes whose order is unclear
 _ITEM = r"(?:(?:the )?(?:piece|image|crop|part|tile|number|no\.) ?#?)?"
-_JOINT = rf"(?: ?(?:[,;|>→–-]|->|=>) ?| )(?:(?:and|then) )?{_ITEM}"
-_ORDER = re.compile(rf"{_ITEM}[\[(]? ?\d{{1,3}}(?:{_JOINT}\d{{1,3}})+ ?[\])]?", re.IGNORECASE)
+_JOINT = rf"(?: ?(?:[,;、|<>→–-]|->|=>) ?| )(?:(?:and|then) )?{_ITEM}"
+_ORDER = re.compile(rf"{_ITEM}[\[(]? ?(?<!-)\d{{1,3}}(?:{_JOINT}\d{{1,3}})+ ?[\])]?", re.IGNORECASE)
 _WORDS = re.compile(rf"\b(?:{'|'.join(NUMBER_WORDS)})\b", re.IGNORECASE)
-_OTHER_WAY = re.compile(r"(?i)\brevers|\bbackward|\blast to (?:the )?first|\bright to left")
+_OTHER_WAY = re.compile(
+    r"(?i)\brevers|\bbackward|\blast to (?:the )?first|\bright to left|\b(?:de(?:sc|cr)e\w+ing)\b"
+    r"|\b(?:from|starting with) (?:the )?(?:most|largest|biggest|widest|fa?urthest|farthest)\b"
+)
+_RULE = re.compile(r"(?:\| ?:?-{2,}:? ?)+\|?")  # below the head of a table
+_ROW = re.compile(r"\brow (\d{1,2}) ?: ?", re.IGNORECASE)
 # Words after a number that make it no answer: of degrees another unit, of tiles their number.
 _NO_DEGREES = re.compile(
     r"(?i)counter|anti|left|\d\W?(?:rad|min|sec|h(?:ou)?rs?\b|times|turns|pixels|px|tiles|percent)"
+    # The turn that undoes the image's.
+    r"|\b(?:must|should|(?:needs?|ha(?:s|ve)) to) be (?:turned|rotated)\b[^.;]{0,30}\d"
+    r"|\b(?:turn|rotate) (?:it|the image)\b[^.;]{0,30}\d"
 )
-_NO_TILE = re.compile(r"(?i)\b\d+ (?:of the )?(?:tile|piece|part|image)s\b")
+_NO_TILE = re.compile(
+    r"(?i)\b\d+ (?:of the )?(?:tile|piece|part|image)s\b"
+    r"|\b\d+ (?:is|looks|appears) (?:upright|(?:the )?right (?:way|side) up|fine|normal)\b"
+)
+_AT = re.compile(r"\brow (\d{1,2})(?:,| and|, and)? column (\d{1,2})\b", re.IGNORECASE)
 _DEGREES = re.compile(r"(?i) ?(?:\^ ?\{? ?\\circ ?\}?|\\degree\b|°|\bdegrees?\b|\bdeg\b)")
 _UPRIGHT = re.compile(r"(?i)\b(?:not|n['’]t) (?:been )?(?:turned|rotated)\b(?! (?:by |about )?\d)")
 
@@ -326,10 +338,25 @@ class SelfSupervised(Task):
             text = _DEGREES.sub("", text)
             if parse_integer(upright := _UPRIGHT.sub("upright", text)) == 0:
                 text = upright
+        if self.puzzle == "odd":
+            text = self._name_tiles(text)
         if (_NO_DEGREES if self.puzzle == "rotation" else _NO_TILE).search(text):
             return None
         number = parse_integer(text)
         return None if number is None or number not in self._list_numbers() else (number,)
+
+    def _name_tiles(self, text: str) -> str:
+        """Return a text with a tile's number for its row and column, without "the other eight"."""
+
+        def write(place: re.Match[str]) -> str:
+            row, column = int(place[1]), int(place[2])
+            inside = 1 <= row <= self.rows and 1 <= column <= self.columns
+            return str((row - 1) * self.columns + column) if inside else place[0]
+
+        others = self.rows * self.columns - 1
+        words = [word for word, number in NUMBER_WORDS.items() if number == others]
+        either = "|".join([str(others), *words])
+        return re.sub(rf"(?i)\bthe other (?:{either})\b", "the others", _AT.sub(write, text))
 
     def _list_numbers(self) -> Sequence[int]:
         if self.puzzle == "rotation":
@@ -428,6 +455,9 @@ def _parse_order(text: str, count: int) -> Answer | None:
     if not re.search(r"\d", text):
         text = _WORDS.sub(lambda word: str(NUMBER_WORDS[word[0].lower()]), text)
     text = re.sub(r"\] ?,? ?\[", ", ", text)  # rows of a grid
+    text = re.sub(r"\|(?: ?\|)+", "|", _RULE.sub("|", text))
+    if [int(row) for row in _ROW.findall(text)] == [*range(1, 1 + len(_ROW.findall(text)))]:
+        text = _ROW.sub("", text)
     if _OTHER_WAY.search(text):
         return None
     text = re.sub(rf"\b{count} (?=pieces|images|parts|tiles|crops|numbers)", "", text)

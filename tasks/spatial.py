@@ -11,8 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.task.sentences import NUMBER_WORDS, Candidate, choose, fold
 from vlm_grpo.tasks.choice import Choice
+from vlm_grpo.tasks.graders.subjects import is_about
 from vlm_grpo.tasks.numeric import clean, parse_quantity
 from vlm_grpo.types import Example
 
@@ -41,9 +43,14 @@ _AREA = re.compile(
     re.IGNORECASE,
 )
 _WORD = re.compile(rf"\b({'|'.join(NUMBER_WORDS)})(?= (?:{_NAMES})\b)", re.IGNORECASE)
+_COMMA = re.compile(rf"(?<![\w.,])(\d+),(\d{{1,2}})(?= ?(?:{_NAMES})\b)", re.IGNORECASE)  # 2,5 m
+_HAN_UNITS = {"米": "m", "厘米": "cm", "毫米": "mm", "千米": "km", "公里": "km"}
+_HAN = re.compile(r"(?<=\d) ?(平方)?(厘米|毫米|千米|公里|米)(?:左右)?")
 # Bounds, a part of what is counted, and what others say.
 _NO_ESTIMATE = re.compile(
     r"\bat (?:the )?(?:very )?(?:least|most)\b|\bup to\b|\bexceed|\bwithin\b|[<>≤≥±]"
+    rf"|\d ?(?:{_NAMES})? ?(?:\bto\b|\band\b|[-–—]) ?\d"
+    r"|至[少多]|最[多少]|超过|不到|以[上下内]"
     r"|\d (?:out )?of (?:the|them|these|those|which)\b"
     r"|\b(?:friend|people|some(?:one|body)|others?|he|she|they)\b[^.;:,]{0,40}\bsa(?:ys?|id)\b",
     re.IGNORECASE,
@@ -105,7 +112,14 @@ class Spatial(Task):
         if len(text) > _LONGEST:
             return None
         text = _WORD.sub(lambda word: str(NUMBER_WORDS[word[0].lower()]), text)
-        text = _write_areas(text)
+        if not re.search(r"\d", text) and re.search(r"(?i)\bhow many\b", example.question):
+            number = parse_integer(re.sub(r"(?i)\b(?:about|around|approximately) ", "", text))
+            is_own = is_about(text, example.question, counts=True)
+            return None if number is None or not is_own else str(number)
+        text = _write_areas(
+            _HAN.sub(lambda unit: f" {_HAN_UNITS[unit[2]]}{'²' * bool(unit[1])}", text)
+        )
+        text = _COMMA.sub(r"\1.\2", re.sub(r"(?<=[一-鿿])(?=\d)", " ", text))
         text = re.sub(r"(?<=\w) (?:apart|away)(?=\W*\Z)", "", text)
         if not _GAP.search(example.question):
             text = re.sub(r"(?<=\w) (?:high|tall|wide|thick|deep|long)(?=\W*\Z)", "", text)
@@ -116,8 +130,12 @@ class Spatial(Task):
             return None
         if _is_of_other(text, example.question):
             return None
-        found = [Candidate(*place.span(), place[0]) for place in _ESTIMATE.finditer(text)]
-        answer = re.sub(r"(?<=\d)(?=[a-zA-Z])", " ", choose(text, found) or "")
+        places = [*_ESTIMATE.finditer(text)]
+        texts = [re.sub(r"(?<=\d)(?=[a-zA-Z])", " ", place[0]) for place in places]
+        if _are_equal(texts):
+            texts = texts[:1] * len(texts)
+        found = [Candidate(*p.span(), own) for p, own in zip(places, texts, strict=True)]
+        answer = choose(text, found) or ""
         return answer if parse_quantity(answer) is not None else None
 
     def write(self, answer: int | str, example: Example) -> str:
@@ -225,6 +243,18 @@ def _is_about_other(text: str, question: str) -> bool:
     first, second = (placed[1] or "").lower(), placed[2].lower()
     known = {*re.findall(r"\w+", question.lower())} | _VIEWER
     return known.isdisjoint(second.split()) or (second == asked[1] and first != asked[1])
+
+
+def _are_equal(texts: Sequence[str]) -> bool:
+    """Return whether estimates are one length or area in several units, up to rounding."""
+    found = [quantity for quantity in map(parse_quantity, texts) if quantity is not None]
+    values = [size for q in found if (size := _convert(q.value, q.unit)) is not None]
+    if not len(values) == len(texts) == len({quantity.unit for quantity in found}):
+        return False
+    return all(
+        size[1] == values[0][1] and math.isclose(size[0], values[0][0], rel_tol=0.02)
+        for size in values
+    )
 
 
 def _compute_mra(error: float) -> float:
