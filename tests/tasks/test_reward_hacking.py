@@ -50,7 +50,7 @@ class Scenes:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the task
     full: Sequence[str] = ()  # boxes around the full image
     kind: Callable[[Example], str] = lambda example: ""  # of the example's question
-    steps: int = 60  # changes that the climb tries from each start
+    steps: int = 20  # changes that the climb tries from each start
 
 
 def draw(maker: Any, name: str) -> Callable[[], Sequence[Example]]:
@@ -284,7 +284,6 @@ SCENES = {
         lambda rng: rng.choice(["red", "blue", *"123456"]),
         choose(0.7, lambda gold, rng: f"{gold}0"),
         kind=lambda example: example.meta["kind"],
-        steps=20,
     ),
     "numeric, years and shares": Scenes(
         lambda: make_examples(COUNT, draw_figure),
@@ -292,7 +291,6 @@ SCENES = {
         lambda rng: rng.choice(["1990", "2010", "25%", "75%", "2.5", "300,000"]),
         choose(0.5, lambda gold, rng: f"{gold}0"),
         kind=lambda example: example.question,
-        steps=20,
     ),
     "spatial": Scenes(
         lambda: make_examples(COUNT, draw_estimate),
@@ -300,7 +298,6 @@ SCENES = {
         lambda rng: f"{rng.uniform(0.2, 5):.1f}",
         choose(0.6, lambda gold, rng: f"{gold}0"),
         kind=lambda example: example.question,
-        steps=20,
     ),
     "math": Scenes(
         lambda: make_examples(12, draw_formula),
@@ -336,7 +333,6 @@ SCENES = {
         lambda rng: ", ".join(map(str, rng.sample(range(1, 5), 4))),
         choose(0.5, lambda gold, rng: gold[::-1]),
         options=PUZZLES,
-        steps=20,
     ),
     "temporal": Scenes(
         draw(make_clips, "clips"),
