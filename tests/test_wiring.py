@@ -125,6 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
                 "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.5,
                 "loss": "jensen_shannon",
             },
+            "num_iterations": 1,
         },
         "optim": {"max_tokens_per_batch": 400},
         "rollout": {"max_completion_length": 16, "forks": 2},
@@ -156,7 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "episodes with observed images, LoRA, masked, KL in the loss, in micro-batches": {
         **LORA,
-        "objective": {"beta": 0.5, "mask_truncated_completions": True},
+        "objective": {"beta": 0.5, "mask_truncated_completions": True, "num_iterations": 1},
         "optim": {"mini_batches": 2, "max_tokens_per_batch": 60},
         "rollout": {"max_completion_length": 16},
     },

@@ -197,7 +197,7 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
     model.load(step.before)
     old = [model.score(*pair)[0] for pair in pairs]
     reference = old
-    if objective.beta:
+    if objective.beta and step.reference is not step.before:
         model.load(step.reference)
         reference = [model.score(*pair)[0] for pair in pairs]
     penalties = [torch.zeros_like(logprobs) for logprobs in old]
