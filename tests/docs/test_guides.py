@@ -124,7 +124,7 @@ def run_command(line: str) -> None:
     if command in ("train", "sft", "plan", "evaluate"):
         arguments += HUB_MODEL if re.search(r"_\db\b|model=Qwen/", line) else []
     arguments += ["--model", "embedded"] if "--model Qwen/" in line else []
-    if command in ("train", "sft") or "evaluate counting" in line:
+    if (command in ("train", "sft") and "eval_share" not in line) or "evaluate counting" in line:
         arguments += HELD_OUT
     if "data_scripts." in line and "make_" not in line:  # the files are a part of a dataset
         arguments += ["--allow-partial"]
