@@ -18,6 +18,7 @@ from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.family import place
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
@@ -125,6 +126,7 @@ def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tens
         elif name == "cross_attention_mask":  # of Mllama: the completion sees the prompt's images
             values = torch.cat((values, *[values[:, -1:]] * len(completion)), dim=1)
         inputs[name] = values
+    inputs = place(model, inputs)
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits
     predicted = logits[0, -len(completion) - 1 : -1].log_softmax(-1)
     return predicted.gather(1, tokens[0, -len(completion) :, None])[:, 0]

@@ -42,6 +42,20 @@ TITLES = {
     "ovis2": "Ovis2",
     "cohere2_vision": "Command A Vision",
     "aya_vision": "Aya Vision",
+    "lfm3_vl": "LFM3-VL",
+    "minicpmv4_6": "MiniCPM-V 4.6",
+    "minicpmv4_7": "MiniCPM-V 4.7",
+    "molmo2": "Molmo 2",
+    "gemma3n": "Gemma 3n",
+    "hunyuan_vl": "HunyuanOCR",
+    "lighton_ocr": "LightOnOCR",
+    "deepseek_ocr2": "DeepSeek-OCR-2",
+    "granite4_vision": "Granite 4 Vision",
+    "granite_docling": "Granite Docling",
+    "qwen2_5_omni_thinker": "Qwen2.5-Omni (thinker)",
+    "qwen3_omni_moe_thinker": "Qwen3-Omni (thinker)",
+    "ernie4_5_vl_moe": "Ernie 4.5 VL",
+    "qwen4_exp": "Qwen4-Exp",
 }
 """Names of the models by model type, in the order of the table."""
 COLUMNS = ("models", "model type", "a box", "pixel budget", "source of the frame")
@@ -62,6 +76,7 @@ FORM_COLUMNS = ("model", "prompt", "log-probs", "gradient")
 # Names that image processors give to what determines the size of an image.
 _SIZE_SETTINGS = (
     *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
+    *("scale_resolution", "max_slice_nums", "max_crops"),
     *("min_patches", "max_patches", "min_image_tokens", "max_image_tokens", "max_soft_tokens"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from vlm_grpo.model.loading import (
     get_model_source,
     get_pixel_budget,
     has_one_reader,
+    load_config,
     load_model,
     load_processor,
     load_prompt_builder,
@@ -129,6 +131,34 @@ def test_a_model_without_its_package_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "timm", (lambda: False, message))
     with pytest.raises(UserError, match=r"(?s)fast_vlm cannot be built: TimmWrapper.*" + extra):
         build_empty(hf.FastVlmConfig(), False)
+
+
+@pytest.mark.parametrize("kind", ["diffusion_gemma", "pi0"])
+def test_a_model_that_does_not_write_text_token_by_token_is_refused(kind, tmp_path):
+    hf.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"is a {kind} model, which does not write text"):
+        load_config(load_settings("quickstart", [f"model={tmp_path}"]))
+
+
+def test_of_qwen_omni_the_thinker_is_loaded(tmp_path):
+    thinker, processor = BUILDERS["qwen2_5_omni_thinker"]()
+    config = hf.Qwen2_5OmniConfig(thinker_config=thinker.config.to_dict())
+    config.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    weights = {f"thinker.{name}": value for name, value in read_saved(thinker, tmp_path).items()}
+    others = {"talker.codec_head.weight": torch.ones(2), "token2wav.x.weight": torch.ones(2)}
+    save_file(weights | others, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = load_settings("quickstart", [f"model={tmp_path}", "policy.dtype=float32"])
+    loaded = load_model(settings, training=False).model
+    assert loaded.config.model_type == "qwen2_5_omni_thinker"
+    expected = dict(thinker.named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
+
+
+def read_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Return a model's weights by their names in its files."""
+    model.save_pretrained(folder / "saved")
+    return load_file(folder / "saved/model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["paligemma", "internvl"])

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     BitsAndBytesConfig,
+    GenerationMixin,
 )
 from transformers.utils.import_utils import is_bitsandbytes_available
 
@@ -227,11 +228,13 @@ def load_config(settings: Settings, source: str | None = None) -> Any:
     """Load the configuration of ``source``, by default of the model that the settings name."""
     source = source or get_model_source(settings.model)
     config = _load(AutoConfig, source, settings)
+    config = getattr(config, "thinker_config", config)  # of Qwen-Omni, whose talker is left out
     remote = getattr(config, "auto_map", None) or {}
-    supported = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if not supported and "AutoModelForImageTextToText" not in remote:
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), object)
+    if not issubclass(kind, GenerationMixin) and "AutoModelForImageTextToText" not in remote:
+        what = "takes no images" if kind is object else "does not write text token by token"
         raise UserError(
-            f"model {source} is a {config.model_type} model, which takes no images: "
+            f"model {source} is a {config.model_type} model, which {what}: "
             "choose an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
     return config

@@ -373,15 +373,14 @@ class PromptWriter:
         scale = math.sqrt(min(max(pixels, budget.min_pixels), budget.max_pixels) / pixels)
         return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
 
-    def _resize(self, image: Image.Image, budget: PixelBudget) -> Image.Image:
-        size = self._resized_size(image.size, budget)
-        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
-
     def _load_image(self, reference: ImageRef) -> tuple[Image.Image, dict[int, bool]]:
         return self._fit(reference.load(), reference), {0: True}  # as long as it is not counted
 
     def _fit(self, image: Image.Image, reference: ImageRef) -> Image.Image:
-        return self._resize(image, self.budget.share(reference)) if self.budget else image
+        if self.budget is None:
+            return image
+        size = self._resized_size(image.size, self.budget.share(reference))
+        return image.resize(size, Image.Resampling.BICUBIC)
 
 
 class PromptBuilder(PromptWriter):
@@ -498,7 +497,9 @@ class PromptBuilder(PromptWriter):
         if loaded:
             images = [image for image, _ in loaded]
             # One list per text: LLaVA-OneVision prepares several images of a text differently.
-            arguments |= {"images": [images], **self.family.processor_kwargs(self.processor)}
+            arguments["images"] = [images]
+            if self.budget is not None:  # else the processor would resize by the model's own
+                arguments["images_kwargs"] = {"do_resize": False}
         try:
             inputs = dict(self.processor(**arguments))
         except ValueError as error:  # such as a prompt without an image, in PaliGemma
@@ -524,9 +525,6 @@ class PromptBuilder(PromptWriter):
 
     def _resized_size(self, size: tuple[int, int], budget: PixelBudget) -> tuple[int, int]:
         return self.family.resized_size(size, budget, self.processor)
-
-    def _resize(self, image: Image.Image, budget: PixelBudget) -> Image.Image:
-        return self.family.resize(image, budget, self.processor)
 
 
 def _find_insert(longer: str, shorter: str) -> str:

@@ -97,14 +97,14 @@ class PromptCounter:
         return replace(size, tokens=text_tokens + size.image_tokens)
 
     def _resize(self, images: Sequence[ImageRef], budget: PixelBudget) -> PromptSize:
-        processor, seen, pixels = self.processor.image_processor, 0, 0
+        processor, tokens, seen, pixels = self.processor.image_processor, 0, 0, 0
         for image in images:
             size = self.family.resized_size(image.size, budget.share(image), self.processor)
             # An image is repeated to fill a temporal patch.
             grid = math.ceil(max(1, image.num_frames) / processor.temporal_patch_size)
+            tokens += self.family.image_tokens(size, self.processor) * grid
             seen += math.prod(size) * grid
             pixels += math.prod(size) * max(1, image.num_frames)
-        tokens = seen // (processor.patch_size * processor.merge_size) ** 2
         return PromptSize(tokens, tokens, seen * 3 * processor.temporal_patch_size, pixels)
 
     def _process(self, images: Sequence[tuple[int, int]]) -> PromptSize:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_steps import TracedStep
-from family_models import BUILDERS
+from family_models import ALIKE, BUILDERS
 from family_policies import build_family_policy, make_batch, score_alone
 from gpu_standins import use_plain_varlen
 from gradients import relative_distance, use_float64, use_float64_recurrence
@@ -124,7 +124,7 @@ def test_shared_equals_repeated_in_float32(family, part, lora):
 
 
 # Mllama's layers over images cannot share a prompt.
-@pytest.mark.parametrize("family", sorted({*FAMILIES, *BUILDERS} - {"mllama"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *BUILDERS} - {"mllama", *ALIKE}))
 def test_merged_attention_and_one_kernel_equal_transformers(family, monkeypatch):
     def build(shared: bool) -> Policy:
         return build_family_policy(family, torch.float64, shared=shared, banned=())

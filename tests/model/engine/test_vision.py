@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlm_grpo.model.engine import vision as vision_module
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.model.engine.vision import DetachedFeatures, _tensors, split_passes
+from vlm_grpo.model.engine.vision import DetachedFeatures, split_passes
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import ImageRef
@@ -100,7 +100,8 @@ def test_encoding_equals_transformers(family, in_one_kernel, monkeypatch):
         images = policy.family.split_images(make_prompt(policy, noise_example("a", sizes)))
         if shared:
             found = policy.family.encode_images(policy.model, images)
-            rows = [torch.cat(level) for level in zip(*map(_tensors, found), strict=True)]
+            levels = zip(*((image.embeds, *image.deepstack) for image in found), strict=True)
+            rows = [torch.cat(level) for level in levels]
         else:
             inputs = [torch.cat([i[key] for i in images]) for key in images[0]]
             output = policy.model.model.get_image_features(*inputs, return_dict=True)

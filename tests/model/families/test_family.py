@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from family_policies import build_family_policy
+from qwen_vl_utils.vision_process import fetch_image
 from tiny_models import FAMILIES as QWEN
 from tiny_models import (
     make_prompt,
@@ -20,7 +21,7 @@ from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
 
 from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.model.families import Family, load_family
-from vlm_grpo.model.families.family import CappedHead
+from vlm_grpo.model.families.family import ScaledHead
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.registry import load_task
@@ -151,11 +152,11 @@ def test_positions_have_an_axis_for_time_height_and_width():
     assert len(policy.family.lay_out(policy.model, text).positions) == 1
 
 
-def test_a_capped_head_caps_its_logits():
+def test_a_capped_head_scales_and_caps_its_logits():
     head = torch.nn.Linear(3, 2, bias=False)
     hidden = torch.randn(4, 3) * 20
-    expected = 5 * torch.tanh(head(hidden) / 5)
-    torch.testing.assert_close(CappedHead(head, 5.0)(hidden), expected)
+    expected = 5 * torch.tanh(2 * head(hidden) / 5)
+    torch.testing.assert_close(ScaledHead(head, 2.0, 5.0)(hidden), expected)
 
 
 @pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
@@ -194,6 +195,16 @@ def test_a_small_image_does_not_change_the_size_of_the_others():
     # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
     grids = [p.vision["image_grid_thw"].tolist() for p in make_prompts(small, large)]
     assert grids == [[[1, 2, 2]], [[1, 6, 8]]]
+
+
+@pytest.mark.parametrize("size", [(60, 40), (10, 12), (500, 300)])
+def test_images_of_qwen_are_those_that_its_package_makes(size):
+    policy = tiny_policy("qwen3_vl")
+    example = noise_example("a", [size])
+    [(image, _)] = policy.prompts.load_images(example)
+    bounds = vars(policy.prompts.budget) | {"image": example.images[0].load()}
+    expected = fetch_image(bounds, image_patch_size=16)
+    assert (image.size, image.tobytes()) == (expected.size, expected.tobytes())
 
 
 @pytest.mark.parametrize("family", QWEN)

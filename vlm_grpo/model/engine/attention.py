@@ -30,7 +30,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -229,8 +229,10 @@ class PackedAttention:
     spans: Sequence[GroupSpan]
     masks: Sequence[Masks] = ()
     path_masks: Sequence[Sequence[Masks]] = ()
+    keeps_states: ClassVar[bool] = False  # of recurrent layers at the end of each completion
 
     def __post_init__(self) -> None:
+        self.states: dict[int, list[LayerState]] = {}  # by layer, at the end of prompts or paths
         self.masks = self.masks or [{}] * len(self.spans)
         lengths = [span.completion_lengths for span in self.spans]
         self.path_masks = self.path_masks or [[{}] * len(own) for own in lengths]
@@ -302,32 +304,36 @@ class PackedAttention:
             outputs.append(run(next(parts), states[0]))
             for parent, lengths in span.levels:
                 every = list(next(parts)[0].split(lengths))
-                # One by one where branches go on from the end, whose state padding would change.
+                # One by one where the state at the end, which padding would change, is read.
                 count = max(span.parents, default=-1) + 1 if parent < 0 else 0
+                count = len(every) if self.keeps_states else count
                 for own in [*([row] for row in every[:count]), every[count:]]:
                     if not own:
                         continue
                     state = states[parent + 1].fork(len(own))
                     states += [state] * (parent < 0)
                     rows = pad_sequence(own, batch_first=True)
-                    if rows.shape[1] == 1:  # kernels for single tokens have no gradient
+                    # Kernels for single tokens have no gradient.
+                    if rows.shape[1] == 1 and not self.keeps_states:
                         rows = nn.functional.pad(rows, (0, 0, 0, 1))
                     if rows.shape[1]:
                         rows = run(rows, state)
                         kept = [row[: len(x)] for row, x in zip(rows, own, strict=True)]
                         outputs.append(torch.cat(kept)[None])
+            if self.keeps_states:
+                self.states.setdefault(layer, []).extend(states[1:] or states)
         return torch.cat(outputs, dim=1)
 
 
 class PrefillAttention(PackedAttention):
     """Attention over a row of prompts, which stores their keys, values and recurrent states."""
 
+    keeps_states = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of each attention layer: (1, key heads, T, head width)."""
-        self.states: dict[int, list[LayerState]] = {}
-        """The state of each recurrent layer at the end of each prompt, or of what continues it."""
         self.heads: list[tuple[int, int]] = []
         """Numbers of query heads and key heads of the layers, without repetitions."""
 
@@ -339,17 +345,3 @@ class PrefillAttention(PackedAttention):
         if heads not in self.heads:
             self.heads.append(heads)
         return super().__call__(layer, query, key, value)
-
-    def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
-        outputs, kept = [], self.states.setdefault(layer, [])
-        parts = iter(hidden.split(self._lengths, dim=1))
-        for span in self.spans:
-            state = LayerState()
-            outputs.append(run(next(parts), state))
-            states = [state.fork(1) for _ in span.completion_lengths]
-            # One by one: padding would change the states at their ends.
-            for _, lengths in span.levels:  # no path is a trunk
-                paths = next(parts).split(lengths, dim=1)
-                outputs += [run(path, own) for path, own in zip(paths, states, strict=True)]
-            kept += states or [state]
-        return torch.cat(outputs, dim=1)

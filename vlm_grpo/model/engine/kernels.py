@@ -67,14 +67,14 @@ class GroupSpan(NamedTuple):
         return [(parent, tuple(length for _, length in run)) for parent, run in runs]
 
     def list_paths(self) -> list[np.ndarray]:
-        """Return the places of the prompt with each completion, or of the prompt alone."""
-        prompt, start = np.arange(self.start, self.start + self.prompt_length), 0
-        found = []
-        for length in self.completion_lengths:
-            own = prompt[-1] + 1 + np.arange(start, start + length)
-            found.append(np.concatenate([prompt, own]))
+        """Return the places of the prompt, and of each completion with all that it continues."""
+        start = self.start + self.prompt_length
+        found = [np.arange(self.start, start)]
+        parents = self.parents or (-1,) * len(self.completion_lengths)
+        for parent, length in zip(parents, self.completion_lengths, strict=True):
+            found.append(np.concatenate([found[parent + 1], np.arange(start, start + length)]))
             start += length
-        return found or [prompt]
+        return found
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
@@ -132,19 +132,11 @@ class VarlenPlan:
         lengths = [(0, 0)]
         keys: list[np.ndarray] = []
         for span in spans:
-            start = span.start + span.prompt_length
-            prompt = np.arange(span.start, start)
-            lengths.append((len(prompt), len(prompt)))
-            keys.append(prompt)
-            seen: list[np.ndarray] = []
-            parents = span.parents or (-1,) * len(span.completion_lengths)
-            for parent, length in zip(parents, span.completion_lengths, strict=True):
-                own = np.arange(start, start + length)
-                seen.append(np.concatenate([prompt if parent < 0 else seen[parent], own]))
+            sizes = span.prompt_length, *span.completion_lengths
+            for length, seen in zip(sizes, span.list_paths(), strict=True):
                 if length:
-                    lengths.append((length, len(seen[-1])))
-                    keys.append(seen[-1])
-                start += length
+                    lengths.append((length, len(seen)))
+                    keys.append(seen)
         # The index in the row of each sequence's first query, and T; in ``keys``, of its first key,
         # and K.
         starts = np.cumsum(lengths, axis=0, dtype=np.int32).T.copy()

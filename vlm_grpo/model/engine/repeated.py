@@ -6,7 +6,7 @@ model, and tests compare the shared form with it.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from vlm_grpo.model.engine.graphs import GraphCapture
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tokens, score_logits
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.families import ImageFeatures
-from vlm_grpo.model.families.family import Unit
+from vlm_grpo.model.families.family import Unit, place
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Example, ImageRef, Prompt
@@ -78,7 +78,7 @@ class Engine:
                     order.sort(key=lambda row: -len(repeated[row].token_ids))
                     while order:
                         length = len(repeated[order[0]].token_ids) + longest
-                        count = max(1, max_tokens // length)
+                        count = max(1, max_tokens // length if self.family.can_batch else 1)
                         rows, order = order[:count], order[count:]
                         self._sample([repeated[row] for row in rows], state, rows)
         finally:
@@ -132,7 +132,7 @@ class Engine:
 
     def _run(self, piece: GroupSlice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield logits, the tokens that they predict, and the numbers of these."""
-        if any(piece.observations):
+        if any(piece.observations) or not self.family.can_batch:
             yield from (self._run_path(piece.prompt, path) for path in piece.paths)
             return
         completions = piece.completions
@@ -140,7 +140,8 @@ class Engine:
         inputs = self._build_inputs(prompts, [tokens[:-1] for tokens in completions])
         device = inputs["input_ids"].device
         longest = max(len(tokens) for tokens in completions)
-        logits = self.model(**inputs, use_cache=False, logits_to_keep=longest).logits
+        # Not every model reads ``logits_to_keep``.
+        logits = self.model(**inputs, use_cache=False, logits_to_keep=longest).logits[:, -longest:]
         lengths = torch.tensor([len(tokens) for tokens in completions], device=device)
         steps = torch.arange(longest, device=device)
         real = steps < lengths[:, None]
@@ -178,9 +179,8 @@ class Engine:
                     values = torch.cat((before, values, after.repeat_interleave(longest, 1)), dim=1)
                 columns.setdefault(name, []).append(values)
         inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
-        inputs |= {name: torch.cat(values) for name, values in columns.items()}
-        device = next(self.model.parameters()).device
-        return {name: copy_to(device, values) for name, values in inputs.items()}
+        inputs |= {n: torch.cat(values, _find_axis(n, columns)) for n, values in columns.items()}
+        return place(self.model, inputs)
 
     # What only shared prompts keep between passes.
 
@@ -242,16 +242,25 @@ def join_parts(prompt: Prompt, with_pixels: bool = True) -> Prompt:
                 pieces += [values, values[:, -1:].repeat_interleave(len(sampled.token_ids), 1)]
             vision[name] = torch.cat(pieces, dim=1)
         elif with_pixels or not name.startswith("pixel_values"):
-            vision[name] = _join([p.vision[name] for p in prompt.parts if name in p.vision])
+            parts = [p.vision[name] for p in prompt.parts if name in p.vision]
+            vision[name] = _join(parts, _find_axis(name, known.vision))
     return replace(prompt, vision=vision)
 
 
-def _join(values: Sequence[Tensor]) -> Tensor:
-    """Join tensors of images along the first axis, the others of which processors fill by zeros."""
+def _join(values: Sequence[Tensor], axis: int) -> Tensor:
+    """Join tensors of images along an axis, the others of which processors fill by zeros."""
+    values = [value.movedim(axis, 0) for value in values]
     largest = np.array([value.shape[:0:-1] for value in values]).max(0)
     missing = [largest - value.shape[:0:-1] for value in values]
     pairs = [[side for count in counts.tolist() for side in (0, count)] for counts in missing]
-    return torch.cat([functional.pad(v, p) for v, p in zip(values, pairs, strict=True)])
+    padded = [functional.pad(v, p) for v, p in zip(values, pairs, strict=True)]
+    return torch.cat(padded).movedim(0, axis)
+
+
+def _find_axis(name: str, vision: Mapping[str, Any]) -> int:
+    """Return the axis of a tensor along which images follow each other."""
+    # MiniCPM-V's processor lays the patches of all images side by side.
+    return -1 if name == "pixel_values" and "target_sizes" in vision else 0
 
 
 def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:

@@ -257,7 +257,6 @@ class SharedEngine(Engine):
         row = pack_row(prefixes, paths, [piece.segments for piece in batch.slices])
         masks = [prefix.layout.masks for prefix in prefixes]
         attend = PackedAttention(row.spans, masks, find_path_masks(row, paths))
-        head = self.family.head(self.model)
         hidden = self.run_row(row, attend)
         order, arrays = row.order, (row.predictors, row.targets, row.target_positions)
         # Others may differ at the places of what is predicted once.
@@ -265,7 +264,7 @@ class SharedEngine(Engine):
             order, arrays = None, tuple(array[order] for array in arrays)
         predictors, targets, positions = (copy_to(hidden.device, array) for array in arrays)
         targets = add_tokens(targets, settings.others)
-        scores = score_tokens(head, hidden[predictors], targets, positions, settings)
+        scores = score_tokens(self.head, hidden[predictors], targets, positions, settings)
         return scores if order is None else scores.take(copy_to(hidden.device, order))
 
     def run_row(self, row: PackedRow, attend: PackedAttention) -> Float[Tensor, "T width"]:
@@ -508,7 +507,8 @@ class _Rollout:
             hidden = self.engine.run_row(row, attend)
             self.prefilled += len(row.token_ids)
             part = [slot for members in slots_of for slot in members]
-            tokens = [place for span in row.spans for place in span.list_paths()]
+            every = (span.list_paths() for span in row.spans)
+            tokens = [places for paths in every for places in paths[1:] or paths]
             self.cache.store_prompts(part, attend, tokens)
             last = np.array([places[-1] for places in tokens])
             hidden = hidden[copy_to(hidden.device, last)]

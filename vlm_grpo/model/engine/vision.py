@@ -2,10 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vlm_grpo.model.engine.batch import ENCODER_PATCHES
 from vlm_grpo.model.engine.repeated import Counters
@@ -125,16 +125,13 @@ class DetachedFeatures:
 
     def backward(self) -> None:
         """Propagate the gradients accumulated in the leaves through the vision tower."""
-        sides = (self.encoded.values(), self.leaves.values())
-        tensors, leaves = ([t for features in side for t in _tensors(features)] for side in sides)
+        sides = (tree_leaves([*features.values()]) for features in (self.encoded, self.leaves))
+        tensors, leaves = ([x for x in side if isinstance(x, torch.Tensor)] for side in sides)
         pairs = [(t, leaf.grad) for t, leaf in zip(tensors, leaves, strict=True)]
         pairs = [(tensor, grad) for tensor, grad in pairs if grad is not None]
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
-
-
-def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
-    return features.embeds, *features.deepstack, *features.common.values()
+            tensors, grads = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, grads)
 
 
 def _detach(features: ImageFeatures, watched: bool = False) -> ImageFeatures:
@@ -142,6 +139,4 @@ def _detach(features: ImageFeatures, watched: bool = False) -> ImageFeatures:
     def detach(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad or watched)
 
-    deepstack = tuple(map(detach, features.deepstack))
-    common = {name: detach(tensor) for name, tensor in features.common.items()}
-    return replace(features, embeds=detach(features.embeds), deepstack=deepstack, common=common)
+    return tree_map_only(torch.Tensor, detach, features)

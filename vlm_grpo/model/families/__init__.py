@@ -11,6 +11,7 @@ from vlm_grpo.model.families.family import (
     PixelBudget,
     PromptLayout,
     find_part,
+    token_edge,
 )
 from vlm_grpo.model.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL, Qwen35
 
@@ -98,6 +99,17 @@ class Mistral3(Family):
     thinking_tags = ("[THINK]", "[/THINK]")
 
 
+class HunyuanVL(Family):
+    """HunyuanOCR, whose images are numbered through all rows of a batch, in their positions."""
+
+    model_types = ("hunyuan_vl",)
+    can_batch = False
+
+    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
+        rows, columns = (side // token_edge(processor) for side in size[::-1])
+        return rows * (columns + 1) + 2  # an end of each row and of the image, and its start
+
+
 class KimiVL(Family):
     """Kimi-VL, whose code comes with the model."""
 
@@ -108,7 +120,7 @@ class KimiVL(Family):
 # Families with facts of their own; all other models have those of ``Family``.
 FAMILIES = (
     *(Qwen2VL, Qwen25VL, Qwen3VL, Qwen35, InternVL, Glm),
-    *(Gemma4, PaliGemma, Llava, Lfm2VL, PaddleOCRVL, Mistral3, KimiVL),
+    *(Gemma4, PaliGemma, Llava, Lfm2VL, PaddleOCRVL, Mistral3, HunyuanVL, KimiVL),
 )
 
 

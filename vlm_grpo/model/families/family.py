@@ -7,6 +7,7 @@ completions, with these positions and attention computed by the engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -15,20 +16,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from PIL import Image
-from qwen_vl_utils.vision_process import fetch_image, smart_resize
+from qwen_vl_utils.vision_process import smart_resize
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForImageTextToText,
-    Cache,
-    Qwen2VLImageProcessor,
-    Qwen2VLImageProcessorPil,
-)
+from transformers import AutoModelForImageTextToText, Cache
 from transformers.video_utils import VideoMetadata
 
 from vlm_grpo.model.transfer import copy_to
@@ -44,15 +41,15 @@ Masks = Mapping[str, Bool[Tensor, "_ _"]]
 """For layers of each type that are not causal: (T, T) which tokens of a prompt see which."""
 
 
-@dataclass(frozen=True)
-class ImageFeatures:
+class ImageFeatures(NamedTuple):
     """The vision tower's output for the images of one unit."""
 
     embeds: Float[Tensor, "tokens width"]
     # One tensor per layer, of families whose first language layers get features from inside the
     # tower.
     deepstack: tuple[Float[Tensor, "tokens width"], ...] = ()
-    common: Mapping[str, Tensor] = field(default_factory=dict)  # what depends on no image, by name
+    layers: tuple[int, ...] = ()  # those that get the features of ``deepstack``; empty: the first
+    common: Mapping[str, Tensor] = {}  # what depends on no image, by name
     is_list: bool = True  # whether the tower returns lists with a tensor per image
 
 
@@ -71,7 +68,8 @@ _PARTS = {
         *("multi_modal_projector", "mm_projector", "projector", "connector", "aligner"),
         *("merger", "merger_list", "deepstack_merger_list", "vit_merger", "downsample"),
         *("vision_projection", "embed_vision", "image_newline", "view_separator"),
-        *("visual_embeddings_table", "resampler_model"),
+        *("visual_embeddings_table", "resampler_model", "layerwise_projectors"),
+        "spatial_projectors",
     ),
     "vision": ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embedder"),
 }
@@ -93,7 +91,9 @@ def find_part(name: str) -> str | None:
 _MEDIA_SETTING = re.compile(
     r"(^|_)(image|img|video|vision|visual|audio|[be]o[iav])(_\w+)?_token(_ids?|_index)?$"
 )
-_MEDIA_TOKEN = re.compile(r"(?i).*(im(age|g)|video|audio|\brow_\d+_col_).*|TILE\w*")
+_MEDIA_TOKEN = re.compile(
+    r"(?i).*(im(age|g)|video|audio|\brow_\d+_col_).*|TILE\w*|</?slice>|<(\w+_)?im_\w+>|<frame_\w+>"
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class Family:
     takes_videos: ClassVar[bool] = False
     # A clip's pairs of frames are encoded as images, with texts between them.
     has_texts_between_frames: ClassVar[bool] = False
-    passes_features: ClassVar[bool] = True  # whether ``run`` gives the model's own forward images
+    # Whether transformers reads a row of a batch as it reads it alone.
+    can_batch: ClassVar[bool] = True
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """Return the processor's budget; None: its resizing has none that is known."""
@@ -155,11 +156,11 @@ class Family:
         """Return an image's (width, height) after resizing; ``ValueError``: it is too narrow."""
         frames = _count_frames(processor) or 1
         clip = {"num_frames": frames, "temporal_factor": frames} if frames > 1 else {}
-        resize: Any = smart_resize if _is_qwen_processor(processor) else _find_resize(processor)
+        resize: Any = _find_resize(processor)
         height, width = resize(
             height=size[1],
             width=size[0],
-            factor=_token_edge(processor),
+            factor=token_edge(processor),
             min_pixels=budget.min_pixels * frames,
             max_pixels=budget.max_pixels * frames,
             **clip,
@@ -169,7 +170,7 @@ class Family:
     def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
         """Return the number of tokens of an image, resized if there is a budget; 0: not known."""
         if _count_frames(processor) is not None:
-            return size[0] * size[1] // _token_edge(processor) ** 2
+            return size[0] * size[1] // token_edge(processor) ** 2
         if (count := getattr(processor, "_get_num_multimodal_tokens", None)) is None:
             return 0
         try:
@@ -188,29 +189,12 @@ class Family:
         """Return the rows and columns of an image's tokens; None: they form no grid of it."""
         if _count_frames(processor) is None or image.num_frames:
             return None
-        width, height = (side // _token_edge(processor) for side in image.resized_size)
+        width, height = (side // token_edge(processor) for side in image.resized_size)
         return height, width
 
     def write_times(self, image: ImageRef, processor: Any) -> str:
         """Return the text that the processor adds between the frames of a clip; "": none."""
         return ""
-
-    def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
-        """Resize a PIL image within the budget."""
-        if not _is_qwen_processor(processor):
-            size = self.resized_size(image.size, budget, processor)
-            return image.resize(size, processor.image_processor.resample)
-        bounds = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
-        edge = processor.image_processor.patch_size
-        given: dict[str, Any] = {"image": image, **bounds}
-        return fetch_image(given, image_patch_size=edge)
-
-    def processor_kwargs(self, processor: Any) -> dict[str, Any]:
-        """Return additional arguments for the processor's call on images."""
-        # The image has been resized already; a second resize by the processor would use the
-        # model's budget instead of the one in the settings.
-        has_budget = _count_frames(processor) is not None
-        return {"images_kwargs": {"do_resize": False}} if has_budget else {}
 
     def prepare_videos(
         self, text: str, videos: Sequence[tuple[VideoRef, Sequence[Image.Image]]], processor: Any
@@ -290,11 +274,10 @@ class Family:
         if getattr(text, "cross_attention_layers", None):
             return "its language model reads images by cross-attention"
         parameters = inspect.signature(model.forward).parameters
-        if self.passes_features and "mm_encoder_outputs" not in parameters:
+        if type(self).run is Family.run and "mm_encoder_outputs" not in parameters:
             return "its model takes no precomputed image features (transformers 5.18 and later may)"
         kinds = getattr(text, "layer_types", None) or ()
-        others = set(kinds) - LAYER_TYPES
-        if others:
+        if others := set(kinds) - LAYER_TYPES:
             return f"it has layers of the type {', '.join(sorted(others))}"
         if RECURRENT_TYPES.intersection(kinds) and not hasattr(Cache, "get_conv_state"):
             return "its recurrent layers need transformers 5.21 or later"
@@ -302,9 +285,8 @@ class Family:
 
     def head(self, model: Any) -> Any:
         """Return the module that maps the language model's output to logits."""
-        text, head = model.config.get_text_config(), model.get_output_embeddings()
-        cap = getattr(text, "final_logit_softcapping", None)
-        return head if cap is None else CappedHead(head, cap)
+        head, (scale, cap) = model.get_output_embeddings(), _probe_head(model)
+        return head if (scale, cap) == (1, math.inf) else ScaledHead(head, scale, cap)
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
         """Return the attention layers of the vision tower that take images as segments of a row."""
@@ -320,15 +302,10 @@ class Family:
 
     def encode_images(self, model: Any, vision: Sequence[dict[str, Any]]) -> list[ImageFeatures]:
         """Encode units of images, each given by its vision tensors."""
-        base = model.base_model
-        names = inspect.signature(base.get_image_features).parameters
-        device = next(model.parameters()).device
-        features = []
-        for tensors in vision:
-            arguments = {k: copy_to(device, v) for k, v in tensors.items() if k in names}
-            output = base.get_image_features(**arguments, return_dict=True)
-            features.append(_read_output(output))
-        return features
+        encode = model.base_model.get_image_features
+        names = inspect.signature(encode).parameters
+        known = ({k: v for k, v in tensors.items() if k in names} for tensors in vision)
+        return [_read_output(encode(**place(model, own), return_dict=True)) for own in known]
 
     @torch.no_grad()
     def lay_out(self, model: Any, prompt: Prompt) -> PromptLayout:
@@ -341,11 +318,14 @@ class Family:
             if name in names and not name.startswith("pixel_values")
         }
         tokens = copy_to(device, np.array([prompt.token_ids]))
+        # Some models compute positions on two axes only beside this mask.
+        arguments["attention_mask"] = torch.ones_like(tokens)
         reached = _run_to(model.get_decoder(), base, input_ids=tokens, **arguments)
         positions, mask = reached.get("position_ids"), reached.get("attention_mask")
         if positions is None:
             positions = torch.arange(tokens.shape[1])[None]
-        positions = positions.reshape(-1, tokens.shape[1]).cpu().numpy()
+        # Qwen-Omni's are real numbers, which are whole without clips.
+        positions = positions.reshape(-1, tokens.shape[1]).long().cpu().numpy()
         masks = mask if isinstance(mask, dict) else {ALL_LAYERS: mask}
         masks = {kind: mask for kind, mask in masks.items() if mask is not None and mask.ndim == 4}
         return PromptLayout(positions, {kind: mask[0, 0] for kind, mask in masks.items()})
@@ -365,10 +345,16 @@ class Family:
         """
         device = positions.device
         arguments: dict[str, Any] = {}
+        tokens = copy_to(device, token_ids)
         if features:
             arguments["mm_encoder_outputs"] = {"image": _join(features)}
+        if features or model.training:  # by the types, layers choose experts
+            names = "image_token_id", "image_start_token_id", "image_end_token_id"
+            for name in inspect.signature(model.base_model.forward).parameters:
+                if name.endswith("mm_token_type_ids"):
+                    arguments[name] = sum(tokens == getattr(model.config, n, -1) for n in names)
         return model.base_model(
-            input_ids=copy_to(device, token_ids),
+            input_ids=tokens,
             position_ids=positions[0] if len(positions) == 1 else positions,
             attention_mask=without_mask(device),
             attend=attend,
@@ -377,9 +363,13 @@ class Family:
         ).last_hidden_state
 
 
-def _is_qwen_processor(processor: Any) -> bool:
-    kinds = Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
-    return isinstance(getattr(processor, "image_processor", None), kinds)
+def place(model: Any, vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy vision tensors to the model's device, pixels in its precision: not every tower casts."""
+    device, placed = next(model.parameters()).device, {}
+    for name, values in vision.items():
+        is_real = name.startswith("pixel_values") and values.is_floating_point()
+        placed[name] = copy_to(device, values.to(model.dtype) if is_real else values)
+    return placed
 
 
 def _find_resize(processor: Any) -> Callable[..., tuple[int, int]] | None:
@@ -388,7 +378,10 @@ def _find_resize(processor: Any) -> Callable[..., tuple[int, int]] | None:
     size = dict(getattr(images, "size", None) or {})
     if not (size.get("shortest_edge") and size.get("longest_edge")):
         return None
-    resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)
+    module = type(images).__module__
+    if ".qwen2_vl." in module:
+        return smart_resize
+    resize = getattr(sys.modules[module], "smart_resize", None)
     parameters = inspect.signature(resize).parameters if resize is not None else {}
     return resize if {"factor", "min_pixels", "max_pixels"} <= {*parameters} else None
 
@@ -404,24 +397,41 @@ def _count_frames(processor: Any) -> int | None:
     return processor.image_processor.temporal_patch_size if counts_frames else 1
 
 
-def _token_edge(processor: Any) -> int:
+def token_edge(processor: Any) -> int:
     """Return the side of an image token in pixels."""
     return processor.image_processor.patch_size * processor.image_processor.merge_size
 
 
-class CappedHead(nn.Module):
-    """A head whose logits become cap · tanh(logits / cap) (Gemma 2: 2024, arXiv:2408.00118)."""
+class ScaledHead(nn.Module):
+    """A head whose logits are scaled, or become cap · tanh(scale · logits / cap) (Gemma 2: 2024,
+    arXiv:2408.00118)."""
 
-    def __init__(self, head: nn.Module, cap: float) -> None:
+    def __init__(self, head: nn.Module, scale: float, cap: float) -> None:
         super().__init__()
-        self.head, self.cap = head, cap
+        self.head, self.scale, self.cap = head, scale, cap
 
     @property
     def weight(self) -> Any:
         return self.head.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.head(hidden) / self.cap) * self.cap
+        logits = self.head(hidden) * self.scale
+        return logits if self.cap == math.inf else torch.tanh(logits / self.cap) * self.cap
+
+
+@torch.no_grad()
+def _probe_head(model: Any) -> tuple[float, float]:
+    """Return the scale and the cap (inf: none) of the logits in the model's own forward, which runs
+    here without the layers below; configurations name them in many ways."""
+    given = torch.tensor([[[2.0**-40, 2.0**40]]], dtype=torch.float64, device="cpu")
+    below, head = model.base_model, model.get_output_embeddings()
+    with (
+        patch.object(below, "forward", lambda *_, **__: _Outputs(last_hidden_state=given)),
+        patch.object(head, "forward", lambda _: given),
+    ):
+        tokens = torch.zeros_like(given[:, :, 0], dtype=torch.long)
+        low, high = model(input_ids=tokens, use_cache=False).logits.flatten().tolist()
+    return low * 2**40, math.inf if math.isclose(high, low * 2**80, rel_tol=1e-3) else high
 
 
 @functools.cache
@@ -438,33 +448,33 @@ def _run_to(module: nn.Module, model: nn.Module, **arguments: Any) -> dict[str, 
     """Run a model until it calls ``module``, and return the arguments of that call."""
     reached: dict[str, Any] = {}
 
-    def stop(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def stop(*_: Any, **kwargs: Any) -> None:
         reached.update(kwargs)
         raise _Border
 
-    hook = module.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with patch.object(module, "forward", stop), contextlib.suppress(_Border):
         model(**arguments, use_cache=False)
-    except _Border:
-        return reached
-    finally:
-        hook.remove()
-    raise NotImplementedError("the model does not call its language model")
+    if not reached:
+        raise NotImplementedError("the model does not call its language model")
+    return reached
 
 
 _PLAIN_OUTPUTS = {"last_hidden_state", "pooler_output", "hidden_states", "attentions"}
 
 
 def _read_output(output: Any) -> ImageFeatures:
-    embeds = output.pooler_output
-    levels = getattr(output, "deepstack_features", None) or ()
+    levels: Any = getattr(output, "deepstack_features", None) or ()
+    layers: tuple[int, ...] = ()
+    if levels and isinstance(levels[0][0], int):  # Granite 4 Vision, which has no other features
+        layers, levels = zip(*levels, strict=True)
+    embeds = levels[0] if output.pooler_output is None else output.pooler_output
     common = {
         name: value
         for name, value in output.items()
         if name not in _PLAIN_OUTPUTS and isinstance(value, Tensor)
     }
     deepstack, is_list = tuple(map(_flatten, levels)), not isinstance(embeds, Tensor)
-    return ImageFeatures(_flatten(embeds), deepstack, common, is_list)
+    return ImageFeatures(_flatten(embeds), deepstack, layers, common, is_list)
 
 
 def _flatten(values: Tensor | Sequence[Tensor]) -> Float[Tensor, "tokens width"]:
@@ -472,13 +482,23 @@ def _flatten(values: Tensor | Sequence[Tensor]) -> Float[Tensor, "tokens width"]
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
-def _join(features: Sequence[ImageFeatures]) -> SimpleNamespace:
+class _Outputs(SimpleNamespace):
+    """An output of the vision tower, in which all else that a model may ask for is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Any:
+        return self.last_hidden_state
+
+
+def _join(features: Sequence[ImageFeatures]) -> _Outputs:
     """Join the features of several units to an output of the vision tower."""
     first = features[0]
     join: Any = list if first.is_list else torch.cat
-    levels = zip(*(images.deepstack for images in features), strict=True)
-    return SimpleNamespace(
+    levels = [join(v) for v in zip(*(images.deepstack for images in features), strict=True)]
+    return _Outputs(
         pooler_output=join([images.embeds for images in features]),
-        deepstack_features=[join(level) for level in levels] or None,
+        deepstack_features=list(zip(first.layers, levels, strict=False)) or levels or None,
         **first.common,
     )

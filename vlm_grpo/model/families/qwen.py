@@ -23,7 +23,6 @@ class QwenVL(Family):
     """The base of all generations, with images in patch grids and M-RoPE positions."""
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
-    passes_features = False
     takes_videos = True
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
