@@ -82,6 +82,8 @@ METHODS: dict[str, tuple[int, str, list[str]]] = {
     "both": (40, "3e-4", [*NARROW, *CROP]),
     "crop, first policy": (40, "3e-4", [*NARROW, *CROP, *FIRST]),
     "crop rollouts": (60, "1e-4", [*NARROW, CROP_ROLLOUTS]),
+    "revision": (60, "1e-4", [*NARROW, "methods=[revision]"]),
+    "grpo, 120 steps": (120, "1e-4", NARROW),
     "wide": (60, "1e-4", WIDE),
     "wide, replay": (60, "1e-4", [*WIDE, "objective.replay.size=16"]),
 }
