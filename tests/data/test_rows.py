@@ -124,10 +124,11 @@ def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_p
     coco = write_format(tmp_path, "coco")
     message = get_load_error(coco, "detection", box_format="xywh")
     assert "its boxes are edges in pixels in any case: remove box_format and box_scale" in message
-    answer = {"boxes": [[0.1, 0.1, 0.5, 0.5]], "points": [[0.3, 0.3]]}
-    points = write_rows(tmp_path, {**make_row(), "answer": answer})
-    message = get_load_error(points, "segmentation", box_scale=1)
-    assert "its answer has points, which box_format and box_scale do not convert" in message
+    for name in ("points", "masks"):
+        answer = {"boxes": [[0.1, 0.1, 0.5, 0.5]], name: [[0.3, 0.3]]}
+        others = write_rows(tmp_path, {**make_row(), "answer": answer})
+        message = get_load_error(others, "segmentation", box_scale=1)
+        assert f"its answer has {name}, which box_format and box_scale do not convert" in message
 
 
 def test_vlm_r1_grounding_rows_are_converted(folder):
