@@ -83,9 +83,14 @@ METHODS: dict[str, tuple[int, str, list[str]]] = {
     "crop, first policy": (40, "3e-4", [*NARROW, *CROP, *FIRST]),
     "crop rollouts": (60, "1e-4", [*NARROW, CROP_ROLLOUTS]),
     "revision": (60, "1e-4", [*NARROW, "methods=[revision]"]),
-    "grpo, 120 steps": (120, "1e-4", NARROW),
     "wide": (60, "1e-4", WIDE),
     "wide, replay": (60, "1e-4", [*WIDE, "objective.replay.size=16"]),
+}
+LONGER = ", twice the steps"
+METHODS |= {
+    name + LONGER: (2 * steps, rate, changed)
+    for name, (steps, rate, changed) in METHODS.items()
+    if name in ("grpo", "both", "crop, first policy", "crop rollouts")
 }
 """Steps, so that all take about as long; the learning rate; and the settings. All sample as many
 completions in a step: 8 prompts with 8 of each, or 1 with 64."""
@@ -180,10 +185,11 @@ def format_table(runs: list[dict[str, Any]]) -> str:
     ]
     found = {(run["world"], run["method"], run["seed"]): run for run in drop_starts(runs)}
     for name, method in itertools.product(WORLDS, METHODS):
+        plain = "grpo" + (LONGER if method.endswith(LONGER) else "")
         pairs = [
-            (run, found[name, "grpo", seed])
+            (run, found[name, plain, seed])
             for (world, known, seed), run in sorted(found.items())
-            if (world, known) == (name, method) and (name, "grpo", seed) in found
+            if (world, known) == (name, method) and (name, plain, seed) in found
         ]
         if pairs:
             rows.append(f"| {name} | {method} | {_describe(pairs)} |")
