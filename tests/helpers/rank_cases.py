@@ -152,6 +152,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
         "methods": [{"file": "revision", "options": {"below": 0.06}}],
         "rollout": {"stop": [*"abcdefghijklmnopqrst"]},
     },
+    "crops for a part of each group": {"methods": [{"file": "crop_rollouts"}]},
     # The first row has no image, so no rank ever has one; every rank has the same example.
     "one example": {"data": {"train_limit": 1}},
     # Completions of one token that stop at once have equal rewards: no group has an advantage.
@@ -198,7 +199,8 @@ def prepare(folder: Path) -> None:
         pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.png")
         images = [] if index % 3 == 0 else [f"{index}.png"]
-        rows.append({"id": str(index), "images": images, "question": "Write.", "answer": "abc"})
+        row = {"id": str(index), "images": images, "question": "Write.", "answer": "abc"}
+        rows.append(row | ({"evidence": [[0, 0, 28, 28]]} if images else {}))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
