@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -126,6 +127,9 @@ def run_command(line: str) -> None:
     arguments += ["--model", "embedded"] if "--model Qwen/" in line else []
     if (command in ("train", "sft") and "eval_share" not in line) or "evaluate counting" in line:
         arguments += HELD_OUT
+    if re.search(r"(train|sft) (tiny_words|maze)", line):  # episodes of several turns
+        arguments += ["data.eval_limit=1", "evaluation.every=2"]
+        arguments += ["rollout.num_generations=4"] if command == "train" else []
     if "data_scripts." in line and "make_" not in line:  # the files are a part of a dataset
         arguments += ["--allow-partial"]
     if program == "vlm-grpo":
@@ -136,8 +140,24 @@ def run_command(line: str) -> None:
         assert caught.value.code == 0, line
         return
     assert program == "python"
+    if arguments[0] == "-m" and arguments[1].startswith("vlm_grpo."):
+        run_module(*arguments[1:])
+        return
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def run_module(name: str, *arguments: str) -> None:
+    """Run a module of the library as a program, without another interpreter's imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.delitem(sys.modules, name, raising=False)
+        status: Any = 0
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+        assert not status, (name, arguments)
 
 
 def _make_shapes(task: str, split: str, count: int = 10) -> list[Example]:
