@@ -105,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
             "distillation": {
                 "teacher_prompt": "crop", "margin": 0, "teacher_update_rate": 0.4, "coef": 2.0,
                 "loss": "jensen_shannon", "topk": 20, "alpha": 0.3, "is_clip": 1.0005,
+                "high_share": 0.3,
             },
             "mask_truncated_completions": True,
         },

@@ -145,6 +145,7 @@ class _Row:
     teacher: tuple[Tensor, ...] | None = None  # as ``PlainModel.score`` returns
     masked: Tensor | None = None
     factors: Tensor | float = 1.0
+    balance: Tensor | float = 1.0  # factors of the divergence from the teacher
 
 
 def compute_gradient(
@@ -183,7 +184,7 @@ def compute_gradient(
             else:
                 divergence = _diverge(every, row.teacher[2], teaching)
                 divergence = divergence * ratio.detach().clamp(max=teaching.is_clip)
-            total = total + teaching.coef * divergence.sum() / tokens
+            total = total + teaching.coef * (divergence * row.balance).sum() / tokens
         total = total - objective.entropy_coef * entropies.sum() / tokens
     total = total * parts
     names, trained = zip(*model.trained.items(), strict=True)
@@ -209,6 +210,7 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         if prompt.start is None and completion.observations:  # a revision of an answer
             advantage[: completion.observations[0].start] = 0
     teacher = [_teach(model, step, pair, objective.distillation) for pair in pairs]
+    balance = _balance(pairs, teacher, objective)
     if objective.advantage_clip is not None:
         bound = objective.advantage_clip
         advantages = [advantage.clamp(-bound, bound) for advantage in advantages]
@@ -226,7 +228,7 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
     rows = [
         _Row(*pair, *constants)
         for pair, *constants in zip(
-            pairs, old, reference, advantages, teacher, masked, factors, strict=True
+            pairs, old, reference, advantages, teacher, masked, factors, balance, strict=True
         )
     ]
     again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
@@ -253,6 +255,33 @@ def _teach(
     assert step.average is not None
     model.load(step.average)
     return model.score(*pair, change)
+
+
+def _balance(
+    pairs: Sequence[tuple[Prompt, Completion]],
+    teacher: Sequence[tuple[Tensor, ...] | None],
+    objective: ObjectiveSettings,
+) -> list[Tensor | float]:
+    """Return the factors of the divergence, with which the mean over the tokens that the teacher
+    finds likeliest, beside the sampler, counts as much as that over the others."""
+    share = 0 if objective.distillation is None else objective.distillation.high_share
+    gains = {
+        row: (scores[0] - torch.tensor(c.logprobs)).tolist()
+        for row, ((_, c), scores) in enumerate(zip(pairs, teacher, strict=True))
+        if scores and not (objective.mask_truncated_completions and c.stop == "length")
+    }
+    factors: list[Tensor | float] = [1.0] * len(pairs)
+    every = sorted(gain for row in gains.values() for gain in row)
+    if not share or not every:
+        return factors
+    place = (1 - share) * (len(every) - 1)
+    low, high = every[math.floor(place)], every[math.ceil(place)]
+    bound = low + (place - math.floor(place)) * (high - low)
+    count = sum(gain >= bound for gain in every)
+    for row, values in gains.items():
+        parts = [count if gain >= bound else len(every) - count for gain in values]
+        factors[row] = torch.tensor([len(every) / 2 / part for part in parts], dtype=torch.float64)
+    return factors
 
 
 def _diverge(policy: Tensor, teacher: Tensor, settings: Any) -> Tensor:

@@ -130,6 +130,10 @@ class DistillationSettings(MethodSettings):
     """Number of the teacher's likeliest tokens that ``jensen_shannon`` compares."""
     is_clip: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio that multiplies ``jensen_shannon``."""
+    high_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the step's tokens with the largest visual advantage, whose mean loss counts as much
+    as that of all others: by how much the teacher finds a token likelier than the policy did
+    (after VA-OPD, arXiv:2605.21924). 0: one mean over all tokens."""
     coef: float = Field(default=1.0, gt=0.0)
     """Weight of the loss, a mean over the step's active tokens."""
     only: bool = False

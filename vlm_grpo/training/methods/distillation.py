@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,11 +20,12 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.evidence import crop_to_boxes, list_boxes, list_evidence, mask_beyond_boxes
+from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.training.batch import Rollout, Values
+from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
 from vlm_grpo.training.snapshot import Snapshot
@@ -112,9 +114,32 @@ class Distillation(Method):
         found = passes.score(slices, sampled, weights, self.teacher, count)
         if self.teacher is not None:
             self.teacher.engine.clear_image_features()
-        if found.others is None or found.likeliest is None:  # also without a teacher's prompt
-            return {"teacher_logprobs": found.logprobs}
-        return {"teacher_logprobs": found.others, "candidates": found.likeliest.int()}
+        values = {"teacher_logprobs": found.logprobs}
+        if found.others is not None and found.likeliest is not None:  # some have a teacher's prompt
+            values = {"teacher_logprobs": found.others, "candidates": found.likeliest.int()}
+        if self.own.high_share:
+            gains = found.logprobs.cpu() - sampled
+            values["distillation_factors"] = self._balance(passes.rollout, gains)
+        return values
+
+    def _balance(self, rollout: Rollout, gains: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Return the factors with which the means over the tokens of high and of low gain count
+        equally; 1 without a teacher. All ranks call it."""
+        objective = self.run.settings.objective
+        groups = (*rollout.groups, *rollout.recalled)
+        has_loss = [
+            self.covers(g) and not is_masked(c, objective) for g in groups for c in g.completions
+        ]
+        counted = torch.tensor(has_loss).repeat_interleave(torch.from_numpy(rollout.layout.lengths))
+        every = np.array(gather_object(gains[counted].tolist()))
+        factors = torch.ones_like(gains)
+        if len(every):
+            threshold = float(np.quantile(every, 1 - self.own.high_share))
+            share = float(np.mean(every >= threshold))
+            low = 0.5 / (1 - share) if share < 1 else 1.0
+            high = 0.5 / share if share < 1 else 1.0
+            factors = torch.where(gains >= threshold, high, low).where(counted, factors)
+        return factors
 
     def add_weights(
         self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
@@ -141,6 +166,8 @@ class Distillation(Method):
             values = ratio * (inputs.old - batch.scores["teacher_logprobs"])
         else:
             values = self._diverge(batch) * ratio.detach().clamp(max=self.own.is_clip)
+        if "distillation_factors" in batch.scores:
+            values = values * batch.scores["distillation_factors"]
         return values if inputs.correction is None else values * inputs.correction
 
     def _diverge(self, batch: TokenBatch) -> Float[Tensor, " M"]:
