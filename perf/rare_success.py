@@ -81,6 +81,7 @@ METHODS: dict[str, tuple[int, str, list[str]]] = {
     "crop": (40, "3e-4", [*NARROW, *CROP, ONLY]),
     "both": (40, "3e-4", [*NARROW, *CROP]),
     "crop, first policy": (40, "3e-4", [*NARROW, *CROP, *FIRST]),
+    "two means": (40, "3e-4", [*NARROW, *CROP, *FIRST, "objective.distillation.high_share=0.2"]),
     "crop rollouts": (60, "1e-4", [*NARROW, CROP_ROLLOUTS]),
     "revision": (60, "1e-4", [*NARROW, "methods=[revision]"]),
     "wide": (60, "1e-4", WIDE),
