@@ -19,13 +19,10 @@ from vlm_grpo.training.checkpoint.store import CorruptCheckpoint, verify_checkpo
 from vlm_grpo.training.export import export
 
 TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]
-FOUR = ["ddp-4", "fsdp-4", "hsdp-4"]
+FOUR = ["ddp-4", "hsdp-4"]
 RESUMED = ["fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
-CASES = {
-    **{"ddp-2": 20, "fsdp-2": 10, "fsdp_held-2": 2},
-    **{"ddp-4": 5, "fsdp-4": 3, "hsdp-4": 1},
-}
-"""Number of float32 cases of each launch, of the 20 of ``ddp-1``."""
+CASES = {"ddp-2": 16, "fsdp-2": 10, "fsdp_held-2": 2, "ddp-4": 5, "hsdp-4": 3}
+"""Number of float32 cases of each launch, of the 16 of ``ddp-1``."""
 OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/", "revision/")
 """Beginnings of the names of metrics of a run's examples."""
 
@@ -66,7 +63,7 @@ def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
 
 def compare_with_one_process(results: Results) -> None:
     expected = select_steps(results["ddp-1"])
-    assert len(expected) == 20
+    assert len(expected) == CASES["ddp-2"]
     for launch in results.keys() - {"ddp-1"}:
         found = select_steps(results[launch])
         assert expected.keys() >= found.keys()
@@ -111,17 +108,17 @@ def test_two_processes_share_an_evaluation_and_its_errors(folder):
 
 def test_processes_with_unequal_turns_evaluate_as_one(folder):
     results = run_launches(folder, ["ddp-1", *WITH_EPISODES])
-    first, second = results["ddp-1"]["episodes"]
-    (rows, metrics), by_command = first["evaluations"]
+    (step,) = results["ddp-1"]["episodes"]
+    (rows, metrics), by_command = step["evaluations"]
     assert by_command == [rows, metrics]
     assert metrics["tools/calls"] > 0
-    assert len(json.loads(rows)) == 8
+    assert len(json.loads(rows)) == 5
     counts = {len(row["turns"]) for row in json.loads(rows)}
     assert len(counts) > 1
     assert {"tools/gain", "letters_without_tools"} <= metrics.keys()
-    assert all(step["metrics"]["tokens/observed"] > 0 for step in (first, second))
+    assert step["metrics"]["tokens/observed"] > 0
     for launch in WITH_EPISODES:
-        assert results[launch]["episodes"][0]["evaluations"] == first["evaluations"], launch
+        assert results[launch]["episodes"][0]["evaluations"] == step["evaluations"], launch
 
 
 @pytest.mark.slow
