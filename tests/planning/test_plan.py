@@ -281,11 +281,12 @@ def test_the_least_that_fits_is_recomputed():
         with_changes(settings, "policy", gradient_checkpointing=part) for part in parts
     )
     automatic = with_changes(settings, "policy", gradient_checkpointing="auto")
-    peaks = [KnownPlanner(s, H100).estimate_step(s).memory.peak for s in (none, mlp, full)]
+    planner = KnownPlanner(automatic, H100)
+    peaks = [planner.estimate_step(changed).memory.peak for changed in (none, mlp, full)]
     assert peaks == sorted(set(peaks), reverse=True)
     for part, peak in zip(parts, peaks, strict=True):
         device = Device("GPU", int((peak + CONTEXT) / (1 - FRAGMENTATION)) + 2)
-        found = KnownPlanner(automatic, device).plan()
+        found = planner.on(device).plan()
         assert (found.fits, found.step.shape.checkpointing) == (True, part)
         assert f"with policy.gradient_checkpointing={part}\n" in str(found)
     sharded = KnownPlanner(automatic, H100, 8, "sharded").estimate_step(automatic)

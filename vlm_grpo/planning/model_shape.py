@@ -150,8 +150,8 @@ def _read_vision_shape(config: Any) -> VisionShape:
 
 def measure_layers(shape: ModelShape, policy: PolicySettings, on_cpu: bool) -> ModelShape:
     """Return the shape with the bytes that its layers save under the policy's settings."""
-    settings: Any = policy  # hashable, as frozen models are
-    return _measure_layers(shape, settings, on_cpu)
+    trained: Any = PolicySettings(lora=policy.lora, freeze=policy.freeze)  # hashable, as frozen
+    return _measure_layers(shape, trained, on_cpu)
 
 
 @lru_cache(maxsize=64)  # a measurement takes a second
