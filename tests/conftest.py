@@ -59,6 +59,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small random model, which no test changes."""
+    return import_module("small_runs").save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """Every test starts from the same random states, whatever ran before it."""
@@ -110,8 +116,9 @@ pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(run_phase)
 
 
 LONG = (
-    *("test_ranks.py", "test_guides.py", "test_trainer.py", "test_planner.py", "test_wiring.py"),
-    *("test_steps_ahead.py", "test_every_family.py", "test_shared.py", "test_memory.py"),
+    *("test_guides.py", "test_ranks.py", "test_examples.py", "test_wiring.py", "test_perf.py"),
+    *("test_plan.py", "test_graphs.py", "test_shared.py", "test_steps_ahead.py"),
+    *("test_trainer.py", "test_every_family.py", "test_reward_hacking.py", "test_export.py"),
 )
 """Files that take longest, and start first."""
 

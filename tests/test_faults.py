@@ -17,7 +17,6 @@ from processes import small_disk
 from small_runs import (
     make_trainer,
     read_metrics,
-    save_tiny_model,
     small_run,
 )
 
@@ -32,11 +31,6 @@ from vlm_grpo.training.checkpoint.manager import CheckpointManager
 from vlm_grpo.training.checkpoint.store import verify_checkpoint
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS
 from vlm_grpo.training.trainer import train
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_installed_wheel_lists_its_tasks(program, tmp_path):
 @pytest.mark.slow
 def test_installed_wheel_trains_in_an_empty_folder(program, tmp_path):
     settings = ["optim.max_steps=2", "optim.warmup_steps=0", "data.eval_limit=8"]
-    settings += ["data.train_limit=40"]
+    settings += ["data.train_limit=40", "optim.prompts_per_step=2", "rollout.num_generations=2"]
     output = _run([str(program), "train", "quickstart", *settings], tmp_path)
     assert re.search(r"^after +exact .*\(n = 8\)$", output, re.MULTILINE), output
     assert (tmp_path / "runs/quickstart/report.html").is_file()

@@ -211,7 +211,7 @@ class Letters(Task):
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    model, processor = tiny_model("qwen2_5_vl")
+    model, processor = tiny_model("qwen2_5_vl", layers=3)
     model.generation_config.eos_token_id = list(ENDS)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -220,7 +220,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_other(folder: Path) -> Path:
     """Save a model with other weights."""
-    model, processor = tiny_model("qwen2_5_vl", seed=7)
+    model, processor = tiny_model("qwen2_5_vl", seed=7, layers=3)
     model.generation_config.eos_token_id = list(ENDS)
     model.save_pretrained(folder / "other")
     processor.save_pretrained(folder / "other")

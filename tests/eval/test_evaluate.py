@@ -71,7 +71,8 @@ def make_evaluator(settings: Settings) -> HeldOutEvaluator:
 
 
 def test_without_held_out_data_nothing_is_evaluated():
-    settings = load_settings("counting", ["data.eval=null", "evaluation.every=0"])
+    few = ["data.train_limit=4", "data.eval=null", "evaluation.every=0"]
+    settings = load_settings("counting", few)
     evaluator = make_evaluator(settings)
     assert not evaluator.is_due(settings.optim.max_steps)
     assert (evaluator.evaluate(0), evaluator.best) == (None, None)

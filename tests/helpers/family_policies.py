@@ -40,7 +40,7 @@ def build_policy(
     dtype = torch.bfloat16 if values.get("lora") and values["dtype"] == "bfloat16" else None
     if settings.master_weights == "bfloat16":
         dtype = torch.bfloat16
-    model, processor = tiny_model(family, dtype or torch.float32)
+    model, processor = tiny_model(family, dtype or torch.float32, layers=3)
     language, vision = model.model.language_model, model.model.visual
     if "text" in depths:
         language.layers = language.layers[: depths["text"]]

@@ -54,8 +54,9 @@ class Letters(Task):
 LORA = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}}
 
 
-def save_tiny_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
-    model, processor = tiny_model(family)
+def save_tiny_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 2) -> Path:
+    """Save a small random model. With this seed every group of a run's first steps has a spread."""
+    model, processor = tiny_model(family, seed=seed)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

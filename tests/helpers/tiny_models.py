@@ -67,7 +67,7 @@ def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
@@ -99,7 +99,9 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
 """The prefix of each family's classes in transformers, and the settings of its vision tower."""
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
+def tiny_model(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2
+) -> tuple[Any, Any]:
     tokenizer, (prefix, vision), third = tiny_tokenizer(), VISION[family], family == "qwen3_vl"
     edge = 32 if third else 28  # of an image token in pixels
     pixels = {"shortest_edge": edge**2, "longest_edge": 64 * edge**2}
@@ -107,7 +109,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
         vision = {"intermediate_size": 48, "out_hidden_size": 64, **vision}
     torch.manual_seed(seed)
     config = getattr(hf, f"{prefix}Config")(
-        text_config=text_config(tokenizer, **({"head_dim": 16} if third else {})),
+        text_config=text_config(
+            tokenizer, num_hidden_layers=layers, **({"head_dim": 16} if third else {})
+        ),
         vision_config={"num_heads": 2, **vision},
         tie_word_embeddings=False,
         **_tokens(tokenizer),
@@ -142,10 +146,14 @@ def initialize(model: Any, tokenizer: Any) -> None:
 
 
 def tiny_policy(
-    family: str, shared: bool = True, dtype: torch.dtype = torch.float32, **distribution: Any
+    family: str,
+    shared: bool = True,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    **distribution: Any,
 ) -> Policy:
     """Build a policy from ``tiny_model(family)``, whose weights do not depend on ``shared``."""
-    model, processor = tiny_model(family, dtype)
+    model, processor = tiny_model(family, dtype, layers=layers)
     if shared:
         use_shared_attention(load_family(model.config), model)
     # Chunks smaller than any batch here, so that chunking is always exercised.

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 from fake_vllm import write_python
-from small_runs import save_tiny_model, small_run
+from small_runs import small_run
 
 from vlm_grpo.serve import sampler, server
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

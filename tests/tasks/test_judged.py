@@ -9,14 +9,13 @@ import random
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from dataset_files import png
 from judge_server import Reply, run_judge
 from PIL import Image
-from small_runs import assert_same_run, read_metrics, save_tiny_model, small_run
+from small_runs import assert_same_run, read_metrics, small_run
 
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
@@ -233,11 +232,6 @@ def test_validate_asks_the_judge_about_few_rows(tmp_path):
     # 20 gold answers, one for the group, 20 of the first row's answer, and two exploits that hold
     # an answer for each row.
     assert len(server.requests) == 20 + 1 + 20 + 40
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder):

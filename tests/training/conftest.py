@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import save_tiny_model, small_run
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+from small_runs import small_run
 
 
 @pytest.fixture

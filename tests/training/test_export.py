@@ -158,7 +158,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         (root / family).mkdir()
         example.images[0].load().save(root / family / "image.png")
         original = root / family / "original"
-        model, processor = tiny_model(family)
+        model, processor = tiny_model(family, layers=3)
         model.save_pretrained(original)
         processor.save_pretrained(original)
         untrained = load_policy(make_settings(original, dtype="float32"), training=False)

@@ -83,7 +83,9 @@ def stop_and_resume(run: Settings, *stop: int) -> str:
 
 def test_an_outside_sampler_gives_the_run_of_the_policy(settings, vllm):
     """With equal kernels the weights of the correction are 1, up to rounding."""
-    expected, run = make_trainer(settings(name="policy")), vllm()
+    # Adam turns the rounding of gradients that are almost 0 into whole steps: these are small.
+    optim = {"lr": 1e-3, "max_steps": 2}
+    expected, run = make_trainer(settings(name="policy", optim=optim)), vllm(optim=optim)
     expected.run()
     train(run)
     rows = read_metrics(expected.settings.run_dir), read_metrics(run.run_dir)

@@ -268,9 +268,10 @@ def test_the_report_is_rebuilt_during_the_run(settings, monkeypatch):
 FAILING = """
     @reward()
     def odd(self, answer, example):
-        if len(answer) % 3 == 0:
+        kind = sum(map(ord, answer)) % 3
+        if kind == 0:
             raise KeyError("no such column")
-        while len(answer) % 3 == 1:
+        while kind == 1:
             pass
         return 1.0
 """
@@ -348,9 +349,11 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     uninterrupted = settings(name="uninterrupted", **changes)
     train(uninterrupted)
     stopped = settings(name="stopped", **changes)
-    # Stops: before the first token, between two steps, in the second, at the end of the third.
-    stops = [(1, 1), (2,), (1, 4), (2, 5)]
-    assert train_with_stops(stopped, stops) == ["step-0", "step-1", "step-1", "step-2"]
+    # Stops: before the first token, between two steps, in the second, at the end of the third. Of
+    # these, every run has the second and the third.
+    stops, names = [(1, 1), (2,), (1, 4), (2, 5)], ["step-0", "step-1", "step-1", "step-2"]
+    chosen = slice(None) if reference == "k2" else slice(1, 3)
+    assert train_with_stops(stopped, stops[chosen]) == names[chosen]
     assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import forked
 import pytest
-from small_runs import save_tiny_model, small_run
+from small_runs import small_run
 
 from vlm_grpo.cli import main
 from vlm_grpo.config.run import Settings
@@ -43,14 +43,9 @@ def _hangups_are_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def run(tmp_path: Path, model: Path) -> Any:
-    return partial(small_run, tmp_path, model)
+def run(tmp_path: Path, model_folder: Path) -> Any:
+    return partial(small_run, tmp_path, model_folder)
 
 
 @dataclass

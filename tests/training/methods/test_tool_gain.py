@@ -57,7 +57,7 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
 
 
 def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings):
-    short = {"num_generations": 6, "max_completion_length": 5}  # some episodes call nothing
+    short = {"num_generations": 6, "max_completion_length": 2}  # some episodes call nothing
     trainer, rollouts, batches = make_trainer(settings(**CHANGES | {"rollout": short})), [], []
     score, update = trainer.updater.score, trainer.updater.update
     trainer.updater.score = lambda rollout: rollouts.append(rollout) or score(rollout)
