@@ -23,7 +23,7 @@ FOUR = ["ddp-4", "hsdp-4"]
 RESUMED = ["fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
 CASES = {"ddp-2": 16, "fsdp-2": 10, "fsdp_held-2": 2, "ddp-4": 5, "hsdp-4": 3}
 """Number of float32 cases of each launch, of the 16 of ``ddp-1``."""
-OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/", "revision/")
+OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/", "visual_credit/", "revision/")
 """Beginnings of the names of metrics of a run's examples."""
 
 Step = dict[str, Any]
@@ -137,6 +137,9 @@ def test_the_cases_are_uneven(folder):
     mixed = [step["metrics"] for step in results["a mixture"]]
     assert all(row["sources/plain/reward"] > 0 < row["sources/half/reward"] for row in mixed)
     assert any(step["metrics"]["replay/groups"] for step in results["a curriculum and replay"])
+    cropped = [s["metrics"] for s in results["crops for a part of each group, and credit"]]
+    assert any(0 < row.get("visual_credit/in_boxes", 0) < 1 for row in cropped)
+    assert all("crop/reward" in row for row in cropped)
     shares = [step["metrics"]["revision/share"] for step in results["revised groups"]]
     assert any(0 < share < 1 for share in shares)
     steps = [step["metrics"] for steps in select_steps(results).values() for step in steps]

@@ -154,7 +154,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
         "objective": {"loss_type": "dr_grpo"},
         "rollout": {"stop": [*"abcdefghijklmnopqrst"]},
     },
-    "crops for a part of each group": {"methods": [{"file": "crop_rollouts"}]},
+    "crops for a part of each group, and credit": {"methods": ["crop_rollouts", "visual_credit"]},
     # The first row has no image, so no rank ever has one; every rank has the same example.
     "one example": {"data": {"train_limit": 1}},
     # Completions of one token that stop at once have equal rewards: no group has an advantage.
@@ -206,7 +206,9 @@ def prepare(folder: Path) -> None:
         Image.fromarray(pixels).save(folder / f"{index}.png")
         images = [] if index % 3 == 0 else [f"{index}.png"]
         row = {"id": str(index), "images": images, "question": "Write.", "answer": "abc"}
-        rows.append(row | ({"evidence": [[0, 0, 28, 28]]} if images else {}))
+        rows.append(
+            row | ({"evidence": [[0, 0, 28, 28]], "boxes": [[0, 0, 40, 28]]} if images else {})
+        )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
