@@ -16,6 +16,8 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import (
     make_charts,
     make_clips,
+    make_distances,
+    make_figures,
     make_pictures,
     make_screens,
     make_shapes,
@@ -32,8 +34,8 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
 MODULES = (
-    *(make_charts, make_clips, make_pictures, make_screens, make_shapes),
-    *(make_tables, make_tiny_words, make_words),
+    *(make_charts, make_clips, make_distances, make_figures, make_pictures, make_screens),
+    *(make_shapes, make_tables, make_tiny_words, make_words),
 )
 GENERATORS = {kind: m.draw_examples for m in MODULES for kind in m.draw_examples.kinds}
 RECORDED = {
@@ -553,3 +555,50 @@ def test_the_answer_about_tiny_objects_is_what_the_row_of_their_kind_shows(split
         numbers = [tuple(COLORS).index(color) for color in seen]
         held_out = [(a + b) % 4 == 0 for a, b in itertools.pairwise(numbers)]
         assert sum(held_out) == (split == "eval")
+
+
+@BOTH_SPLITS
+def test_the_points_of_figures_are_on_limbs_of_their_side(split):
+    task = load_task("keypoints")
+    for row in draw("figures:medium,points=13", 20, split=split):
+        pixels = get_pixels(row)
+        for name, (x, y) in row.answer["points"].items():
+            x, y, side = round(x), round(y), name.split()[0]
+            near = pixels[y - 1 : y + 2, x - 1 : x + 2]
+            if side in make_figures.COLORS and not name.endswith(("shoulder", "hip")):
+                assert (near == make_figures.COLORS[side]).all(-1).any(), name
+            elif side == "nose":
+                assert (near < 60).all(-1).any()
+        own = task.pose(row)
+        task.check(own)
+        read = task.parse(task.write(tuple(row.answer["points"].items()), own), own)
+        assert dict(read) == {n: pytest.approx(p, abs=0.6) for n, p in row.answer["points"].items()}
+    lower = {name: y for name, (_, y) in row.answer["points"].items()}
+    assert lower["nose"] < lower["left hip"] < lower["left ankle"]
+
+
+@BOTH_SPLITS
+def test_distances_are_those_of_the_shapes_centers(split):
+    kinds = set()
+    for row in draw("distances:easy,contrast=1", 30, split=split):
+        pixels, centers = get_pixels(row), {}
+        for name, color in COLORS.items():
+            if (mask := (pixels == color).all(-1)).any():
+                rows, columns = np.nonzero(mask)
+                box = columns.min(), columns.max() + 1, rows.min(), rows.max() + 1
+                centers[name] = np.array([(box[0] + box[1]) / 2, (box[2] + box[3]) / 2])
+        assert len(centers) == 3
+        asked = [word for word in re.findall(r"\w+", row.question) if word in COLORS]
+        gaps = {n: np.linalg.norm(c - centers[asked[0]]) for n, c in centers.items()}
+        del gaps[asked[0]]
+        nearest = min(gaps, key=gaps.__getitem__)
+        if isinstance(row.answer, dict):
+            assert row.answer["answer"] == nearest
+            assert {*row.answer["options"]} == gaps.keys()
+        else:
+            assert asked[1] == nearest
+            meters = float(row.answer.removesuffix(" m"))
+            assert meters == pytest.approx(gaps[nearest] * 10 / pixels.shape[1], abs=0.2)
+        kinds.add(type(row.answer))
+        assert ({asked[0], nearest} == {"green", "yellow"}) == (split == "eval")
+    assert kinds == {dict, str}

@@ -41,8 +41,8 @@ from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
 _MODULES = (
-    *("charts", "clips", "mazes", "pictures", "screens"),
-    *("shapes", "tables", "tiny_words", "words"),
+    *("charts", "clips", "distances", "figures", "mazes", "pictures"),
+    *("screens", "shapes", "tables", "tiny_words", "words"),
 )
 _EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
