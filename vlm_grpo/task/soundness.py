@@ -211,7 +211,10 @@ def _check_exploits(
     tried: list[tuple[str, str, Example]] = []
     for example in rows:
         gold = task.gold_answer(example)
-        other = next((e for e in examples if task.gold_answer(e) != gold), example)
+        golds = ((task.gold_answer(e), e) for e in examples)
+        # Of the same kind: rows may ask for options or for numbers.
+        others = (e for answer, e in golds if type(answer) is type(gold) and answer != gold)
+        other = next(others, example)
         exploits = build_exploits(task, example, other).items()
         tried += [(name, text, example) for name, text in exploits]
     scores = _score(task, [text for _, text, _ in tried], [example for *_, example in tried])
