@@ -224,7 +224,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
     runs = drop_starts(runs)
-    figure, axes = plt.subplots(1, len(WORLDS), figsize=(4.4 * len(WORLDS), 3.6), sharey=True)
+    figure, axes = plt.subplots(1, len(WORLDS), figsize=(4.4 * len(WORLDS), 4.4), sharey=True)
     for axis, name in zip(axes, WORLDS, strict=True):
         for method in (known for known in METHODS if known + LONGER not in METHODS):
             known = [run for run in runs if (run["world"], run["method"]) == (name, method)]
@@ -242,8 +242,8 @@ def plot(runs: list[dict[str, Any]]) -> None:
         axis.set_title(f"tiny {name}")
         axis.set_xlabel("processor seconds of the steps")
     axes[0].set_ylabel("held-out accuracy in percent\n(band: lowest to highest seed)")
-    axes[0].legend(loc="upper left")
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3)
+    figure.tight_layout(rect=(0, 0.19, 1, 1))
     figure.savefig(PLOT, metadata={"Date": None})
 
 
