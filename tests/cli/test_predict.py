@@ -22,6 +22,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     EXAMPLE.images[0].load().save("a.png")
 
 
+QUESTION = ["--image", "a.png", "--question", "What?"]
+CHOICE = ["--task", "choice"]
+
+
 def test_a_box_is_drawn_on_the_image_in_its_original_size(capsys):
     given = ["embedded", "--image", "a.png", "--task", "grounding"]
     status, out, _ = run(capsys, "predict", *given, "--question", EXAMPLE.question)
@@ -51,15 +55,19 @@ def test_a_question_without_an_image_is_answered_without_a_picture(capsys):
     assert "--out needs an image" in fails(capsys, "predict", *given, "--out", "b.png")
 
 
+def test_a_prompt_that_shows_options_takes_them_from_an_answer(capsys):
+    options = '{"options": ["cat", "dog"], "answer": "cat"}'
+    status, out, _ = run(capsys, "predict", "embedded", *QUESTION, *CHOICE, "--answer", options)
+    assert status == 0
+    assert "answer   " in out
+
+
 def test_a_truncated_output_is_reported(capsys):
     given = ["embedded", "--image", "a.png", "--task", "grounding", "--question", "the red circle"]
     _, out, _ = run(capsys, "predict", *given, "rollout.max_completion_length=2")
 
     assert "truncated after 2 tokens: raise rollout.max_completion_length" in out
     assert "answer   none" in out
-
-
-QUESTION = ["--image", "a.png", "--question", "What?"]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +82,8 @@ QUESTION = ["--image", "a.png", "--question", "What?"]
         (["embedded", *QUESTION, "--out", "b.txt"], "end the name in .png"),
         (["embedded", *QUESTION, "optim.rl=1"], "did you mean optim.lr?"),
         (["embedded", *QUESTION, "--frame", "permille"], "--frame needs --server"),
+        (["embedded", *QUESTION, *CHOICE], "as choice its options, give one: --answer JSON"),
+        (["embedded", *QUESTION, *CHOICE, "--answer", "{cat"], "--answer {cat: it is no JSON"),
         (["./nowhere", *QUESTION], "error: model ./nowhere: there is no such folder\n"),
         (["none", *QUESTION], "there is no model or run 'none'"),
     ],

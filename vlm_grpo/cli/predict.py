@@ -1,5 +1,6 @@
 """``vlm-grpo predict``: generate one answer and draw it on the image."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,10 @@ def predict(
             help="Task that builds the prompt and parses the answer; default: the run's task."
         ),
     ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(help="A row's answer as JSON, if the prompt shows a part of it (choice)."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Image file to write; default: IMAGE-answer.png here.")
     ] = None,
@@ -56,6 +61,8 @@ def predict(
     vlm-grpo predict runs/mine/checkpoints/step-300 evaluation.temperature=0.7 seed=1 \\
         --image a.jpg --question "How many cups?"
     vlm-grpo predict runs/mine --server http://localhost:8000 --image a.jpg --question "a cup"
+    vlm-grpo predict runs/pets --image a.jpg --question "Which animal is this?" \\
+        --answer '{"options": ["cat", "dog"], "answer": "cat"}'
     vlm-grpo predict Qwen/Qwen2.5-VL-3B-Instruct --task temporal --video a.mp4 \\
         --question "the person sits down"
     vlm-grpo predict none --server https://api.openai.com/v1 --served-model gpt-4o --image a.jpg \\
@@ -65,11 +72,15 @@ def predict(
     if out is not None and not images:
         raise UserError("--out needs an image to draw on: add --image")
     picture = _choose_file(out, images[0]) if images else None
+    try:
+        row_answer = None if answer is None else json.loads(answer)
+    except ValueError as error:
+        raise UserError(f"--answer {answer}: it is no JSON ({error})") from error
     endpoint = build_endpoint(context.params, frame)
     from vlm_grpo.eval.predict import Predictor
 
     predictor = Predictor(model, task, overrides or (), endpoint)
-    prediction = predictor(images, question)
+    prediction = predictor(images, question, row_answer)
     completion = prediction.completion
     for turn in completion.turns[:-1]:
         read = "" if turn.observed is None else turn.observed.text
@@ -81,8 +92,8 @@ def predict(
             "raise rollout.max_completion_length"
         )
     if prediction.has_task:
-        answer = prediction.answer
-        typer.echo(f"answer   {'none: the output holds no answer' if answer is None else answer}")
+        found = prediction.answer
+        typer.echo(f"answer   {'none: the output holds no answer' if found is None else found}")
     if picture is not None and prediction.picture is not None:
         prediction.picture.save(picture)
         typer.echo(f"picture  {picture}")

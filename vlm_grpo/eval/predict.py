@@ -20,7 +20,7 @@ from vlm_grpo.eval.generate import EvaluatedModel, load_evaluated_model
 from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.resolve import NO_TASK, UNKNOWN, resolve_model, resolve_unknown
 from vlm_grpo.serve.chat import Endpoint
-from vlm_grpo.task import FAILURES, PlainQuestion, Task
+from vlm_grpo.task import FAILURES, PlainQuestion, Task, write_prompt
 from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.task.registry import get_task_name, load_task
 from vlm_grpo.types import Completion, Example, ImageRef
@@ -87,7 +87,9 @@ class Predictor:
     def task(self) -> Task:
         return self.model.prompts.adapt(self._task)
 
-    def __call__(self, images: ImageInput | Sequence[ImageInput], question: str) -> Prediction:
+    def __call__(
+        self, images: ImageInput | Sequence[ImageInput], question: str, answer: Any = None
+    ) -> Prediction:
         """Answer a question, sampled at ``evaluation.temperature``.
 
         Args:
@@ -96,6 +98,7 @@ class Predictor:
             question: the question, in which each ``<image>`` stands for an image and each
                 ``<video>`` for a clip; without any, they stand before it. For grounding, only the
                 object's description.
+            answer: the row's answer, of which some prompts show a part, as ``choice`` its options.
 
         Raises:
             UserError: an image, the question or the model cannot be used, or the task's parser
@@ -115,17 +118,25 @@ class Predictor:
         )
         try:
             example = self.model.prompts.with_resized_sizes(
-                Example("question", references, question, None)
+                Example("question", references, question, answer)
             )
         except ValueError as error:
             name = references[0].name
             raise UserError(f"image {name} cannot be resized for the model: {error}") from error
         seeds = [(self.settings.seed, "predict")]
+        if answer is None:
+            try:
+                write_prompt(self.task, example)
+            except ValueError as error:
+                raise UserError(
+                    f"{error}; if it shows a part of a row's answer, as choice its options, give "
+                    "one: --answer JSON (in Python, answer=…)"
+                ) from error
         begun = begin_episodes(self.model.prompts, self.model.runner, example, self.task)
         ((_, (completion,)),) = self.model.generate(self.task, [begun], seeds, [range(1)])
         example = begun[0]
         try:
-            answer = self.task.read(completion.text, example)
+            found = self.task.read(completion.text, example)
         except FAILURES as error:  # a user's parser may raise anything
             raise UserError(
                 f"the task's parser failed on {completion.text!r}: {error!r}"
@@ -133,9 +144,9 @@ class Predictor:
         return Prediction(
             completion,
             not isinstance(self.task, PlainQuestion),
-            answer,
+            found,
             tuple(image.resized_size for image in example.images),
-            _draw(self.task, example, answer, completion.text) if references else None,
+            _draw(self.task, example, found, completion.text) if references else None,
         )
 
 
@@ -146,12 +157,13 @@ def predict(
     task: str | type[Task] | Task | None = None,
     overrides: Overrides = (),
     server: Endpoint | str | None = None,
+    answer: Any = None,
 ) -> Prediction:
     """Answer one question; a ``Predictor`` answers several without loading the model again.
 
     Arguments and errors are those of ``Predictor`` and its call.
     """
-    return Predictor(model, task, overrides, server)(images, question)
+    return Predictor(model, task, overrides, server)(images, question, answer)
 
 
 def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task:
