@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -559,7 +560,7 @@ def test_the_answer_about_tiny_objects_is_what_the_row_of_their_kind_shows(split
 
 @BOTH_SPLITS
 def test_the_points_of_figures_are_on_limbs_of_their_side(split):
-    task = load_task("keypoints")
+    task: Any = load_task("keypoints")
     for row in draw("figures:medium,points=13", 20, split=split):
         pixels = get_pixels(row)
         for name, (x, y) in row.answer["points"].items():
