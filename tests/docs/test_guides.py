@@ -214,6 +214,7 @@ def _write_your_own_data() -> None:
     for number in range(10):
         label = ("cat\n", "dog\n")[number % 2]
         photos = {f"photos/{number}.jpg": encode_image(photo(number), "JPEG")}
+        photos |= {"new.jpg": encode_image(photo(9), "JPEG")}
         write_files(Path(), {**photos, f"labels/{number}.txt": label})
 
 

@@ -60,8 +60,8 @@ def test_no_other_file_names_a_method(file):
 
 
 def test_every_method_is_found():
-    names = "counterfactual curriculum distillation kl noise perception replay revision tool_gain"
-    names += " top_entropy visual_credit warm_start"
+    names = "counterfactual crop_rollouts curriculum distillation kl noise perception replay"
+    names += " revision tool_gain top_entropy visual_credit warm_start"
     assert [method.name for method in find_methods()] == names.split()
 
 
