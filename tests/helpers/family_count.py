@@ -6,6 +6,7 @@ Run ``python tests/helpers/family_count.py`` to print the table of docs/families
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import transformers as hf
 from benchmark_table import format_table
@@ -23,7 +24,7 @@ COLUMNS = ("prompt", "types", "model types")
 def classify(kind: str) -> str:
     """Return what becomes of the prompt of models of the type, by their configuration alone."""
     config = hf.CONFIG_MAPPING[kind]()
-    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if model is not None and not issubclass(model, hf.GenerationMixin):
         return "refused: it does not write text token by token"
     if (reason := load_family(config).why_not_shared(config)) is not None:

@@ -603,14 +603,15 @@ def _build_gemma3n() -> tuple[Any, Any]:
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "rope_parameters": None,
     }
-    build = modeling_gemma3n.AutoModel.from_config
+    towers: Any = vars(modeling_gemma3n)["AutoModel"]
+    build = towers.from_config
 
     def build_tower(config: Any) -> Any:
         return build(
             hf.ConvNextConfig(**CONVNEXT) if config.model_type == "gemma3n_vision" else config
         )
 
-    with patch.object(modeling_gemma3n.AutoModel, "from_config", build_tower):
+    with patch.object(towers, "from_config", build_tower):
         return _model(
             "gemma3n",
             marks,
