@@ -144,7 +144,10 @@ def assert_same_weights(a: Path, b: Path) -> None:
 
 
 def assert_same_run(a: Path, b: Path, last: str = "step-4") -> None:
-    assert read_metrics(a) == read_metrics(b)
+    first, second = map(read_metrics, (a, b))
+    for row in (*first, *second):  # a new process has no decoded images in memory
+        row.pop("work/image_decodes", None)
+    assert first == second
     assert read_samples(a) == read_samples(b)
     assert_same_weights(a / "checkpoints" / last, b / "checkpoints" / last)
 
