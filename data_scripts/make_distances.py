@@ -20,7 +20,7 @@ from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image, is_hel
 from vlm_grpo.types import Example
 
 METERS, RADIUS = 10.0, 7
-"""What the width of an image stands for; half of a shape's width in pixels."""
+"""Width of an image in meters, and radius of a shape in pixels."""
 
 
 class Distances(World):

@@ -124,15 +124,15 @@ class Predictor:
             name = references[0].name
             raise UserError(f"image {name} cannot be resized for the model: {error}") from error
         seeds = [(self.settings.seed, "predict")]
+        begun = begin_episodes(self.model.prompts, self.model.runner, example, self.task)
         if answer is None:
             try:
-                write_prompt(self.task, example)
+                write_prompt(self.task, begun[0])
             except ValueError as error:
                 raise UserError(
                     f"{error}; if it shows a part of a row's answer, as choice its options, give "
                     "one: --answer JSON (in Python, answer=…)"
                 ) from error
-        begun = begin_episodes(self.model.prompts, self.model.runner, example, self.task)
         ((_, (completion,)),) = self.model.generate(self.task, [begun], seeds, [range(1)])
         example = begun[0]
         try:

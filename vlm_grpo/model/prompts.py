@@ -251,6 +251,8 @@ class PromptWriter:
     Without a pixel budget, images keep their size.
     """
 
+    resample: int = Image.Resampling.BICUBIC  # filter with which images are resized
+
     def __init__(
         self,
         frame: CoordinateFrame,
@@ -380,7 +382,7 @@ class PromptWriter:
         if self.budget is None:
             return image
         size = self._resized_size(image.size, self.budget.share(reference))
-        return image.resize(size, Image.Resampling.BICUBIC)
+        return image if size == image.size else image.resize(size, self.resample)
 
 
 class PromptBuilder(PromptWriter):
@@ -397,6 +399,8 @@ class PromptBuilder(PromptWriter):
         self.chat, self.processor = chat, chat.processor
         self.family, self.max_tokens, self._has_warned = family, max_tokens, False
         self.takes_videos = family.takes_videos
+        if budget is not None:  # as the processor itself would
+            self.resample = self.processor.image_processor.resample
         self._control_tokens = _compile_control_tokens(self.processor, family)
         if (token := self._control_tokens.search(chat.settings.system or "")) is not None:
             raise UserError(

@@ -93,13 +93,13 @@ class PromptLoader:
                 return prompt, position > index
 
     def _vary(self, example: Example, index: int, variant: Variant) -> Prompt | None:
-        if (other := variant.change(example, index)) is None:
-            return None
         try:
-            changed = self._build(self.policy.prompts.with_resized_sizes(other))
+            if (other := variant.change(example, index)) is None:
+                return None
+            other = self.policy.prompts.with_resized_sizes(other)
         except ValueError as error:
             raise UserError(f"{example.name}: {variant.label[0]}: {error}") from error
-        return replace(changed, label=variant.label)
+        return replace(self._build(other), label=variant.label)
 
     def _build(self, example: Example) -> Prompt:
         prompt = self.policy.prompts.build(example, self.task)

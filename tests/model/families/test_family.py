@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from family_policies import build_family_policy
+from PIL import Image
 from qwen_vl_utils.vision_process import fetch_image
 from tiny_models import FAMILIES as QWEN
 from tiny_models import (
@@ -22,6 +23,7 @@ from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
 from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.model.families import Family, load_family
 from vlm_grpo.model.families.family import ScaledHead
+from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.registry import load_task
@@ -205,6 +207,17 @@ def test_images_of_qwen_are_those_that_its_package_makes(size):
     bounds = vars(policy.prompts.budget) | {"image": example.images[0].load()}
     expected = fetch_image(bounds, image_patch_size=16)
     assert (image.size, image.tobytes()) == (expected.size, expected.tobytes())
+
+
+def test_images_are_resized_with_the_filter_of_the_processor(monkeypatch):
+    known = tiny_policy("qwen2_5_vl").prompts
+    nearest = Image.Resampling.NEAREST
+    monkeypatch.setattr(known.processor.image_processor, "resample", nearest)
+    example = noise_example("a", [(500, 300)])
+    builder = PromptBuilder(known.chat, known.family, known.budget, None)
+    [(image, _)] = builder.load_images(builder.with_resized_sizes(example))
+    assert image.size != (500, 300)
+    assert image.tobytes() == example.images[0].load().resize(image.size, nearest).tobytes()
 
 
 @pytest.mark.parametrize("family", QWEN)

@@ -15,6 +15,7 @@ from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.config.requirements import get
 from vlm_grpo.data.evidence import crop_to_boxes, list_boxes, list_evidence
 from vlm_grpo.errors import UserError
+from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.methods import Method, Run, Variant
 from vlm_grpo.types import Example
 
@@ -47,18 +48,17 @@ class Cropped(Variant):
         return "crop", 1
 
     def change(self, example: Example, index: int) -> Example | None:
-        if not can_crop(example):
+        if not (boxes := find_boxes(example)):
             return None
         (image,) = example.images
-        crop = crop_to_boxes(image, list_evidence(example), self.margin)
-        return replace(example, images=(crop,))
+        return replace(example, images=(crop_to_boxes(image, boxes, self.margin),))
 
 
-def can_crop(example: Example) -> bool:
-    """Return whether an example has one image with evidence, and an answer without boxes in it."""
-    if len(example.images) != 1 or example.images[0].kind != "image":
-        return False
-    return bool(list_evidence(example)) and not list_boxes(example)
+def find_boxes(example: Example) -> tuple[Box, ...]:
+    """Return the evidence in an example's only image; none if its answer has boxes, too."""
+    if [image.kind for image in example.images] != ["image"] or list_boxes(example):
+        return ()
+    return list_evidence(example)
 
 
 class CropRollouts(Method):
@@ -73,7 +73,7 @@ class CropRollouts(Method):
         used += [str(m.file) for m in run.settings.methods if str(m.file) in OTHERS]
         for name in used:
             raise UserError(f"methods: crop_rollouts does not work with {name}: remove one")
-        if not any(map(can_crop, run.stream.examples)):
+        if not any(map(find_boxes, run.stream.examples)):
             raise UserError(
                 "methods: crop_rollouts has no effect: no training example has one image, evidence "
                 "with boxes in its pixels, and an answer without boxes"

@@ -133,13 +133,14 @@ class Distillation(Method):
         counted = torch.tensor(has_loss).repeat_interleave(torch.from_numpy(rollout.layout.lengths))
         every = np.array(gather_object(gains[counted].tolist()))
         factors = torch.ones_like(gains)
-        if len(every):
-            threshold = float(np.quantile(every, 1 - self.own.high_share))
-            share = float(np.mean(every >= threshold))
-            low = 0.5 / (1 - share) if share < 1 else 1.0
-            high = 0.5 / share if share < 1 else 1.0
-            factors = torch.where(gains >= threshold, high, low).where(counted, factors)
-        return factors
+        if not len(every):
+            return factors
+        threshold = float(np.quantile(every, 1 - self.own.high_share))
+        share = float(np.mean(every >= threshold))
+        if share == 1:  # all gains are equal
+            return factors
+        balanced = torch.where(gains >= threshold, 0.5 / share, 0.5 / (1 - share))
+        return balanced.where(counted, factors)
 
     def add_weights(
         self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
