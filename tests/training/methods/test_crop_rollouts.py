@@ -22,7 +22,7 @@ def use_crops(**options: float) -> dict[str, object]:
 
 
 def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(settings):
-    trainer = make_trainer(settings(data=WORDS, **use_crops(share=0.25)))
+    trainer = make_trainer(settings(data=WORDS, **use_crops(share=0.25, margin=0.3)))
     sampler, variant = trainer.sampler, trainer.methods["crop_rollouts"].variant(0)
     groups = sampler.sample(0).groups
     prompts = sampler.loader.load(range(3), variant)
@@ -30,6 +30,9 @@ def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(se
     for group in groups:
         crop = crops[group.id]
         assert crop is not None
+        (image,) = crop.example.images
+        assert any(side % 28 for side in image.size)  # before the resize
+        assert not any(side % 28 for side in image.resized_size)
         assert len(crop.token_ids) < len(group.prompt.token_ids)
         assert [c.variant for c in group.completions] == [None, None, None, ("crop", 1)]
         assert group.prompt.variant is None

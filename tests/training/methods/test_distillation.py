@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -127,3 +127,17 @@ def test_the_teacher_sees_the_part_around_all_boxes_or_only_what_is_inside():
 def test_a_crop_without_evidence_is_refused(settings):
     with pytest.raises(UserError, match="teacher_prompt=crop has no effect: no training example"):
         make_trainer(settings(objective={"distillation": {"teacher_prompt": "crop"}}))
+
+
+def test_tokens_of_high_and_of_low_gain_count_equally_unless_all_are_high(settings):
+    teaching = {"teacher_prompt": "crop", "high_share": 0.25}
+    words = {"train": "embedded:tiny_words:cells=2"}
+    trainer = make_trainer(settings(data=words, objective={"distillation": teaching}))
+    rollout, method = trainer.sampler.sample(0), cast("Any", trainer.methods["distillation"])
+    gains = torch.arange(float(rollout.layout.total))
+    factors = method._balance(rollout, gains)  # noqa: SLF001
+    high = gains >= np.quantile(gains, 0.75)
+    assert factors[high].sum() == pytest.approx(len(gains) / 2)
+    assert factors[~high].sum() == pytest.approx(len(gains) / 2)
+    ties = (gains > 0.9 * len(gains)).float() - 1  # three quarters and more have the smallest
+    assert torch.equal(method._balance(rollout, ties), torch.ones_like(gains))  # noqa: SLF001

@@ -124,7 +124,7 @@ class Distillation(Method):
 
     def _balance(self, rollout: Rollout, gains: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         """Return the factors with which the means over the tokens of high and of low gain count
-        equally; 1 without a teacher. All ranks call it."""
+        equally; the term has no weight without a teacher. All ranks call it."""
         objective = self.run.settings.objective
         groups = (*rollout.groups, *rollout.recalled)
         has_loss = [
@@ -132,15 +132,11 @@ class Distillation(Method):
         ]
         counted = torch.tensor(has_loss).repeat_interleave(torch.from_numpy(rollout.layout.lengths))
         every = np.array(gather_object(gains[counted].tolist()))
-        factors = torch.ones_like(gains)
-        if not len(every):
-            return factors
-        threshold = float(np.quantile(every, 1 - self.own.high_share))
-        share = float(np.mean(every >= threshold))
-        if share == 1:  # all gains are equal
-            return factors
-        balanced = torch.where(gains >= threshold, 0.5 / share, 0.5 / (1 - share))
-        return balanced.where(counted, factors)
+        threshold = float(np.quantile(every, 1 - self.own.high_share)) if len(every) else 0.0
+        share = float(np.mean(every >= threshold)) if len(every) else 1.0
+        if share == 1:  # the smallest gain is that of most tokens, or there is none
+            return torch.ones_like(gains)
+        return torch.where(gains >= threshold, 0.5 / share, 0.5 / (1 - share))
 
     def add_weights(
         self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
