@@ -93,6 +93,9 @@ def test_two_processes_make_the_steps_of_one(folder):
     }
     # Groups were moved: the ranks that got them read their images again.
     assert all(decodes[launch] > decodes["ddp-1"] for launch in TWO)
+    # Micro-batches are as large as the smallest of the devices allows.
+    budgets = {n: r["out of memory"][0]["budgets"] for n, r in results.items() if "ddp" in n}
+    assert budgets == {"ddp-1": [33 * 1024], "ddp-2": [16 * 1024] * 2}
 
 
 def test_two_processes_share_an_evaluation_and_its_errors(folder):

@@ -1,14 +1,20 @@
-"""Stand-ins for what only a GPU has: copies to and from it, and packed attention."""
+"""Stand-ins for what only a GPU has: copies to and from it, packed attention, and its memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.training.memory_probe import MemoryProbe
+from vlm_grpo.training.update import Updater
 
 
 def plain_flash_varlen(
@@ -98,3 +104,49 @@ def record_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     return calls
+
+
+class GpuMemory:
+    """A GPU's memory of so many bytes, in which a micro-batch takes some per token in its pass.
+
+    Gradients take their bytes from the pass on. Inside, the updater takes the way of a GPU.
+    """
+
+    def __init__(self, updater: Updater, size: int, token: int) -> None:
+        self.updater, self.size, self.token = updater, size, token
+        self.peak, self.tokens = 0, list[int]()  # of the passes
+        self.score = updater.policy.score
+
+    def count(self) -> int:
+        grads = [weight.grad for _, weight in self.updater.strategy.trainable]
+        return sum(grad.nbytes for grad in grads if grad is not None)
+
+    def reset(self, device: torch.device) -> None:
+        self.peak = self.count()
+
+    def run(self, batch: MicroBatch, *rest: Any) -> Any:
+        self.tokens.append(batch.num_tokens)
+        needed = self.count() + batch.num_tokens * self.token
+        if needed > self.size:
+            raise torch.OutOfMemoryError("out of memory")
+        self.peak = max(self.peak, needed)
+        return self.score(batch, *rest)
+
+    @contextmanager
+    def __call__(self) -> Iterator[Self]:
+        updater, device = self.updater, torch.device("cuda")
+        updater.budget.is_found = False
+        updater.probe = MemoryProbe(updater.budget, updater.strategy, updater.settings, device)
+        functions: dict[str, Any] = {
+            "mem_get_info": lambda _: (self.size - self.count(), self.size),
+            "memory_reserved": lambda _: self.count(),
+            "memory_allocated": lambda _: self.count(),
+            "max_memory_allocated": lambda _: max(self.peak, self.count()),
+            "reset_peak_memory_stats": self.reset,
+        }
+        with (
+            mock.patch.multiple(torch.cuda, **functions),
+            mock.patch.object(updater.policy, "score", self.run),
+            mock.patch.object(updater.policy, "form_check", None),  # also calls ``score``
+        ):
+            yield self

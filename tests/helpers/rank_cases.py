@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from forked import run_ranks
+from gpu_standins import GpuMemory
 from PIL import Image
 from safetensors.torch import load_file
 from small_environments import Peek
@@ -440,7 +441,8 @@ def full_gradient(weight: nn.Parameter) -> Tensor:
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     """Run a step that the first rank alone repeats in smaller micro-batches.
 
-    It fails near the end of a backward pass, when there are other gradients.
+    It fails near the end of a backward pass, when there are other gradients. The next step finds
+    the size of micro-batches on GPUs, of which the first has twice the memory of the others.
     """
     trainer = build_trainer(settings)
     failures = [trainer.accelerator.is_main_process]
@@ -453,8 +455,12 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     layer = trainer.policy.model.get_decoder().layers[0]
     next(layer.parameters()).register_post_accumulate_grad_hook(fail_once)
     steps = run_steps(trainer, 1)
-    trainer.sampler.close()
     assert not any(failures)
+    size = 21 if trainer.accelerator.process_index else 42
+    with GpuMemory(trainer.updater, size * 2**30, token=2**20)():
+        trainer.step()
+    steps[0]["budgets"] = gather_object([trainer.updater.budget.limit])
+    trainer.sampler.close()
     return steps
 
 

@@ -457,6 +457,32 @@ def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion):
     assert cpu.estimate_step(settings).work.rollout_budget == 65_536
 
 
+def test_automatic_micro_batches_take_the_free_memory_of_a_gpu(seven_billion):
+    settings = big(seven_billion, "policy.lora.r=16", "optim.prompts_per_step=2000")
+    sizes = {}
+    for memory in (16, 24, 32, 80, 192):
+        planner = Planner(settings, Device("GPU", memory * GIB))
+        step = planner.estimate_step(settings)
+        budget = sizes[memory] = step.work.update_budget
+        assert planner.device.holds(step.memory.backward) == (memory > 16)
+        assert f"micro-batches of at most {budget:,}" in str(planner.plan())
+    assert sizes[16] == 1024 < sizes[32] < sizes[80] < 16_384 < sizes[192]
+    # Four fifths of what the rest of the step leaves.
+    planner = Planner(settings, Device("GPU", 80 * GIB))
+    memory = planner.estimate_step(settings).memory
+    free = planner.device.usable - memory.persistent - memory.gradients
+    assert 0.75 < (memory.activations + memory.update) / free < 0.81
+    full = with_changes(settings, "policy", gradient_checkpointing="full")
+    large = Planner(full, Device("GPU", 192 * GIB))
+    assert large.estimate_step(full).work.update_budget == 65_536  # the most
+    recomputing = with_changes(settings, "policy", gradient_checkpointing="auto")
+    for size, part in ((80, "none"), (24, "full")):  # rather than less than 4,096 tokens
+        chosen = Planner(recomputing, Device("GPU", size * GIB)).estimate_step(recomputing)
+        assert (chosen.shape.checkpointing, chosen.work.update_budget >= 4096) == (part, True)
+    cpu = Planner(settings, Device("CPU", 80 * GIB, is_cpu=True))
+    assert cpu.estimate_step(settings).work.update_budget == 16_384
+
+
 def test_offloaded_activations_are_in_main_memory(seven_billion):
     settings = big(seven_billion, "policy.lora.r=16")
     planner = Planner(settings, Device("GPU", 80 * GIB))

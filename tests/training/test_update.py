@@ -14,9 +14,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from gpu_standins import GpuMemory
 from groups import make_advantages
 from meta_device import build_policy, no_host_tensors, use_gpu_kernels
-from small_runs import make_trainer
+from small_runs import LORA, make_trainer
 from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
 from work_counts import count_work
 
@@ -127,6 +128,95 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(settin
     assert "set policy.gradient_checkpointing=full to start with this value" in caplog.text
     _, updater = compute_norm(0, "none")
     assert updater.recomputed is None
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (41, 32 * 1024),  # four fifths in thousands of 1,024 tokens
+        (1000, 65_536),  # the most
+        (1, 1024),  # the least
+    ],
+)
+def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
+    settings, capsys, size, expected
+):
+    trainer = make_trainer(settings(policy=LORA))
+    updater, token = trainer.updater, 2**20
+    with GpuMemory(updater, size * 2**30, token)() as memory:
+        metrics = trainer.step()
+        found = updater.budget.limit
+        assert found == expected
+        assert metrics["memory/max_tokens_per_batch"] == found
+        memory.token *= 2  # not measured again
+        trainer.step()
+        assert updater.budget.limit == found
+    printed = capsys.readouterr().out
+    assert printed.count(f"optim.max_tokens_per_batch={found} from now on") == 1
+    assert "1.00 MiB per token measured, 0.01 planned" in printed
+
+
+@pytest.mark.parametrize(
+    ("size", "checkpointing", "expected"),
+    [
+        # The plan of this model has 14,009 bytes per token, and a fifth is left.
+        (100_000_000, "none", 5 * 1024),
+        (1_000_000_000, "none", 16_384),  # what runs on a CPU, whatever else would fit
+        (30_000_000, "none", 1024),
+        (30_000_000, "auto", 4096),  # below it more is recomputed instead
+    ],
+)
+def test_the_first_update_on_a_gpu_begins_with_what_fits_by_plan(
+    settings, size, checkpointing, expected
+):
+    trainer = make_trainer(
+        settings(
+            policy={**LORA, "gradient_checkpointing": checkpointing},
+            rollout={"max_completion_length": 64},
+        )
+    )
+    with GpuMemory(trainer.updater, size, token=1)():
+        trainer.updater.update(make_batch(trainer))
+        probe = trainer.updater.probe
+        assert probe is not None
+        assert (probe.started, trainer.updater.budget.limit) == (expected, 65_536)
+
+
+def test_running_out_of_memory_in_the_first_update_lowers_what_is_found(settings):
+    """The update is repeated before any weight changes, with the same gradient."""
+    norms = []
+    for room in (10**6, 110):
+        torch.manual_seed(0)
+        trainer = make_trainer(settings(policy=LORA))
+        with GpuMemory(trainer.updater, room * 2**20, 2**20)() as memory:
+            norms.append(trainer.step()["grad_norm"])
+        assert (trainer.updater.budget.limit < 110) == (room == 110)
+        assert (len(memory.tokens) > 1) == (room == 110)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_with_sharded_weights_no_more_is_found_than_the_first_update_had(settings, monkeypatch):
+    """No rank could repeat an update that ran out of memory."""
+    trainer = make_trainer(settings())
+    batch = make_batch(trainer)
+    monkeypatch.setattr(trainer.strategy, "may_retry", False)
+    with GpuMemory(trainer.updater, 10**12, token=2000)():
+        trainer.updater.update(batch)
+    budget = trainer.updater.budget
+    assert (budget.is_found, budget.limit) == (True, 16_384)
+
+
+def test_the_size_is_found_in_the_first_update_with_a_micro_batch(settings):
+    trainer = make_trainer(settings())
+    updater, batch = trainer.updater, make_batch(trainer)
+    with GpuMemory(updater, 10**9, 2000)():
+        updater.update(replace(batch, mini_batches=((),)))
+        assert (updater.budget.is_found, updater.budget.limit) == (False, 16_384)
+        updater.update(batch)
+        assert updater.budget.is_found
+    assert make_trainer(settings()).updater.probe is None  # on a CPU
+    fixed = settings(optim={"max_tokens_per_batch": 300})
+    assert make_trainer(fixed).updater.budget.limit == 300
 
 
 def test_sharded_weights_recompute_all_from_the_start(settings, monkeypatch):

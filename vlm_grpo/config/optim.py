@@ -24,6 +24,8 @@ WarmupSteps = Annotated[
 """A number of steps, or below 1, as in transformers, a share of all steps, rounded up."""
 
 
+DEFAULT_UPDATE_TOKENS = 16_384
+"""Tokens in a micro-batch of the update on a CPU, and at most in the first update on a GPU."""
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -67,8 +69,9 @@ class OptimSettings(Frozen):
     mini_batches: int = Field(default=1, ge=1)
     """Number of parts into which the groups of a step are divided, with an update on each; must
     divide ``prompts_per_step``. 1: each update is on the whole step."""
-    max_tokens_per_batch: int = Field(default=16_384, ge=1)
-    """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
+    max_tokens_per_batch: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens in a micro-batch of the update; does not change the gradient. None:
+    on a GPU as many as fit, at most 65,536, by what the first update takes; 16,384 on a CPU."""
 
     @property
     def part_rates(self) -> dict[str, float]:

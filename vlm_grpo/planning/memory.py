@@ -20,6 +20,11 @@ LIBRARIES = {4: 60_000_000, 2: 120_000_000}
 GRAPH = 30_000_000
 """Bytes of a captured decode step, by calculation: its kernels' arguments, and its results."""
 
+UPDATE_TOKENS = 1024, 65_536
+"""The smallest and the largest automatic number of tokens in a micro-batch of the update."""
+ENOUGH_TOKENS = 4096
+"""Tokens in a micro-batch with which a GPU is busy: fewer save less time than recomputing costs."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -117,6 +122,13 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         stepping=model.count_step_bytes(work.optimizer),
         offloaded=offloaded,
     )
+
+
+def fit_update_tokens(free: float, token: float, least: int = UPDATE_TOKENS[0]) -> int:
+    """Return the number of tokens in a micro-batch, in thousands of 1,024, that fit into the free
+    bytes with a fifth of them to spare, at so many bytes per token."""
+    fitting = int(0.8 * free / max(token, 1)) // 1024 * 1024
+    return min(max(fitting, least), UPDATE_TOKENS[1])
 
 
 def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:

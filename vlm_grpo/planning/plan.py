@@ -25,11 +25,14 @@ from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
 from vlm_grpo.planning.devices import CONTEXT, EFFICIENCY, GIB, Device, detect_device, find_device
 from vlm_grpo.planning.memory import (
+    ENOUGH_TOKENS,
+    UPDATE_TOKENS,
     Memory,
     add_server,
     count_graph_bytes,
     count_key_bytes,
     estimate_memory,
+    fit_update_tokens,
     shard_memory,
 )
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
@@ -145,7 +148,7 @@ def _format(plan: Plan) -> Iterator[str]:
     yield (
         f"step       {work.num_groups} prompts × {group} completions of "
         f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
-        f"{work.num_micro_batches} micro-batches"
+        f"{work.num_micro_batches} micro-batches of at most {work.update_budget:,}"
     )
     if (longest := sizes[-1]).results:
         yield (
@@ -389,15 +392,22 @@ class Planner:
         other.device = device
         return other
 
-    def estimate_step(self, settings: Settings, weights: Weights | None = None) -> StepEstimate:
-        """Estimate a step under these settings; ``weights`` None: held as in the planner."""
+    def estimate_step(
+        self,
+        settings: Settings,
+        weights: Weights | None = None,
+        least: int = UPDATE_TOKENS[0],
+    ) -> StepEstimate:
+        """Estimate a step under these settings; ``weights`` None: held as in the planner. Automatic
+        micro-batches of the update have ``least`` tokens at the least."""
         weights = weights or self.weights
         policy = settings.policy
         if policy.gradient_checkpointing == "auto":  # the first that fits, as the update does
             parts = ("none", "mlp", "full") if weights == "replicated" else ("full",)
             for part in parts:
                 changed = with_changes(settings, "policy", gradient_checkpointing=part)
-                step = self.estimate_step(changed, weights)
+                least = UPDATE_TOKENS[0] if part == "full" else ENOUGH_TOKENS
+                step = self.estimate_step(changed, weights, least)
                 if self.device.holds(step.memory.peak):
                     break
             return replace(step, settings=settings)
@@ -414,6 +424,13 @@ class Planner:
         work = estimate_workload(settings, sizes[-1], shape, *place)
         typical = estimate_workload(settings, sizes[len(sizes) // 2], shape, *place)
         memory = self._estimate_memory(shape, work, weights)
+        if settings.optim.max_tokens_per_batch is None and not self.device.is_cpu:
+            held = add_server(memory, shape, settings.rollout, self.device).resting
+            free = self.device.usable - memory.persistent - memory.gradients - held
+            token = (memory.activations + memory.update) / work.micro_tokens
+            budget = fit_update_tokens(free, token, least)
+            work, typical = (replace(w, update_budget=budget) for w in (work, typical))
+            memory = self._estimate_memory(shape, work, weights)
         if settings.rollout.vllm is not None:
             memory = add_server(memory, shape, settings.rollout, self.device)
             return StepEstimate(settings, shape, sizes, memory, None, work, weights)
@@ -572,7 +589,7 @@ def _change(planner: Planner, step: StepEstimate, block: str, **values: Any) -> 
 def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
     work = step.work
     tokens = work.prompt_tokens + work.num_generations * (work.path_tokens - 1)
-    if tokens >= step.settings.optim.max_tokens_per_batch:
+    if tokens >= work.update_budget:
         return None
     return _change(planner, step, "optim", max_tokens_per_batch=tokens)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from vlm_grpo.config.optim import OptimizerName
+from vlm_grpo.config.optim import DEFAULT_UPDATE_TOKENS, OptimizerName
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
@@ -352,7 +352,7 @@ def estimate_workload(
         patches=prompt.values // model.vision.patch_values,
         completion_tokens=rollout.max_completion_length,
         rollout_budget=rollout.max_tokens_per_batch or DEFAULT_ROLLOUT_TOKENS,
-        update_budget=optim.max_tokens_per_batch,
+        update_budget=optim.max_tokens_per_batch or DEFAULT_UPDATE_TOKENS,
         head_chunk_tokens=settings.policy.head_chunk_tokens if model.shares_prompts else 0,
         iterations=settings.objective.num_iterations,
         uses_reference=settings.objective.needs_reference,

@@ -413,6 +413,7 @@ class TokenBudget:
 
     tokens: int | None
     setting: str  # name of the setting that holds its initial value
+    is_found: bool = True  # False: it is preliminary until a ``MemoryProbe`` has measured
 
     @property
     def limit(self) -> int:

@@ -92,7 +92,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the memory usage in GiB.
 
     ``memory/resident`` is the process's resident memory. On CUDA, ``memory/cuda_peak`` is the peak
-    of allocated tensors since the last call; fragmentation and CUDA's own memory are not included.
+    of allocated tensors since the last call, or since a ``MemoryProbe`` began; fragmentation and
+    CUDA's own memory are not included.
     """
     metrics = {"memory/resident": psutil.Process().memory_info().rss / GIB}
     if device.type == "cuda":

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from vlm_grpo.config.optim import DEFAULT_UPDATE_TOKENS
 from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object, sum_over_ranks
@@ -29,6 +30,7 @@ from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.families.family import Unit
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
+from vlm_grpo.planning.memory import ENOUGH_TOKENS, UPDATE_TOKENS
 from vlm_grpo.training.batch import (
     Rollout,
     StepAdvantages,
@@ -40,6 +42,7 @@ from vlm_grpo.training.batch import (
     is_out_of_memory,
     score_slices,
 )
+from vlm_grpo.training.memory_probe import MemoryProbe
 from vlm_grpo.training.methods import Method, Passes, overrides
 from vlm_grpo.training.objective import (
     MetricAccumulator,
@@ -50,9 +53,6 @@ from vlm_grpo.training.objective import (
     load_surrogate,
 )
 from vlm_grpo.training.schedule import build_scheduler
-
-ENOUGH_TOKENS = 4096
-"""Tokens in a micro-batch with which a GPU is busy: fewer save less time than recomputing costs."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Updater:
     methods: Mapping[str, Method] = field(default_factory=dict)
     # what is recomputed, where more may be when memory runs out; None: that is not changed
     recomputed: Checkpointing | None = None
+    probe: MemoryProbe | None = None  # what finds ``budget``; None: it is given
 
     @property
     def policy(self) -> Policy:
@@ -106,12 +107,18 @@ class Updater:
         watched: list[dict[Unit, ImageFeatures]] = [{} for _ in range(batch.num_updates)]
         with self.policy.stopwatch("update"):
             self.policy.model.train()
+            if self.probe is not None:
+                given = self.settings.policy.gradient_checkpointing
+                used = self.recomputed or ("full" if given == "auto" else given)
+                self.probe.begin(batch, used, self._least_tokens)
             old = self._start_old(batch)
             for number in range(batch.num_updates):
                 with self.strategy.accumulate():
                     features = watched[number] if readers else None
                     parts, more = self._accumulate(batch, number, old, features)
                 norms.append(self.strategy.step())
+                if self.probe is not None:
+                    self.probe.end(self._least_tokens)
                 losses.append(sum(torch.stack(parts).tolist()) if parts else 0.0)
                 metrics = metrics + more
             skipped = sum(not math.isfinite(norm) for norm in norms)
@@ -120,6 +127,8 @@ class Updater:
         loss, found = sum_metrics(sum(losses), metrics)
         for method in readers:
             found |= method.read_features(watched)
+        if self.probe is not None:
+            found["memory/max_tokens_per_batch"] = self.budget.limit
         return {
             "loss": loss / len(norms),
             "grad_norm": norms[-1],
@@ -160,11 +169,13 @@ class Updater:
         that is recomputed, which gives the same gradient.
         """
         slices = batch.mini_batches[number % len(batch.mini_batches)]
+        measure = contextlib.nullcontext if self.probe is None else self.probe.measure
         while True:
             batches, micro = pack(slices, self.budget.limit), None
             try:
                 losses, metrics = list[Tensor](), MetricAccumulator()
-                with self.policy.engine.share_image_passes(watched) as finish:
+                shared = self.policy.engine.share_image_passes(watched)
+                with measure(batches), shared as finish:
                     for count, micro in enumerate(self.strategy.passes(batches), 1):
                         if micro is None:
                             self.strategy.dummy_loss().backward()
@@ -188,6 +199,11 @@ class Updater:
                 self.budget.halve(micro.num_tokens)
             if watched is not None:
                 watched.clear()
+
+    @property
+    def _least_tokens(self) -> int:
+        """The number of tokens below which a micro-batch's layers are rather recomputed."""
+        return ENOUGH_TOKENS if self.recomputed in ("none", "mlp") else UPDATE_TOKENS[0]
 
     def _can_recompute(self, micro: MicroBatch) -> bool:
         """Return whether more may be recomputed, and smaller micro-batches are no better."""
@@ -331,15 +347,19 @@ def build_updater(
     is_automatic = settings.policy.gradient_checkpointing == "auto"
     if is_automatic and not strategy.may_retry:
         enable_gradient_checkpointing(policy.model, "full")
+    given, device = settings.optim.max_tokens_per_batch, accelerator.device
+    budget = TokenBudget(given or DEFAULT_UPDATE_TOKENS, "optim.max_tokens_per_batch")
+    budget.is_found = given is not None or device.type != "cuda"
     return Updater(
         strategy,
         build_scheduler(optimizer, settings),
         settings,
-        TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
+        budget,
         offload,
         load_surrogate(settings.objective),
         methods,
         "none" if is_automatic and strategy.may_retry else None,
+        None if budget.is_found else MemoryProbe(budget, strategy, settings, device),
     )
 
 

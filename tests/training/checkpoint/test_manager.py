@@ -168,9 +168,11 @@ def test_each_rank_and_each_budget_gets_its_own_state_back(settings, monkeypatch
     expected = draw()
     (checkpoint / "state.json").write_text(json.dumps(metadata))
     trainer.sampler.budget.tokens = trainer.updater.budget.tokens = None
+    trainer.updater.budget.is_found = False  # as on a GPU before its first update
     monkeypatch.setattr(trainer.checkpoints, "accelerator", SimpleNamespace(process_index=1))
     trainer.restore(checkpoint)
     assert (trainer.sampler.budget.tokens, trainer.updater.budget.tokens) == (111, 222)
+    assert trainer.updater.budget.is_found
     assert draw() == expected
 
 

@@ -212,9 +212,9 @@ class CheckpointManager:
             method.load_state_dict(values, read_tensors(checkpoint, method.state_file))
         for owner, tokens in zip((self.sampler, updater), metadata["max_tokens"], strict=True):
             budget = owner.budget
-            # Halved for lack of memory, it stays, unless the setting has changed.
+            # Found, or halved for lack of memory, it stays, unless the setting has changed.
             if metadata["settings"][budget.setting] == now[budget.setting]:
-                budget.tokens = tokens
+                budget.tokens, budget.is_found = tokens, True
         changes = list_changes(metadata["settings"], self.settings)
         texts = [text for key, text in changes.items() if key not in _OF_A_COMMAND]
         self.origin = "; ".join([str(checkpoint), *texts])
