@@ -19,11 +19,8 @@ from vlm_grpo.dist.collectives import (
     explain_lost_rank,
     fail_together,
     gather_full,
-    local_shard,
     plan_moves,
-    shard_like,
     sum_over_ranks,
-    unshard_like,
 )
 from vlm_grpo.errors import UserError
 
@@ -157,13 +154,6 @@ def test_the_error_of_a_lost_rank_is_explained(error):
         raise error
     with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank():
         raise RuntimeError("shapes do not match")
-
-
-def test_an_unsharded_tensor_is_its_own_shard():
-    weight, value = torch.zeros(2, 3), torch.ones(2, 3)
-    assert local_shard(weight) is weight
-    assert shard_like(value, weight) is value
-    assert unshard_like(value, weight) is value
 
 
 def test_gather_full_keeps_the_requested_names_and_ties():

@@ -258,13 +258,6 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
         make_optimizer(make_weights(), name="adamw_8bit")
 
 
-@pytest.mark.parametrize("values", [{"betas": (0.9, 0.99)}, {"eps": 1e-6}])
-def test_settings_without_effect_on_an_optimizer_are_refused(values):
-    key = next(iter(values))
-    with pytest.raises(UserError, match=rf"optim\.{key} has no effect with optim.name=adafactor"):
-        OptimSettings(name="adafactor", **values)
-
-
 # Rounding.
 
 

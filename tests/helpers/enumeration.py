@@ -55,10 +55,6 @@ def gradient(loss: Tensor, policy: Policy) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def flatten(chosen: list[int], table: Tensor | None) -> Tensor | None:
-    return None if table is None else table[chosen].flatten()
-
-
 def expected_gradient(
     policy: Policy,
     settings: ObjectiveSettings,
@@ -66,32 +62,24 @@ def expected_gradient(
     *,
     size: int,
     sampled_from: Policy | None = None,
-    reference: Policy | None = None,
-    old: Policy | None = None,
 ) -> Tensor:
     """Return −E[gradient of the loss of one group of ``size`` completions] × LENGTH.
 
     (dr_grpo divides the sum over tokens by the length; the true gradients below do not.)
     """
-    behavior = sampled_from or old or policy
-    weights = behavior.probabilities().detach()
-    tables = {
-        "sampler_logprobs": None if sampled_from is None else sampled_from.logprobs(),
-        "reference_logprobs": None if reference is None else reference.logprobs(),
-        "old_logprobs": None if old is None else old.logprobs(),
-    }
+    weights = (sampled_from or policy).probabilities().detach()
+    sampler = None if sampled_from is None else sampled_from.logprobs()
     totals = StepTotals(size, size * LENGTH, LENGTH)
     logprobs = policy.logprobs()
     loss = torch.zeros(())
     for outcome in itertools.product(range(len(COMPLETIONS)), repeat=size):
         chosen = list(outcome)
-        flattened: dict[str, Any] = {n: flatten(chosen, table) for n, table in tables.items()}
         batch = TokenBatch(
             logprobs=logprobs[chosen].flatten(),
             completion=torch.arange(size).repeat_interleave(LENGTH),
             advantages=advantages(chosen),
             lengths=torch.full((size,), LENGTH),
-            **flattened,
+            sampler_logprobs=None if sampler is None else sampler[chosen].flatten(),
         )
         loss = loss + weights[chosen].prod() * policy_loss(batch, totals, settings).loss
     return -gradient(loss, policy) * LENGTH
@@ -102,10 +90,6 @@ def make_estimator(rewards: Tensor, **options: str) -> Callable[[list[int]], Ten
         return group_advantages(rewards[chosen], [0] * len(chosen), **options).values
 
     return advantages
-
-
-def no_advantages(chosen: list[int]) -> Tensor:
-    return torch.zeros(len(chosen))
 
 
 def unbiased_settings(**fields: Any) -> ObjectiveSettings:

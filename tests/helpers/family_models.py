@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import transformers as hf
-from family_processors import ERNIE, IMAGE, TILES, TILES_56, build_processor
+from family_processors import TILES, TILES_56, build_processor
 from tiny_models import initialize, text_config
 from transformers.models.gemma3n import modeling_gemma3n
 
@@ -68,17 +68,36 @@ CONVNEXT = {
 }
 
 
+def _find_tokens(model_type: str, processor: Any, given: dict[str, str]) -> dict[str, int]:
+    """Return the ids of special tokens that a configuration has.
+
+    If not ``given`` by name, they are attributes of the processor or its tokenizer, or have the
+    name as their text.
+    """
+    default, tokenizer = hf.CONFIG_MAPPING[model_type](), processor.tokenizer
+    keys = {key for key in (*default.to_dict(), *default.attribute_map) if key.endswith("token_id")}
+    found = {name if name.endswith("_id") else f"{name}_token_id": x for name, x in given.items()}
+    keys -= {key for key, other in default.attribute_map.items() if other in found}
+    for key in keys - {*found, "bos_token_id", "eos_token_id", "pad_token_id"}:
+        name = key.removesuffix("_id")
+        texts = [getattr(part, name, None) for part in (processor, tokenizer)]
+        texts.append(f"<|{name.removesuffix('_token')}|>")
+        known = [text for text in texts if text in tokenizer.get_vocab()]
+        found |= {key: known[0]} if known else {}
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in found.items()}
+
+
 def _build(
     model_type: str,
     processor: str,
-    tokens: dict[str, str],
     text: dict[str, Any] | None = None,
+    tokens: dict[str, str] | None = None,
     **config: Any,
 ) -> tuple[Any, Any]:
     """Build a random model of the type and its processor.
 
-    The configuration has the ids of ``tokens``, under ``NAME_token_id`` or a name that ends with
-    ``_id``; ``text`` are settings of the language model.
+    ``text`` are settings of the language model; ``tokens`` those that ``_find_tokens`` does not
+    find, by their name in the configuration or its part before ``_token_id``.
     """
     built = build_processor(processor)
     tokenizer = built.tokenizer
@@ -89,10 +108,7 @@ def _build(
         num_hidden_layers=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    ids = {
-        name if name.endswith("_id") else f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in tokens.items()
-    }
+    ids = _find_tokens(model_type, built, tokens or {})
     # Copied, because configurations add defaults to nested settings.
     settings = deepcopy({"text_config": {**language, **(text or {})}, **ids, **config})
     model = hf.AutoModelForImageTextToText.from_config(hf.CONFIG_MAPPING[model_type](**settings))
@@ -103,28 +119,27 @@ def _build(
 def build_qwen3(
     model_type: str, text: dict[str, Any], **vision: Any
 ) -> Callable[[], tuple[Any, Any]]:
-    marks = {"image": "image_pad", "video": "video_pad"}
-    marks |= {"vision_start": "vision_start", "vision_end": "vision_end"}
     return partial(
         _build,
         model_type,
         "qwen3",
-        {name: f"<|{mark}|>" for name, mark in marks.items()},
         text,
         vision_config={**PATCH_GRID, "num_position_embeddings": 64, **vision},
     )
 
 
 def _glm(kind: str, processor: str, **text: Any) -> Callable[[], Any]:
-    marks = {"image": "<|image|>", "video": "<|video|>"}
-    for what in ("image", "video"):
-        marks |= {f"{what}_start": f"<|begin_of_{what}|>", f"{what}_end": f"<|end_of_{what}|>"}
+    edges = {"start": "begin", "end": "end"}
     return partial(
         _build,
         kind,
         processor,
-        marks,
         {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text},
+        {
+            f"{what}_{edge}": f"<|{mark}_of_{what}|>"
+            for what in ("image", "video")
+            for edge, mark in edges.items()
+        },
         vision_config={**PATCH_GRID, "image_size": 112},
     )
 
@@ -137,7 +152,7 @@ def _model(name: str, *settings: Any, **config: Any) -> Callable[[], tuple[Any, 
 def _build_fast_vlm() -> tuple[Any, Any]:
     """Build FastVLM with another convolutional tower than that of the package timm."""
     text = {"model_type": "qwen2"}
-    model, processor = _build("fast_vlm", "fast_vlm", IMAGE, text, vision_config=CONVNEXT)
+    model, processor = _build("fast_vlm", "fast_vlm", text, vision_config=CONVNEXT)
     model.model.vision_tower.register_forward_pre_hook(  # the other converts pixels itself
         lambda module, pixels: pixels[0].to(module.dtype)
     )
@@ -157,8 +172,7 @@ def _build_mllama() -> tuple[Any, Any]:
         "patch_size": 14,
     }
     text = {"num_hidden_layers": 3, "cross_attention_layers": [1], "bos_token_id": 0}
-    tokens = {"image": "<|image|>"}
-    model, processor = _build("mllama", "mllama", tokens, text, vision_config=vision)
+    model, processor = _build("mllama", "mllama", text, vision_config=vision)
     for name, gate in model.named_parameters():
         if name.endswith("_gate"):  # initially 0, which would hide the image
             torch.nn.init.constant_(gate, 1.0)
@@ -166,13 +180,10 @@ def _build_mllama() -> tuple[Any, Any]:
 
 
 def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
-    marks = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "video": "<|video|>"}
-    marks |= {"audio": "<|audio|>", "boa": "<|audio>"}
     layers = ["sliding_attention", "full_attention"] * 2
 
     return _model(
         "gemma4",
-        marks,
         {
             "num_hidden_layers": 4,
             "layer_types": layers,
@@ -197,7 +208,7 @@ def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
 
 def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
     language = {"model_type": kind, "head_dim": 8, **text}
-    return _model("paligemma", IMAGE, language, projection_dim=32, **SIGLIP)
+    return _model("paligemma", language, projection_dim=32, **SIGLIP)
 
 
 def _build_gemma3n() -> tuple[Any, Any]:
@@ -211,8 +222,6 @@ def _build_gemma3n() -> tuple[Any, Any]:
         "conf_num_hidden_layers": 1,
         "sscp_conv_channel_size": [4, 4],
     }
-    marks = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
-    marks |= {"audio": "<audio_soft_token>", "boa": "<start_of_audio>", "eoa": "<end_of_audio>"}
     text = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -236,7 +245,6 @@ def _build_gemma3n() -> tuple[Any, Any]:
     with patch.object(towers, "from_config", build_tower):
         return _model(
             "gemma3n",
-            marks,
             text,
             vision_config=vocabulary | {"hidden_size": 32},
             vision_soft_tokens_per_image=4,
@@ -244,12 +252,7 @@ def _build_gemma3n() -> tuple[Any, Any]:
         )()
 
 
-QWEN = {
-    "image": "<|image_pad|>",
-    "video": "<|video_pad|>",
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-}
+VISION_MARKS = {f"vision_{edge}": f"<|vision_{edge}|>" for edge in ("start", "end")}
 SIDES = {"num_key_value_heads": 2, "head_dim": 16}
 GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
 AUDIO = {
@@ -297,29 +300,21 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "glm_ocr": _glm("glm_ocr", "glm46v"),
     "paddleocr_vl": _model(
         "paddleocr_vl",
-        {
-            "image": "<|IMAGE_PLACEHOLDER|>",
-            "video": "<|video_pad|>",
-            "vision_start": "<|vision_start|>",
-            "vision_end": "<|vision_end|>",
-        },
         {"rope_parameters": MROPE, "head_dim": 8},
         vision_config={**VISION, "image_size": 56},
     ),
     "internvl": _model(
         "internvl",
-        {"image": "<IMG_CONTEXT>"},
         {"model_type": "qwen2"},
         vision_config={**VISION, "image_size": 28},
         image_seq_length=1,
     ),
-    "idefics3": _model("idefics3", IMAGE, LLAMA, vision_config={**VISION, "image_size": 28}),
-    "smolvlm": _model("smolvlm", IMAGE, LLAMA, vision_config={**VISION, "image_size": 28}),
-    "llava": _model("llava", IMAGE, LLAMA, image_seq_length=4, **CLIP),
+    "idefics3": _model("idefics3", LLAMA, vision_config={**VISION, "image_size": 28}),
+    "smolvlm": _model("smolvlm", LLAMA, vision_config={**VISION, "image_size": 28}),
+    "llava": _model("llava", LLAMA, image_seq_length=4, **CLIP),
     "fast_vlm": _build_fast_vlm,
     "llava_next": _model(
         "llava_next",
-        IMAGE,
         MISTRAL,
         image_grid_pinpoints=TILES,
         image_seq_length=4,
@@ -327,7 +322,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "llava_onevision": _model(
         "llava_onevision",
-        {"image": "<image>", "video": "<video>"},
         {"model_type": "qwen2"},
         image_grid_pinpoints=TILES,
         vision_feature_layer=-1,
@@ -337,15 +331,13 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         _build,
         "llava",
         "pixtral",
-        {"image": "[IMG]"},
         MISTRAL,
         vision_feature_select_strategy="full",
         **PIXTRAL,
     ),
-    "mistral3": _model("mistral3", {"image": "[IMG]"}, MISTRAL, spatial_merge_size=2, **PIXTRAL),
+    "mistral3": _model("mistral3", MISTRAL, spatial_merge_size=2, **PIXTRAL),
     "gemma3": _model(
         "gemma3",
-        {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
         {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -354,6 +346,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
             "query_pre_attn_scalar": 8,
             "rope_parameters": None,
         },
+        {"image": "<image_soft_token>"},
         mm_tokens_per_image=4,
         **SIGLIP,
     ),
@@ -381,7 +374,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "paligemma2": _paligemma("gemma2", sliding_window=16),
     "lfm2_vl": _model(
         "lfm2_vl",
-        IMAGE,
         {
             "num_hidden_layers": 4,
             "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -399,22 +391,20 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "mllama": _build_mllama,
     "ovis2": _model(
         "ovis2",
-        {"image": "<IMG_ATOM>"},
         {"model_type": "qwen2"},
+        {"image": "<IMG_ATOM>"},
         vision_config={**VISION, "image_size": 28, "vocab_size": 64},
         hidden_size=32,
     ),
     "cohere2_vision": _model(
         "cohere2_vision",
-        {"image": "<|IMG_PATCH|>"},
         COHERE2,
         alignment_intermediate_size=48,
         **SIGLIP,
     ),
-    "aya_vision": _model("aya_vision", {"image": "<|IMG_PATCH|>"}, COHERE2, **SIGLIP),
+    "aya_vision": _model("aya_vision", COHERE2, {"image": "<|IMG_PATCH|>"}, **SIGLIP),
     "lfm3_vl": _model(
         "lfm3_vl",
-        QWEN,
         {
             "num_hidden_layers": 4,
             "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
@@ -432,28 +422,26 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "minicpmv4_6": _model(
         "minicpmv4_6",
-        {"image": "<|image_pad|>", "video": "<|video_pad|>"},
         GATED_DELTA,
         vision_config=VISION,
         insert_layer_id=0,
     ),
     "minicpmv4_7": _model(
         "minicpmv4_7",
+        GATED_DELTA,
         {
-            "image": "<|image_pad|>",
-            "video": "<|video_pad|>",
             "image_start_id": "<image>",
             "image_end_id": "</image>",
             "slice_start_id": "<slice>",
             "slice_end_id": "</slice>",
             "newline_id": "Ċ",  # how byte-level tokenizers write a line break
         },
-        GATED_DELTA,
         vision_config=VISION,
         insert_layer_id=0,
     ),
     "molmo2": _model(
         "molmo2",
+        {"head_dim": 8, "additional_vocab_size": 8},
         {
             "image_patch_id": "<im_patch>",
             "image_start": "<im_start>",
@@ -462,7 +450,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
             "frame_start": "<frame_start>",
             "frame_end": "<frame_end>",
         },
-        {"head_dim": 8, "additional_vocab_size": 8},
         vision_config={**VISION, **SIDES, "image_size": [56, 56]},
         adapter_config={
             **SIDES,
@@ -476,7 +463,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3n": _build_gemma3n,
     "hunyuan_vl": _model(
         "hunyuan_vl",
-        {"image": "<img>", "im_start_id": "<img_start>", "im_end_id": "<img_end>"},
         {
             "head_dim": 8,
             "rope_parameters": {
@@ -487,6 +473,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
                 "mrope_section": [1, 1, 1, 1],
             },
         },
+        {"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
         vision_config={
             **VISION,
             "patch_size": 16,
@@ -498,13 +485,11 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "lighton_ocr": _model(
         "lighton_ocr",
-        {"image": "<|image_pad|>"},
         {"model_type": "qwen3", "head_dim": 8},
         vision_config={**PIXTRAL["vision_config"]},
     ),
     "deepseek_ocr2": _model(
         "deepseek_ocr2",
-        IMAGE,
         {
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
@@ -535,7 +520,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "granite4_vision": _model(
         "granite4_vision",
-        IMAGE,
         GRANITE,
         vision_config={**SIGLIP["vision_config"], "hidden_size": 64, "image_size": 56},
         vision_feature_select_strategy="full",
@@ -557,7 +541,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "granite_docling": _model(
         "granite_docling",
-        IMAGE,
         GRANITE,
         vision_config={
             **VISION,
@@ -569,15 +552,15 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "qwen2_5_omni_thinker": _model(
         "qwen2_5_omni_thinker",
-        QWEN | {"audio": "<|audio_pad|>"},
         {"rope_parameters": MROPE},
+        VISION_MARKS,
         vision_config={**PATCH_GRID, "fullatt_block_indexes": [1]},
         audio_config=AUDIO,
     ),
     "qwen3_omni_moe_thinker": _model(
         "qwen3_omni_moe_thinker",
-        QWEN | {"audio": "<|audio_pad|>", "audio_start": "<|audio_start|>"},
         {**MOE, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        VISION_MARKS,
         vision_config={
             **PATCH_GRID,
             "num_position_embeddings": 64,
@@ -587,7 +570,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "ernie4_5_vl_moe": _model(
         "ernie4_5_vl_moe",
-        {name.removesuffix("_token"): token for name, token in ERNIE.items()},
         {
             "moe_num_experts": 4,
             "moe_k": 2,

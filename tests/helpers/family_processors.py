@@ -11,9 +11,6 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 
-IMAGE = {"image": "<image>"}
-
-
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 TILES_56 = [[2 * side for side in sides] for sides in TILES]
 SQUARE = {"height": 28, "width": 28}

@@ -179,3 +179,23 @@ def stop_run(run: Settings, *stop: int) -> str:
         with pytest.raises(Stopped) as stopped:
             train(run)
     return str(stopped.value)
+
+
+def train_with_stops(run: Settings, *stops: tuple[int, ...]) -> list[str]:
+    """Train to the end with a ``StopAt`` in each call but the last; return the checkpoints."""
+    resumed, checkpoints = run.model_copy(update={"resume": True}), []
+    for stop in stops:
+        message = stop_run(resumed, *stop)
+        checkpoints.append(message.partition("checkpoints/")[2].partition(";")[0])
+    train(resumed)
+    return checkpoints
+
+
+def assert_resumes(
+    whole: Settings, stopped: Settings, *stops: tuple[int, ...], last: str = "step-4"
+) -> list[str]:
+    """Train one run in one go and the other with stops, and compare all that they wrote."""
+    train(whole)
+    checkpoints = train_with_stops(stopped, *stops)
+    assert_same_run(whole.run_dir, stopped.run_dir, last)
+    return checkpoints

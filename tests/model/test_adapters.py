@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from small_runs import StopAt, assert_same_run, save_tiny_model, small_run
+from small_runs import assert_resumes, save_tiny_model, small_run
 from tiny_models import (
     make_prompt,
     mixed_prompts,
@@ -22,7 +22,7 @@ from tiny_models import (
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import (
     apply_lora_or_freeze,
     find_adapted,
@@ -32,9 +32,7 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.serve.launch import describe_adapter
-from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.export import export
-from vlm_grpo.training.trainer import train
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
@@ -44,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "modules": {"modules_to_save": ["visual.merger"]},
 }
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-IN_BFLOAT16 = ("rslora", "dora", "modules")
+OF_ROUNDING = ("rslora", "dora", "modules")
 """Variants whose rounding differs from that of each other, and from plain LoRA's."""
 
 
@@ -93,8 +91,8 @@ def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
 @pytest.mark.parametrize(
     ("family", "name", "dtype", "bound"),
     [
-        *((FAMILIES[n % 2], name, "float32", 2e-5) for n, name in enumerate(VARIANTS)),
-        *(("qwen3_vl", name, "bfloat16", 0.15) for name in IN_BFLOAT16),
+        *((FAMILIES[n % 2], name, "float32", 2e-5) for n, name in enumerate(OF_ROUNDING)),
+        *(("qwen3_vl", name, "bfloat16", 0.15) for name in OF_ROUNDING),
     ],
 )
 def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, dtype, bound):
@@ -112,7 +110,7 @@ def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((n, "float32") for n in VARIANTS), *((n, "bfloat16") for n in IN_BFLOAT16)],
+    [*((n, "float32") for n in VARIANTS), *((n, "bfloat16") for n in OF_ROUNDING)],
 )
 def test_a_new_adapter_changes_neither_the_model_nor_its_base_weights(sources, name, dtype):
     settings = make_settings(sources["qwen3_vl"], dtype)
@@ -163,7 +161,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(sources, name, tmp_path
     ("name", "dtype"),
     [("dora", "float32"), ("modules", "bfloat16")],
 )
-def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_path):
     changes: Any = {
         "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **VARIANTS[name]}},
         "objective": {"beta": 0.1, "reference_refresh_every": 2},
@@ -171,14 +169,8 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_pat
         "rollout": {"max_completion_length": 3, "num_generations": 2},
     }
     whole = small_run(tmp_path, sources["qwen2_5_vl"], name="whole", **changes)
-    train(whole)
     stopped = whole.model_copy(update={"name": "stopped"})
-    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(3, 2))
-    with pytest.raises(Stopped):
-        train(stopped)
-    monkeypatch.undo()
-    train(stopped.model_copy(update={"resume": True}))
-    assert_same_run(whole.run_dir, stopped.run_dir, "step-3")
+    assert_resumes(whole, stopped, (3, 2), last="step-3")
 
 
 def test_the_projector_inside_the_vision_module_is_a_part_of_its_own():

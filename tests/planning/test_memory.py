@@ -12,7 +12,7 @@ import torch
 from family_models import BUILDERS
 from family_policies import POLICIES, build_batch, build_policy, build_prompt
 from small_shapes import SHAPE, WORK
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from work_counts import measure_saved_bytes
@@ -32,7 +32,6 @@ from vlm_grpo.planning.memory import (
     _count_decoding_bytes,
     _count_encoding_bytes,
     _count_prefill_bytes,
-    count_cache_bytes,
     count_flash_bytes,
     estimate_memory,
 )
@@ -156,35 +155,6 @@ def test_a_vision_block_saves_what_a_plan_measures(family, name, recomputed):
         # Fake tensors have the means and deviations of two layer norms in bfloat16.
         planned += patches * 4 * 2
     assert saved == planned
-
-
-def test_the_cache_holds_keys_and_values_of_all_tokens():
-    shape = measure("qwen2_5_vl", "full-float32")
-    work = Workload(4, 3, 20, 16, 10, 130, 1 << 20, 0)
-    # Two prompts of 20 + 3 · 10 tokens fit into 130 tokens.
-    assert work.concurrent_prompts == 2
-    # 3 layers, keys and values, 2 key heads of 16, 4 bytes.
-    assert count_cache_bytes(shape, work) == 2 * 50 * 3 * 2 * 32 * 4
-
-
-def test_settings_that_save_memory_lower_the_estimate():
-    policy = load_settings("counting_qwen2_vl_2b", ["data.train=x", "data.eval=y"]).policy
-    model, _ = tiny_model("qwen2_5_vl")
-    work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
-
-    def estimate(**changes: Any) -> Any:
-        changed = policy.model_copy(update=changes)
-        shape = measure_layers(read_model_shape(model.config, changed), changed, on_cpu=False)
-        part = changed.gradient_checkpointing
-        return estimate_memory(replace(shape, checkpointing=part), work)
-
-    plain, mlp, full = (estimate(gradient_checkpointing=kind) for kind in ("none", "mlp", "full"))
-    assert full.activations < plain.activations / 2
-    assert full.activations < mlp.activations < plain.activations
-    lora = load_settings("ocr_qwen3_vl_4b", ["data.train=x", "data.eval=y"]).policy.lora
-    assert estimate(lora=lora).optimizer < plain.optimizer
-    float32 = estimate(dtype="float32", gradient_checkpointing="none")
-    assert float32.activations > plain.activations
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")

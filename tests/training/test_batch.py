@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +10,16 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from groups import make_advantages, make_group, truncate
+from groups import make_advantages, make_group
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import MicroBatch, pack
-from vlm_grpo.model.engine.logprobs import TokenScores
-from vlm_grpo.training import batch as batch_module
-from vlm_grpo.training import update as update_module
+from vlm_grpo.model.engine.batch import pack
 from vlm_grpo.training.batch import (
     Rollout,
     StepAdvantages,
     StepBatch,
     TokenBudget,
-    TokenLayout,
     build_slices,
     compute_advantages,
     has_spread,
@@ -97,27 +92,6 @@ def test_completions_without_a_gradient_count_in_the_normalizers():
     assert batch.active.all()
 
 
-def test_normalizers_are_summed_over_ranks(monkeypatch):
-    def add_equal_rank(accelerator: Accelerator, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            tensor *= 2
-
-    monkeypatch.setattr(update_module, "sum_over_ranks", add_equal_rank)
-    assert read_totals(GROUPS, [1.0] * 5) == (2 * 5, 2 * 12, 4)
-
-
-def test_truncated_completions_are_masked_only_if_requested():
-    groups, advantages = [GROUPS[0], truncate(GROUPS[1], 1)], [1.0, -1.0, 1.0, -1.0, 0.5]
-    assert pack_groups(groups, advantages).active.all()
-    assert read_totals(groups, advantages) == (5, 12, 4)
-    batch = pack_groups(groups, advantages, "objective.mask_truncated_completions=true")
-    assert batch.active.tolist() == [True, True, True, False, True]
-    assert [piece.rows for piece in batch.slices] == [(0, 1), (2, 4)]
-    assert batch.weights["policy"][3] == 0
-    mask = "objective.mask_truncated_completions=true"
-    assert read_totals(groups, advantages, mask) == (5, 12 - 4, 4)
-
-
 def test_a_rank_without_groups_has_an_empty_batch():
     batch = pack_groups([], [])
     assert batch.slices == ()
@@ -143,34 +117,6 @@ def test_a_completion_whose_tokens_cancel_out_has_a_gradient():
     rollout = Rollout(tuple(GROUPS))
     batch = pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
     assert [piece.rows for piece in batch.slices] == [(0,)]
-
-
-def test_every_input_of_the_loss_is_that_of_its_completion():
-    numbers, layout = torch.arange(5.0), TokenLayout.of([2, 3, 1, 4, 2])
-    by_token = numbers.repeat_interleave(torch.tensor(layout.lengths))
-    slices = build_slices(GROUPS, [False, True, False, True, True])
-    values = {"sampler_logprobs": by_token, "reference_logprobs": by_token, "own": by_token}
-    behind, weights = numbers == 1, {"policy": numbers}
-    batch = StepBatch((slices,), layout, numbers, numbers > 3, weights, values, 1, None, behind)
-    scores = TokenScores(torch.zeros(9, dtype=torch.float64), None, None)
-    tokens = batch.select(MicroBatch(slices), torch.device("cpu")).join(scores, by_token)
-    expected = torch.tensor([1.0] * 3 + [3.0] * 4 + [4.0] * 2, dtype=torch.float64)
-    assert tokens.old_logprobs is not None
-    for found in (
-        tokens.weights["policy"],
-        tokens.old_logprobs,
-        tokens.sampler_logprobs,
-        tokens.reference_logprobs,
-        tokens.scores["own"],
-        tokens.advantages[tokens.completion],
-    ):
-        assert found is not None
-        assert found.equal(expected)
-    assert tokens.lengths.tolist() == [3, 4, 2]
-    assert tokens.active is not None
-    assert tokens.active.tolist() == [False, False, True]
-    assert tokens.behind_variant is not None
-    assert tokens.behind_variant.tolist() == [True, False, False]
 
 
 UNSCALED = "objective.scale_rewards=none"
@@ -213,43 +159,6 @@ def test_advantages_are_those_of_the_weighted_rewards(rewards, penalties, expect
     assert torch.equal(result.own, result.step.values)
     assert result.step.unscorable == sum(exact is None for group in rewards for exact, _ in group)
     assert result.step.zero_spread.tolist() == [group == ((0, 1), (0, 1)) for group in rewards]
-
-
-def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch):
-    """Rank 1 of two; its group must not be joined with one of rank 0, which has three groups."""
-    sent: list[list[Any]] = []  # the rewards and the sizes of the groups of rank 0
-
-    def gather(parts: list[Any], rank: int) -> list[Any]:
-        if rank == 0:
-            sent.append(parts)
-            return parts
-        return [*sent.pop(0), *parts]
-
-    others = [((5.0, 0.0), (3.0, 0.0)), ((1.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (2.0, 0.0))]
-    for rank, groups in enumerate([others, [((1.0, 0.0), (0.0, 0.0))]]):
-        monkeypatch.setattr(batch_module, "gather_object", partial(gather, rank=rank))
-        made = [make_counting_group(*rewards) for rewards in groups]
-        result = compute(made, rank=rank)
-    assert result.own.tolist() == pytest.approx([1, -1])
-    assert result.step.values.tolist() == pytest.approx([2, -2, 0, 0, -2, 2, 1, -1])
-    assert result.step.zero_spread.tolist() == [False, True, False, False]
-
-
-def test_a_rank_gets_the_advantages_of_its_tokens(monkeypatch):
-    """Rank 1 of two, with an advantage per token: those of its own group, in order."""
-    override = "objective.advantage_estimator=reinforce_plus_plus"
-    rewards, penalties = ((5.0, 0.0), (3.0, 0.0)), [torch.tensor([0.5]), torch.tensor([0.1])]
-    sent: list[Any] = []
-    monkeypatch.setattr(batch_module, "gather_object", lambda part: sent.extend(part) or part)
-    compute([make_counting_group(*rewards)], penalties, override=override)
-    monkeypatch.setattr(batch_module, "gather_object", lambda part: [sent[0], *part])
-    own = [torch.tensor([0.0]), torch.tensor([2.0])]
-    result = compute([make_counting_group((1.0, 0.0), (0.0, 0.0))], own, 1, override)
-    returns = torch.tensor([9.5, 5.9, 2.0, -2.0], dtype=torch.float64)  # 2 · exact − KL
-    expected = (returns - returns.mean()) / returns.std()
-    assert result.tokens is not None
-    assert result.tokens.tolist() == pytest.approx(expected[2:].tolist())
-    assert result.own.tolist() == pytest.approx(expected[2:].tolist())
 
 
 def test_a_rank_without_groups_has_no_advantages():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,12 @@ import pytest
 import torch
 from groups import make_group, truncate
 from small_runs import TASK, make_trainer
-from tiny_models import make_prompt, noise_example, tiny_policy
 
-from vlm_grpo.dist import collectives
 from vlm_grpo.errors import UserError
-from vlm_grpo.task import PlainQuestion
 from vlm_grpo.training import rollout as rollout_module
-from vlm_grpo.training.batch import Rollout, score_groups
+from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.rollout import balance_groups, estimate_cost
-from vlm_grpo.types import Completion, Example, Group, Prompt, Score
+from vlm_grpo.types import Example, Group, Prompt
 
 
 def get_tokens(rollout: Rollout) -> list[tuple[int, ...]]:
@@ -89,21 +85,6 @@ def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
     assert (rollout.resampled, sampler.cursor.position) == (resampled, 3 + resampled)
 
 
-def test_ranks_share_the_prompts_of_a_step(settings, monkeypatch):
-    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
-    monkeypatch.setattr(rollout_module, "sum_over_ranks", lambda ranks, tensors: None)
-    shares = []
-    for rank in range(2):
-        sampler = make_trainer(settings()).sampler
-        ranks: Any = SimpleNamespace(process_index=rank, num_processes=2, device="cpu")
-        monkeypatch.setattr(sampler, "accelerator", ranks)
-        monkeypatch.setattr(sampler, "world_size", 2)
-        sampler.sample(0)
-        shares += [group.id for group in sampler.sample(0).groups]
-    # prompts_per_step=3, the second step
-    assert sorted(shares) == sorted(sampler.stream[index].id for index in (3, 4, 5))
-
-
 def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     ahead: list[Any] = []
@@ -144,35 +125,11 @@ def test_a_failed_rollout_leaves_the_position(settings, monkeypatch):
     assert sampler.cursor.position == 6
 
 
-def test_scores_return_to_their_groups():
-    """The scorer receives all completions in one list."""
-    policy = tiny_policy("qwen2_5_vl")
-    prompts = [make_prompt(policy, noise_example(name, [])) for name in ("a", "b")]
-    completions = [
-        tuple(Completion((1,) * length, (), f"{name}{length}", "eos") for length in lengths)
-        for name, lengths in (("a", (1, 2)), ("b", (3, 4, 5)))
-    ]
-
-    def score(
-        task: Any,
-        texts: list[str],
-        examples: list[Example],
-        lengths: list[int],
-        groups: list[int],
-        turns: list[Any],
-    ) -> list[Score]:
-        assert groups == [0, 0, 1, 1, 1]
-        pairs = zip(texts, examples, lengths, strict=True)
-        assert all(text == f"{example.id}{length}" for text, example, length in pairs)
-        return [Score(text, {}, None, {}) for text in texts]
-
-    scorer: Any = score
-    groups = score_groups(scorer, PlainQuestion(), prompts, completions)
-    assert [group.prompt for group in groups] == prompts
-    assert [[score.answer for score in group.scores] for group in groups] == [
-        ["a1", "a2"],
-        ["b3", "b4", "b5"],
-    ]
+def test_scores_return_to_their_completions(settings):
+    """The scorer receives all completions in one list; the answer is the text."""
+    for group in make_trainer(settings()).sampler.sample(0).groups:
+        for completion, score in zip(group.completions, group.scores, strict=True):
+            assert score.answer == (completion.text.strip() or None)
 
 
 REFERENCE = {"beta": 0.1, "reference_refresh_every": "never"}
@@ -198,53 +155,25 @@ def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, sh
     assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost
 
 
-class Exchange:
-    """A ``gather_object`` and ``any_rank`` between threads, one for each rank."""
-
-    def __init__(self, world_size: int) -> None:
-        self.barrier, self.items = threading.Barrier(world_size, timeout=20), [[]] * world_size
-
-    def gather(self, items: list[Any]) -> list[Any]:
-        self.items[int(threading.current_thread().name)] = items
-        self.barrier.wait()
-        found = [item for part in self.items for item in part]
-        self.barrier.wait()
-        return found
-
-    def any_rank(self, ranks: Any, flag: bool) -> bool:
-        return any(self.gather([flag]))
-
-
-def run_ranks(
+def balance(
     monkeypatch: pytest.MonkeyPatch,
     groups: list[dict[int, Group]],
-    broken: int = -1,
+    moved: Sequence[int] = (),
     mini_batches: int = 1,
 ) -> list[Any]:
-    """Run ``balance_groups`` in one thread per rank; return the results or errors."""
-    exchange = Exchange(len(groups))
-    results: list[Any] = [None] * len(groups)
-    monkeypatch.setattr(rollout_module, "gather_object", exchange.gather)
-    monkeypatch.setattr(collectives, "any_rank", exchange.any_rank)
+    """Return the results of each rank, to which all costs and the moved groups are sent."""
+    costs = [{i: len(g.completions[0].token_ids) for i, g in own.items()} for own in groups]
+    parcels = [(i, g.completions, g.scores) for own in groups for i, g in own.items() if i in moved]
 
     def load(indices: Sequence[int]) -> list[Prompt]:
-        if broken in indices:
-            raise UserError("image 3.png cannot be read")
         return [Prompt(Example(f"loaded {i}", (), "?", 0), "", (7, 8), {}) for i in indices]
 
-    def run(rank: int) -> None:
-        ranks: Any = SimpleNamespace(process_index=rank, num_processes=len(groups))
-        costs = {i: len(group.completions[0].token_ids) for i, group in groups[rank].items()}
-        try:
-            results[rank] = balance_groups(groups[rank], costs, load, ranks, mini_batches)
-        except UserError as error:
-            results[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = []
+    for rank, own in enumerate(groups):
+        sent = iter([costs, parcels])
+        monkeypatch.setattr(rollout_module, "gather_object", lambda _, sent=sent: next(sent))
+        ranks: Any = SimpleNamespace(process_index=rank, num_processes=1)
+        results.append(balance_groups(own, costs[rank], load, ranks, mini_batches))
     return results
 
 
@@ -255,7 +184,7 @@ def make_groups(lengths: dict[int, int]) -> dict[int, Group]:
 def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch):
     groups = [make_groups({0: 10, 3: 6, 5: 9}), make_groups({1: 2, 4: 1})]
     # 25 and 3 tokens: moving 10 leaves 15 and 13, more even than moving 9 or exchanging 10 for 1.
-    (first, parts), (second, _) = run_ranks(monkeypatch, groups)
+    (first, parts), (second, _) = balance(monkeypatch, groups, moved=[0])
     assert parts == dict.fromkeys([0, 1, 3, 4, 5], 0)
     assert (list(first), list(second)) == ([3, 5], [0, 1, 4])
     moved, original = second[0], groups[0][0]
@@ -267,28 +196,13 @@ def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch):
 def test_even_groups_stay(monkeypatch):
     groups = [make_groups({0: 10, 3: 6}), make_groups({1: 8, 4: 8})]
     parts = dict.fromkeys([0, 1, 3, 4], 0)
-    assert run_ranks(monkeypatch, groups) == [(groups[0], parts), (groups[1], parts)]
+    assert balance(monkeypatch, groups) == [(groups[0], parts), (groups[1], parts)]
 
 
 def test_each_mini_batch_is_balanced(monkeypatch):
     """The ranks' sums are equal at first, but each has one mini-batch to itself."""
     groups = [make_groups({0: 5, 1: 5}), make_groups({2: 5, 3: 5})]
-    (first, parts), (second, same) = run_ranks(monkeypatch, groups, mini_batches=2)
+    (first, parts), (second, same) = balance(monkeypatch, groups, [0, 2], mini_batches=2)
     assert parts == same == {0: 0, 1: 0, 2: 1, 3: 1}
     for own in (first, second):
         assert sorted(parts[index] for index in own) == [0, 1]
-
-
-def test_a_prompt_that_cannot_be_read_again_ends_all_ranks(monkeypatch):
-    groups = [make_groups({0: 10, 3: 6, 5: 9}), make_groups({1: 2, 4: 1})]
-    first, second = run_ranks(monkeypatch, groups, broken=0)
-    assert "another process of this run has failed" in first
-    assert second == "image 3.png cannot be read"
-
-
-def test_one_rank_exchanges_nothing():
-    groups = make_groups({3: 1, 1: 5})
-    ranks: Any = SimpleNamespace(process_index=0, num_processes=1)
-    own, parts = balance_groups(groups, {3: 1, 1: 5}, lambda _: [], ranks, 2)
-    assert (list(own), own) == ([3, 1], groups)  # in the same order
-    assert parts == {1: 0, 3: 1}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from small_runs import make_embedded_trainer
-from torch.profiler import ProfilerActivity
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -84,33 +79,6 @@ def test_a_step_that_fails_has_no_trace(tmp_path):
         raise ValueError("expected")
     assert not list((tmp_path / "profile").iterdir())
     assert stopwatch.annotate is Stopwatch().annotate
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(tmp_path, fails, monkeypatch):
-    calls: list[Any] = []
-    memory, gpu = torch.cuda.memory, torch.device("cuda")
-    monkeypatch.setattr(memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
-    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
-
-    @contextlib.contextmanager
-    def record(activities: Any) -> Iterator[Any]:
-        calls.append(activities)
-        yield SimpleNamespace(export_chrome_trace=calls.append)
-
-    monkeypatch.setattr(speed, "profile", record)
-    path = tmp_path / "profile" / "step-0"
-    with (
-        pytest.raises(ValueError, match="expected") if fails else contextlib.nullcontext(),
-        profile_step(path, Stopwatch(), gpu),
-    ):
-        calls.append("step")
-        if fails:
-            raise ValueError("expected")
-    begin = {"max_entries": speed.MAX_MEMORY_EVENTS, "stacks": "python"}
-    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    written = [] if fails else [f"{path}.memory.pickle"], [] if fails else [f"{path}.json.gz"]
-    assert calls == [begin, both, "step", *written[0], {"enabled": None}, *written[1]]
 
 
 def test_a_step_that_is_never_run_is_an_error():

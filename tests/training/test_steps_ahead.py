@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
-from small_runs import LORA, assert_same_run, make_trainer, read_metrics, read_samples, stop_run
+from small_runs import (
+    LORA,
+    assert_resumes,
+    make_trainer,
+    read_metrics,
+    read_samples,
+    stop_run,
+    train_with_stops,
+)
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
@@ -73,14 +81,6 @@ def assert_each_example_once(run: Settings) -> None:
     assert len({example for step in ids for example in step}) == 12
 
 
-def stop_and_resume(run: Settings, *stop: int) -> str:
-    """Train until the stop, and resume; return the name of the checkpoint."""
-    stop_run(run, *stop)
-    name = get_newest(run).name
-    train(run.model_copy(update={"resume": True}))
-    return name
-
-
 def test_an_outside_sampler_gives_the_run_of_the_policy(settings, vllm):
     """With equal kernels the weights of the correction are 1, up to rounding."""
     # Adam turns the rounding of gradients that are almost 0 into whole steps: these are small.
@@ -97,12 +97,16 @@ def test_an_outside_sampler_gives_the_run_of_the_policy(settings, vllm):
         assert "staleness/max" not in ours
 
 
-@pytest.mark.parametrize(("ahead", "versions"), [(0, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
-def test_later_steps_are_sampled_with_the_weights_of_their_start(vllm, ahead, versions):
+@pytest.mark.parametrize(
+    ("ahead", "versions", "rests"), [(0, [0, 1, 2, 3], 4), (1, [0, 0, 1, 2], 1)]
+)
+def test_later_steps_are_sampled_with_the_weights_of_their_start(vllm, ahead, versions, rests):
+    """Servers rest in updates in which they do not sample: the last step has no later one."""
     run = vllm(ahead)
     train(run)
     (outside,) = vllm.samplers
     assert [version for version, _ in outside.sampled] == versions
+    assert outside.rests == rests
     rows = read_metrics(run.run_dir)
     assert [row["staleness/mean"] for row in rows] == [s - v for s, v in enumerate(versions)]
     assert [row["staleness/max"] for row in rows] == [s - v for s, v in enumerate(versions)]
@@ -110,12 +114,6 @@ def test_later_steps_are_sampled_with_the_weights_of_their_start(vllm, ahead, ve
         assert (row["sampling/sampling_logp_difference/mean"] > 1e-4) == (row["staleness/max"] > 0)
     assert_each_example_once(run)
     assert sorted(map(sorted, read_ids(run))) == sorted(sorted(ids) for _, ids in outside.sampled)
-
-
-@pytest.mark.parametrize(("ahead", "rests"), [(0, 4), (1, 1)])
-def test_servers_rest_in_updates_in_which_they_do_not_sample(vllm, ahead, rests):
-    train(vllm(ahead))
-    assert vllm.samplers[0].rests == rests  # of four steps, the last has no later one
 
 
 def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
@@ -142,10 +140,8 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
 
 def test_a_resumed_run_is_bit_identical_without_steps_ahead(vllm):
     changes = {"objective": {"num_iterations": 2}, "policy": LORA}
-    uninterrupted, stopped = vllm(name="uninterrupted", **changes), vllm(name="stopped", **changes)
-    train(uninterrupted)
-    assert stop_and_resume(stopped, 2, 1) == "step-1"
-    assert_same_run(stopped.run_dir, uninterrupted.run_dir)
+    runs = (vllm(name=name, **changes) for name in ("whole", "stopped"))
+    assert assert_resumes(*runs, (2, 1)) == ["step-1"]
 
 
 @pytest.mark.parametrize(("ahead", "stop", "done"), [(1, (2,), 1), (2, (3, 1), 2)])
@@ -153,7 +149,7 @@ def test_a_stopped_run_uses_each_example_once(vllm, ahead, stop, done):
     """After a resume, completions that were generated ahead are generated again."""
     run = vllm(ahead)
     name = f"step-{done}"
-    assert stop_and_resume(run, *stop) == name
+    assert train_with_stops(run, stop) == [name]
     assert_each_example_once(run)
     metadata = read_metadata(run.run_dir / "checkpoints" / name)
     assert metadata["step"] == done

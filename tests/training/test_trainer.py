@@ -17,22 +17,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_runs import (
     LORA,
     TASK,
+    assert_resumes,
     assert_same_run,
-    assert_same_weights,
-    load_weights,
     make_trainer,
     read_metrics,
-    read_samples,
-    stop_run,
+    train_with_stops,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
-from vlm_grpo.config.run import CheckpointSettings, Settings
+from vlm_grpo.config.run import CheckpointSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.resolve import list_checkpoints
@@ -86,31 +83,6 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
     assert not (run.run_dir / "metrics.jsonl").exists()
 
 
-def test_frozen_parts_stay_bit_identical_and_others_change(settings, model_folder):
-    """Which weights a part has is tested in ``tests/model/families/test_facts.py``."""
-    parts, frozen = ["vision"], "visual.blocks"
-    before = load_file(model_folder / "model.safetensors")
-    run = settings(policy={"freeze": parts}, optim={"max_steps": 1})
-    after = load_weights(train(run).checkpoint)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert not {name for name in changed if frozen in name}
-    for other in ("visual.merger", "layers."):
-        assert any(other in name for name in changed)
-
-
-def test_each_step_is_a_new_rollout_with_its_own_updates(settings):
-    changes = {"objective": {"num_iterations": 2}, "optim": {"max_steps": 1}}
-    trainer = make_trainer(settings(**changes))
-    for step in (1, 2):  # a caller of ``step`` may go on after the last one
-        before = [w.detach().clone() for _, w in trainer.policy.trainable_parameters()]
-        metrics = trainer.step()
-        after = [w for _, w in trainer.policy.trainable_parameters()]
-        assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        assert metrics["skipped_updates"] == 0
-        assert trainer.global_step == step
-        assert trainer.sampler.cursor.position == 3 * step  # prompts_per_step=3
-
-
 def test_trackers_are_checked_before_anything_is_loaded(settings, monkeypatch):
     check = Mock(side_effect=UserError("wandb is not installed"))
     monkeypatch.setattr(trainer_module, "check_installed", check)
@@ -128,7 +100,8 @@ def test_a_second_run_does_not_overwrite_the_first(settings):
 
 
 def test_each_image_of_a_step_is_decoded_and_encoded_once_per_phase(settings):
-    changes = {"rollout": {"num_generations": 8}, "optim": {"max_steps": 2}}
+    optim = {"max_steps": 2, "max_tokens_per_batch": 60}  # micro-batches share passes of images
+    changes = {"rollout": {"num_generations": 8}, "optim": optim}
     trained = settings(name="trained", **changes)
     frozen = settings(name="frozen", policy={"freeze": ["vision", "projector"]}, **changes)
     for run, passes in ((trained, 2), (frozen, 1)):
@@ -302,16 +275,6 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings,
     assert "Traceback" in reported[0]
 
 
-def train_with_stops(run: Settings, stops: list[tuple[int, ...]]) -> list[str]:
-    """Train to the end with a ``StopAt`` in each call but the last; return the checkpoints."""
-    resumed, checkpoints = run.model_copy(update={"resume": True}), []
-    for stop in stops:
-        message = stop_run(resumed, *stop)
-        checkpoints.append(message.partition("checkpoints/")[2].partition(";")[0])
-    train(resumed)
-    return checkpoints
-
-
 REFERENCES = {
     "k2": {"beta": 0.1, "reference_refresh_every": 2},
     "never": {
@@ -346,15 +309,12 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     }
     if changes["objective"].get("distillation") == {}:
         changes["objective"] |= {"distillation": {"teacher": str(model_folder)}}
-    uninterrupted = settings(name="uninterrupted", **changes)
-    train(uninterrupted)
-    stopped = settings(name="stopped", **changes)
     # Stops: before the first token, between two steps, in the second, at the end of the third. Of
     # these, every run has the second and the third.
     stops, names = [(1, 1), (2,), (1, 4), (2, 5)], ["step-0", "step-1", "step-1", "step-2"]
     chosen = slice(None) if reference == "k2" else slice(1, 3)
-    assert train_with_stops(stopped, stops[chosen]) == names[chosen]
-    assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")
+    runs = (settings(name=name, **changes) for name in ("whole", "stopped"))
+    assert assert_resumes(*runs, *stops[chosen], last="step-3") == names[chosen]
 
 
 def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
@@ -367,20 +327,11 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
         # With at most two letters, some groups of two have equal rewards.
         "rollout": {"num_generations": 2, "max_completion_length": 2, "dynamic_sampling": True},
     }
-    uninterrupted = settings(name="uninterrupted", **changes)
-    train(uninterrupted)
-    stopped = settings(name="stopped", **changes)
+    whole, stopped = (settings(name=name, **changes) for name in ("whole", "stopped"))
     # A resumed run evaluates first; the last stop is in the second round of a step.
     names = ["step-1", "step-1", "step-1", "step-2"]
-    assert train_with_stops(stopped, [(2,), (3,), (1, 4), (2,)]) == names
-    rows = read_metrics(uninterrupted.run_dir)
-    assert any(row["resampled_groups"] for row in rows)
-    for a, b in zip(rows, read_metrics(stopped.run_dir), strict=True):
-        # A resumed run decodes images again that the other has in its cache.
-        assert {**b, "work/image_decodes": a["work/image_decodes"]} == a
-    assert read_samples(stopped.run_dir) == read_samples(uninterrupted.run_dir)
-    folders = (run.run_dir / "checkpoints" / "step-2" for run in (stopped, uninterrupted))
-    assert_same_weights(*folders)
+    assert assert_resumes(whole, stopped, (2,), (3,), (1, 4), (2,), last="step-2") == names
+    assert any(row["resampled_groups"] for row in read_metrics(whole.run_dir))
 
 
 def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
@@ -393,13 +344,13 @@ def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
     }
     uninterrupted, run = (settings(name=n, **changes) for n in ("whole", "run"))
     train(uninterrupted)
-    assert train_with_stops(run, [(2,)]) == ["step-1"]
+    assert train_with_stops(run, (2,)) == ["step-1"]
     shutil.rmtree(run.run_dir / "checkpoints" / "step-2")
     without = run.model_copy(update={"data": run.data.model_copy(update={"eval": None})})
-    assert train_with_stops(run, []) == []
+    assert train_with_stops(run) == []
     assert_same_run(run.run_dir, uninterrupted.run_dir, "step-2")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-2")
-    assert train_with_stops(without, []) == []  # without an evaluation by now
+    assert train_with_stops(without) == []  # without an evaluation by now
     assert [row["step"] for row in read_metrics(run.run_dir)] == [0, 1]
 
 

@@ -38,7 +38,7 @@ def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
 # captures per rollout. The last two have recurrent states, which a capture must leave as they were.
 @pytest.mark.parametrize(
     ("family", "max_tokens"),
-    [*((name, 200) for name in (*FAMILIES, "qwen3_5", "lfm2_vl")), (FAMILIES[0], 100_000)],
+    [*((name, 200) for name in (*FAMILIES[1:], "qwen3_5", "lfm2_vl")), (FAMILIES[0], 100_000)],
 )
 def test_a_captured_step_samples_equal_tokens(family, max_tokens, monkeypatch):
     monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)

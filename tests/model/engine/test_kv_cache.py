@@ -92,13 +92,12 @@ def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_th
     ]
 
 
-@pytest.mark.parametrize("max_tokens", [100_000, 600, 1])
-def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(max_tokens, monkeypatch):
+def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(70, 110)))
     prompts = mixed_prompts(policy, 4)
-    expected = sample_groups(policy, prompts, max_tokens=max_tokens)
+    expected = sample_groups(policy, prompts, max_tokens=600)  # a few places at a time
     use_plain_varlen(monkeypatch)
-    found = sample_groups(policy, prompts, max_tokens=max_tokens)
+    found = sample_groups(policy, prompts, max_tokens=600)
     for group, other in zip(found, expected, strict=True):
         assert [c.token_ids for c in group] == [c.token_ids for c in other]
 

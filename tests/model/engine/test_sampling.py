@@ -141,7 +141,7 @@ def test_temperature_is_part_of_the_scored_distribution():
     assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)
 
 
-@pytest.mark.parametrize("every", [1, 3, 8])
+@pytest.mark.parametrize("every", [1, 8])
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string(every):
     """Also where a character has several tokens, and later ones were sampled before the check."""
     stop = ("ab", "é!", "</answer>")

@@ -16,7 +16,7 @@ from family_policies import (
     score_each_alone,
 )
 from gradients import relative_distance, use_float64_recurrence
-from small_runs import make_trainer, read_metrics, small_run
+from small_runs import small_run
 from tiny_models import (
     FAMILIES,
     make_prompt,
@@ -41,9 +41,9 @@ FORMS = [(n, "repeated") for n in BUILDERS] + [(n, "shared") for n in SHARED]
 SAMPLED = [pair for pair in FORMS if pair[1] == "shared" or pair[0] not in ALIKE]
 # Images side by side in one tensor, and rows that are read one at a time.
 SAMPLED += [("minicpmv4_6", "repeated"), ("hunyuan_vl", "repeated")]
-TRAINED = [name for name in BUILDERS if name not in ALIKE]
+LONGER = [name for name in BUILDERS if name not in ALIKE]
 # Features and experts chosen by layers and by the types of tokens.
-GRADIENTS = [n for n in SHARED if n in (*TRAINED, "molmo2", "granite4_vision", "ernie4_5_vl_moe")]
+GRADIENTS = [n for n in SHARED if n in (*LONGER, "molmo2", "granite4_vision", "ernie4_5_vl_moe")]
 
 
 def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens():
@@ -67,11 +67,10 @@ def score_plainly(name: str) -> Tensor:
 
 @functools.cache
 def generate_greedily(name: str) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-    """Build twelve different prompts, or four of families that are alike, and generate four tokens
-    for each by plain transformers."""
+    """Build four different prompts, and generate four tokens for each by plain transformers."""
     policy = build_family_policy(name, torch.float64, temperature=0.0)
     policy.model.eval()  # in training, Molmo 2 asks for more of each pass
-    prompts, generated = build_prompts(policy, name, 4 if name in ALIKE else 12), []
+    prompts, generated = build_prompts(policy, name, 4), []
     for prompt in prompts:
         tokens = torch.tensor([prompt.token_ids])
         output = policy.model.generate(
@@ -102,59 +101,39 @@ def test_greedy_samples_equal_generate(name, form, monkeypatch):
     policy = build_family_policy(name, torch.float64, shared=form == "shared", temperature=0.0)
     use_float64_recurrence(monkeypatch, policy.model)
     prompts, generated = generate_greedily(name)
-    # Room for 6 prompts: places are given to other completions, and given up.
-    budget = 6 * (max(len(prompt.token_ids) for prompt in prompts) + 2 * 4)
+    # Room for 2 prompts: places are given to other completions, and given up.
+    budget = 2 * (max(len(prompt.token_ids) for prompt in prompts) + 2 * 4)
     groups = sample_groups(policy, prompts, group_size=2, max_tokens=budget, length=4)
     for expected, group in zip(generated, groups, strict=True):
         assert [completion.token_ids for completion in group] == [expected] * 2
     with torch.no_grad():
-        scores = policy.score(pack_groups(prompts[:4], groups[:4])).logprobs
+        scores = policy.score(pack_groups(prompts, groups)).logprobs
     # Padding on the left shifts the rotary positions, which are float32: at most 2e-5 here.
-    torch.testing.assert_close(scores.float(), sampled_logprobs(groups[:4]), rtol=0, atol=5e-5)
-
-
-@pytest.mark.no_shapes
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_trained_model_loads_in_transformers(name, tmp_path):
-    torch.manual_seed(0)
-    model, processor = BUILDERS[name]()
-    model.save_pretrained(tmp_path / "model")
-    processor.save_pretrained(tmp_path / "model")
-    optim = {"lr": 1e-3, "max_steps": 1, "prompts_per_step": 2}
-    trainer = make_trainer(small_run(tmp_path, tmp_path / "model", optim=optim))
-    trainer.run()
-    [run_dir] = (tmp_path / "runs").iterdir()
-    [row] = read_metrics(run_dir)
-    assert 0 < row["grad_norm"] < 1e3
-    [weights] = run_dir.rglob("model.safetensors")
-    result: Any = AutoModelForImageTextToText.from_pretrained(
-        weights.parent, output_loading_info=True
-    )
-    loaded, report = result
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    trained = dict(trainer.policy.model.named_parameters())
-    assert all(torch.equal(value, trained[key]) for key, value in loaded.named_parameters())
-    assert any(not torch.equal(value, trained[key]) for key, value in model.named_parameters())
+    torch.testing.assert_close(scores.float(), sampled_logprobs(groups), rtol=0, atol=5e-5)
 
 
 @pytest.mark.no_shapes
 # Gemma 3n's tower is another one here, which its configuration does not name.
-@pytest.mark.parametrize("name", [name for name in ALIKE if name != "gemma3n"])
-def test_a_model_is_loaded_and_saved_as_transformers_does(name, tmp_path):
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "gemma3n"])
+def test_a_changed_model_is_loaded_and_saved_as_transformers_does(name, tmp_path):
     torch.manual_seed(0)
     model, processor = BUILDERS[name]()
     for part in (model, processor):
         part.save_pretrained(tmp_path / "model")
     policy = load_policy(small_run(tmp_path, tmp_path / "model"))
     assert policy.shared == (name in SHARED)
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for key, weight in policy.trainable_parameters():
+            assert torch.equal(weight, own[key])
+            weight.mul_(0.9)
     policy.save(tmp_path / "saved", policy.weights())
     kind: Any = AutoModelForImageTextToText
     loaded, report = kind.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    own = dict(model.named_parameters())
-    assert all(torch.equal(value, own[key]) for key, value in loaded.named_parameters())
+    changed = dict(policy.model.named_parameters())
+    assert all(torch.equal(value, changed[key]) for key, value in loaded.named_parameters())
     assert type(AutoProcessor.from_pretrained(tmp_path / "saved")) is type(processor)
 
 
@@ -163,6 +142,13 @@ MODES: dict[str, dict[str, Any]] = {
     "checkpointed": {"dtype": "float32", "gradient_checkpointing": "full"},
     "frozen": {"dtype": "float32", "freeze": ["vision"]},
     "lora": {"dtype": "float32", "lora": {"r": 4, "alpha": 8}},
+}
+
+PARTS = {
+    "qwen3_vl_moe": ("frozen",),
+    "gemma4": ("lora",),
+    "qwen3_5": ("lora",),
+    "internvl": ("frozen",),
 }
 
 
@@ -185,18 +171,16 @@ def compute_gradient(
 @pytest.mark.no_shapes
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_both_forms_have_the_same_gradient(name, monkeypatch):
-    """Every family trains in full, and in one of the other modes."""
-    plain: dict[str, dict[str, Tensor]] = {}
-    modes = [*MODES][1:]
-    for mode in ("full", modes[SHARED.index(name) % len(modes)])[: 1 + (name in TRAINED)]:
+    """Every family trains in full, by turns with recomputed layers; a few also a part."""
+    for mode in ([*MODES][GRADIENTS.index(name) % 2], *PARTS.get(name, ())):
         settings = MODES[mode]
-        kind = mode.replace("checkpointed", "full")  # which computes the same
-        if kind not in plain:
-            settings_of_plain = settings | {"gradient_checkpointing": "none"}
-            plain[kind] = compute_gradient(name, False, settings_of_plain, monkeypatch)
-        found = compute_gradient(name, True, settings, monkeypatch)
+        plain = settings | {"gradient_checkpointing": "none"}  # which computes the same
+        found, expected = (
+            compute_gradient(name, *form, monkeypatch)
+            for form in ((True, settings), (False, plain))
+        )
         # Norms compute in float32 in most families, and their gradients are rounded to it.
-        assert relative_distance(found, plain[kind]) < 1e-6, mode
+        assert relative_distance(found, expected) < 1e-6, mode
 
 
 @pytest.mark.parametrize("name", GATED_DELTA)

@@ -20,11 +20,8 @@ from small_runs import (
     assert_same_run,
     load_weights,
     make_trainer,
-    save_tiny_model,
-    small_run,
     update_manifest,
 )
-from tiny_models import FAMILIES
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
@@ -50,10 +47,8 @@ STATE = "model.language_model.layers.0.mlp.up_proj.weight/state1"
 ONE_STEP: Any = {"optim": {"max_steps": 1}, "rollout": {"max_completion_length": 2}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path, family):
-    model = save_tiny_model(tmp_path / "model", family)
-    trainer = make_trainer(small_run(tmp_path, model, **ONE_STEP))
+def test_weights_are_restored_and_a_renamed_one_is_an_error(settings):
+    trainer = make_trainer(settings(**ONE_STEP))
     checkpoint = trainer.run().checkpoint
     trained = {name: weight.detach() for name, weight in trainer.policy.trainable_parameters()}
     resumed = load_policy(trainer.settings, checkpoint)
@@ -221,21 +216,13 @@ def get_error(before: Settings, after: Settings) -> str:
             'policy.lora.target was "language" and is now ["q_proj"]',
         ),
         ({}, {"policy": {"lora": {}}}, "policy.lora.r was null and is now 64"),
-        ({"policy": {"lora": {}}}, {}, "policy.lora.r was 64 and is now null"),
         ({}, {"model": "other"}, 'model was "embedded" and is now "other"'),
-        ({}, {"task": "ocr"}, 'task was "counting" and is now "ocr"'),
         ({}, {"task_options": {"tags": True}}, "task_options.tags was null and is now true"),
         ({}, {"seed": 1}, "seed was 0 and is now 1"),
-        ({}, {"policy": {"max_pixels": 9}}, "policy.max_pixels was null and is now 9"),
         (
             {"objective": {"beta": 0.1, "reference_refresh_every": 2}},
             {"objective": {"beta": 0.1, "reference_refresh_every": "never"}},
             'objective.reference_refresh_every was 2 and is now "never"',
-        ),
-        (
-            {"objective": {"beta": 0.1, "reference_refresh_every": 2}},
-            {"objective": {"beta": 0.0}},
-            "objective.beta was 0.1 and is now 0.0",
         ),
     ],
 )

@@ -16,7 +16,6 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.training.objective.batch import TokenBatch
 
 THRESHOLD = 0.8
@@ -98,11 +97,3 @@ def test_a_step_is_that_of_an_attention_with_replaced_values(settings, model_fol
     )  # fmt: skip
     term = trainer.methods["counterfactual"].term(inputs)
     assert term.tolist() == pytest.approx([0.0, 0.36788], abs=1e-5)  # 1 / e + 1 - 1
-
-
-def test_other_engines_and_replayed_groups_are_refused(settings):
-    policy = {"dtype": "float32", "engine": "repeated"}
-    with pytest.raises(UserError, match=r"needs policy\.engine=shared"):
-        make_trainer(settings(methods=["counterfactual"], policy=policy))
-    with pytest.raises(UserError, match=r"does not work with objective\.replay"):
-        make_trainer(settings(methods=["counterfactual"], objective={"replay": {}}))

@@ -9,7 +9,6 @@ import torch
 from small_runs import make_trainer
 from tiny_models import noise_clip, noise_example
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.training.methods.crop_rollouts import Cropped
 
@@ -72,21 +71,3 @@ def test_the_crop_is_around_all_boxes_within_the_image():
 def test_other_examples_have_no_crop(change):
     example = replace(noise_example("a", [(112, 56)]), meta=EVIDENCE)
     assert Cropped(0.1).change(replace(example, **change), 0) is None
-
-
-def test_a_run_without_evidence_is_refused(settings):
-    with pytest.raises(UserError, match="crop_rollouts has no effect: no training example has one"):
-        make_trainer(settings(**use_crops()))
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"objective": {"beta": 0.1}}, "objective.beta"),
-        ({"objective": {"perception": {"kl_coef": 0.01}}}, "objective.perception"),
-        ({"methods": [{"file": "crop_rollouts"}, {"file": "revision"}]}, "revision"),
-    ],
-)
-def test_what_needs_completions_behind_the_whole_image_is_refused(settings, change, name):
-    with pytest.raises(UserError, match=f"crop_rollouts does not work with {name}: remove one"):
-        make_trainer(settings(data=WORDS, **(use_crops() | change)))

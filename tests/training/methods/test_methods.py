@@ -11,7 +11,7 @@ from small_runs import TASK, make_trainer
 
 import vlm_grpo.training
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.methods import build_methods, find_methods
+from vlm_grpo.training.methods import build_methods
 
 ROOT = Path(vlm_grpo.training.__file__).parent
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/first_tokens.py"
@@ -57,12 +57,6 @@ class Certainty(Method):
 def test_no_other_file_names_a_method(file):
     found = NAMES.findall((ROOT / file).read_text())
     assert not found
-
-
-def test_every_method_is_found():
-    names = "counterfactual crop_rollouts curriculum distillation kl noise perception replay"
-    names += " revision tool_gain top_entropy visual_credit warm_start"
-    assert [method.name for method in find_methods()] == names.split()
 
 
 def test_a_file_is_a_method_with_options(settings):
@@ -111,3 +105,39 @@ def test_a_wrong_file_is_refused(settings, tmp_path, text, options, message):
     run = settings(methods=[{"file": str(tmp_path / "own.py"), "options": options}])
     with pytest.raises(UserError, match=message):
         build_methods(run)
+
+
+REPEATED = {"policy": {"dtype": "float32", "engine": "repeated"}}
+CROPS = {"methods": ["crop_rollouts"], "data": {"train": "embedded:tiny_words:cells=2"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ["counterfactual"], **REPEATED}, "needs policy.engine=shared"),
+        ({"methods": ["visual_credit"], **REPEATED}, "needs policy.engine=shared"),
+        (
+            {"methods": ["counterfactual"], "objective": {"replay": {}}},
+            "does not work with objective.replay",
+        ),
+        ({"methods": ["revision"], "objective": {"replay": {}}}, "not work with objective.replay"),
+        (
+            {"methods": ["revision"], "task": "ocr", "task_options": {"environment": "zoom"}},
+            "no effect on episodes of an environment",
+        ),
+        ({"methods": ["crop_rollouts"]}, "crop_rollouts has no effect: no training example has"),
+        (CROPS | {"objective": {"beta": 0.1}}, "does not work with objective.beta: remove one"),
+        (
+            CROPS | {"objective": {"perception": {"kl_coef": 0.01}}},
+            "does not work with objective.perception: remove one",
+        ),
+        (CROPS | {"methods": ["crop_rollouts", "revision"]}, "not work with revision: remove one"),
+        (
+            {"objective": {"distillation": {"teacher_prompt": "crop"}}},
+            "teacher_prompt=crop has no effect: no training example",
+        ),
+    ],
+)
+def test_what_a_method_cannot_do_is_refused_before_the_run(settings, changes, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(settings(**changes))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from outside import CopySampler
-from small_runs import assert_same_run, make_trainer, read_metrics, read_samples, stop_run
+from small_runs import assert_resumes, make_trainer, read_metrics, read_samples
 from tiny_models import noise_example
 
 from vlm_grpo.config.methods import NoiseSettings
@@ -31,7 +29,7 @@ from vlm_grpo.training.objective.losses import (
     loss_metrics,
     sampler_weights,
 )
-from vlm_grpo.training.rollout import RolloutSampler, SamplingArguments, join_groups
+from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -54,27 +52,6 @@ def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> to
         return sampler.policy.score(batch).logprobs
 
 
-def test_prompts_without_a_noisy_one_are_sampled_whole(settings):
-    run = settings(rollout={"noise": {"share": 0.25}})
-    plain, clean = (Prompt(Example(name, (), "", 0), "", (1,), {}) for name in "ab")
-    noisy = replace(clean, label=("noise", 7))
-    prompts = [plain, replace(clean, variant=noisy)]
-    found = SamplingArguments.build(prompts, [5, 9], SimpleNamespace(), run, 1)  # pyright: ignore
-    assert found.prompts == [*prompts, noisy]
-    assert found.num_generations == [range(4), range(3), range(3, 4)]
-    assert found.seeds == [(0, 5), (0, 9), (0, 9)]
-    parts = [
-        tuple(Completion((number,), (0.0,), "", "eos") for number in numbers)
-        for numbers in found.num_generations
-    ]
-    joined, groups = join_groups(prompts, parts)
-    assert joined == [plain, clean]
-    assert [[(c.token_ids[0], c.variant) for c in group] for group in groups] == [
-        [(0, None), (1, None), (2, None), (3, None)],
-        [(0, None), (1, None), (2, None), (3, ("noise", 7))],
-    ]
-
-
 def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings):
     """Bit for bit, with the whole group in one part again."""
     ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}})
@@ -83,8 +60,7 @@ def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings):
     assert rollout.metrics == {"noise/strength": 0}
 
 
-@pytest.mark.parametrize("engine", ["shared", "repeated"])
-@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize(("share", "engine"), [(0.5, "repeated"), (0.25, "shared")])
 def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
     settings, monkeypatch, share, engine
 ):
@@ -148,54 +124,11 @@ def test_each_image_is_encoded_once_with_noise_and_once_without(settings, policy
     assert policy_counters.encoder_passes == before + (3 if passes == 2 else 0)
 
 
-def test_clean_features_are_those_of_a_run_without_noise(settings, monkeypatch):
-    """Passes of the vision tower do not mix the two, so that a resumed step has the same bits."""
-    passes = []
-    for rollout in (CONSTANT, {}):
-        sampler = make_trainer(settings(rollout=rollout, policy=FROZEN)).sampler
-        encode, own = sampler.policy.family.encode_images, []
-
-        def record(model: Any, vision: Any, encode: Any = encode, own: Any = own) -> Any:
-            own.append(torch.cat([image["pixel_values"] for image in vision]))
-            return encode(model, vision)
-
-        monkeypatch.setattr(sampler.policy.family, "encode_images", record)
-        sampler.sample(0)
-        passes.append(own)
-    plain = [images.numpy().tobytes() for images in passes[1]]
-    others = [images.numpy().tobytes() for images in passes[0]]
-    added = [images for images in others if images not in plain]
-    assert [images for images in others if images in plain] == plain
-    assert [len(images) for images in added] == [len(plain[-1])]
-
-
-def test_completions_do_not_depend_on_the_number_of_ranks(settings, monkeypatch):
-    run, world = settings(rollout=CONSTANT, optim={"prompts_per_step": 4}), 2
-    expected = get_completions(make_trainer(run).sampler.sample(0).groups)
-    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
-    monkeypatch.setattr(rollout_module, "sum_over_ranks", lambda ranks, tensors: None)
-    found: dict[str, tuple[Completion, ...]] = {}
-    for rank in range(world):
-        sampler = make_trainer(run).sampler
-        ranks: Any = SimpleNamespace(process_index=rank, num_processes=world, device="cpu")
-        monkeypatch.setattr(sampler, "accelerator", ranks)
-        monkeypatch.setattr(sampler, "world_size", world)
-        found |= get_completions(sampler.sample(0).groups)
-    assert found.keys() == expected.keys()
-    for name, members in found.items():
-        for completion, other in zip(members, expected[name], strict=True):
-            assert completion.token_ids == other.token_ids
-            assert completion.variant == other.variant
-
-
 def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings):
     """Stopped in the second step; the strength falls from step to step."""
     noise = {"rollout": {"noise": {"steepness": 4.0}}, "objective": {"num_iterations": 2}}
     run, stopped = settings(name="whole", **noise), settings(name="stopped", **noise)
-    train(run)
-    assert "after step 1 " in stop_run(stopped, 2, 3)
-    train(stopped.model_copy(update={"resume": True}))
-    assert_same_run(run.run_dir, stopped.run_dir)
+    assert assert_resumes(run, stopped, (2, 3)) == ["step-1"]
     strengths = [row["noise/strength"] for row in read_metrics(run.run_dir)]
     schedule = run.rollout.noise
     assert schedule is not None

@@ -6,12 +6,10 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run, make_trainer, small_run, stop_run
+from small_runs import assert_resumes, make_trainer, small_run
 from tiny_models import tiny_model
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.training.methods.revision import is_revised
-from vlm_grpo.training.trainer import train
 
 TEXT = "No. Again."
 
@@ -84,22 +82,4 @@ def test_no_group_above_the_bound_is_revised(settings):
 
 def test_a_run_resumes_bit_by_bit(settings, tmp_path):
     whole, parted = (settings(tmp_path / name, below=9.0) for name in ("whole", "parted"))
-    train(whole)
-    stop_run(parted, 2)
-    train(parted.model_copy(update={"resume": True}))
-    assert_same_run(whole.run_dir, parted.run_dir)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objective": {"replay": {}}}, "does not work with objective.replay"),
-        (
-            {"task": "ocr", "task_options": {"environment": "zoom"}},
-            "no effect on episodes of an environment",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused(settings, changes, message):
-    with pytest.raises(UserError, match=message):
-        make_trainer(settings(**changes))
+    assert_resumes(whole, parted, (2,))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from small_runs import make_trainer
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.report import build_report
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
@@ -112,9 +111,3 @@ def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
     row = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert 0 < row["visual_credit/in_boxes"] < 1
     assert 0.05 < row["visual_credit/box_area"] < 0.5  # shapes of a quarter of the sides or more
-
-
-def test_prompts_that_are_repeated_are_refused(settings):
-    policy = {"dtype": "float32", "engine": "repeated"}
-    with pytest.raises(UserError, match=r"needs policy\.engine=shared"):
-        make_trainer(settings(methods=["visual_credit"], policy=policy))

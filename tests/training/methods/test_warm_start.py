@@ -16,11 +16,10 @@ import torch
 from outside import CopySampler
 from small_runs import (
     LORA,
-    assert_same_run,
+    assert_resumes,
     make_trainer,
     read_metrics,
     read_samples,
-    stop_run,
 )
 from tiny_models import make_prompt, noise_example, tiny_policy
 
@@ -71,35 +70,14 @@ def test_only_the_metrics_of_its_kind_describe_a_step(warm):
     assert b'"rewards": {"letters"' in samples["samples/step-000002.jsonl"]
 
 
-def test_sft_is_a_run_of_supervised_steps_alone(warm):
-    run = warm(warm_start={**WARM, "steps": "all"}, optim={"max_steps": 12})
-    train(run)
-    rows = read_metrics(run.run_dir)
-    assert len(rows) == 12
-    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
-    assert rows[-1]["mean_token_accuracy"] > rows[0]["mean_token_accuracy"]
-
-
-FULL = {"dtype": "float32"}
-
-
-@pytest.mark.parametrize(
-    ("stop", "weights"),
-    [((3,), FULL), ((4, 2), LORA)],
-    ids=["switch, full", "in 3, lora"],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(warm, stop, weights):
+def test_a_resumed_run_equals_an_uninterrupted_one(warm):
     """Supervised steps sample nothing, so that a run is not stopped within them.
 
     The reference is the policy of the switch, from which the first rollout is sampled.
     """
     objective = {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"}
-    run = partial(warm, policy=weights, objective=objective)
-    whole, resumed = run(name="whole"), run(name="resumed")
-    train(whole)
-    stop_run(resumed, *stop)
-    train(resumed.model_copy(update={"resume": True}))
-    assert_same_run(whole.run_dir, resumed.run_dir)
+    runs = (warm(name=name, policy=LORA, objective=objective) for name in ("whole", "resumed"))
+    assert assert_resumes(*runs, (3,), (2, 2)) == ["step-2", "step-3"]
 
 
 def copy_state(method: Method) -> dict[str, torch.Tensor]:
@@ -186,8 +164,7 @@ def test_the_switch_is_evaluated_and_saved(warm):
     assert saved == [2, 4]
 
 
-@pytest.mark.parametrize("steps", [2, "all"])
-def test_servers_start_after_the_supervised_steps(warm, monkeypatch, steps):
+def test_servers_start_after_the_supervised_steps(warm, monkeypatch):
     begun: list[CopySampler] = []
 
     def build_copy(strategy: Any, settings: Settings) -> CopySampler:
@@ -196,16 +173,12 @@ def test_servers_start_after_the_supervised_steps(warm, monkeypatch, steps):
 
     monkeypatch.setattr(rollout_module, "VllmSampler", build_copy)
     vllm = {"sampler": "vllm", "vllm": {"urls": ["http://127.0.0.1:8000"]}, "steps_ahead": 1}
-    run = warm(rollout={**LIMIT, **vllm}, warm_start={**WARM, "steps": steps})
-    trainer = make_trainer(run)
+    trainer = make_trainer(warm(rollout={**LIMIT, **vllm}))
     for _ in range(2):
         trainer.step()
     assert not begun
-    trainer.step()
-    if steps == "all":
-        assert not begun
-        return
-    trainer.step()
+    for _ in range(2):
+        trainer.step()
     (outside,) = begun
     # The weights of the switch, also for the step after it, which was started ahead.
     assert [version for version, _ in outside.sampled] == [2, 2]

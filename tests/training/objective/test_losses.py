@@ -159,27 +159,6 @@ def test_a_fresh_reference_is_the_old_policy_in_later_iterations():
     assert (gradients(implicit, step) - gradients(plain, step)).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_masked_completions_have_no_gradient_and_no_metric(loss_type):
-    settings = make_settings(loss_type, **ALL_TERMS)
-    step = make_step()
-    active = step.active
-    assert active is not None
-    assert step.old_logprobs is not None
-    assert step.sampler_logprobs is not None
-    # Ratios of e² in the masked completions, larger than all others: no maximum may include them.
-    far = 2.0 * ~active[step.completion]
-    step = replace(
-        step, old_logprobs=step.old_logprobs - far, sampler_logprobs=step.sampler_logprobs - 2 * far
-    )
-    output = policy_loss(step, count_totals(step), settings)
-    masked = ~active[step.completion]
-    assert (gradients(output.loss, step)[: len(masked)][masked] == 0).all()
-    kept = select(step, active.nonzero().flatten().tolist())
-    alone = policy_loss(kept, count_totals(step), settings).metrics.values()
-    assert output.metrics.values() == pytest.approx(alone, abs=1e-6)
-
-
 def test_shares_of_capped_and_rejected_sampler_weights_count_all_tokens():
     """Differences of log 2 and log 8 at two tokens: weights 2, and 0 for 8, above the cap of 3.
 
