@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -97,21 +96,6 @@ def test_settings_of_another_type_are_refused():
 def test_a_block_survives_a_round_trip(settings):
     """A run's resolved settings give every field; no default may be refused."""
     assert type(settings)(**settings.model_dump()) == settings
-
-
-def test_dropout_is_refused_where_two_passes_are_compared():
-    ObjectiveSettings().check_dropout(0.1)
-    with pytest.raises(ValueError, match=r"dropout of 0\.1"):
-        ObjectiveSettings().check_dropout(0.1, updates_per_step=2)
-    with_two_passes: list[dict[str, Any]] = [
-        {"sampler_correction": "token"},
-        {"beta": 0.1, "reference_refresh_every": "never"},
-        {"replay": {}},
-    ]
-    for fields in with_two_passes:
-        ObjectiveSettings(**fields).check_dropout(0.0)
-        with pytest.raises(ValueError, match=r"dropout of 0\.1"):
-            ObjectiveSettings(**fields).check_dropout(0.1)
 
 
 def test_the_settings_say_what_a_step_needs():

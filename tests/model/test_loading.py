@@ -55,6 +55,10 @@ def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path):
     load_model(two_updates, training=False)
     with pytest.raises(UserError, match=r"layers\.\d\.self_attn: dropout of 0\.25.*config\.json"):
         load_model(two_updates)
+    for name, value in {"sampler_correction": "token", "beta": 0.1, "replay": {}}.items():
+        compared = load_settings("quickstart", {"model": str(folder), f"objective.{name}": value})
+        with pytest.raises(UserError, match="dropout of 0"):
+            load_model(compared)
 
 
 def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, reward
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import FailureGuard, RewardScorer
-from vlm_grpo.types import Example, Score
+from vlm_grpo.types import Candidate, Example, Score
 from vlm_grpo.utils.http_json import post_json
 
 # The answer selects what the reward does. As with users' files, workers cannot import the module.
@@ -126,8 +126,9 @@ def test_workers_give_the_same_scores_in_the_same_order(failing, workers):
 
 
 def test_a_parser_that_fails_in_the_job_of_one_rule_is_its_failure(failing, monkeypatch):
-    scorer, item = RewardScorer(LIMIT), ("good", EXAMPLE, 1, ())
-    good, unread = (failing.apply_rules(t, EXAMPLE, 1) for t in ("good", "the parser raises"))
+    scorer, texts = RewardScorer(LIMIT), ("good", "the parser raises")
+    item, other = (Candidate(None, EXAMPLE, text, 1, 0) for text in texts)
+    good, unread = map(failing.apply_rules, (item, other))
     results = {"parse": good, "right": good, "trouble": unread, "letters": good}
     monkeypatch.setattr(scorer, "_run", lambda *given: [results[name] for _, name in given[2]])
     found = scorer._apply_each_rule(failing, item)  # noqa: SLF001

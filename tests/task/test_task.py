@@ -20,7 +20,7 @@ from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
 from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.types import Example
+from vlm_grpo.types import Candidate, Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
 
@@ -313,7 +313,7 @@ class Intrusive(PlainQuestion):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("answer", "code"), [("a child exits", 3), ("a child returns", 0)])
 def test_a_forked_reward_does_not_go_on_as_a_second_run(answer, code):
-    outcomes = Intrusive().apply_rules(answer, EXAMPLE)
+    outcomes = Intrusive().apply_rules(Candidate(None, EXAMPLE, answer, None, 0))
     assert outcomes["intrusive"] == (1.0, None)
     assert os.waitstatus_to_exitcode(os.waitpid(Intrusive.children.pop(), 0)[1]) == code
 

@@ -155,13 +155,3 @@ class ObjectiveSettings(Frozen):
         in_loss = self.beta > 0 and self.kl_in == "loss"
         by_methods = any(own.trains_all for own in find_method_settings(self))
         return not (self.entropy_coef or in_loss or by_methods or self.loss)
-
-    def check_dropout(self, dropout: float, updates_per_step: int = 1) -> None:
-        """Raise ``ValueError`` if log-probs under different dropout masks would be compared."""
-        has_ratio = updates_per_step > 1 or self.replay is not None
-        compared = has_ratio or self.sampler_correction != "none" or self.beta > 0
-        if dropout > 0.0 and compared:
-            raise ValueError(
-                f"dropout of {dropout:g} changes log-probabilities between two passes, so the "
-                "importance ratios and the KL would measure the dropout mask"
-            )

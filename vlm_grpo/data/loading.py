@@ -499,9 +499,13 @@ def filter_examples(
             "data.difficulty=FILE"
         )
     if not kept:
+        ranges = []
+        for name in chosen.names:
+            values = [{**e.meta, **known.get(e.id, {})}[name] for e in examples]
+            ranges.append(f"{name} from {min(values):g} to {max(values):g}")
         raise UserError(
             f"data.filter={data.filter!r} accepts none of the {len(examples)} training examples; "
-            f"they have {_describe_range(examples, known, chosen.names)}"
+            f"they have {', '.join(ranges)}"
         )
     line = f"data.filter={data.filter!r} keeps {len(kept):,} of {len(examples):,} training examples"
     return kept, line
@@ -517,16 +521,6 @@ def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
     except OSError as error:
         raise UserError(f"data.difficulty={path} cannot be read: {error.strerror}") from error
     return rows
-
-
-def _describe_range(
-    examples: Sequence[Example], known: Mapping[str, Mapping[str, Any]], names: Sequence[str]
-) -> str:
-    ranges = []
-    for name in names:
-        values = [{**e.meta, **known.get(e.id, {})}[name] for e in examples]
-        ranges.append(f"{name} from {min(values):g} to {max(values):g}")
-    return ", ".join(ranges)
 
 
 def split_by_image(

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -139,13 +138,9 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
             plugin.state_dict_type != StateDictType.FULL_STATE_DICT
         ),
     }
-    _refuse("FSDP", wrong)
-    return plugin
-
-
-def _refuse(kind: str, wrong: Mapping[str, bool]) -> None:
     if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"accelerate's {kind} settings: {'; '.join(found)}")
+        raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
+    return plugin
 
 
 def get_dp_replicate_size() -> int:

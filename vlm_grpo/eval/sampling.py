@@ -105,7 +105,10 @@ def write_completions(
     """
     data = found.settings.data
     columns: dict[Any, str] = {} if is_mixture(data.train) else {**data.columns}
-    tasks = _name_tasks(found.settings)
+    tasks = {}  # by ``Example.source``
+    for source in data.get_sources("train"):
+        tasks |= {f"{source.label}/{name}": name for name in source.tasks}
+        tasks[source.label] = source.task or found.settings.task
     rows, count = [], 0
     for example, outputs, scores in zip(found.examples, found.outputs, found.scores, strict=True):
         enough = get_gold_reward(found.task, example) if least is None else least
@@ -166,15 +169,6 @@ def _write_image(image: ImageRef, folder: Path) -> str:
         return f"data:image;base64,{content}"
     path, root = (Path(os.path.realpath(given)) for given in (image.path, folder))
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
-
-
-def _name_tasks(settings: Settings) -> dict[str, str]:
-    """Return the name of each source's task, by ``Example.source``."""
-    names = {}
-    for source in settings.data.get_sources("train"):
-        names |= {f"{source.label}/{name}": name for name in source.tasks}
-        names[source.label] = source.task or settings.task
-    return names
 
 
 def find_outside_folder(found: SampledExamples, path: Path) -> Path | None:

@@ -1,6 +1,7 @@
 """Low-rank adapters of PEFT: adding them to a model, or freezing parts, and loading them."""
 
 import contextlib
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -166,20 +167,18 @@ def _ignore_peft_warnings() -> Iterator[None]:
 def _build_config(settings: LoraSettings, model: Any) -> LoraConfig:
     initial = settings.init_lora_weights
     targets = _find_targets(settings.target, model)
-    config, converted = (
-        LoraConfig(
-            r=settings.r,
-            lora_alpha=settings.alpha,
-            lora_dropout=0.0,
-            target_modules=targets,
-            task_type="CAUSAL_LM",
-            use_rslora=settings.use_rslora,
-            use_dora=settings.use_dora,
-            init_lora_weights=True if initial == "default" else initial,
-            modules_to_save=_find_modules(settings.modules_to_save, model) or None,
-        )
-        for _ in range(2)
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        init_lora_weights=True if initial == "default" else initial,
+        modules_to_save=_find_modules(settings.modules_to_save, model) or None,
     )
+    converted = copy.deepcopy(config)
     # In some mixtures of experts, PEFT reads the projections of dense and shared feed-forward
     # layers as the experts, which are one tensor: those layers have no adapters.
     convert_peft_config_for_transformers(converted, model, None)

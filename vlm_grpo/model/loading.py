@@ -140,14 +140,15 @@ def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
 
 
 def _check_dropout(model: nn.Module, settings: Settings) -> None:
-    rate, module = find_largest_dropout(model)
-    try:
-        settings.objective.check_dropout(rate, settings.updates_per_step)
-    except ValueError as error:
+    (rate, module), objective = find_largest_dropout(model), settings.objective
+    corrects = objective.sampler_correction != "none" or objective.beta > 0
+    if rate > 0 and (corrects or not settings.has_ratio_1):
         raise UserError(
-            f"model {settings.model}, {module}: {error}: set every dropout in its config.json to "
-            "0, or make one update per rollout, with objective.beta=0 and no sampler_correction"
-        ) from error
+            f"model {settings.model}, {module}: dropout of {rate:g} changes log-probabilities "
+            "between two passes, so the importance ratios and the KL would measure the dropout "
+            "mask: set every dropout in its config.json to 0, or make one update per rollout, with "
+            "objective.beta=0 and no sampler_correction"
+        )
 
 
 def get_model_source(name: str) -> str:

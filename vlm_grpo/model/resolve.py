@@ -41,7 +41,9 @@ def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
     folder, step = find_folder(name), None
     if folder is None and "@" in name:
         name, _, wanted = name.rpartition("@")
-        folder, step = find_folder(name), _parse_step(wanted)
+        if not wanted.isdecimal() and wanted not in ("best", "last"):
+            raise UserError(f"the step after @ is {wanted!r}; it must be a number, best or last")
+        folder, step = find_folder(name), int(wanted) if wanted.isdecimal() else wanted
     if folder is not None and (folder / "checkpoints").is_dir():
         return _resolve_run(folder, overrides, step)
     if step is not None:
@@ -97,14 +99,6 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     paths = folder.iterdir() if folder.is_dir() else ()  # incomplete ones have other names
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths if path.is_dir()]
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _parse_step(step: str) -> int | str:
-    if step.isdecimal():
-        return int(step)
-    if step not in ("best", "last"):
-        raise UserError(f"the step after @ is {step!r}; it must be a number, best or last")
-    return step
 
 
 def _check_hub_name(name: str) -> None:

@@ -3,7 +3,6 @@
 import base64
 import itertools
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -251,18 +250,10 @@ def _subtract(value: float | None, other: float | None) -> float | None:
 
 
 def _format_value(value: Any) -> str:
-    if not isinstance(value, str):
-        value = json.dumps(_round_numbers(value), ensure_ascii=False)
+    if not isinstance(value, str):  # a hundredth of a pixel is precise enough
+        rounded = json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 2))
+        value = json.dumps(rounded, ensure_ascii=False)
     return display_text(value)
-
-
-def _round_numbers(value: Any) -> Any:
-    """Round numbers to two decimals: a hundredth of a pixel is precise enough."""
-    if isinstance(value, float) and math.isfinite(value):
-        return round(value, 2)
-    if isinstance(value, Mapping):
-        return {name: _round_numbers(part) for name, part in value.items()}
-    return [_round_numbers(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _number_or_none(value: Any) -> float | None:

@@ -34,9 +34,6 @@ if most completions had no answer for it."""
 _ROUNDING = 1e-6
 _GRACE = 1.0  # Seconds after the time limit at which an unresponsive worker is killed
 
-Item = tuple[str, Example, int | None, Sequence[EpisodeTurn]]
-"""A completion's text, its example, its number of tokens (None: unknown), its episode's turns."""
-
 
 @dataclass(frozen=True)
 class Sent:
@@ -102,29 +99,24 @@ class RewardScorer:
             UserError: the workers do not start, or the task cannot be pickled.
         """
         count = len(texts)
-        columns = texts, examples, tokens or [None] * count, turns or [()] * count
-        items = list(zip(*columns, strict=True))
-        numbers = range(len(items)) if groups is None else groups
+        numbers = range(count) if groups is None else groups
+        episodes = map(tuple, turns or [()] * count)
+        columns = examples, texts, tokens or [None] * count, numbers, episodes
+        candidates = [Candidate(None, *own) for own in zip(*columns, strict=True)]
         found: dict[int, Score] = {}
         for name, part, indices in group_by_source(task, examples):
-            own = self._score_part(part, [items[i] for i in indices], [numbers[i] for i in indices])
+            own = self._score_part(part, [candidates[i] for i in indices])
             found |= zip(indices, (score.with_prefix(name) for score in own), strict=True)
-        scores = [found[index] for index in range(len(items))]
+        scores = [found[index] for index in range(count)]
         for score, example in zip(scores, examples, strict=True):
             self._log_failures(score, example)
         return scores
 
-    def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
-        results = self._run(_apply_rules, task, [(item,) for item in items], self.seconds)
+    def _score_part(self, task: Task, candidates: Sequence[Candidate]) -> list[Score]:
+        results = self._run(_apply_rules, task, [(own,) for own in candidates], self.seconds)
         outcomes = [
-            self._apply_each_rule(task, item) if isinstance(result, BaseException) else result
-            for result, item in zip(results, items, strict=True)
-        ]
-        candidates = [
-            Candidate(own["parse"][0], example, text, length, group, tuple(turns))
-            for own, (text, example, length, turns), group in zip(
-                outcomes, items, numbers, strict=True
-            )
+            self._apply_each_rule(task, own) if isinstance(result, BaseException) else result
+            for result, own in zip(results, candidates, strict=True)
         ]
         return task.build_scores(candidates, outcomes, partial(self._apply_batch_rule, task))
 
@@ -162,10 +154,10 @@ class RewardScorer:
                     *(name, example.id, trace),
                 )
 
-    def _apply_each_rule(self, task: Task, item: Item) -> dict[str, Outcome]:
+    def _apply_each_rule(self, task: Task, candidate: Candidate) -> dict[str, Outcome]:
         """Score a completion that ended its worker, with a separate job for each rule."""
-        names = ["parse", *task.applicable_rules(item[2])]
-        results = self._run(_apply_rules, task, [(item, name) for name in names], self.seconds)
+        names = ["parse", *task.applicable_rules(candidate.tokens)]
+        results = self._run(_apply_rules, task, [(candidate, name) for name in names], self.seconds)
         outcomes: dict[str, Outcome] = {
             name: (None, _describe_end(result, self.seconds))
             if isinstance(result, BaseException)
@@ -266,10 +258,10 @@ def _unpickle_once(pickled: bytes, files: tuple[str, ...]) -> Any:
 
 
 def _apply_rules(
-    seconds: float | None, task: Task, item: Item, only: str | None = None
+    seconds: float | None, task: Task, candidate: Candidate, only: str | None = None
 ) -> dict[str, Outcome]:
     with time_limit(seconds) as call:
-        return task.apply_rules(*item, call, only)
+        return task.apply_rules(candidate, call, only)
 
 
 def _apply_batch_rule(seconds: float | None, task: Task, name: str, batch: Batch) -> list[Outcome]:

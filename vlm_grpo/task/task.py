@@ -26,7 +26,6 @@ import inspect
 import math
 import operator
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,8 +206,11 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
     try:
         with contained():
             return function(*arguments), None
-    except FAILURES:
-        return None, _format_traceback()
+    except FAILURES as error:
+        # The message of a service that failed says all, without those of its threads.
+        is_service = isinstance(error, ServiceError)
+        text = f"{type(error).__name__}: {error}" if is_service else traceback.format_exc()
+        return None, shorten(text)
 
 
 @contextmanager
@@ -224,16 +226,6 @@ def stay_in_folder() -> Iterator[None]:
             os.fchdir(folder := _FOLDERS.pop())
             if not _FOLDERS:
                 os.close(folder)
-
-
-def _format_traceback() -> str:
-    """Return the traceback of the current exception, without the middle of a long one.
-
-    The message of a service that failed says all, without those of its threads.
-    """
-    error = sys.exception()
-    is_service = isinstance(error, ServiceError)
-    return shorten(f"{type(error).__name__}: {error}" if is_service else traceback.format_exc())
 
 
 def to_finite(value: Any) -> float:
@@ -519,29 +511,26 @@ class Task:
             tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
             turns: those of its episode.
         """
-        outcomes = self.apply_rules(text, example, tokens, turns)
-        candidate = Candidate(outcomes["parse"][0], example, text, tokens, 0, tuple(turns))
+        candidate = Candidate(None, example, text, tokens, 0, tuple(turns))
 
         def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
             return call_batch_rule(getattr(self, name), Batch(chosen), operator.call)
 
-        return self.build_scores([candidate], [outcomes], apply)[0]
+        return self.build_scores([candidate], [self.apply_rules(candidate)], apply)[0]
 
     def apply_rules(
         self,
-        text: str,
-        example: Example,
-        tokens: int | None = None,
-        turns: Sequence[EpisodeTurn] = (),
+        candidate: Candidate,
         call: Callable[..., Any] = operator.call,
         only: str | None = None,
     ) -> dict[str, Outcome]:
         """Return the outcome of parsing one completion, as "parse", and of each rule that scores
         it alone, or of ``only`` one; ``call`` calls each and may raise ``CallTimeout``."""
+        text, example, tokens = candidate.text, candidate.example, candidate.tokens
         answer, failure = attempt(call, self.read, text, example)
         outcomes: dict[str, Outcome] = {"parse": (answer, failure)}
         arguments = (answer, example, text, tokens)
-        episode = Candidate(answer, example, text, tokens, 0, tuple(turns))
+        episode = replace(candidate, answer=answer, group=0)
         for name, rule in self.applicable_rules(tokens).items():
             if failure is not None or only not in (None, name):
                 outcomes[name] = None, None
@@ -549,7 +538,8 @@ class Task:
                 outcomes[name] = rule.without_answer, None
             else:
                 given = arguments[: rule.arguments] if rule.arguments > 1 else (episode,)
-                chosen = getattr(self._find_owner(name), name), *given
+                owner = self if name in find_rules(type(self)) else self.environment
+                chosen = getattr(owner, name), *given
                 outcomes[name] = attempt(lambda chosen=chosen: to_finite(call(*chosen)))
         return outcomes
 
@@ -561,14 +551,15 @@ class Task:
     ) -> list[Score]:
         """Return the scores of completions from the outcomes of ``apply_rules``, to which
         ``apply`` adds those of a batch rule for some of the completions."""
-        is_parsed = [own["parse"][1] is None for own in outcomes]
+        parsed = [own["parse"] for own in outcomes]
         for name, rule in self.batch_rules().items():
             judged: list[int] = []
-            for place, candidate in enumerate(candidates):
-                outcomes[place][name] = (rule.without_answer if is_parsed[place] else None), None
-                if is_parsed[place] and not (rule.needs_answer and candidate.answer is None):
+            for place, (answer, failure) in enumerate(parsed):
+                outcomes[place][name] = (rule.without_answer if failure is None else None), None
+                if failure is None and not (rule.needs_answer and answer is None):
                     judged.append(place)
-            found = apply(name, tuple(candidates[i] for i in judged)) if judged else []
+            batch = tuple(replace(candidates[i], answer=parsed[i][0]) for i in judged)
+            found = apply(name, batch) if judged else []
             for place, outcome in zip(judged, found, strict=True):
                 outcomes[place][name] = outcome
         scores = []
@@ -619,9 +610,6 @@ class Task:
         weights = {name: weight for name, weight in self.weights.items() if name in own}
         return replace(self, environment=None, weights=weights)
 
-    def _find_owner(self, name: str) -> Any:
-        return self if name in find_rules(type(self)) else self.environment
-
     def reward_weights(self) -> dict[str, float]:
         """Return the weight of each reward in use at the ``progress``, by name."""
         return {
@@ -633,9 +621,8 @@ class Task:
     def applicable_rules(self, tokens: int | None) -> dict[str, Rule]:
         """Return the metrics and the rewards in use, by name, without the batch rules and, if
         ``tokens`` is None, those that take it."""
-        most = 3 if tokens is None else 4
         rules = self._rules_in_use(batch=False).items()
-        return {name: rule for name, rule in rules if rule.arguments <= most}
+        return {name: rule for name, rule in rules if rule.arguments < 4 or tokens is not None}
 
     def batch_rules(self) -> dict[str, Rule]:
         """Return the batch metrics and the batch rewards in use, by name."""

@@ -91,7 +91,7 @@ class RunDir:
             self.monitored.primary_metric,
             settings.optim.prompts_per_step * rollout.num_generations,
             self.monitored.lower_is_better,
-            rollout.top_p < 1 or rollout.top_k > 0 or bool(rollout.min_p),
+            rollout.is_truncated,
             str(self.path / "config.yaml"),
         )
         self.trackers = Trackers(settings.logging.trackers, self.path)

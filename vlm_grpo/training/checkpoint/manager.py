@@ -317,28 +317,18 @@ def _may_change(key: str, task: Task) -> bool:
 
 def compute_digests(examples: Sequence[Example]) -> Tensor:
     """Return (rows, 8) bytes: a digest of each example's id, chat, answer, images and target."""
-    digests = [
-        hashlib.blake2b(
-            json.dumps(
-                [
-                    example.id,
-                    example.question,
-                    example.answer,
-                    [
-                        (i.name, i.size, *(i.times if isinstance(i, VideoRef) else ()))
-                        for i in example.images
-                    ],
-                    *map(astuple, example.history),
-                    *(value for name, value in example.meta.items() if name == TARGET_COLUMN),
-                ],
-                sort_keys=True,
-                default=str,
-            ).encode(),
-            digest_size=8,
-        ).digest()
-        for example in examples
+    digests = b"".join(map(_digest, examples))
+    return torch.frombuffer(bytearray(digests), dtype=torch.uint8).reshape(-1, 8)
+
+
+def _digest(example: Example) -> bytes:
+    images = [
+        (i.name, i.size, *(i.times if isinstance(i, VideoRef) else ())) for i in example.images
     ]
-    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 8)
+    values = [example.id, example.question, example.answer, images, *map(astuple, example.history)]
+    values += (value for name, value in example.meta.items() if name == TARGET_COLUMN)
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def check_same_data(
