@@ -113,274 +113,205 @@ def _omni(edge: int) -> Any:
     return kind(images, videos, audio, tiny_tokenizer(**marks))
 
 
-PROCESSORS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "qwen3": (
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: hf.Qwen3VLProcessor(
-            image_processor=hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
-            tokenizer=tiny_tokenizer(),
-            video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: hf.Qwen3VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
+        tokenizer=tiny_tokenizer(),
+        video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
+    ),
+    "glm4v": lambda: _glm_processor(
+        hf.Glm4vProcessor, hf.Glm4vImageProcessor, hf.Glm4vVideoProcessor
+    ),
+    "glm46v": lambda: _glm_processor(
+        hf.Glm46VProcessor, hf.Glm46VImageProcessor, hf.Glm46VVideoProcessor
+    ),
+    "paddleocr_vl": lambda: hf.PaddleOCRVLProcessor(
+        hf.PaddleOCRVLImageProcessor(size=_pixels(28)),
+        tiny_tokenizer(image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|video_pad|>"),
+    ),
+    "internvl": lambda: hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+        tiny_tokenizer(
+            *("<ref>", "</ref>", "<box>", "</box>"),
+            start_image_token="<img>",
+            end_image_token="</img>",
+            context_image_token="<IMG_CONTEXT>",
+            video_token="<video>",
+        ),
+        hf.InternVLVideoProcessor(),
+        image_seq_length=1,
+    ),
+    "idefics3": lambda: hf.Idefics3Processor(
+        hf.Idefics3ImageProcessor(**IDEFICS), _idefics_tokenizer(), image_seq_len=1
+    ),
+    "smolvlm": _smolvlm,
+    "llava": lambda: _llava(
+        hf.LlavaProcessor,
+        hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE),
+    ),
+    "fast_vlm": lambda: hf.LlavaProcessor(
+        hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+        tiny_tokenizer("<image>"),
+        patch_size=16,
+        vision_feature_select_strategy="full",
+    ),
+    "llava_next": lambda: _llava(
+        hf.LlavaNextProcessor,
+        hf.LlavaNextImageProcessor(
+            size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
         ),
     ),
-    "glm4v": (
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        lambda: _glm_processor(hf.Glm4vProcessor, hf.Glm4vImageProcessor, hf.Glm4vVideoProcessor),
+    "llava_onevision": lambda: hf.LlavaOnevisionProcessor(
+        hf.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES),
+        tiny_tokenizer("<image>", "<video>"),
+        hf.LlavaOnevisionVideoProcessor(),
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
     ),
-    "glm46v": (
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        lambda: _glm_processor(
-            hf.Glm46VProcessor, hf.Glm46VImageProcessor, hf.Glm46VVideoProcessor
+    "pixtral": lambda: _pixtral(1),
+    "mistral3": lambda: _pixtral(2),
+    "gemma3": lambda: hf.Gemma3Processor(
+        hf.Gemma3ImageProcessor(size=SQUARE),
+        tiny_tokenizer(
+            boi_token="<start_of_image>",
+            eoi_token="<end_of_image>",
+            image_token="<image_soft_token>",
+        ),
+        image_seq_length=4,
+    ),
+    "gemma4": lambda: hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(),
+        hf.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
+        tiny_tokenizer(
+            boi_token="<|image>",
+            eoi_token="<image|>",
+            image_token="<|image|>",
+            boa_token="<|audio>",
+            eoa_token="<audio|>",
+            audio_token="<|audio|>",
+        ),
+        hf.Gemma4VideoProcessor(),
+    ),
+    "paligemma": lambda: hf.PaliGemmaProcessor(
+        _set(hf.SiglipImageProcessor(size=SQUARE), image_seq_length=4),
+        _set(tiny_tokenizer("<bos>"), bos_token="<bos>"),
+    ),
+    "mllama": lambda: hf.MllamaProcessor(
+        hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4),
+        _set(tiny_tokenizer("<bos>", "<|image|>", "<|python_tag|>"), bos_token="<bos>"),
+    ),
+    "lfm2_vl": _lfm2_vl,
+    "ovis2": lambda: hf.Ovis2Processor(
+        hf.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
+        tiny_tokenizer(
+            "<image>", *(f"<IMG_{n}>" for n in ("ATOM", "START", "GRID", "COL", "ROW", "END"))
+        ),
+        image_seq_length=4,
+    ),
+    "cohere2_vision": lambda: hf.Cohere2VisionProcessor(
+        # patch_size: the side of a tile in image tokens
+        _set(hf.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4), patch_size=1),
+        tiny_tokenizer(
+            boi_token="<|START_OF_IMG|>",
+            eoi_token="<|END_OF_IMG|>",
+            image_token="<|IMG_PATCH|>",
+            img_line_break_token="<|IMG_LINE_BREAK|>",
         ),
     ),
-    "paddleocr_vl": (
-        "<|vision_start|><|IMAGE_PLACEHOLDER|><|vision_end|>",
-        lambda: hf.PaddleOCRVLProcessor(
-            hf.PaddleOCRVLImageProcessor(size=_pixels(28)),
-            tiny_tokenizer(image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|video_pad|>"),
+    "aya_vision": lambda: hf.AyaVisionProcessor(
+        hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
+        tiny_tokenizer(
+            *("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"),
+            *("<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"),
+        ),
+        patch_size=14,
+        img_size=28,
+        downsample_factor=2,
+    ),
+    "lfm3_vl": lambda: hf.Lfm3VlProcessor(
+        hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
+        tiny_tokenizer(),
+        hf.Qwen3VLVideoProcessor(**NORMALIZATION),
+    ),
+    "minicpmv4_6": lambda: _minicpm(hf.MiniCPMV4_6Processor),
+    "minicpmv4_7": lambda: _minicpm(hf.MiniCPMV4_7Processor),
+    "molmo2": lambda: hf.Molmo2Processor(
+        hf.Molmo2ImageProcessor(
+            size={"height": 56, "width": 56}, max_crops=4, overlap_margins=[1, 1]
+        ),
+        hf.Molmo2VideoProcessor(),
+        tiny_tokenizer(*MOLMO2, "<|image|>", "<|video|>"),
+    ),
+    "gemma3n": lambda: hf.Gemma3nProcessor(
+        hf.Gemma3nAudioFeatureExtractor(),
+        hf.SiglipImageProcessor(size={"height": 32, "width": 32}),
+        tiny_tokenizer(
+            boi_token="<start_of_image>",
+            eoi_token="<end_of_image>",
+            image_token="<image_soft_token>",
+            boa_token="<start_of_audio>",
+            eoa_token="<end_of_audio>",
+            audio_token="<audio_soft_token>",
+        ),
+        image_seq_length=4,
+    ),
+    "hunyuan_vl": lambda: hf.HunYuanVLProcessor(
+        hf.HunYuanVLImageProcessor(size=_pixels(32)),
+        tiny_tokenizer(
+            image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>"
         ),
     ),
-    "internvl": (
-        "<IMG_CONTEXT>",
-        lambda: hf.InternVLProcessor(
-            hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
-            tiny_tokenizer(
-                *("<ref>", "</ref>", "<box>", "</box>"),
-                start_image_token="<img>",
-                end_image_token="</img>",
-                context_image_token="<IMG_CONTEXT>",
-                video_token="<video>",
-            ),
-            hf.InternVLVideoProcessor(),
-            image_seq_length=1,
+    "lighton_ocr": lambda: hf.LightOnOcrProcessor(
+        hf.PixtralImageProcessor(size={"longest_edge": 84}, patch_size={"height": 28, "width": 28}),
+        tiny_tokenizer(
+            image_token="<|image_pad|>",
+            image_break_token="<|vision_pad|>",
+            image_end_token="<|vision_end|>",
         ),
     ),
-    "idefics3": (
-        "<image>",
-        lambda: hf.Idefics3Processor(
-            hf.Idefics3ImageProcessor(**IDEFICS), _idefics_tokenizer(), image_seq_len=1
-        ),
+    "deepseek_ocr2": lambda: hf.DeepseekOcr2Processor(
+        hf.DeepseekOcr2ImageProcessor(size=_square(96), tile_size=96, max_patches=2),
+        tiny_tokenizer("<image>"),
+        patch_size=2,
     ),
-    "smolvlm": ("<image>", _smolvlm),
-    "llava": (
-        "<image>",
-        lambda: _llava(
-            hf.LlavaProcessor,
-            hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE),
+    "granite4_vision": lambda: hf.Granite4VisionProcessor(
+        hf.LlavaNextImageProcessor(
+            size={"shortest_edge": 56}, crop_size=_square(56), image_grid_pinpoints=TILES_56
         ),
+        tiny_tokenizer("<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="full",
+        downsample_rate="1/2",
     ),
-    "fast_vlm": (
-        "<image>",
-        lambda: hf.LlavaProcessor(
-            hf.CLIPImageProcessor(
-                size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-            ),
-            tiny_tokenizer("<image>"),
-            patch_size=16,
-            vision_feature_select_strategy="full",
-        ),
+    "granite_docling": lambda: hf.GraniteDoclingProcessor(
+        hf.GraniteDoclingImageProcessor(size=_square(32), max_patches=4),
+        _idefics_tokenizer(),
+        image_seq_len=1,
     ),
-    "llava_next": (
-        "<image>",
-        lambda: _llava(
-            hf.LlavaNextProcessor,
-            hf.LlavaNextImageProcessor(
-                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
-            ),
-        ),
-    ),
-    "llava_onevision": (
-        "<image>",
-        lambda: hf.LlavaOnevisionProcessor(
-            hf.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES),
-            tiny_tokenizer("<image>", "<video>"),
-            hf.LlavaOnevisionVideoProcessor(),
-            num_image_tokens=4,
-            vision_feature_select_strategy="full",
-        ),
-    ),
-    "pixtral": ("[IMG]", lambda: _pixtral(1)),
-    "mistral3": ("[IMG]", lambda: _pixtral(2)),
-    "gemma3": (
-        "<start_of_image>",
-        lambda: hf.Gemma3Processor(
-            hf.Gemma3ImageProcessor(size=SQUARE),
-            tiny_tokenizer(
-                boi_token="<start_of_image>",
-                eoi_token="<end_of_image>",
-                image_token="<image_soft_token>",
-            ),
-            image_seq_length=4,
-        ),
-    ),
-    "gemma4": (
-        "<|image|>",
-        lambda: hf.Gemma4Processor(
-            hf.Gemma4AudioFeatureExtractor(),
-            hf.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
-            tiny_tokenizer(
-                boi_token="<|image>",
-                eoi_token="<image|>",
-                image_token="<|image|>",
-                boa_token="<|audio>",
-                eoa_token="<audio|>",
-                audio_token="<|audio|>",
-            ),
-            hf.Gemma4VideoProcessor(),
-        ),
-    ),
-    "paligemma": (
-        "<image>",
-        lambda: hf.PaliGemmaProcessor(
-            _set(hf.SiglipImageProcessor(size=SQUARE), image_seq_length=4),
-            _set(tiny_tokenizer("<bos>"), bos_token="<bos>"),
-        ),
-    ),
-    "mllama": (
-        "<|image|>",
-        lambda: hf.MllamaProcessor(
-            hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4),
-            _set(tiny_tokenizer("<bos>", "<|image|>", "<|python_tag|>"), bos_token="<bos>"),
-        ),
-    ),
-    "lfm2_vl": ("<image>", _lfm2_vl),
-    "ovis2": (
-        "<image>",
-        lambda: hf.Ovis2Processor(
-            hf.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
-            tiny_tokenizer(
-                "<image>", *(f"<IMG_{n}>" for n in ("ATOM", "START", "GRID", "COL", "ROW", "END"))
-            ),
-            image_seq_length=4,
-        ),
-    ),
-    "cohere2_vision": (
-        "<|IMG_PATCH|>",
-        lambda: hf.Cohere2VisionProcessor(
-            # patch_size: the side of a tile in image tokens
-            _set(hf.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4), patch_size=1),
-            tiny_tokenizer(
-                boi_token="<|START_OF_IMG|>",
-                eoi_token="<|END_OF_IMG|>",
-                image_token="<|IMG_PATCH|>",
-                img_line_break_token="<|IMG_LINE_BREAK|>",
-            ),
-        ),
-    ),
-    "aya_vision": (
-        "<image>",
-        lambda: hf.AyaVisionProcessor(
-            hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
-            tiny_tokenizer(
-                *("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"),
-                *("<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"),
-            ),
-            patch_size=14,
-            img_size=28,
-            downsample_factor=2,
-        ),
-    ),
-    "lfm3_vl": (
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        lambda: hf.Lfm3VlProcessor(
-            hf.Qwen2VLImageProcessor(size=_pixels(32), patch_size=16),
-            tiny_tokenizer(),
-            hf.Qwen3VLVideoProcessor(**NORMALIZATION),
-        ),
-    ),
-    "minicpmv4_6": ("<|image_pad|>", lambda: _minicpm(hf.MiniCPMV4_6Processor)),
-    "minicpmv4_7": ("<|image_pad|>", lambda: _minicpm(hf.MiniCPMV4_7Processor)),
-    "molmo2": (
-        "<|image|>",
-        lambda: hf.Molmo2Processor(
-            hf.Molmo2ImageProcessor(
-                size={"height": 56, "width": 56}, max_crops=4, overlap_margins=[1, 1]
-            ),
-            hf.Molmo2VideoProcessor(),
-            tiny_tokenizer(*MOLMO2, "<|image|>", "<|video|>"),
-        ),
-    ),
-    "gemma3n": (
-        "<image_soft_token>",
-        lambda: hf.Gemma3nProcessor(
-            hf.Gemma3nAudioFeatureExtractor(),
-            hf.SiglipImageProcessor(size={"height": 32, "width": 32}),
-            tiny_tokenizer(
-                boi_token="<start_of_image>",
-                eoi_token="<end_of_image>",
-                image_token="<image_soft_token>",
-                boa_token="<start_of_audio>",
-                eoa_token="<end_of_audio>",
-                audio_token="<audio_soft_token>",
-            ),
-            image_seq_length=4,
-        ),
-    ),
-    "hunyuan_vl": (
-        "<img_start><img><img_end>",
-        lambda: hf.HunYuanVLProcessor(
-            hf.HunYuanVLImageProcessor(size=_pixels(32)),
-            tiny_tokenizer(
-                image_token="<img>", image_start_token="<img_start>", image_end_token="<img_end>"
-            ),
-        ),
-    ),
-    "lighton_ocr": (
-        "<|image_pad|>",
-        lambda: hf.LightOnOcrProcessor(
-            hf.PixtralImageProcessor(
-                size={"longest_edge": 84}, patch_size={"height": 28, "width": 28}
-            ),
-            tiny_tokenizer(
-                image_token="<|image_pad|>",
-                image_break_token="<|vision_pad|>",
-                image_end_token="<|vision_end|>",
-            ),
-        ),
-    ),
-    "deepseek_ocr2": (
-        "<image>",
-        lambda: hf.DeepseekOcr2Processor(
-            hf.DeepseekOcr2ImageProcessor(size=_square(96), tile_size=96, max_patches=2),
-            tiny_tokenizer("<image>"),
-            patch_size=2,
-        ),
-    ),
-    "granite4_vision": (
-        "<image>",
-        lambda: hf.Granite4VisionProcessor(
-            hf.LlavaNextImageProcessor(
-                size={"shortest_edge": 56}, crop_size=_square(56), image_grid_pinpoints=TILES_56
-            ),
-            tiny_tokenizer("<image>"),
-            patch_size=14,
-            vision_feature_select_strategy="full",
-            downsample_rate="1/2",
-        ),
-    ),
-    "granite_docling": (
-        "<image>",
-        lambda: hf.GraniteDoclingProcessor(
-            hf.GraniteDoclingImageProcessor(size=_square(32), max_patches=4),
-            _idefics_tokenizer(),
-            image_seq_len=1,
-        ),
-    ),
-    "qwen2_5_omni_thinker": ("<|vision_start|><|image_pad|><|vision_end|>", lambda: _omni(28)),
-    "qwen3_omni_moe_thinker": ("<|vision_start|><|image_pad|><|vision_end|>", lambda: _omni(32)),
-    "ernie4_5_vl_moe": (
-        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        lambda: hf.Ernie4_5_VLMoeProcessor(
-            hf.Ernie4_5_VLMoeImageProcessor(size=_pixels(28)),
-            tiny_tokenizer(**ERNIE),
-            hf.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
-        ),
+    "qwen2_5_omni_thinker": lambda: _omni(28),
+    "qwen3_omni_moe_thinker": lambda: _omni(32),
+    "ernie4_5_vl_moe": lambda: hf.Ernie4_5_VLMoeProcessor(
+        hf.Ernie4_5_VLMoeImageProcessor(size=_pixels(28)),
+        tiny_tokenizer(**ERNIE),
+        hf.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
     ),
 }
-"""The text of an image in a prompt, and a function that builds a processor of small images."""
+"""Functions that build a processor of small images."""
+EDGES = {
+    **dict.fromkeys(
+        ("qwen3", "lfm3_vl", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        ("<|vision_start|>", "<|vision_end|>"),
+    ),
+    **dict.fromkeys(("glm4v", "glm46v"), ("<|begin_of_image|>", "<|end_of_image|>")),
+    "hunyuan_vl": ("<img_start>", "<img_end>"),
+    "ernie4_5_vl_moe": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
+}
+"""What stands around the token of an image in a prompt, if the processor does not write it."""
 
 
 def build_processor(name: str) -> Any:
     """Build a processor with a tokenizer of one token per byte, and Qwen's form of a chat."""
-    image, build = PROCESSORS[name]
+    processor = PROCESSORS[name]()
+    image = processor.image_token.join(EDGES.get(name, ("", "")))
     template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", image)
-    return _set(build(), chat_template=template)
+    return _set(processor, chat_template=template)
