@@ -32,17 +32,6 @@ def test_leave_one_out_on_an_example_computed_by_hand():
     assert result.values.tolist() == pytest.approx([3, -1.5, -1.5])
 
 
-def test_groups_are_identified_by_id_in_any_order_and_of_any_size():
-    rewards, ids = double(1, 5, 0, 2, 3, 8), ["b", "a", "b", "c", "a", "a"]
-    result = group_advantages(rewards, ids)
-    for name in "abc":
-        rows = [i for i, group in enumerate(ids) if group == name]
-        alone = group_advantages(rewards[rows], [name] * len(rows))
-        assert result.values[rows].tolist() == pytest.approx(alone.values.tolist())
-    assert result.zero_spread.tolist() == [False, False, True]  # c has one completion
-    assert result.values[3] == 0
-
-
 def test_group_ids_may_be_a_tensor():
     rewards = double(1, 0, 0.5, 0.2)
     by_tensor = group_advantages(rewards, torch.tensor([7, -1, 7, -1]))
