@@ -4,6 +4,8 @@ written down again here, and jiwer."""
 from __future__ import annotations
 
 import random
+import re
+from typing import Any
 
 import jiwer
 import numpy as np
@@ -25,7 +27,7 @@ from vlm_grpo.tasks.graders.official_metrics import (
     vqa_accuracy,
     word_recognition,
 )
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, ImageRef, VideoRef
 
 
 def make_example(answer: object, **meta: object) -> Example:
@@ -331,3 +333,85 @@ def test_a_mean_over_groups_weights_groups_equally():
     # (1 + 1 + 0) / 3 in the first group and 0 in the second.
     rows = [make_example("a", kind=kind) for kind in "aaab"]
     assert mean_over_groups([1, 1, 0, 0], rows, "kind") == pytest.approx(1 / 3)
+
+
+CLIP = VideoRef("clip", (64, 48), (64, 48), times=(0.0, 1.0), seconds=30.0)
+PIECES = [
+    *("3", "12.5", "7.", ".5", "1.2.3", "to", "and", "-", "TO", "<think>", "</think>", "s", "99"),
+    *("<answer>", "</answer>", "from", "4 to 10", "4.0 and 9.5", "12 to 2", "\n", "5 to 5"),
+]
+
+
+def expect(output: str, start: float, end: float) -> dict[str, float]:
+    """Return the metrics by their definition, from the last pair that the script would find."""
+    pairs = re.findall(r"(\d+\.?\d*) (to|and) (\d+\.?\d*)", output)
+    iou = 0.0
+    if pairs:
+        first, last = float(pairs[-1][0]), float(pairs[-1][2])
+        shared = min(end, last) - max(start, first)
+        iou = max(0.0, shared / (max(end, last) - min(start, first)))
+    recalls = {f"recall_{limit}": float(iou >= limit / 100) for limit in (30, 50, 70)}
+    return {**recalls, "iou": iou}
+
+
+def test_metrics_of_charades_sta_are_those_of_the_definition():
+    task, rng = load_benchmark("charades_sta").load_task(), random.Random(0)
+    earned = 0
+    for number in range(1000):
+        start = round(rng.uniform(0, 20), 1)
+        end = round(start + rng.uniform(0.1, 10), 1)
+        glue = rng.choice([" ", " ", ""])
+        output = glue.join(rng.choice(PIECES) for _ in range(rng.randint(0, 8)))
+        if number % 3 == 0:
+            output += f" {rng.uniform(0, 20):.2f} to {rng.uniform(0, 30):.2f}"
+        score = task.score(output, Example("a", (CLIP,), "a person walks", [start, end]))
+        found = {**score.rewards, **score.metrics}
+        expected = expect(output, start, end)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-9), output
+        earned += expected["iou"] > 0
+    assert earned > 200
+
+
+@pytest.mark.parametrize(
+    ("gold", "output", "threshold"),
+    [
+        ([0.2, 1.2], "0.9 to 1.2", 30),
+        ([0.1, 5.3], "2.7 to 5.3", 50),
+        ([1.3, 2.3], "1.6 to 2.3", 70),
+    ],
+)
+def test_an_iou_that_is_rounded_below_its_threshold_is_no_hit(gold, output, threshold):
+    # The IoU is the threshold, but 0.29999999999999993 and so on in the script's arithmetic.
+    example = Example("a", (CLIP,), "", gold)
+    score = load_benchmark("charades_sta").load_task().score(output, example)
+    assert score.metrics[f"recall_{threshold}"] == 0.0
+    assert score.rewards["iou"] == pytest.approx(threshold / 100)
+
+
+def test_the_score_of_vsi_bench_is_that_of_its_script():
+    """The script's formulas on random numbers (lmms-eval, vsibench/utils.py)."""
+    rng = np.random.default_rng(0)
+    task: Any = load_benchmark("vsi_bench").load_task()
+    image = make_example(None).images[0]
+    examples, answers, expected = [], [], {}
+    for number in range(400):
+        gold, guess = round(rng.uniform(1, 9), 1), round(rng.uniform(1, 9), 1)
+        kind = ("object_abs_distance", "object_counting")[number % 2]
+        thresholds = np.linspace(0.5, 0.95, int((0.95 - 0.5) / 0.05 + 2))
+        value = float((abs(guess - gold) / gold <= 1 - thresholds).mean())
+        example = Example(str(number), (image,), "How far?", gold, {"type": kind, "level": "all"})
+        assert task.score(str(guess), example).metrics["mra"] == value
+        expected.setdefault((kind, "all"), []).append(value)
+        examples.append(example)
+        answers.append(task.read(str(guess), example))
+    for number in range(60):
+        gold = {"options": ["a", "b"], "answer": "ab"[number % 3 % 2]}
+        meta = {"type": "object_rel_direction", "level": ("easy", "hard")[number % 5 % 2]}
+        example = Example(f"c{number}", (image,), "Where?", gold, meta)
+        expected.setdefault((meta["type"], meta["level"]), []).append(float(gold["answer"] == "a"))
+        examples.append(example)
+        answers.append(task.read("A", example))
+    means = {key: np.mean(values) for key, values in expected.items()}
+    direction = np.mean([means.pop(("object_rel_direction", n)) for n in ("easy", "hard")])
+    overall = np.mean([*means.values(), direction])
+    assert task.corpus_metrics(answers, examples)["category_mean"] == pytest.approx(overall)

@@ -20,6 +20,7 @@ import yaml
 from dataset_files import encode_image, png, write_files, write_table
 from PIL import Image
 from scipy.io import savemat
+from video_files import make_video
 
 import vlm_grpo.data_scripts
 from vlm_grpo.benchmarks.definition import benchmark_names, load_benchmark
@@ -84,7 +85,7 @@ def restore(value: Any) -> Any:
         return restored if isinstance(value, dict) else [*restored.values()]
     if isinstance(value, str) and value.startswith("PNG"):
         return png(*map(int, value.split()[1:]))
-    return value
+    return make_video() if value == "MP4" else value
 
 
 def write_source(folder: Path, files: dict[str, Any]) -> None:
@@ -354,66 +355,17 @@ def test_a_missing_source_is_one_message(name, tmp_path, capsys):
     assert "nowhere" in message
 
 
-FILES = {
-    "charades_sta": ["charades_sta_test.txt"],
-    "blink": ["Counting/val-0.parquet"],
-    "chartqa": ["test/test_human.json", "test/test_augmented.json"],
-    "clevr": ["CLEVR_val_questions.json"],
-    "coco_detection": ["instances_val2017.json"],
-    "coco_keypoints": ["person_keypoints_val2017.json"],
-    "cosyn": ["validation-0.parquet"],
-    "countbenchqa": ["test-0.parquet"],
-    "cv_bench": ["test_2d.parquet"],
-    "deepeyes": ["train-0.parquet"],
-    "docvqa": ["source.json"],
-    "fintabnet": ["test-0.parquet"],
-    "flickr30k": ["val.txt", "Annotations/a.xml", "Sentences/a.txt"],
-    "fsc147": [
-        "annotation_FSC147_384.json",
-        "ImageClasses_FSC147.txt",
-        "Train_Test_Val_FSC_147.json",
-    ],
-    "grefcoco": ["grefs(unc).json", "instances.json"],
-    "groundui": ["train-0.parquet"],
-    "hr_bench": ["source.tsv"],
-    "icdar2015": ["Challenge4_Test_Task3_GT.txt"],
-    "iiit5k": ["testdata.mat"],
-    "mmbench": ["source.tsv"],
-    "geometry3k": ["test-0.parquet"],
-    "mathverse": ["testmini.json"],
-    "mathvista": ["source.json"],
-    "mmk12": ["train-0.parquet"],
-    "ocrbench": ["source.json"],
-    "olmocr_bench": ["tests.jsonl"],
-    "omnimedvqa": ["source.json"],
-    "olmocr_mix": ["eval-0.parquet"],
-    "omnidocbench": ["OmniDocBench.json"],
-    "os_atlas": ["source.json"],
-    "ovdeval": ["source.json"],
-    "pixmo_count": ["test-0.parquet"],
-    "pubtabnet": ["PubTabNet_2.0.0.jsonl"],
-    "r1_v": ["source.jsonl"],
-    "reason_seg": ["val/a.json"],
-    "ref_l4": ["ref-l4-val.parquet", "ref-l4-test.parquet"],
-    "refcoco": ["refs(unc).p", "instances.json"],
-    "refcoco_hub": ["val-0.parquet"],
-    "screenspot": ["screenspot_web.json"],
-    "spacer": ["source.jsonl"],
-    "spatial_ssrl": ["train-0.parquet"],
-    "sroie": ["test/entities/a.txt"],
-    "stvqa": ["train_task_3.json"],
-    "super_clevr": ["superCLEVR_questions_30k.json"],
-    "tallyqa": ["test.json"],
-    "textvqa": ["TextVQA_0.5.1_val.json"],
-    "vero": ["vero_600k_train.verl.jsonl"],
-    "virl39k": ["train-0.parquet"],
-    "vsi_bench": ["test-0.parquet"],
-    "vstar": ["relative_position/a.json"],
-    "vision_reasoner": ["train-0.parquet"],
-    "visual_genome": ["region_descriptions.json"],
-    "vlm_r1": ["source.json"],
+READ = {
+    "hr_bench": ("a.tsv", ["a.tsv"]),
+    "iiit5k": ("", ["testdata.mat"]),
+    "olmocr_bench": ("", ["tests.jsonl"]),
+    "olmocr_mix": ("", ["eval-0.parquet"]),
+    "pixmo_count": ("", ["test-0.parquet"]),
 }
-"""Names of the files that each converter reads; ``source``: the file itself is the source."""
+for _case in reversed(CASES):
+    _names = [name for name in _case["files"] if not name.endswith((".png", ".jpg", ".mp4"))]
+    READ[_case["converter"]] = (_case.get("source", ""), _names)
+"""The source of a converter, and the names of the files that it reads: those of its first case."""
 _KEYS = "data images annotations categories questions scenes test shapes"
 BAD_CONTENTS = {
     "empty": b"",
@@ -441,9 +393,9 @@ def test_a_broken_source_is_one_message_and_no_output(name, tmp_path, capsys):
     """All files of the source have the same bad content, each third of them for a converter."""
     write_files(tmp_path / "images", {"a.png": png()})
     for content in [*BAD_CONTENTS][MODULES.index(name) % 3 :: 3]:
-        source = tmp_path / content
-        write_files(source, dict.fromkeys(FILES[name], BAD_CONTENTS[content]))
-        path = next(source.glob("source.*"), source)
+        source, names = READ[name]
+        write_files(tmp_path / content, dict.fromkeys(names, BAD_CONTENTS[content]))
+        path = tmp_path / content / source
         message = get_error(capsys, name, tmp_path, source=str(path))
         assert message.startswith("error: "), content
         assert str(path) in message, content
