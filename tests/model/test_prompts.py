@@ -42,8 +42,8 @@ def embedded() -> PromptBuilder:
     return load_prompt_builder(Settings.model_validate(settings))
 
 
-def ask(question: str, location: str = "rows.jsonl:3") -> Example:
-    return replace(noise_example("a", [(56, 28)], question), location=location)
+def ask(question: str) -> Example:
+    return replace(noise_example("a", [(56, 28)], question), location="rows.jsonl:3")
 
 
 @pytest.mark.parametrize("family", BUILDERS)

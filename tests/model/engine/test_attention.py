@@ -27,12 +27,10 @@ TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
 LAYER = Layer(0, "full_attention", SCALING)
 
 
-def build_tensors(
-    dtype: torch.dtype = torch.float64, rows: int = 1, tokens: int = TOKENS
-) -> list[Tensor]:
+def build_tensors(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> list[Tensor]:
     """Return random queries, keys and values."""
     torch.manual_seed(0)
-    shapes = [(rows, heads, tokens, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 

@@ -13,15 +13,12 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.training.methods.crop_rollouts import Cropped
 
 EVIDENCE = {"evidence": [[60, 2, 80, 30], [90, 10, 95, 20]]}
-WORDS = {"train": "embedded:tiny_words:cells=2"}
-
-
-def use_crops(**options: float) -> dict[str, object]:
-    return {"methods": [{"file": "crop_rollouts", "options": options}]}
 
 
 def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(settings):
-    trainer = make_trainer(settings(data=WORDS, **use_crops(share=0.25, margin=0.3)))
+    methods = [{"file": "crop_rollouts", "options": {"share": 0.25, "margin": 0.3}}]
+    words = {"train": "embedded:tiny_words:cells=2"}
+    trainer = make_trainer(settings(data=words, methods=methods))
     sampler, variant = trainer.sampler, trainer.methods["crop_rollouts"].variant(0)
     groups = sampler.sample(0).groups
     prompts = sampler.loader.load(range(3), variant)

@@ -42,10 +42,6 @@ def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]
     return {group.id: group.completions for group in groups}
 
 
-def get_strengths(completions: Sequence[Completion]) -> list[int]:
-    return [0 if c.variant is None else c.variant[1] for c in completions]
-
-
 def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> torch.Tensor:
     with torch.no_grad():
         batch = MicroBatch((GroupSlice(prompt, (completion.token_ids,), (0,)),))
@@ -74,7 +70,7 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
     )
     for name, members in groups.items():
         expected = [0, 0, 500, 500] if share == 0.5 else [0, 0, 0, 500]
-        assert get_strengths(members) == expected
+        assert [c.variant[1] if c.variant else 0 for c in members] == expected
         for completion, other in zip(members, plain[name], strict=True):
             assert completion.token_ids == other.token_ids
             assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
