@@ -11,9 +11,7 @@ import re
 import select
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -23,15 +21,9 @@ import forked
 import pytest
 import torch
 from family_policies import POLICIES, build_batch, build_policy, build_prompt
-from transformers import Qwen2_5_VLConfig
 
-from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.families import ImageFeatures
-from vlm_grpo.planning.devices import GIB, find_device
-from vlm_grpo.planning.memory import estimate_memory
-from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
-from vlm_grpo.planning.sizes import ModelShape, PromptSize, estimate_workload
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"
@@ -81,65 +73,6 @@ def test_parts_compare_what_the_goals_are_stated_for_in_order_of_value(perf):
     assert grid == {(*size, other) for size in sizes for other in ("trl", "trl-vllm")}
 
 
-@cache
-def measure_shape(size: str, policy: str) -> ModelShape:
-    """Return the shape of a public architecture under settings in JSON: seconds for each pair."""
-    found, settings = (
-        import_module("random_models").SIZES[size],
-        PolicySettings.model_validate_json(policy),
-    )
-    config = Qwen2_5_VLConfig(
-        text_config=found["text"],
-        vision_config=found["vision"],
-        tie_word_embeddings=found["text"]["tie_word_embeddings"],
-    )
-    shape = measure_layers(read_model_shape(config, settings), settings, on_cpu=False)
-    return replace(shape, checkpointing=settings.gradient_checkpointing)
-
-
-def plan(perf: Any, case: dict[str, Any]) -> int:
-    """Return the planned peak of a case."""
-    case = perf("plan_accuracy").DEFAULTS | {"dtype": "bfloat16", "image": 1008} | case
-    settings = perf("plan_accuracy_step").make_settings(case)
-    shape = measure_shape(case["size"], settings.policy.model_dump_json())
-    side = case["image"] // 14
-    prompt = PromptSize(side**2 // 4 + 40, 0, side**2 * 1176, case["image"] ** 2)
-    return estimate_memory(shape, estimate_workload(settings, prompt, shape)).peak
-
-
-def test_the_planned_cases_and_the_steps_fit_an_h100(perf):
-    gpu, parse = perf("gpu"), perf("step_time").parse_arguments
-    usable = find_device("H100").usable
-    for name, case in perf("plan_accuracy").GPU_CASES.items():
-        assert plan(perf, case) < usable, name
-    steps = {
-        part.arguments: name
-        for name, part in gpu.PARTS.items()
-        if part.engines and not name.startswith("fits-")
-    }
-    for arguments, name in steps.items():
-        peak = plan(perf, vars(parse([*arguments.split(), "--engines", "shared"])))
-        assert peak < (22 * GIB if name == "24gb" else usable), name
-
-
-def test_engines_that_are_not_installed_are_left_out(perf, monkeypatch, capsys):
-    gpu, step_time = perf("gpu"), perf("step_time")
-    monkeypatch.setattr(step_time, "run_engine", lambda engine, arguments: ENGINES[engine])
-    pair, server = gpu.PARTS["3b-448-g8-64"], gpu.PARTS["3b-448-g8-64-vllm"]
-    install(monkeypatch, vllm=None)
-    assert (pair.available, server.available) == (["shared", "trl"], [])
-    assert (pair.missing, server.missing) == ([], ["vllm"])
-    install(monkeypatch, trl=None)
-    assert (pair.available, server.available) == (["shared"], [])
-    assert step_time.main(["--engines", "shared", "--rounds", "1"]) == 0
-    assert "| shared | 2.00 | 1.0 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        step_time.main(["--engines", "shared", "trl-vllm"])
-    assert "trl-vllm needs trl, not installed: leave trl-vllm out" in capsys.readouterr().err
-    install(monkeypatch)
-    assert (pair.available, server.available) == (["shared", "trl"], ["shared", "trl-vllm"])
-
-
 def test_an_engine_that_fails_leaves_the_figures_of_the_others(perf, monkeypatch, capsys, tmp_path):
     gpu, step_time = perf("gpu"), perf("step_time")
     install(monkeypatch)
@@ -171,31 +104,6 @@ def test_an_engine_that_fails_leaves_the_figures_of_the_others(perf, monkeypatch
     assert "| 3b-448-g8-64 | shared / trl | 2.00 / 10.00 | 5.0 |" in table
     filled = gpu.fill_table("a\n" + gpu.START + "old\n" + gpu.END + "b\n", results)
     assert filled == "a\n" + gpu.START + "\n" + table + "\n" + gpu.END + "b\n"
-
-
-def test_a_call_starts_what_fits_into_its_time_and_what_no_other_call_has_run(
-    perf, monkeypatch, capsys, tmp_path
-):
-    gpu, started = perf("gpu"), []
-    install(monkeypatch)
-
-    def run(command: list[str], output: Any, seconds: float, temporary: str) -> bool:
-        started.append((Path(command[0]).name, seconds))
-        return True
-
-    monkeypatch.setattr(gpu, "run_process", run)
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None)  # no pytest
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-        # No step of a model takes as little as 200 s by expectation, but the 24 GB one.
-        gpu.run_parts(None, folder, False, time.monotonic() + 160, [first])
-    shown = capsys.readouterr().out
-    assert "gpu-tests: skipped, pytest" in shown
-    assert "no time left for: " in shown
-    assert started[0][0] == "gpu_checks.py"
-    assert [name for name, _ in started].count("gpu_checks.py") == 1
-    assert all(seconds <= 160 for _, seconds in started)
 
 
 def test_a_step_that_runs_out_of_memory_is_a_result(perf):

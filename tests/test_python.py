@@ -6,7 +6,6 @@ import io
 import pkgutil
 import subprocess
 import sys
-from importlib.metadata import version
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -113,12 +112,13 @@ def test_tasks_settings_and_data_are_read_without_torch():
     program = (
         "import sys\n"
         "from vlm_grpo import Example, Settings, Task, load_settings, load_task, metric, reward\n"
+        "load_task('ocr'), load_settings('counting')\n"
+        "print({'scipy', 'pycocotools'} & {*sys.modules})\n"
         "import vlm_grpo.data\n"
-        "load_task('counting'), load_settings('counting')\n"
         "print({'torch', 'transformers', 'datasets'} & {*sys.modules})"
     )
 
-    assert run_python(program) == "set()\n"
+    assert run_python(program) == "set()\nset()\n"
 
 
 def test_every_name_is_listed_and_importable():
@@ -163,26 +163,6 @@ def test_a_run_resumes_with_the_same_objects(result, tmp_path):
     resumed = train(more, **{**given, "data": make_rows(8)})  # equal rows are enough
 
     assert_same_weights(resumed.checkpoint, result.checkpoint)
-
-
-def test_a_run_does_not_resume_without_its_rows(result):
-    with pytest.raises(UserError) as caught:
-        train(load_settings(result.run_dir / "config.yaml", ["resume=true"]))
-
-    assert str(caught.value) == (
-        "data.train=python: these rows are an argument of the Python program that wrote the "
-        "settings: give them, as train(settings, data=rows), or save them in a .jsonl file and "
-        "give its path"
-    )
-
-
-def test_a_run_does_not_resume_with_other_rows(result):
-    others = [*ROWS[:-1], {**ROWS[-1], "answer": 0}]
-    words = ["resume=true", "optim.max_steps=5"]
-    settings = load_settings(result.run_dir / "config.yaml", words)
-
-    with pytest.raises(UserError, match="first that differs is number 8, now 'row-8'"):
-        train(settings, **{**OBJECTS, "data": others})
 
 
 def test_a_run_does_not_resume_with_another_task(result):
@@ -264,7 +244,6 @@ run = vlm_grpo.load_settings("counting", {
 })
 vlm_grpo.train(run, task=Filed)
 vlm_grpo.evaluate(run, "runs/run", task=Filed)
-vlm_grpo.plan(run, "24GB", task=Own)
 try:
     vlm_grpo.train(run.model_copy(update={"name": "refused"}), task=Own)
 except vlm_grpo.UserError as error:
@@ -311,21 +290,6 @@ def test_settings_and_arguments_of_another_type_are_refused(tmp_path):
         plan(load_settings("counting"), memory)
 
 
-def test_export_names_a_wrong_dtype_or_step(result, tmp_path):
-    wrong: Any = "fp99"
-    with pytest.raises(UserError, match="dtype is 'fp99'; it must be float32 or bfloat16"):
-        export(result.run_dir, tmp_path / "out", dtype=wrong)
-    with pytest.raises(UserError, match="step after @ is 'fp99'; it must be a number"):
-        export(f"{result.run_dir}@fp99", tmp_path / "out")
-    assert export(f"{result.run_dir}@4", tmp_path / "out") == tmp_path / "out"
-
-
 def test_training_without_a_weighted_reward_is_refused(tmp_path):
     with pytest.raises(UserError, match="no reward has a weight"):
         train(make_settings(tmp_path), **{**OBJECTS, "task": Brightness(weights={"exact": 0.0})})
-
-
-def test_the_version_is_that_of_the_package():
-    name = "__version__"
-    assert getattr(vlm_grpo, name) == version("vlm-grpo")
-    assert name in dir(vlm_grpo)

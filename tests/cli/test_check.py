@@ -36,6 +36,7 @@ from vlm_grpo.types import Example, ImageRef
         "ocr tags=true weights.format=0.1 weights.length=0.1",
         "detection --data embedded:grounding",
         "spatial --data embedded:distances",  # options and estimates
+        "keypoints tags=true --data embedded:figures",  # whose points are rounded
     ],
 )
 def test_the_built_in_tasks_are_sound_on_embedded_data(capsys, monkeypatch, arguments):
@@ -43,7 +44,8 @@ def test_the_built_in_tasks_are_sound_on_embedded_data(capsys, monkeypatch, argu
     status, out, err = run(capsys, "check", *arguments.split())
 
     assert (status, err) == (0, "")
-    assert "gold answers earn 1.000 of the full reward" in out
+    earned = "0.99" if "keypoints" in arguments else "1.000"
+    assert f"gold answers earn {earned}" in out
     assert "an empty text earns at most 0.000" in out
     assert "is sound on this data" in out
 
@@ -155,7 +157,8 @@ def test_exploits_with_tags_include_untagged_and_repeated_answers():
     assert texts["an unclosed tag"] == "<answer>3"
 
 
-def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path):
+def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(soundness, "_PARSE_SECONDS", 5.0)  # on a busy machine
     status, out, err = run(capsys, "check", "counting", "--limit", "3")
     assert (status, err) == (0, "")
     assert "3 good rows" in out

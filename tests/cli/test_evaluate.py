@@ -26,19 +26,6 @@ def benchmark_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("given", ["runs/mine", "mine"])
-def test_the_newest_checkpoint_of_a_run_is_evaluated(
-    capsys, tmp_path, monkeypatch, benchmark_calls, given
-):
-    monkeypatch.chdir(tmp_path)
-    newest = Path("runs/mine/checkpoints/step-10")
-    for folder in (newest, newest.with_name("step-2")):
-        load_settings("counting").save(folder / "config.yaml")
-    _, out, _ = run(capsys, "evaluate", "tallyqa", *ROWS, "--checkpoint", given)
-    assert f"checkpoint {newest}, the newest of its run" in out
-    assert benchmark_calls[0][2] == newest
-
-
 def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []

@@ -5,20 +5,8 @@ from __future__ import annotations
 import pytest
 from commands import fails, run
 
-from vlm_grpo.config.listing import list_blocks
 from vlm_grpo.config.recipes import recipe_names
-from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import known_keys
 from vlm_grpo.task.registry import task_names
-
-
-def test_all_settings_are_listed_with_their_defaults(capsys):
-    status, out, _ = run(capsys, "settings")
-
-    assert status == 0
-    lines = [line.split() for line in out.splitlines() if line.startswith("  ")]
-    assert {words[0] for words in lines} == set(known_keys(Settings)) - set(list_blocks())
-    assert ["rollout.num_generations", "8"] in lines
 
 
 @pytest.mark.parametrize(

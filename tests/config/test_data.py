@@ -52,15 +52,6 @@ def test_a_source_gets_the_defaults_of_all_sources():
     assert (held_out.limit, held_out.image_root) == (4, Path("other"))
 
 
-def test_one_source_is_a_list_of_one():
-    data = DataSettings(train="a.jsonl", train_limit=2)
-    assert data.get_sources("train") == (
-        SourceSettings(source="a.jsonl", limit=2, box_format="xyxy"),
-    )
-    assert data.get_sources("eval") == ()
-    assert data.describe("train") == "a.jsonl"
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

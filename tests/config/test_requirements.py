@@ -30,10 +30,8 @@ PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refre
     [
         ({"num_iterations": 2, "delta": 1.1}, "delta above 1 \\+ epsilon_high"),
         ({"loss": "my_loss"}, "must be FILE.py:NAME"),
-        ({"loss_type": "cispo"}, "set epsilon_high to 1 or more"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "set epsilon_high to 1 or more"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "one bound"),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 6.0}, "one bound"),
         ({"sapo_temperature_pos": 2.0}, "settings of sapo .* set loss_type=sapo"),
         ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "settings of vespo .* loss_type=vespo"),
         ({"loss_type": "sapo", "epsilon": 0.1}, "sapo has no clip bounds: remove epsilon"),
@@ -54,19 +52,18 @@ PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refre
         ({"advantage_estimator": "my.py:f", "normalize_each_reward": True}, "remove them"),
         ({"advantage_estimator": "my.py:f", "replay": {}}, "remove replay"),
         ({"distillation": {"teacher": "a"}, "replay": {}}, "remove replay"),
+        ({"perception": {"kl_coef": 0.01}, "replay": {}}, "remove replay"),
+        ({"top_entropy_quantile": 0.2, "replay": {}}, "remove replay"),
         ({"distillation": {"topk": 5}}, "topk has no effect with loss=reverse_kl"),
         ({"distillation": {"teacher": "a", "teacher_update_rate": 0.5}}, "weights of teacher=a"),
         ({"distillation": {"margin": 0.5}}, "no effect with teacher_prompt=same"),
         ({"perception": {}}, "set its kl_coef \\(PAPO\\), or its top_share"),
-        ({"perception": {"kl_coef": 0.01}, "replay": {}}, "remove replay"),
         ({"perception": {"top_share": 0.4}, **ONLY}, "perception would change: remove them, or"),
         ({"top_entropy_quantile": 0.2, **ONLY}, "top_entropy_quantile would change"),
         ({"advantage_clip": 2.0, **ONLY}, "advantage_clip would change"),
-        ({"top_entropy_quantile": 0.2, "replay": {}}, "remove replay"),
         ({"reference_refresh_every": 0}, "at least 1"),
         ({"reference_refresh_every": "sometimes"}, "never"),
         ({"beta": float("nan")}, "beta"),
-        ({"learning_rate": 1e-6}, "learning_rate"),
     ],
 )
 def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
@@ -78,8 +75,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
     ("overrides", "problem"),
     [
         ("rollout.top_p=0.9", "top_p.*sampler_correction"),
-        ("rollout.top_k=50", "top_k.*sampler_correction"),
-        ("rollout.min_p=0.1", "min_p.*sampler_correction"),
         ("rollout.steps_ahead=1", "steps_ahead=1 needs rollout.sampler=vllm"),
         ("rollout.max_resample=2", "max_resample has no effect without rollout.dynamic_sampling"),
         ("rollout.min_new_tokens=9", "min_new_tokens=9 exceeds rollout.max_completion_length"),
@@ -95,7 +90,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("policy.lora.adapter=a policy.lora.init_lora_weights=gaussian", "remove one of them"),
         ("policy.lora.r=3 policy.lora.init_lora_weights=orthogonal", "needs an even r"),
         ("policy.quant_type=fp4", "policy.quant_type has no effect with policy.load_in=none"),
-        ("policy.load_in=8bit policy.double_quant=false", "double_quant has no effect"),
         ("policy.freeze=[vision,projector,language]", "policy.freeze .* nothing is left to train"),
         ("policy.min_pixels=9 policy.max_pixels=4", "min_pixels=9 exceeds max_pixels=4"),
         ("optim.schedule=constant optim.warmup_steps=5", "warmup_steps has no effect with optim.s"),
@@ -113,8 +107,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("checkpoint.sharded=true policy.lora={}", "checkpoint.sharded has no effect on adapters"),
         ("model_revision=main", "model_revision has no effect on the embedded model"),
         ("objective.epsilon=0.3", "objective.epsilon has .*objective.num_iterations or optim.mini"),
-        ("objective.epsilon_high=0.28", "objective.epsilon_high has no effect"),
-        ("objective.delta=4.0", "objective.delta has no effect"),
         ("logging.profile_steps=[9999]", "has step 9999, which is never run"),
         ("evaluation.samples=4", "needs evaluation.temperature"),
         ("evaluation.samples=4 evaluation.temperature=1 data.eval=null", "samples has no effect"),
@@ -154,7 +146,6 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ),
         ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
         ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
-        ("rollout.forks=8", "forks=8 must divide rollout.num_generations=8 into at least two"),
     ],
 )
 def test_settings_without_effect_are_refused(overrides, problem):
@@ -183,7 +174,6 @@ def test_servers_and_other_settings_must_agree(overrides, problem):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "set either rollout.vllm.python"),
         ({"python": "python", "urls": [URL]}, "set either rollout.vllm.python"),
         ({"urls": ["127.0.0.1:8000"]}, "must start with http"),
         ({"urls": [URL, URL]}, "an address is listed twice"),

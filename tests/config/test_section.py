@@ -9,7 +9,7 @@ import pytest
 from vlm_grpo.config.listing import list_blocks, list_refusals, list_settings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import flatten, known_keys, merge
+from vlm_grpo.config.section import known_keys, merge
 from vlm_grpo.errors import UserError
 
 
@@ -17,11 +17,6 @@ def get_error(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         load_settings("counting", overrides)
     return str(caught.value)
-
-
-def test_flatten_joins_keys_by_dots_and_drops_empty_blocks():
-    values: dict[Any, Any] = {"a": {"b": {"c": 1}, "d": {}}, 2: 3}
-    assert flatten(values) == {"a.b.c": 1, "2": 3}
 
 
 def test_merge_leaves_the_merged_values_unchanged():
@@ -56,10 +51,8 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
     assert f"unknown key {override.partition('=')[0]}" in message
     assert ("did you mean" in message) == (suggestion is not None)
     assert suggestion is None or f"did you mean {suggestion}?" in message
-    for name in ("learning_rate", "leraning_rate"):
-        expected = f"unknown key optim.{name}: TRL's learning_rate is optim.lr here"
-        assert expected in get_error(f"optim.{name}=1e-6")
-    assert "rank is policy.lora.r here" in get_error("policy.lora.rnk=3")
+    message = get_error("optim.leraning_rate=1e-6")
+    assert "unknown key optim.leraning_rate: TRL's learning_rate is optim.lr here" in message
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from vlm_grpo.data.checks import (
     check_source,
 )
 from vlm_grpo.data.loading import warn_about_shared_images
-from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
@@ -95,16 +93,6 @@ def test_the_part_of_a_source_that_was_checked_is_named(tmp_path):
     assert next(check(tmp_path / "t.jsonl").describe()).startswith(
         f"{tmp_path / 't.jsonl'}: 1 good"
     )
-
-
-def test_prompts_that_cannot_be_built_are_problems(folder):
-    def measure(examples: Sequence[Example], task: Task) -> tuple[list[int], list[str]]:
-        return [10 * len(e.images) for e in examples[1:]], [f"{examples[0].id} is bad"]
-
-    write_files(folder, {"train.jsonl": rows("a.png", "b.png", "truncated.png", "copy.bmp")})
-    report = check(folder / "train.jsonl", measure=measure)
-    assert report.problems["prompts that cannot be built"] == ["r0 is bad"]
-    assert "tokens per prompt            10 to 10" in "\n".join(report.describe())
 
 
 def test_text_answers_are_described_and_lists_of_numbers_are_no_texts(folder):

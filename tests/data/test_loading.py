@@ -72,8 +72,6 @@ def test_embedded_data_of_another_task_is_refused():
     assert "does not fit Counting" in get_load_error("embedded:ocr")
     assert "did you mean counting?" in get_load_error("embedded:countin")
     assert "did you mean relations?" in get_load_error("embedded:relation:hard")
-    assert "did you mean occlusion?" in get_load_error("embedded:relations:oclusion=0.3")
-    assert "embedded:counting has no dials" in get_load_error("embedded:counting:hard")
 
 
 def test_a_folder_of_an_unknown_user_is_a_missing_file():
@@ -200,12 +198,6 @@ def test_what_the_trainer_sets_reaches_every_task(mixed):
         assert (task.frame, task.token_limit, task.progress) == (changed[1], 7, 0.5)
 
 
-def test_names_of_rewards_begin_with_the_source(mixed):
-    assert mixed.reward_weights()["count/exact"] == 1.0
-    assert {name.partition("/")[0] for name in mixed.reward_rules()} == {"count", "read"}
-    assert mixed.reward_rules().keys() > mixed.reward_weights().keys()
-
-
 def test_completions_are_scored_by_their_own_tasks(mixed):
     examples = [READ, COUNT, READ, COUNT]
     texts = ["<answer>exit</answer>", "3", "exit", "4"]
@@ -294,10 +286,6 @@ def benchmarked(tmp_path: Path) -> Settings:
 def run_task() -> Task:
     tags = ThinkingTags("[THINK]", "[/THINK]", is_open=True, is_native=True)
     return load_task("counting", tags=True, frame=FRAMES["permille"], thinking_tags=tags)
-
-
-def test_without_a_benchmark_it_is_the_task_of_the_run(run_task):
-    assert get_held_out_task(load_settings("counting"), run_task) is run_task
 
 
 def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_task):

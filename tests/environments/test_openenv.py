@@ -167,6 +167,7 @@ def test_without_a_server_its_package_or_consent_there_is_one_message(tmp_path, 
     monkeypatch.setitem(sys.modules, "openenv.core", None)
     with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[openenv\]'"):
         load_environment(NOBODY)
+    monkeypatch.setattr(trust, "_everything", False)  # a command before may have trusted all
     trust.note({"url": "http://unknown"}, "recipe.yaml")
     with pytest.raises(UserError, match=r"recipe.yaml names a server that gets the rows"):
         load_environment({"name": "openenv", "url": "http://unknown"})

@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
@@ -17,12 +16,11 @@ from vlm_grpo.report.gallery import (
     build_gallery,
     build_held_out_entries,
     build_training_entries,
-    select_evenly,
     split_text,
     to_script_json,
 )
 from vlm_grpo.report.run import read_run
-from vlm_grpo.report.samples import THUMBNAIL_BYTES, write_samples
+from vlm_grpo.report.samples import write_samples
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, Group
@@ -47,30 +45,6 @@ def test_held_out_examples_over_the_limit_are_omitted(counting_run):
     gallery = build_gallery([("", read_run(counting_run))], limit=20_000)
     assert 0 < len(gallery.entries) < 24
     assert {entry["view"] for entry in gallery.entries} == {"held-out"}
-
-
-def test_page_of_a_thousand_samples_is_small(tmp_path):
-    folder = tmp_path / "samples"
-    images = folder / "images"
-    images.mkdir(parents=True)
-    rows: dict[int, list[str]] = {}
-    generator = np.random.default_rng(0)
-    for number in range(1000):
-        picture = f"{number:032x}.webp"
-        (images / picture).write_bytes(generator.bytes(THUMBNAIL_BYTES))  # the largest thumbnail
-        answer = {
-            "text": f"<think>{'word ' * 100}</think><answer>{number}</answer>",
-            "stop": "eos", "tokens": 120, "answer": number, "rewards": {"exact": 1.0},
-            "reward": 1.0, "metrics": {"absolute_error": 0.0}, "advantage": 0.0,
-        }  # fmt: skip
-        row = {"step": number // 4, "id": str(number), "pictures": [picture], "gold": 1}
-        rows.setdefault(number // 4, []).append(json.dumps(row | {"completions": [answer] * 8}))
-    for step, lines in rows.items():
-        (folder / f"step-{step:06d}.jsonl").write_text("\n".join(lines))
-    size = build_report(tmp_path).stat().st_size
-    # A thousand pictures of 12 kB are 16 MB in base64, and the texts take more than 1 MB.
-    assert 17e6 < size < 25e6
-    assert len(build_gallery([("", read_run(tmp_path))]).entries) == 1000
 
 
 def write_group(
@@ -210,10 +184,3 @@ def test_json_is_safe_in_a_script_element():
     text = to_script_json({"a": "</script><!--\u2028&"})
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == {"a": "</script><!--\u2028&"}
-
-
-def test_values_are_selected_evenly():
-    assert select_evenly([3, 5, 9], 8) == {3, 5, 9}
-    selected = select_evenly(range(100), 5)
-    assert selected == {0, 25, 50, 74, 99}  # with both ends
-    assert select_evenly(range(100), 1) == {99}

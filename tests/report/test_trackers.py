@@ -53,17 +53,6 @@ def test_tensorboard_gets_finite_metrics_and_images(tmp_path):
     assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
 
 
-def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path):
-    for name in ("first", "second"):
-        trackers = start_trackers(["tensorboard"], tmp_path / name)
-        trackers.log(1, {"reward": 0.5})
-        trackers.finish()
-    files = tmp_path.rglob("events.out.*")
-    runs = {path.parent.relative_to(tmp_path).as_posix() for path in files}
-    assert runs == {"first", "second"}
-    assert [e.value for e in load_events(tmp_path / "second").Scalars("reward")] == [0.5]
-
-
 def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path):
     first = start_trackers(["tensorboard"], tmp_path)
     for step in (1, 2, 3):

@@ -120,15 +120,6 @@ def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on():
     assert limits == [None, 9, 9]
 
 
-def test_a_refused_prompt_is_an_error_of_its_request():
-    refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
-    with serve(ChatModel(fail=lambda text, earlier: refusal)) as server:
-        client = ChatClient(Endpoint(server.address))
-        with pytest.raises(ServiceError, match=r"status 400 .*context length is 512"):
-            client.ask(QUESTION, OPTIONS)
-    assert len(server.requests) == 2
-
-
 @pytest.mark.parametrize(
     ("message", "reason", "text", "stop"),
     [

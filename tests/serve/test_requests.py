@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fake_vllm import read_calls
 from PIL import Image
 from small_runs import make_trainer, read_metrics, save_tiny_model
@@ -30,7 +29,6 @@ from vlm_grpo.serve.requests import (
     build_request,
     check_prompt,
     read_choices,
-    revert_normalization,
 )
 from vlm_grpo.serve.server import WeightLabel
 from vlm_grpo.types import Example, Observation
@@ -268,14 +266,6 @@ def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy):
     clip_policy.processor.video_processor.image_mean = [0.4, 0.5, 0.5]
     with pytest.raises(UserError, match=r"example a: .* a clip unlike those .*sampler=policy"):
         build(clip_policy, MIXED)
-
-
-def test_rounding_of_the_processor_is_reverted(clip_policy):
-    processor = clip_policy.processor.image_processor
-    pixels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 256)
-    mean, std = (torch.tensor(v)[:, None] for v in (processor.image_mean, processor.image_std))
-    normalized = (pixels * processor.rescale_factor - mean) / std
-    assert torch.equal(revert_normalization(normalized.flatten(1), processor), pixels.flatten(1))
 
 
 def test_a_run_on_clips(settings, fake, tmp_path):

@@ -21,7 +21,6 @@ from transfer_server import run_transfer_server
 from vlm_grpo.errors import UserError
 from vlm_grpo.serve import guard
 from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
-from vlm_grpo.utils.http_json import ServiceError
 
 
 @pytest.mark.parametrize(
@@ -100,19 +99,6 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
         keys = [] if level is None else ["/wake_up?tags=kv_cache"]
         assert fake.calls == [*make_room, "weights", *keys, *RESUME]
         assert (server.version, server.is_asleep) == (5, False)
-
-
-def test_a_server_that_fails_is_not_asleep_when_it_was_started_again():
-    with run_transfer_server() as fake:
-        server = Server(fake.url, 10, sleep_level=2)
-        server.rest()
-        fake.fails.add("/wake_up?tags=weights")
-        with pytest.raises(ServiceError) as failure:
-            server.open()
-        server.note(str(failure.value))
-        assert "out of memory" in server.problem
-        server.open()
-        assert fake.calls[-1] == "/pause?mode=wait"
 
 
 # Processes.

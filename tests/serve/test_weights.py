@@ -414,18 +414,3 @@ def test_a_failure_while_weights_are_loaded_is_repeated(path, server, tmp_path):
     ((completion,),) = run.start().result(20)
     assert completion.version == 1
     run.sampler.close()
-
-
-def test_a_rollout_that_was_given_up_stops_no_later_one(server, tmp_path):
-    run = Run(server, tmp_path, level=None)
-    run.sampler.publish(0)
-    begun, may_end = run.answer_late()
-    first, second = run.start(), run.start()
-    assert begun.wait(20)
-    assert second.cancel()
-    may_end.set()
-    server.answer = run.answer
-    assert first.result(20)
-    run.sampler.publish(1)
-    assert run.start().result(20)[0][0].version == 1
-    run.sampler.close()

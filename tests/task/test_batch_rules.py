@@ -61,10 +61,6 @@ class Batched(Task):
     @metric(without_answer=None, batch=True)
     def size(self, batch):
         return [len(batch)] * len(batch)
-
-    @reward(weight=0.0, batch=True, optional=True)
-    def remote(self, batch):
-        return batch.map(lambda text: len(text) / 10, lambda c: c.text)
 '''
 EXAMPLE = Example("row 7", (), "?", "good")
 LIMIT = 0.1
@@ -78,9 +74,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardScorer]:
-    cache = tmp_path_factory.mktemp("run") / "reward_cache" / "rank-0.jsonl"
-    with RewardScorer(LIMIT, workers=1, cache=cache) as scorer:
+def workers() -> Iterator[RewardScorer]:
+    with RewardScorer(LIMIT, workers=1) as scorer:
         yield scorer
 
 
@@ -155,19 +150,6 @@ def test_a_batch_of_one_gives_the_score_of_a_task(source):
     assert list(task.score("the parser raises", EXAMPLE).metrics) == ["size"]
 
 
-def test_values_of_map_are_kept_for_later_processes(workers, source):
-    task = load_task(source, weights={"remote": 1.0})
-    assert workers.cache is not None
-    path = workers.cache.path
-    first = workers(task, ["good", "bad", "good"], [EXAMPLE] * 3)
-    assert [s.rewards["remote"] for s in first] == [0.4, 0.3, 0.4]
-    kept = path.read_text()
-    assert len(kept.splitlines()) == 2
-    path.write_text(kept.replace("0.4", "0.5"))  # to see where the value comes from
-    (again,) = RewardScorer(10.0, cache=path)(task, ["good"], [EXAMPLE])
-    assert again.rewards["remote"] == 0.5
-
-
 def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions():
     class Slow(PlainQuestion):
         @reward(batch=True, seconds=0.05)
@@ -188,21 +170,6 @@ def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions():
         found = RewardScorer(0.2)(Slow(), ["a"] * count, [EXAMPLE] * count)[0]
         assert "longer than its limit of 0.05 s" in found.failures["endless"]
         assert (found.rewards["waited"], found.metrics) == (waited, {"patient": 1.0})
-
-
-def test_a_batch_is_a_sequence(source):
-    seen: list[Batch] = []
-
-    class Seen(PlainQuestion):
-        @reward(batch=True)
-        def kept(self, batch: Batch) -> list[float]:
-            seen.append(batch)
-            return [0.0] * len(batch)
-
-    RewardScorer(None)(Seen(), ["a", "b"], [EXAMPLE] * 2, [5, 6], [0, 0])
-    ((first, second),) = seen
-    assert (first.answer, first.example, first.tokens, second.group) == ("a", EXAMPLE, 5, 0)
-    assert seen[0][1:] == (second,)
 
 
 @pytest.mark.parametrize(

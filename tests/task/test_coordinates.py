@@ -123,12 +123,6 @@ def test_integer_coordinates_lose_nothing():
     assert FRAMES["original"].least_iou((10.5, 10, 20.5, 20), SIZE, RESIZED) == pytest.approx(0.81)
 
 
-def test_gold_boxes_become_tuples_of_floats():
-    answer = {"boxes": [[1, 2, 3, 4], [-5, 0.5, 6, 7]], "labels": ["a", "b"]}
-    assert gold_boxes(answer) == ((1.0, 2.0, 3.0, 4.0), (-5.0, 0.5, 6.0, 7.0))
-    assert gold_boxes({"boxes": []}) == ()
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -205,18 +204,6 @@ def test_the_limit_holds_outside_the_main_thread(failing):
     assert [each.total for each in found] == [1.5, None]
 
 
-class Unloadable:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return int, ("no number",)
-
-
-def test_an_example_that_workers_cannot_load_is_one_failure(failing, workers):
-    examples = [replace(EXAMPLE, meta={"a": Unloadable()}), EXAMPLE]
-    found = workers(failing, ["good", "good"], examples)
-    assert [each.total for each in found] == [None, 1.5]
-    assert "invalid literal for int() with base 10: 'no number'" in found[0].failures["parse"]
-
-
 def test_a_task_that_workers_cannot_load_is_one_error(tmp_path):
     path = tmp_path / "fleeting.py"
     path.write_text(FAILING)
@@ -291,6 +278,9 @@ def test_a_reward_that_fails_on_everything_is_an_error(texts):
 )
 def test_other_failures_are_only_counted(texts):
     check(FailureGuard(), *texts)
+    up, silent = score_both("up", "")
+    # The reward that fails has no weight, and without an answer no reward is called.
+    assert (up.total, up.rewards["logged"], silent.total) == (2.0, None, 0.0)
 
 
 def test_failures_are_counted_over_rounds_until_the_reward_works():

@@ -34,7 +34,7 @@ make_charts, make_clips, make_pictures, make_screens, make_shapes, make_tables, 
     for name in ("charts", "clips", "pictures", "screens", "shapes", "tables", "words")
 )
 
-COUNT = 80
+COUNT = 48
 SIDE = make_shapes.SIDE
 Rng = random.Random
 

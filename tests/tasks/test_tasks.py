@@ -108,12 +108,6 @@ def test_the_gold_reward_of_several_boxes_is_that_of_the_smallest():
     assert rewards == [0.7, 1.0, 0.7]
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_default_weights_sum_to_one(case):
-    task = load_task(case[0])
-    assert sum(task.reward_weights().values()) == 1.0
-
-
 NOTHING = ("", " \n\t ", "<answer></answer>", "<answer> </answer>", "<think>a", "</think>")
 
 

@@ -1,14 +1,18 @@
 """Measure whether layers of ``indexed_attention`` (Qwen4-Exp) could share a prompt.
 
-Run ``python tests/helpers/indexed_attention.py``. In such a layer an indexer scores blocks of
+Run ``python perf/indexed_attention.py``. In such a layer an indexer scores blocks of
 consecutive visible tokens and each token attends to the best of them, and to what follows the last
 whole block. Weights and recurrences are in float64.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 import pytest
 import torch
