@@ -191,7 +191,9 @@ def _multiply_adapted(layer: Any, _: Any, x: Tensor, *args: Any, **kwargs: Any) 
         return layer.base_layer(x)
     scaling = _get_factors(layer)[2]
     layers = [layer, *vars(layer).get("siblings", ())]
-    if not all(_may_join(other) and _get_factors(other)[2] == scaling for other in layers):
+    is_joined = all(_may_join(other) and _get_factors(other)[2] == scaling for other in layers)
+    # On a CPU in float32 an update took longer: 4.3 s instead of 4.1 (``perf/README.md``, 35m).
+    if not is_joined or uses_onednn(x, layer.base_layer.weight):
         layers = [layer]
     bases, factors = [own.base_layer for own in layers], [_get_factors(own)[:2] for own in layers]
     casts = vars(layer).get("casts")
@@ -340,10 +342,7 @@ class _AdaptedProducts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = multiply(grads[0], restore(weights[0], rows.dtype))
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                if uses_onednn(grad, weight):
-                    d_x += multiply(grad, weight)
-                else:
-                    d_x.addmm_(grad, restore(weight, rows.dtype))
+                d_x.addmm_(grad, restore(weight, rows.dtype))
             d_x.addmm_(joined, casts.a, alpha=ctx.scaling)
             d_x = d_x.view(*grad_outputs[0].shape[:-1], -1)
         return d_x, None, None, *[None] * (2 * count), *every, *d_b
