@@ -298,7 +298,7 @@ class _Casts:
     @torch.no_grad()
     def write(self) -> None:
         pairs = [*zip(*self.factors, strict=True)]
-        torch._foreach_copy_(self.parts, [*pairs[0], *pairs[1]])
+        torch._foreach_copy_(self.parts, [*pairs[0], *pairs[1]])  # type: ignore[attr-defined]
 
 
 class _AdaptedProducts(torch.autograd.Function):
