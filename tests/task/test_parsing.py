@@ -19,6 +19,7 @@ from vlm_grpo.task.parsing import (
     parse_integer,
     parse_points,
 )
+from vlm_grpo.task.sentences import unwrap
 
 PARSERS = {
     "extract_answer with tags": lambda text: extract_answer(text, tags=True),
@@ -55,6 +56,26 @@ PARSERS = {
 def test_an_answer_is_extracted_with_and_without_tags(text, tagged, untagged):
     assert extract_answer(text, tags=True) == tagged
     assert extract_answer(text, tags=False) == untagged
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        ("**Answer:** $\\boxed{\\text{B}}$.", "B"),
+        ("# Final answer\n\nB", "B"),
+        ('```json\n{"answer": "B"}\n```', "B"),
+        ("```13 12```", "13 12"),  # its first word is no name of a language
+        ("The final answer is: **14**", "14"),
+        ("\\(12\\)", "12"),
+        ('"a" or "b"', '"a" or "b"'),
+        ("\\boxed{a} or \\boxed{b}", "\\boxed{a} or \\boxed{b}"),
+        ('{"answer": 1, "other": 2}', '{"answer": 1, "other": 2}'),
+        ("answer", "answer"),
+    ],
+)
+def test_what_stands_around_an_answer_is_taken_off(text, inner):
+    assert unwrap(text) == inner
+    assert unwrap(inner) == inner
 
 
 def test_number_words_are_parsed():
