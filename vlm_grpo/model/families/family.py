@@ -13,11 +13,10 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -426,12 +425,23 @@ def _probe_head(model: Any) -> tuple[float, float]:
     given = torch.tensor([[[2.0**-40, 2.0**40]]], dtype=torch.float64, device="cpu")
     below, head = model.base_model, model.get_output_embeddings()
     with (
-        patch.object(below, "forward", lambda *_, **__: _Outputs(last_hidden_state=given)),
-        patch.object(head, "forward", lambda _: given),
+        _replace_forward(below, lambda *_, **__: _Outputs(last_hidden_state=given)),
+        _replace_forward(head, lambda _: given),
     ):
         tokens = torch.zeros_like(given[:, :, 0], dtype=torch.long)
         low, high = model(input_ids=tokens, use_cache=False).logits.flatten().tolist()
     return low * 2**40, math.inf if math.isclose(high, low * 2**80, rel_tol=1e-3) else high
+
+
+@contextlib.contextmanager
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = {key: value for key, value in vars(module).items() if key == "forward"}
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        vars(module).update(own)
 
 
 @functools.cache
@@ -448,11 +458,12 @@ def _run_to(module: nn.Module, model: nn.Module, **arguments: Any) -> dict[str, 
     """Run a model until it calls ``module``, and return the arguments of that call."""
     reached: dict[str, Any] = {}
 
-    def stop(*_: Any, **kwargs: Any) -> None:
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reached.update(kwargs)
         raise _Border
 
-    with patch.object(module, "forward", stop), contextlib.suppress(_Border):
+    hook = module.register_forward_pre_hook(stop, with_kwargs=True)
+    with hook, contextlib.suppress(_Border):
         model(**arguments, use_cache=False)
     if not reached:
         raise NotImplementedError("the model does not call its language model")
