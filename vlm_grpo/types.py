@@ -17,7 +17,7 @@ from PIL import Image
 from vlm_grpo.media.images import DiffusionNoise, PatchMask, TableCell, decode_image
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn
-from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
+from vlm_grpo.utils.remote_calls import ValueCache, call_all, share_calls
 
 StopReason = Literal["eos", "stop", "length", "turns"]
 TARGET_COLUMN = "completion"
@@ -374,7 +374,7 @@ class Batch(Sequence[Candidate]):
         Returns:
             The value of each completion, or the exception that its call raised.
         """
-        calls = CachedCalls(ask, self.cache)
+        calls = share_calls(ask, self.cache)
         return call_all(lambda c: calls(build_request(c)), self, concurrency, seconds)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
+from vlm_grpo.utils.remote_calls import ValueCache, call_all, share_calls
 from vlm_grpo.utils.timing import CallTimeout, time_limit
 
 
@@ -94,7 +94,7 @@ def ask_in(path: Path | None, values: dict[str, float], requests: list[str]) -> 
         asked.append(request)
         return values[request]
 
-    calls = CachedCalls(ask, None if path is None else ValueCache(path))
+    calls = share_calls(ask, None if path is None else ValueCache(path))
     found = [calls(request) for request in requests]
     assert found == [values[request] for request in requests]
     return asked
@@ -119,7 +119,7 @@ def test_equal_requests_in_flight_share_one_call():
             raise ValueError("no verdict")
         return float(len(asked))  # a second call would give another value
 
-    calls = CachedCalls(ask, None)
+    calls = share_calls(ask, None)
     found = call_all(calls, ["same", "same", "same"], 3, 10.0)
     assert found == [1.0, 1.0, 1.0]
     failed = call_all(calls, ["bad", "bad"], 2, 10.0)
@@ -129,7 +129,7 @@ def test_equal_requests_in_flight_share_one_call():
 
 def test_failures_and_values_that_are_not_finite_are_not_kept(tmp_path):
     path = tmp_path / "rank-0.jsonl"
-    value, error = call_all(CachedCalls(float, ValueCache(path)), ["nan", "bad"], 1, 10.0)
+    value, error = call_all(share_calls(float, ValueCache(path)), ["nan", "bad"], 1, 10.0)
     assert isinstance(value, float)
     assert isinstance(error, ValueError)
     assert not path.exists()

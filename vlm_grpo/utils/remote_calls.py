@@ -61,44 +61,41 @@ def _open_cache(path: Path) -> ValueCache:
     return ValueCache(path)
 
 
-class CachedCalls:
-    """A function of requests that is called once for equal requests, from any thread.
+def share_calls(
+    function: Callable[[Any], float], cache: ValueCache | None
+) -> Callable[[Any], float]:
+    """Return the function such that it is called once for equal requests, from any thread.
 
     The function returns a number for a request, a value that JSON can hold. ``cache`` has earlier
-    values; None: equal requests share a call only within this object.
+    values; None: equal requests share a call only within what is returned.
     """
+    calls: dict[str, Future[float]] = {}
+    lock = threading.Lock()
+    if cache is not None:
+        cache.refresh()
 
-    def __init__(self, function: Callable[[Any], float], cache: ValueCache | None) -> None:
-        self.function, self.cache = function, cache
-        self._calls: dict[str, Future[float]] = {}
-        self._lock = threading.Lock()
-        if cache is not None:
-            cache.refresh()
-
-    def __call__(self, request: Any) -> float:
-        """Return the value for a request; raises whatever the function raises."""
+    def ask(request: Any) -> float:
         # Two functions may give a request different values.
-        asked = [getattr(self.function, "__qualname__", ""), request]
+        asked = [getattr(function, "__qualname__", ""), request]
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-        with self._lock:
-            known = self.cache.get(key) if self.cache is not None else None
+        with lock:
+            known = cache.get(key) if cache is not None else None
             if known is not None:
                 return known
-            is_first = key not in self._calls
-            call = self._calls.setdefault(key, Future())
+            is_first = key not in calls
+            call = calls.setdefault(key, Future())
         if is_first:
             try:
-                call.set_result(self._ask(key, request))
+                value = float(function(request))
+                if cache is not None and math.isfinite(value):
+                    with lock:
+                        cache.put(key, value)
+                call.set_result(value)
             except BaseException as error:  # those that wait for the same call must not hang
                 call.set_exception(error)
         return call.result()
 
-    def _ask(self, key: str, request: Any) -> float:
-        value = float(self.function(request))
-        if self.cache is not None and math.isfinite(value):
-            with self._lock:
-                self.cache.put(key, value)
-        return value
+    return ask
 
 
 def call_all(
