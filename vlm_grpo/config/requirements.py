@@ -36,21 +36,24 @@ class Requirement:
         return re.sub(r"\{.*?\}", "…", self.say.replace("{item}", items))
 
     def find(self, block: Any) -> Iterator[str]:
-        if not evaluate(parse(self.when), _Names(block)):
+        functions = {"changed": partial(_is_changed, block), "given": partial(_is_given, block)}
+        if not evaluate(parse(self.when), _Names(block, **functions)):
             return
         if self.of:
             for item in get(block, self.of):
-                yield self.say.format_map(_Values(block, item=item))
+                yield self.say.format_map(_Names(block, item=item))
         elif self.each:
             for key in filter(lambda key: _is_changed(block, key), self.each.split()):
                 owner, name = _split(block, key)
                 default = type(owner).model_fields[name].default
-                yield self.say.format_map(_Values(block, item=key, default=default))
+                yield self.say.format_map(_Names(block, item=key, default=default))
         else:
-            yield self.say.format_map(_Values(block))
+            yield self.say.format_map(_Names(block))
 
 
-class _Values(dict[str, Any]):
+class _Names(dict[str, Any]):
+    """The names in a row of a block: its settings, and others."""
+
     def __init__(self, block: Any, **others: Any) -> None:
         super().__init__(others)
         self._block = block
@@ -136,17 +139,6 @@ def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.Name(name):
             return names[name]
     raise ValueError(f"{ast.unparse(node)!r} is no condition")
-
-
-class _Names(dict[str, Any]):
-    """The names in a condition of a block: its settings, ``changed`` and ``given``."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__(changed=partial(_is_changed, block), given=partial(_is_given, block))
-        self._block = block
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(self._block, name)
 
 
 def _split(block: Any, key: str) -> tuple[Any, str]:

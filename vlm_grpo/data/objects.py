@@ -44,7 +44,7 @@ class Objects:
         """
         changes: dict[str, Any] = {}
         if self.task is not None:
-            changes |= name_task(self.task, settings.task_options)
+            changes |= _name_task(self.task, settings.task_options)
         sources = {}
         for split, rows in (("train", self.train), ("eval", self.eval)):
             if rows is not None:
@@ -76,15 +76,13 @@ def check_rows(name: str, rows: object) -> None:
     )
 
 
-def _describe(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def name_task(task: object, options: Mapping[str, Any]) -> dict[str, Any]:
+def _name_task(task: object, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings ``task`` and ``task_options`` of an object, equal in every process."""
     if isinstance(task, type) and issubclass(task, Task):
         return {"task": get_task_name(task), "task_options": dict(options)}
     if not isinstance(task, Task):
         raise UserError(f"task should be a subclass of Task or a task, not {task!r}")
-    own = to_jsonable_python(get_options(task), fallback=_describe)
+    own = to_jsonable_python(
+        get_options(task), fallback=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    )
     return {"task": get_task_name(type(task)), "task_options": own}

@@ -152,11 +152,6 @@ def _find_collapse(run: AlarmMonitor) -> Condition:
     return 1 - now / run.best, {"best": run.best, "now": now, "at": at}
 
 
-def _find_overfitting(run: AlarmMonitor) -> Condition:
-    """Return the gap of the primary metric between training and held-out examples."""
-    return _find_gap(run, run.get_primary)
-
-
 def _find_misrewarded(run: AlarmMonitor) -> Condition:
     """Return the gap between the reward, as a share of its maximum, and the held-out primary
     metric; 0 if that is overfitting."""
@@ -292,7 +287,7 @@ def _find_shortcut(run: AlarmMonitor) -> Condition:
 
 CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "collapse": _find_collapse,
-    "overfitting": _find_overfitting,
+    "overfitting": lambda run: _find_gap(run, run.get_primary),
     "reward without accuracy": _find_misrewarded,
     "groups without a reward": _find_unrewarded,
     "groups without a spread": _find_equal_rewards,

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -126,7 +127,10 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"there is no run folder {folder}")
     config_path = folder / "config.yaml"
     text = config_path.read_text("utf-8", errors="replace") if config_path.is_file() else ""
-    config, unreadable = _parse_mapping(text), 0
+    config, unreadable = None, 0
+    with suppress(yaml.YAMLError, ValueError, RecursionError):
+        config = yaml.safe_load(text)
+    config = config if isinstance(config, dict) else {}
     seed = config.get("seed")
     seed = seed if isinstance(seed, int) and seed >= 0 else 0
 
@@ -162,14 +166,6 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder, config, text, metrics, alarms, evaluations, samples, distributions, unreadable
     )
-
-
-def _parse_mapping(text: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _has_step(row: Row) -> bool:

@@ -61,7 +61,13 @@ class WorkerPool:
         if its worker ended; what loading the call raises, or ``WorkerError`` if that is a
         ``UserError``. ``UserError``: a part of the call cannot be sent.
         """
-        call = _Call(self._dump((function, tuple(arguments))), seconds)
+        try:
+            call = _Call(dump((function, tuple(arguments))), seconds)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"a call cannot be sent to the {self.work} workers ({error}): define what it needs "
+                "in a file of its own, or set rollout.reward_workers=0"
+            ) from error
         with self._lock:
             if self._crew is None:
                 self._crew = _Crew(self.workers, self.work)
@@ -81,15 +87,6 @@ class WorkerPool:
             if self._crew is not None:
                 self._close()
                 self._crew = None
-
-    def _dump(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
-        try:
-            return dump(call)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UserError(
-                f"a call cannot be sent to the {self.work} workers ({error}): define what it needs "
-                "in a file of its own, or set rollout.reward_workers=0"
-            ) from error
 
 
 def gather(futures: Iterable[Future[Any]]) -> list[Any]:
