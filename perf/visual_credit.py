@@ -37,8 +37,11 @@ RESULTS = Path(__file__).with_name("results") / "visual_credit.json"
 SUPERVISED_STEPS, SUPERVISED_ROWS = 40, 2048
 STEPS, EVERY, LAST = 60, 5, 20
 GAP = 0.1
-"""By how much held-out accuracy has fallen behind that of scenes like those of training."""
+"""By how much further than before training held-out accuracy has fallen behind that of scenes like
+those of training."""
 SHARE, AREA = "visual_credit/in_boxes", "visual_credit/box_area"
+GAIN = "visual_credit/gain_without_object"
+ALARMS = "shortcut", "learned without the object"
 WORLDS = {
     f"{level}, {share}": f"choices:{level},options=4,mark={share},held_out=false"
     for level, share in (
@@ -47,9 +50,10 @@ WORLDS = {
 }
 """The worlds, named by level and share of the training scenes with the shortcut."""
 SHORT = [
-    "data.eval_limit=100", f"optim.max_steps={STEPS}",
+    "data.eval_limit=400", f"optim.max_steps={STEPS}",
     "optim.prompts_per_step=16", "optim.lr=1e-4", "optim.schedule=constant_with_warmup",
-    "optim.warmup_steps=5", "warm_start=null", "methods=[visual_credit]",
+    "optim.warmup_steps=5", "warm_start=null",
+    "methods=[{file: visual_credit, options: {hide_object: true}}]",
     "logging.samples_every=0", "logging.trackers=[]",
 ]  # fmt: skip
 
@@ -104,7 +108,7 @@ def watch_all() -> Iterator[None]:
                 own = read(self, updates)
             finally:
                 visual_credit.measure_credit, visual_credit.cover_cells = library
-            found |= own | {f"{name}: {key}": value for key, value in own.items()}
+            found |= own | {f"{name}: {key}": own[key] for key in (SHARE, AREA) if key in own}
         maps = [own / own.sum() for own in self.maps.values() if own.any()]
         cells = np.mean(maps, 0).flat if maps else ()
         return found | {f"cell {number}": float(share) for number, share in enumerate(cells)}
@@ -123,8 +127,7 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     sources += [f"{{source: 'embedded:{held_out}', name: held_out}}"]
     name = re.sub(r"[^\w.]+", "-", f"{world}-{seed}")
     own = [f"name={name}", f"output_dir={folder}", f"model={prepare_model(folder)}"]
-    every = STEPS if like == held_out else EVERY  # both are the same scenes without a shortcut
-    changes = [*SHORT, f"data.eval=[{', '.join(sources)}]", f"evaluation.every={every}"]
+    changes = [*SHORT, f"data.eval=[{', '.join(sources)}]", f"evaluation.every={EVERY}"]
     own.append("resume=true")
     settings = load_settings("choice", [*changes, *own, f"seed={seed}"], data={"train": "python"})
     rows = draw_examples(like, SUPERVISED_ROWS + 1024)[SUPERVISED_ROWS:]
@@ -144,32 +147,37 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
         "settings": changes,
         "rewards": [round(row["reward"], 4) for row in metrics],
         "shares": [
-            {key: round(row[key], 4) for key in row if key.startswith((*DEFINITIONS, "cell "))}
+            {
+                key: round(row[key], 4)
+                for key in row
+                if key.startswith((*DEFINITIONS, "cell ", GAIN))
+            }
             for row in metrics
         ],
         **curves,
     }
 
 
-def find_alarm(run: dict[str, Any]) -> int | None:
-    """Return the step in which the alarm ``shortcut`` is raised first."""
+def find_alarm(run: dict[str, Any], name: str) -> int | None:
+    """Return the step in which an alarm is raised first."""
     monitor = AlarmMonitor({"exact": 1.0}, "exact", completions=128)
     first = next(iter(DEFINITIONS))
     for step, (reward, shares) in enumerate(zip(run["rewards"], run["shares"], strict=True)):
-        row = {key: shares[f"{first}: {key}"] for key in (SHARE, AREA) if shares}
-        if any(alarm["name"] == "shortcut" for alarm in monitor.update(row | {"reward": reward})):
+        row = {
+            key: shares[f"{first}: {key}"] for key in (SHARE, AREA) if f"{first}: {key}" in shares
+        }
+        row |= {key: shares[key] for key in (GAIN,) if key in shares}
+        if any(alarm["name"] == name for alarm in monitor.update(row | {"reward": reward})):
             return step
     return None
 
 
-def find_gaps(run: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the first evaluated step where held-out accuracy is behind by ``GAP``, and the first
-    of those from which on it is at every evaluation."""
-    pairs = [*zip(run["like"], run["held_out"], strict=True)]
-    behind = [(step, like - held >= GAP - 1e-9) for (step, like), (_, held) in pairs]
-    first = next((step for step, is_behind in behind if is_behind), None)
-    tail = [*itertools.takewhile(lambda pair: pair[1], reversed(behind))]
-    return first, tail[-1][0] if tail else None
+def find_gap(run: dict[str, Any], at_first: bool) -> int | None:
+    """Return the first evaluated step where the held-out accuracy is behind by ``GAP``, perhaps
+    besides what it was behind at first."""
+    gaps = [(step, a - b) for (step, a), (_, b) in zip(run["like"], run["held_out"], strict=True)]
+    least = GAP + gaps[0][1] * at_first
+    return next((step for step, gap in gaps if gap >= least - 1e-9), None)
 
 
 def find_share(
@@ -205,11 +213,9 @@ def correlate(runs: Sequence[dict[str, Any]], shares: Sequence[float]) -> str:
 
 
 def print_tables(runs: Sequence[dict[str, Any]]) -> None:
-    print(
-        "| world | held out, by seed | like training | share in boxes | alarm | "
-        "10 points behind | for good |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = ("world", "held out, by seed", "like training", "share in boxes")
+    columns += (*ALARMS, "10 points further behind", "10 points behind")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for name in WORLDS:
         own = [run for run in runs if run["world"] == name]
         if not own:
@@ -223,14 +229,21 @@ def print_tables(runs: Sequence[dict[str, Any]]) -> None:
             statistics.fmean(100 * find_share(run, "norm", last=n) for run in own)
             for n in (-LAST, LAST)
         )
-        steps = [(find_alarm(run), *find_gaps(run)) for run in own]
-        alarms, first_gaps, gaps = (
-            ", ".join("–" if step is None else str(step) for step in found)
+        steps = [
+            [
+                *(find_alarm(run, alarm) for alarm in ALARMS),
+                find_gap(run, True),
+                find_gap(run, False),
+            ]
+            for run in own
+        ]
+        cells = (
+            ", ".join("–" if s is None else str(s) for s in found)
             for found in zip(*steps, strict=True)
         )
         print(
             f"| {name} | {start:.1f} → {held} | {like} | {first:.1f} → {last:.1f} % | "
-            f"{alarms} | {first_gaps} | {gaps} |"
+            f"{' | '.join(cells)} |"
         )
     print("\n| definition | Spearman | Pearson |\n| --- | --- | --- |")
     for name, is_relative in itertools.product(DEFINITIONS, (False, True)):

@@ -1,10 +1,11 @@
 """The parts of an image that an answer needs, as boxes in the row's column ``evidence``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageStat
 
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.task.coordinates import Box, gold_boxes
@@ -48,6 +49,20 @@ def mask_beyond_boxes(image: ImageRef, boxes: Sequence[Box], margin: float) -> I
     for part in _extend(image, boxes, margin):
         shown.paste(picture.crop(part), part)
     return _make_image(f"{image.name}, masked", shown)
+
+
+def hide_boxes(image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
+    """Return the image with its mean color in place of what the boxes show."""
+    shown = image.load().copy()
+    mean = tuple(map(round, ImageStat.Stat(shown).mean))
+    for part in _extend(image, boxes, 0.0):
+        shown.paste(mean, part)
+    return _make_image(f"{image.name}, without its boxes", shown)
+
+
+def replace_image(example: Example, old: ImageRef, new: ImageRef) -> Example:
+    """Return the example with another image in the place of one of its own."""
+    return replace(example, images=tuple(new if i is old else i for i in example.images))
 
 
 def _extend(

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -273,6 +274,17 @@ def _find_unused(run: AlarmMonitor) -> Condition:
     return (1 - now / before if before >= 0.05 else 0.0), {"before": before}
 
 
+def _find_learned_elsewhere(run: AlarmMonitor) -> Condition:
+    """Return by how much right answers have gained on wrong ones without the object: the mean of
+    recent steps less its standard error."""
+    name, recent = "visual_credit/gain_without_object", [*run.last][-WINDOW // 2 :]
+    known = [value for row in recent if isinstance(value := row.get(name), float)]
+    if len(known) < WINDOW // 4:
+        return math.nan, {}
+    gain, error = fmean(known), stdev(known) / len(known) ** 0.5
+    return gain - error, {"factor": math.exp(gain), "recent": run.window(WINDOW // 2)}
+
+
 def _find_shortcut(run: AlarmMonitor) -> Condition:
     """Return by which share the recent visual credit in gold boxes, over their share of the image,
     is below 1, or below half of its excess over 1 at first, while the reward rises; else 0."""
@@ -301,6 +313,7 @@ CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "reward fails": _find_failures,
     "no calls": _find_unused,
     "calls fail": lambda run: (run.recent("tools/errors", SHORT), {}),
+    "learned without the object": _find_learned_elsewhere,
     "shortcut": _find_shortcut,
 }
 """The condition of each alarm of ``alarms.yaml``."""

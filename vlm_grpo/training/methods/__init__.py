@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -85,6 +85,18 @@ class Passes:
     slices: Sequence[GroupSlice]  # this rank's completions by group
     strategy: Strategy
     max_tokens: int  # number of tokens to score at once
+
+    def behind(self, change: Callable[[Example], Example | None]) -> list[GroupSlice]:
+        """Return the completions of the prompts that have another form, behind it."""
+        changed, prompts = list[GroupSlice](), self.strategy.policy.prompts
+        for piece in self.slices:
+            if (seen := change(piece.prompt.example)) is not None:
+                try:
+                    seen = prompts.with_resized_sizes(seen)
+                except ValueError as error:
+                    raise UserError(f"{seen.name}: its evidence: {error}") from error
+                changed.append(replace(piece, prompt=prompts.encode_text(seen, piece.prompt.text)))
+        return changed
 
     def logprobs(self, *arguments: Any, **others: Any) -> Tensor:
         """Return log-probs of the step's tokens, (T,); arguments as in ``score``."""

@@ -7,7 +7,6 @@ learns to see in the whole image what it sees in the part.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,15 @@ from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.evidence import crop_to_boxes, list_boxes, list_evidence, mask_beyond_boxes
+from vlm_grpo.data.evidence import (
+    crop_to_boxes,
+    list_boxes,
+    list_evidence,
+    mask_beyond_boxes,
+    replace_image,
+)
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values, is_masked
@@ -83,23 +87,12 @@ class Distillation(Method):
     def covers(self, group: Group) -> bool:
         return self._has_view(group.prompt.example)
 
-    def _change_prompts(self, slices: Sequence[GroupSlice]) -> Sequence[GroupSlice]:
-        """Return the groups that have a teacher, behind what it sees."""
-        if self.own.teacher_prompt == "same":
-            return slices
-        changed, prompts = [], self.run.policy.prompts
-        for piece in slices:
-            example, text = piece.prompt.example, piece.prompt.text
-            if boxes := self._find_boxes(example):
-                target = self._target(example)
-                image = self._show(target, boxes)
-                images = (image if other is target else other for other in example.images)
-                try:
-                    seen = prompts.with_resized_sizes(replace(example, images=tuple(images)))
-                except ValueError as error:
-                    raise UserError(f"{example.name}: its evidence: {error}") from error
-                changed.append(replace(piece, prompt=prompts.encode_text(seen, text)))
-        return changed
+    def _change(self, example: Example) -> Example | None:
+        """Return the example as the teacher sees it; None: it has no teacher."""
+        if not (boxes := self._find_boxes(example)):
+            return None
+        target = self._target(example)
+        return replace_image(example, target, self._show(target, boxes))
 
     def _show(self, image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
         """Return the image as the teacher sees it."""
@@ -107,7 +100,8 @@ class Distillation(Method):
         return show(image, boxes, self.own.margin)
 
     def score(self, passes: Passes) -> Values:
-        slices = self._change_prompts(passes.slices)
+        is_same = self.own.teacher_prompt == "same"
+        slices = passes.slices if is_same else passes.behind(self._change)
         weights = None if self.snapshot is None else self.snapshot.in_place()
         count = self.own.topk if self.own.loss == "jensen_shannon" else 0
         sampled = passes.rollout.sampler_logprobs

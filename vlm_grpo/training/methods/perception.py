@@ -8,7 +8,6 @@ need one more pass without gradient, behind the masked images.
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -18,11 +17,10 @@ from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.media.images import PatchMask
-from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes
 from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, image_dependency
-from vlm_grpo.types import Group
+from vlm_grpo.types import Example, Group
 
 
 class Perception(Method):
@@ -34,20 +32,13 @@ class Perception(Method):
     def score(self, passes: Passes) -> Values:
         """Score the completions behind masked images; without images they count as unchanged."""
         rollout = passes.rollout
-        behind = self._mask_images(passes.slices, rollout.step)
-        return {"masked_logprobs": passes.logprobs(behind, rollout.sampler_logprobs)}
 
-    def _mask_images(self, slices: Sequence[GroupSlice], step: int) -> list[GroupSlice]:
-        """Return the groups that have images, behind masked copies of these."""
-        prompts, masked = self.run.policy.prompts, []
-        for piece in slices:
-            example = piece.prompt.example
-            if example.images:
-                seed = self.run.settings.seed, step, zlib.crc32(example.id.encode())
-                mask = PatchMask(self.own.mask_ratio, self.own.patch_size, seed)
-                prompt = prompts.encode_text(example.with_noise(mask), piece.prompt.text)
-                masked.append(replace(piece, prompt=prompt))
-        return masked
+        def mask(example: Example) -> Example | None:
+            seed = self.run.settings.seed, rollout.step, zlib.crc32(example.id.encode())
+            change = PatchMask(self.own.mask_ratio, self.own.patch_size, seed)
+            return example.with_noise(change) if example.images else None
+
+        return {"masked_logprobs": passes.logprobs(passes.behind(mask), rollout.sampler_logprobs)}
 
     def weigh_tokens(self, rollout: Rollout, scores: Values) -> Tensor | None:
         if not self.own.weighs_tokens:

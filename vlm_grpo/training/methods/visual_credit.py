@@ -6,6 +6,10 @@ image token, is the token's credit: how much the loss depends on what is seen th
 a map; its share inside the gold boxes, beside the share of the image that these cover, shows
 whether the reward is earned by what the question is about. The vision tower needs no gradient for
 it, and those of the weights stay what they are.
+
+With ``hide_object`` each step also scores its completions behind images without what the gold boxes
+show, with the present weights and with those at the start. Where right answers become likelier than
+wrong ones there, too, the run learns them from something else.
 """
 
 from __future__ import annotations
@@ -15,17 +19,20 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from PIL import Image
 
 from vlm_grpo.config.methods import MethodSettings
+from vlm_grpo.data.evidence import hide_boxes, replace_image
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.model.families.family import Unit
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.training.batch import Rollout
-from vlm_grpo.training.methods import Method, Run
+from vlm_grpo.training.batch import Rollout, Values
+from vlm_grpo.training.methods import Method, Passes, Run
+from vlm_grpo.training.snapshot import Snapshot
 from vlm_grpo.types import Example, ImageRef
 
 CELLS = 8
@@ -34,13 +41,27 @@ COLOR = (255, 110, 0)
 
 
 class VisualCreditSettings(MethodSettings):
-    """The method has no options."""
+    """Maps of what a step learns from, and what it learns without the object."""
+
+    hide_object: bool = False
+    """True: two passes without gradient behind images in which the gold boxes are filled with the
+    mean color measure what right answers gain there, for the alarm ``shortcut``."""
+
+    @property
+    def extra_model(self) -> str | None:
+        return "" if self.hide_object else None
+
+    @property
+    def extra_passes(self) -> int:
+        return int(self.hide_object)
 
 
 class VisualCredit(Method):
     """A map of the loss's gradient over the images of a step, and its share inside gold boxes."""
 
     name, has_videos = "visual_credit", False
+    own: VisualCreditSettings
+    slope: float | None = None  # of the last step's gains over its rewards, without the object
     maps: Mapping[ImageRef, Float[np.ndarray, "rows columns"]]
     examples: Sequence[Example] = ()
 
@@ -52,9 +73,43 @@ class VisualCredit(Method):
         super().start(run)
         if not run.policy.shared:
             raise UserError("methods: visual_credit needs policy.engine=shared")
+        if self.own.hide_object:
+            self.snapshot = Snapshot(run.strategy)
 
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         self.examples = [group.prompt.example for group in rollout.groups]
+        if self.snapshot is not None and rollout.step == self.run.settings.supervised_steps:
+            self.snapshot.move()
+
+    def score(self, passes: Passes) -> Values:
+        """Find the slope of the completions' gains over their rewards, behind images without the
+        object; for rewards of 0 and 1, the mean gain of right answers less that of wrong ones.
+
+        A gain is by how much a log-prob has risen since the first sampled step. Completions without
+        an answer are left out: others gain on them while the model learns the format.
+        """
+        if self.snapshot is None:
+            return {}
+        rollout, slices = passes.rollout, passes.behind(self._hide)
+        unseen = torch.zeros(rollout.layout.total)
+        now = passes.logprobs(slices, unseen)
+        gains = now - passes.logprobs(slices, unseen, self.snapshot.in_place())
+        own = [part.sum().item() for part in rollout.layout.split(gains.cpu())]
+        scores = [score for group in rollout.groups for score in group.scores]
+        rows = [row for piece in slices for row in piece.rows if row < len(scores)]
+        rows = [row for row in rows if scores[row].answer is not None]
+        pairs = [(scores[row].total, own[row]) for row in rows if scores[row].total is not None]
+        rewards, found = np.array(gather_object(pairs)).reshape(-1, 2).T
+        spread = rewards - rewards.mean() if len(rewards) else rewards
+        self.slope = float(spread @ found / (spread @ spread)) if spread.any() else None
+        return {}
+
+    def _hide(self, example: Example) -> Example | None:
+        boxes = self.run.task.gold_boxes(example) if example.images else ()
+        if not boxes:
+            return None
+        target = self.run.task.target_image(example)
+        return replace_image(example, target, hide_boxes(target, boxes))
 
     def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> dict[str, float]:
         family, processor = self.run.policy.family, self.run.policy.prompts.processor
@@ -76,7 +131,10 @@ class VisualCredit(Method):
         if not (every := gather_object([share for share in shares if share is not None])):
             return {}
         inside, area = map(fmean, zip(*every, strict=True))
-        return {"visual_credit/in_boxes": inside, "visual_credit/box_area": area}
+        metrics = {"visual_credit/in_boxes": inside, "visual_credit/box_area": area}
+        if self.slope is not None:
+            metrics["visual_credit/gain_without_object"] = self.slope
+        return metrics
 
     def _find_shares(self, example: Example) -> tuple[float, float] | None:
         """Return the shares of the credit and of the image that are in an example's gold boxes."""
