@@ -88,7 +88,8 @@ class Passes:
 
     def behind(self, change: Callable[[Example], Example | None]) -> list[GroupSlice]:
         """Return the completions of the prompts that have another form, behind it."""
-        changed, prompts = list[GroupSlice](), self.strategy.policy.prompts
+        changed: list[GroupSlice] = []
+        prompts = self.strategy.policy.prompts
         for piece in self.slices:
             if (seen := change(piece.prompt.example)) is not None:
                 try:
