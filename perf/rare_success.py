@@ -1,4 +1,4 @@
-"""Held-out accuracy of methods where right answers are rare, at equal processor time.
+"""Held-out accuracy of methods where right answers are rare, at equal time, tokens and samples.
 
     OMP_NUM_THREADS=1 python perf/rare_success.py
 
@@ -63,6 +63,9 @@ SUPERVISED = 30
 """Supervised steps, with a weight of 0.15 of whole images beside 1 of crops."""
 EVERY, PROMPTS = 20, 8
 """Steps between two evaluations; prompts of a step with 8 completions each."""
+COMPLETIONS = 8 * PROMPTS
+UNITS = "cpu_seconds", "tokens", "samples"
+"""Of what the compared runs have taken equally much."""
 SHARED = ["rollout.max_completion_length=12", "logging.samples_every=0", "logging.trackers=[]"]
 SHORT = [
     "optim.schedule=constant_with_warmup", "optim.warmup_steps=5", "data.eval_limit=200",
@@ -143,6 +146,8 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
         "seed": seed,
         "settings": changes,
         "cpu_seconds": round(seconds, 1),
+        "tokens": count_tokens(settings.run_dir),
+        "samples": COMPLETIONS * steps,
         "right": {
             int(path.stem.partition("-")[2]): "".join(
                 str(int(value)) for value in find_right(map(json.loads, path.open()))
@@ -152,11 +157,19 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def values_at(run: dict[str, Any], seconds: float) -> np.ndarray:
-    """Return the value of each held-out example after some processor seconds, (n,), between two
-    evaluations; the last ones if the run took less."""
+def count_tokens(run_dir: Path) -> int:
+    """Count the tokens that the model read or sampled in the steps of a run, all passes together;
+    a token that is read for several completions at once is one."""
+    rows = [*map(json.loads, (run_dir / "metrics.jsonl").open())]
+    sampled = sum(row["completions/mean_length"] for row in rows) * COMPLETIONS
+    return round(sampled + sum(r["work/prefill_tokens"] + r["work/update_tokens"] for r in rows))
+
+
+def values_at(run: dict[str, Any], amount: float, unit: str = "cpu_seconds") -> np.ndarray:
+    """Return the value of each held-out example, (n,), after some processor seconds, tokens or
+    samples, between two evaluations; the last ones if the run took less."""
     curve = [[int(step), np.array([*map(int, right)])] for step, right in run["right"].items()]
-    return np.asarray(value_at({**run, "held_out": curve}, seconds))
+    return np.asarray(value_at({"cpu_seconds": run[unit], "held_out": curve}, amount))
 
 
 def find_interval(changes: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -180,9 +193,9 @@ def format_table(runs: list[dict[str, Any]]) -> str:
         if run["method"] == "start"
     ]
     rows += [
-        "| world | method | held-out after, by seed | time of the steps | compared after | "
-        "change from grpo at equal time |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| world | method | held-out after, by seed | time, tokens | change from grpo at equal "
+        "time | at equal tokens | at equal samples |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = {(run["world"], run["method"], run["seed"]): run for run in drop_starts(runs)}
     for name, method in itertools.product(WORLDS, METHODS):
@@ -205,18 +218,22 @@ def _describe(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     ends = [100 * values_at(run, run["cpu_seconds"]).mean() for run, _ in pairs]
     start = statistics.fmean(100 * values_at(run, 0).mean() for run, _ in pairs)
     listed = f"{start:.1f} → {', '.join(f'{end:.1f}' for end in ends)}"
-    seconds = statistics.fmean(run["cpu_seconds"] for run, _ in pairs)
+    seconds, tokens = (statistics.fmean(run[unit] for run, _ in pairs) for unit in UNITS[:2])
+    taken = f"{listed} | {seconds:.0f} s, {tokens / 1000:.0f} k"
     if all(run is plain for run, plain in pairs):
-        return f"{listed} | {seconds:.0f} s | – | –"
-    # With the same seed, after as much time as the shorter of the two runs took.
-    times = [min(run["cpu_seconds"], plain["cpu_seconds"]) for run, plain in pairs]
+        return f"{taken} | – | – | –"
+    return f"{taken} | {' | '.join(_compare(pairs, unit) for unit in UNITS)}"
+
+
+def _compare(pairs: list[tuple[dict[str, Any], dict[str, Any]]], unit: str) -> str:
+    """Format the change from runs with the same seeds, after as much as the one with less took."""
+    amounts = [min(run[unit], plain[unit]) for run, plain in pairs]
     changes = [
-        100 * (values_at(run, time) - values_at(plain, time))
-        for (run, plain), time in zip(pairs, times, strict=True)
+        100 * (values_at(run, amount, unit) - values_at(plain, amount, unit))
+        for (run, plain), amount in zip(pairs, amounts, strict=True)
     ]
     low, high = find_interval(changes)
-    change = f"{np.mean(changes):+.1f} [{low:+.1f}, {high:+.1f}]"
-    return f"{listed} | {seconds:.0f} s | {statistics.fmean(times):.0f} s | {change}"
+    return f"{np.mean(changes):+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def plot(runs: list[dict[str, Any]]) -> None:

@@ -57,6 +57,7 @@ PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refre
         ({"distillation": {"topk": 5}}, "topk has no effect with loss=reverse_kl"),
         ({"distillation": {"teacher": "a", "teacher_update_rate": 0.5}}, "weights of teacher=a"),
         ({"distillation": {"margin": 0.5}}, "no effect with teacher_prompt=same"),
+        ({"distillation": {"boxes": "own"}}, "boxes=own needs teacher_prompt=mask"),
         ({"perception": {}}, "set its kl_coef \\(PAPO\\), or its top_share"),
         ({"perception": {"top_share": 0.4}, **ONLY}, "perception would change: remove them, or"),
         ({"top_entropy_quantile": 0.2, **ONLY}, "top_entropy_quantile would change"),

@@ -77,7 +77,8 @@ def compare_with_one_process(results: Results) -> None:
                 of_examples = [n for n in a["metrics"] if n.startswith(OF_EXAMPLES)]
                 names = {*names, "mean_token_accuracy", "grad_norm"} & a["metrics"].keys()
                 for name in [*names, *of_examples]:
-                    value = pytest.approx(a["metrics"][name], rel=1e-4, abs=1e-6)
+                    least = 1e-4 if name.endswith("gain_without_object") else 1e-6  # a difference
+                    value = pytest.approx(a["metrics"][name], rel=1e-4, abs=least)
                     assert b["metrics"][name] == value, (launch, case, name)
 
 

@@ -163,7 +163,9 @@ UNEVEN: dict[str, dict[str, Any]] = {
         "objective": {"loss_type": "dr_grpo"},
         "rollout": {"stop": [*"abcdefghijklmnopqrst"]},
     },
-    "crops for a part of each group, and credit": {"methods": ["crop_rollouts", "visual_credit"]},
+    "crops for a part of each group, and credit": {
+        "methods": ["crop_rollouts", {"file": "visual_credit", "options": {"hide_object": True}}]
+    },
     # The first row has no image, so no rank ever has one; every rank has the same example.
     "one example": {"data": {"train_limit": 1}},
     # Completions of one token that stop at once have equal rewards: no group has an advantage.

@@ -109,6 +109,7 @@ FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
     "reward fails": {"rewards/format/failed": lambda t: 30 * t},
     "no calls": {"tools/calls": lambda t: 1.5 * (t < 0.5)},
     "calls fail": {"tools/errors": lambda t: t},
+    "learned without the object": {"visual_credit/gain_without_object": lambda t: 0.3 * t},
     "shortcut": {
         "visual_credit/in_boxes": lambda t: 0.35 - 0.25 * t,
         "visual_credit/box_area": lambda t: 0.2,
@@ -154,6 +155,9 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
     "credit spreads": {
         "visual_credit/in_boxes": lambda t: 0.35 - 0.05 * t,
         "visual_credit/box_area": lambda t: 0.2,
+    },
+    "right answers gain without the object in few steps": {
+        "visual_credit/gain_without_object": lambda t: 0.5 * math.sin(1e4 * t),
     },
     "credit is elsewhere, and nothing is learned": {
         **FAILURES["shortcut"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +15,14 @@ from tiny_models import noise_example, tiny_model
 from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.data.evidence import mask_beyond_boxes
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.plan import plan
-from vlm_grpo.training.methods import build_methods
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.batch import Rollout, TokenLayout, score_slices
+from vlm_grpo.training.methods import Passes, build_methods
 from vlm_grpo.training.methods.distillation import Distillation, load_teacher
 from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
 
@@ -55,6 +60,29 @@ def build(folder: Path, name: str, **changes: Any) -> Path:
     model.save_pretrained(folder / name)
     processor.save_pretrained(folder / name)
     return folder / name
+
+
+def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path):
+    student, teacher = build(tmp_path, "student"), build(tmp_path, "a teacher")
+    settings = load_settings(
+        "counting", [f"model={student}", f"objective.distillation.teacher={teacher}"]
+    )
+    policy, alone = (
+        load_policy(settings),
+        load_policy(load_settings("counting", [f"model={teacher}"])),
+    )
+    found = load_teacher(settings, str(teacher), policy)
+    assert not found.trainable_parameters()
+    task = policy.prompts.adapt(load_task("counting"))
+    prompt = policy.prompts.build(noise_example("a", [(56, 28)], seed=1), task)
+    tokens = ((5, 6, 7), (8,), (9, 10))
+    piece = GroupSlice(prompt, tokens, (0, 1, 2))
+    logprobs = score_slices(found, [piece], TokenLayout.of([3, 1, 2]), 10_000).logprobs
+    torch.testing.assert_close(logprobs, alone.score(MicroBatch((piece,))).logprobs.detach())
+    counters = found.counters
+    assert counters.encoder_passes == 1
+    assert counters.update_tokens == len(prompt.token_ids) + 2 + 0 + 1
+    assert build_methods(load_settings("counting")) == {}
 
 
 def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path):
@@ -96,6 +124,49 @@ def test_the_teacher_sees_the_part_around_all_boxes_or_only_what_is_inside():
     for x1, y1, x2, y2 in ((10, 15, 50, 35), (20, 30, 60, 70)):
         shown[y1:y2, x1:x2] = pixels[y1:y2, x1:x2]
     assert (np.asarray(mask.load()) == shown).all()
+
+
+def test_the_teacher_sees_what_is_inside_the_boxes_of_the_best_answer(settings, monkeypatch):
+    run = settings(
+        task="grounding", data={"train": "embedded:grounding"}, task_options={"instruction": None},
+        objective={"distillation": {"teacher_prompt": "mask", "boxes": "own", "margin": 0}},
+    )  # fmt: skip
+    trainer, seen = make_trainer(run), list[Any]()
+    first, *others = trainer.sampler.sample(0).groups
+    scores = [
+        replace(score, answer=answer, total=total)
+        for score, answer, total in zip(
+            first.scores,
+            ([(0.0, 0.0, 9.0, 9.0)], [(5.0, 6.0, 20.0, 30.0)], None, [(1.0, 1.0, 2.0, 2.0)]),
+            (0.2, 0.7, 0.9, None),
+            strict=True,
+        )
+    ]
+    silent = [
+        replace(group, scores=tuple(replace(s, answer=None) for s in group.scores))
+        for group in others
+    ]
+    rollout = Rollout((replace(first, scores=tuple(scores)), *silent))
+    score = Passes.score
+    monkeypatch.setattr(
+        Passes,
+        "score",
+        lambda self, slices, *rest: seen.extend(slices) or score(self, slices, *rest),
+    )
+    found = trainer.updater.score(rollout)["teacher_logprobs"]
+    (piece,) = seen  # the other groups have no answer, and no teacher
+    image, shown = first.prompt.example.images[0], piece.prompt.example.images[0]
+    expected = mask_beyond_boxes(image, [(5.0, 6.0, 20.0, 30.0)], 0)
+    assert (np.asarray(shown.load()) == np.asarray(expected.load())).all()
+    method = cast("Any", trainer.methods["distillation"])
+    assert [method.covers(group) for group in rollout.groups] == [True, False, False]
+    rest = slice(sum(len(c.token_ids) for c in first.completions), None)
+    assert torch.equal(found[rest].cpu(), rollout.sampler_logprobs[rest])
+
+
+def test_a_crop_without_evidence_is_refused(settings):
+    with pytest.raises(UserError, match="teacher_prompt=crop has no effect: no training example"):
+        make_trainer(settings(objective={"distillation": {"teacher_prompt": "crop"}}))
 
 
 def test_tokens_of_high_and_of_low_gain_count_equally_unless_all_are_high(settings):

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small_runs import make_trainer
 
+from vlm_grpo.errors import UserError
+from vlm_grpo.media.images import encode_png
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.report import build_report
+from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 from vlm_grpo.training.trainer import train
 from vlm_grpo.training.update import Updater
+from vlm_grpo.types import ImageRef
 
 
 def test_credit_is_the_norm_over_all_layers_that_get_features():
@@ -111,3 +119,56 @@ def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
     row = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert 0 < row["visual_credit/in_boxes"] < 1
     assert 0.05 < row["visual_credit/box_area"] < 0.5  # shapes of a quarter of the sides or more
+
+
+def test_gains_without_the_object_are_compared_with_rewards(settings, monkeypatch):
+    run = settings(
+        methods=[{"file": "visual_credit", "options": {"hide_object": True}}],
+        data={"train": "embedded:grounding", "train_limit": 12},
+    )
+    trainer, rollouts = make_trainer(run), list[Any]()
+    policy, score = trainer.policy, trainer.updater.score
+
+    def keep(rollout: Rollout) -> Any:
+        group, *others = rollout.groups
+        scores = (replace(group.scores[0], answer=None), *group.scores[1:])
+        rollouts.append(replace(rollout, groups=(replace(group, scores=scores), *others)))
+        return score(rollouts[-1])
+
+    monkeypatch.setattr(trainer.updater, "score", keep)
+    first = {name: value.detach().clone() for name, value in policy.model.state_dict().items()}
+    name = "visual_credit/gain_without_object"
+    assert trainer.step()[name] == 0.0  # the weights are those at the start
+    now = {name: value.detach().clone() for name, value in policy.model.state_dict().items()}
+    found = trainer.step()[name]
+    gains, rewards = [], []
+    for group in rollouts[1].groups:
+        example, prompt = group.prompt.example, group.prompt
+        (image,) = example.images
+        pixels = np.array(image.load())
+        for x1, y1, x2, y2 in example.answer["boxes"]:
+            mean = np.array(image.load()).mean((0, 1)).round()
+            pixels[int(y1) : math.ceil(y2), int(x1) : math.ceil(x2)] = mean
+        shown = ImageRef("hidden", image.size, image.size, data=encode_png(Image.fromarray(pixels)))
+        hidden = replace(example, images=(shown,))
+        hidden = policy.prompts.with_resized_sizes(hidden)
+        for completion, own in zip(group.completions, group.scores, strict=True):
+            behind = policy.prompts.encode_text(hidden, prompt.text)
+            piece = GroupSlice(behind, (completion.token_ids,), (0,))
+            sums = []
+            for weights in (now, first):
+                policy.model.load_state_dict(weights)
+                policy.engine.clear_image_features()
+                sums.append(policy.score(MicroBatch((piece,))).logprobs.sum().item())
+            if own.answer is not None:
+                gains.append(sums[0] - sums[1])
+                rewards.append(own.total)
+    slope = np.polyfit(rewards, gains, 1)[0]
+    assert abs(slope) > 1e-3
+    assert found == pytest.approx(slope, rel=1e-3)
+
+
+def test_prompts_that_are_repeated_are_refused(settings):
+    policy = {"dtype": "float32", "engine": "repeated"}
+    with pytest.raises(UserError, match=r"needs policy\.engine=shared"):
+        make_trainer(settings(methods=["visual_credit"], policy=policy))

@@ -86,12 +86,13 @@ class Passes:
     strategy: Strategy
     max_tokens: int  # number of tokens to score at once
 
-    def behind(self, change: Callable[[Example], Example | None]) -> list[GroupSlice]:
-        """Return the completions of the prompts that have another form, behind it."""
+    def behind(self, change: Callable[[Group], Example | None]) -> list[GroupSlice]:
+        """Return the completions of the groups whose example has another form, behind it."""
         changed: list[GroupSlice] = []
         prompts = self.strategy.policy.prompts
-        for piece in self.slices:
-            if (seen := change(piece.prompt.example)) is not None:
+        groups = (*self.rollout.groups, *self.rollout.recalled)
+        for group, piece in zip(groups, self.slices, strict=True):
+            if (seen := change(group)) is not None:
                 try:
                     seen = prompts.with_resized_sizes(seen)
                 except ValueError as error:

@@ -20,6 +20,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.evidence import (
     crop_to_boxes,
+    holds_boxes,
     list_boxes,
     list_evidence,
     mask_beyond_boxes,
@@ -28,7 +29,7 @@ from vlm_grpo.data.evidence import (
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.task.coordinates import Box
+from vlm_grpo.task.coordinates import Box, gold_boxes
 from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
@@ -58,13 +59,15 @@ class Distillation(Method):
             self.teacher = load_teacher(run.settings, self.own.teacher, run.policy)
         else:
             self.snapshot = Snapshot(run.strategy)
-        if not any(map(self._has_view, run.stream.examples)):
-            prompt = self.own.teacher_prompt
-            column = "evidence" if prompt == "crop" else "evidence or an answer"
-            raise UserError(
-                f"objective.distillation.teacher_prompt={prompt} has no effect: no training "
-                f"example has {column} with boxes in pixels of its image"
-            )
+        examples, prompt = run.stream.examples, self.own.teacher_prompt
+        if prompt == "same" or any(map(self._find_row_boxes, examples)):
+            return
+        column = "evidence" if prompt == "crop" else "evidence or an answer"
+        column = "an answer" if self.own.boxes == "own" else column
+        raise UserError(
+            f"objective.distillation.teacher_prompt={prompt} has no effect: no training "
+            f"example has {column} with boxes in pixels of its image"
+        )
 
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         """Move the teacher towards the policy of the last step; at first, to it."""
@@ -72,24 +75,31 @@ class Distillation(Method):
             is_first = rollout.step == self.run.settings.supervised_steps
             self.snapshot.move(1.0 if is_first else self.own.teacher_update_rate)
 
-    def _has_view(self, example: Example) -> bool:
-        return self.own.teacher_prompt == "same" or bool(self._find_boxes(example))
-
-    def _find_boxes(self, example: Example) -> tuple[Box, ...]:
+    def _find_row_boxes(self, example: Example) -> tuple[Box, ...]:
+        """Return the boxes of the row; with those of the policy, which rows lead to some."""
         if not example.images or self._target(example).kind != "image":
             return ()
-        takes_answer = self.own.teacher_prompt == "mask"
-        return list_evidence(example) or (list_boxes(example) if takes_answer else ())
+        answered = () if self.own.teacher_prompt == "crop" else list_boxes(example)
+        return answered if self.own.boxes == "own" else list_evidence(example) or answered
+
+    def _find_boxes(self, group: Group) -> tuple[Box, ...]:
+        found = self._find_row_boxes(group.prompt.example)
+        if self.own.boxes == "own" and found:
+            every = [s for s in group.scores if s.total is not None and holds_boxes(s.answer)]
+            best = max(every, key=lambda score: score.total or 0.0, default=None)
+            return () if best is None else gold_boxes({"boxes": best.answer})
+        return found
 
     def _target(self, example: Example) -> ImageRef:
         return self.run.task.resolve(example)[1].target_image(example)
 
     def covers(self, group: Group) -> bool:
-        return self._has_view(group.prompt.example)
+        return self.own.teacher_prompt == "same" or bool(self._find_boxes(group))
 
-    def _change(self, example: Example) -> Example | None:
-        """Return the example as the teacher sees it; None: it has no teacher."""
-        if not (boxes := self._find_boxes(example)):
+    def _change(self, group: Group) -> Example | None:
+        """Return the group's example as the teacher sees it; None: it has no teacher."""
+        example = group.prompt.example
+        if not (boxes := self._find_boxes(group)):
             return None
         target = self._target(example)
         return replace_image(example, target, self._show(target, boxes))

@@ -33,7 +33,8 @@ class Perception(Method):
         """Score the completions behind masked images; without images they count as unchanged."""
         rollout = passes.rollout
 
-        def mask(example: Example) -> Example | None:
+        def mask(group: Group) -> Example | None:
+            example = group.prompt.example
             seed = self.run.settings.seed, rollout.step, zlib.crc32(example.id.encode())
             change = PatchMask(self.own.mask_ratio, self.own.patch_size, seed)
             return example.with_noise(change) if example.images else None

@@ -33,7 +33,7 @@ from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.snapshot import Snapshot
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, Group, ImageRef
 
 CELLS = 8
 """Parts of an image token's side, to which the share of it that a box covers is rounded."""
@@ -104,7 +104,8 @@ class VisualCredit(Method):
         self.slope = float(spread @ found / (spread @ spread)) if spread.any() else None
         return {}
 
-    def _hide(self, example: Example) -> Example | None:
+    def _hide(self, group: Group) -> Example | None:
+        example = group.prompt.example
         boxes = self.run.task.gold_boxes(example) if example.images else ()
         if not boxes:
             return None
