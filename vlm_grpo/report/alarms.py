@@ -275,14 +275,13 @@ def _find_unused(run: AlarmMonitor) -> Condition:
 
 
 def _find_learned_elsewhere(run: AlarmMonitor) -> Condition:
-    """Return by how much right answers have gained on wrong ones without the object: the mean of
-    recent steps less its standard error."""
+    """Return by how many standard errors the mean gain of right answers on wrong ones without the
+    object is above 0 in recent steps."""
     name, recent = "visual_credit/gain_without_object", [*run.last][-WINDOW // 2 :]
     known = [value for row in recent if isinstance(value := row.get(name), float)]
-    if len(known) < WINDOW // 4:
+    if len(known) < WINDOW // 2 or not (error := stdev(known) / len(known) ** 0.5):
         return math.nan, {}
-    gain, error = fmean(known), stdev(known) / len(known) ** 0.5
-    return gain - error, {"factor": math.exp(gain), "recent": run.window(WINDOW // 2)}
+    return fmean(known) / error, {"gain": fmean(known), "recent": run.window(WINDOW // 2)}
 
 
 def _find_shortcut(run: AlarmMonitor) -> Condition:

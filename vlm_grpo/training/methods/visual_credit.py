@@ -15,6 +15,7 @@ wrong ones there, too, the run learns them from something else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from statistics import fmean
 from typing import Any
 
@@ -85,23 +86,25 @@ class VisualCredit(Method):
         """Find the slope of the completions' gains over their rewards, behind images without the
         object; for rewards of 0 and 1, the mean gain of right answers less that of wrong ones.
 
-        A gain is by how much a log-prob has risen since the first sampled step. Completions without
-        an answer are left out: others gain on them while the model learns the format.
+        A gain is by how much the geometric mean of the tokens' probabilities has risen since the
+        first sampled step; bounded gains vary less than those of log-probs. Completions without an
+        answer are left out: others gain on them while the model learns the format.
         """
         if self.snapshot is None:
             return {}
         rollout, slices = passes.rollout, passes.behind(self._hide)
         unseen = torch.zeros(rollout.layout.total)
-        now = passes.logprobs(slices, unseen)
-        gains = now - passes.logprobs(slices, unseen, self.snapshot.in_place())
-        own = [part.sum().item() for part in rollout.layout.split(gains.cpu())]
+        weights = nullcontext(), self.snapshot.in_place()
+        found = (passes.logprobs(slices, unseen, own).cpu() for own in weights)
+        pairs = zip(*map(rollout.layout.split, found), strict=True)
+        own = [(a.mean().exp() - b.mean().exp()).item() for a, b in pairs]
         scores = [score for group in rollout.groups for score in group.scores]
         rows = [row for piece in slices for row in piece.rows if row < len(scores)]
         rows = [row for row in rows if scores[row].answer is not None]
-        pairs = [(scores[row].total, own[row]) for row in rows if scores[row].total is not None]
-        rewards, found = np.array(gather_object(pairs)).reshape(-1, 2).T
+        points = [(scores[row].total, own[row]) for row in rows if scores[row].total is not None]
+        rewards, gains = np.array(gather_object(points)).reshape(-1, 2).T
         spread = rewards - rewards.mean() if len(rewards) else rewards
-        self.slope = float(spread @ found / (spread @ spread)) if spread.any() else None
+        self.slope = float(spread @ gains / (spread @ spread)) if spread.any() else None
         return {}
 
     def _hide(self, group: Group) -> Example | None:
