@@ -119,8 +119,8 @@ class DistillationSettings(MethodSettings):
     boxes, or beyond those of the answer, which keeps the frame of coordinates. With both, rows
     without such boxes have no teacher."""
     boxes: Literal["gold", "own"] = "gold"
-    """The boxes of ``mask``: ``gold`` those of the row; ``own`` those of the group's answer with the
-    highest reward, in rows whose gold answer has boxes."""
+    """Whose boxes ``mask`` shows: ``gold`` the row's; ``own`` those of the answer with the highest
+    reward in the group, for rows whose gold answer has boxes."""
     margin: float = Field(default=0.1, ge=0)
     """Share of the sides of the boxes by which ``crop`` and ``mask`` extend them on each side."""
     loss: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"
