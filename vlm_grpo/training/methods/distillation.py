@@ -77,7 +77,7 @@ class Distillation(Method):
 
     def _find_row_boxes(self, example: Example) -> tuple[Box, ...]:
         """Return the boxes of the row; with those of the policy, which rows lead to some."""
-        if not example.images or self._target(example).kind != "image":
+        if not example.images or self.run.task.target_image(example).kind != "image":
             return ()
         answered = () if self.own.teacher_prompt == "crop" else list_boxes(example)
         return answered if self.own.boxes == "own" else list_evidence(example) or answered
@@ -90,9 +90,6 @@ class Distillation(Method):
             return () if best is None else gold_boxes({"boxes": best.answer})
         return found
 
-    def _target(self, example: Example) -> ImageRef:
-        return self.run.task.resolve(example)[1].target_image(example)
-
     def covers(self, group: Group) -> bool:
         return self.own.teacher_prompt == "same" or bool(self._find_boxes(group))
 
@@ -101,7 +98,7 @@ class Distillation(Method):
         example = group.prompt.example
         if not (boxes := self._find_boxes(group)):
             return None
-        target = self._target(example)
+        target = self.run.task.target_image(example)
         return replace_image(example, target, self._show(target, boxes))
 
     def _show(self, image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
