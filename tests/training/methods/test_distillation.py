@@ -17,11 +17,9 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data.evidence import mask_beyond_boxes
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.plan import plan
-from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.batch import Rollout, TokenLayout, score_slices
+from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, build_methods
 from vlm_grpo.training.methods.distillation import Distillation, load_teacher
 from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
@@ -60,29 +58,6 @@ def build(folder: Path, name: str, **changes: Any) -> Path:
     model.save_pretrained(folder / name)
     processor.save_pretrained(folder / name)
     return folder / name
-
-
-def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path):
-    student, teacher = build(tmp_path, "student"), build(tmp_path, "a teacher")
-    settings = load_settings(
-        "counting", [f"model={student}", f"objective.distillation.teacher={teacher}"]
-    )
-    policy, alone = (
-        load_policy(settings),
-        load_policy(load_settings("counting", [f"model={teacher}"])),
-    )
-    found = load_teacher(settings, str(teacher), policy)
-    assert not found.trainable_parameters()
-    task = policy.prompts.adapt(load_task("counting"))
-    prompt = policy.prompts.build(noise_example("a", [(56, 28)], seed=1), task)
-    tokens = ((5, 6, 7), (8,), (9, 10))
-    piece = GroupSlice(prompt, tokens, (0, 1, 2))
-    logprobs = score_slices(found, [piece], TokenLayout.of([3, 1, 2]), 10_000).logprobs
-    torch.testing.assert_close(logprobs, alone.score(MicroBatch((piece,))).logprobs.detach())
-    counters = found.counters
-    assert counters.encoder_passes == 1
-    assert counters.update_tokens == len(prompt.token_ids) + 2 + 0 + 1
-    assert build_methods(load_settings("counting")) == {}
 
 
 def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path):
@@ -162,11 +137,6 @@ def test_the_teacher_sees_what_is_inside_the_boxes_of_the_best_answer(settings, 
     assert [method.covers(group) for group in rollout.groups] == [True, False, False]
     rest = slice(sum(len(c.token_ids) for c in first.completions), None)
     assert torch.equal(found[rest].cpu(), rollout.sampler_logprobs[rest])
-
-
-def test_a_crop_without_evidence_is_refused(settings):
-    with pytest.raises(UserError, match="teacher_prompt=crop has no effect: no training example"):
-        make_trainer(settings(objective={"distillation": {"teacher_prompt": "crop"}}))
 
 
 def test_tokens_of_high_and_of_low_gain_count_equally_unless_all_are_high(settings):

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from small_runs import assert_same_run, make_trainer, read_metrics, stop_run
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.families import ImageFeatures
@@ -183,9 +182,3 @@ def test_a_resumed_run_compares_with_the_weights_at_the_start(settings):
     assert_same_run(whole.run_dir, parted.run_dir)
     gains = [row["visual_credit/gain_without_object"] for row in read_metrics(whole.run_dir)]
     assert gains[0] == 0 != gains[-1]
-
-
-def test_prompts_that_are_repeated_are_refused(settings):
-    policy = {"dtype": "float32", "engine": "repeated"}
-    with pytest.raises(UserError, match=r"needs policy\.engine=shared"):
-        make_trainer(settings(methods=["visual_credit"], policy=policy))
