@@ -41,7 +41,6 @@ GAP = 0.1
 those of training."""
 SHARE, AREA = "visual_credit/in_boxes", "visual_credit/box_area"
 GAIN = "visual_credit/gain_without_object"
-ALARMS = "shortcut", "learned without the object"
 WORLDS = {
     f"{level}, {share}": f"choices:{level},options=4,mark={share},held_out=false"
     for level, share in (
@@ -158,16 +157,12 @@ def measure(world: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def find_alarm(run: dict[str, Any], name: str) -> int | None:
-    """Return the step in which an alarm is raised first."""
+def find_alarm(run: dict[str, Any]) -> int | None:
+    """Return the step in which the alarm ``shortcut`` is raised first."""
     monitor = AlarmMonitor({"exact": 1.0}, "exact", completions=128)
-    first = next(iter(DEFINITIONS))
     for step, (reward, shares) in enumerate(zip(run["rewards"], run["shares"], strict=True)):
-        row = {
-            key: shares[f"{first}: {key}"] for key in (SHARE, AREA) if f"{first}: {key}" in shares
-        }
-        row |= {key: shares[key] for key in (GAIN,) if key in shares}
-        if any(alarm["name"] == name for alarm in monitor.update(row | {"reward": reward})):
+        row = {key: shares[key] for key in (GAIN,) if key in shares}
+        if any(alarm["name"] == "shortcut" for alarm in monitor.update(row | {"reward": reward})):
             return step
     return None
 
@@ -214,10 +209,10 @@ def correlate(runs: Sequence[dict[str, Any]], shares: Sequence[float]) -> str:
 
 def print_tables(runs: Sequence[dict[str, Any]]) -> None:
     columns = ("world", "held out, by seed", "like training", "share in boxes")
-    columns += (*ALARMS, "10 points further behind", "10 points behind")
+    columns += ("alarm", "10 points further behind", "10 points behind")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for name in WORLDS:
-        own = [run for run in runs if run["world"] == name]
+        own = sorted((run for run in runs if run["world"] == name), key=lambda run: run["seed"])
         if not own:
             continue
         start = 100 * statistics.fmean(run["held_out"][0][1] for run in own)
@@ -229,14 +224,7 @@ def print_tables(runs: Sequence[dict[str, Any]]) -> None:
             statistics.fmean(100 * find_share(run, "norm", last=n) for run in own)
             for n in (-LAST, LAST)
         )
-        steps = [
-            [
-                *(find_alarm(run, alarm) for alarm in ALARMS),
-                find_gap(run, True),
-                find_gap(run, False),
-            ]
-            for run in own
-        ]
+        steps = [(find_alarm(run), find_gap(run, True), find_gap(run, False)) for run in own]
         cells = (
             ", ".join("–" if s is None else str(s) for s in found)
             for found in zip(*steps, strict=True)

@@ -274,7 +274,7 @@ def _find_unused(run: AlarmMonitor) -> Condition:
     return (1 - now / before if before >= 0.05 else 0.0), {"before": before}
 
 
-def _find_learned_elsewhere(run: AlarmMonitor) -> Condition:
+def _find_shortcut(run: AlarmMonitor) -> Condition:
     """Return by how many standard errors the mean gain of right answers on wrong ones without the
     object is above 0 in recent steps."""
     name, recent = "visual_credit/gain_without_object", [*run.last][-WINDOW // 2 :]
@@ -282,18 +282,6 @@ def _find_learned_elsewhere(run: AlarmMonitor) -> Condition:
     if len(known) < WINDOW // 2 or not (error := stdev(known) / len(known) ** 0.5):
         return math.nan, {}
     return fmean(known) / error, {"gain": fmean(known), "recent": run.window(WINDOW // 2)}
-
-
-def _find_shortcut(run: AlarmMonitor) -> Condition:
-    """Return by which share the recent visual credit in gold boxes, over their share of the image,
-    is below 1, or below half of its excess over 1 at first, while the reward rises; else 0."""
-    names = ("in_boxes", "box_area")
-    now, area = (run.recent(f"visual_credit/{name}", WINDOW // 2) for name in names)
-    before = run.start("visual_credit/in_boxes") / max(run.start("visual_credit/box_area"), 1e-9)
-    rises = run.recent("reward", WINDOW // 2) - run.start("reward") >= 0.05
-    severity = 1 - now / max(area, 1e-9) / max(1.0, (1 + before) / 2) if rises else 0.0
-    recent = run.window(WINDOW // 2)
-    return severity, {"now": now, "area": area, "before": before, "recent": recent}
 
 
 CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
@@ -312,7 +300,6 @@ CONDITIONS: dict[str, Callable[[AlarmMonitor], Condition]] = {
     "reward fails": _find_failures,
     "no calls": _find_unused,
     "calls fail": lambda run: (run.recent("tools/errors", SHORT), {}),
-    "learned without the object": _find_learned_elsewhere,
     "shortcut": _find_shortcut,
 }
 """The condition of each alarm of ``alarms.yaml``."""
