@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import assert_same_run, make_trainer, read_metrics, stop_run
+from small_runs import assert_resumes, make_trainer, read_metrics
 
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
@@ -176,9 +176,6 @@ def test_a_resumed_run_compares_with_the_weights_at_the_start(settings):
         )
         for name in ("whole", "parted")
     )
-    train(whole)
-    stop_run(parted, 2)
-    train(parted.model_copy(update={"resume": True}))
-    assert_same_run(whole.run_dir, parted.run_dir)
+    assert_resumes(whole, parted, (2,))
     gains = [row["visual_credit/gain_without_object"] for row in read_metrics(whole.run_dir)]
     assert gains[0] == 0 != gains[-1]
