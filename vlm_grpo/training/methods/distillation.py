@@ -59,15 +59,13 @@ class Distillation(Method):
             self.teacher = load_teacher(run.settings, self.own.teacher, run.policy)
         else:
             self.snapshot = Snapshot(run.strategy)
-        examples, prompt = run.stream.examples, self.own.teacher_prompt
-        if prompt == "same" or any(map(self._find_row_boxes, examples)):
-            return
-        column = "evidence" if prompt == "crop" else "evidence or an answer"
-        column = "an answer" if self.own.boxes == "own" else column
-        raise UserError(
-            f"objective.distillation.teacher_prompt={prompt} has no effect: no training "
-            f"example has {column} with boxes in pixels of its image"
-        )
+        prompt = self.own.teacher_prompt
+        if prompt != "same" and not any(map(self._find_row_boxes, run.stream.examples)):
+            column = "evidence" if prompt == "crop" else "evidence or an answer"
+            raise UserError(
+                f"objective.distillation.teacher_prompt={prompt} has no effect: no training "
+                f"example has {column} with boxes in pixels of its image"
+            )
 
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         """Move the teacher towards the policy of the last step; at first, to it."""
@@ -76,19 +74,18 @@ class Distillation(Method):
             self.snapshot.move(1.0 if is_first else self.own.teacher_update_rate)
 
     def _find_row_boxes(self, example: Example) -> tuple[Box, ...]:
-        """Return the boxes of the row; with those of the policy, which rows lead to some."""
         if not example.images or self.run.task.target_image(example).kind != "image":
             return ()
-        answered = () if self.own.teacher_prompt == "crop" else list_boxes(example)
-        return answered if self.own.boxes == "own" else list_evidence(example) or answered
+        takes_answer = self.own.teacher_prompt == "mask"
+        return list_evidence(example) or (list_boxes(example) if takes_answer else ())
 
     def _find_boxes(self, group: Group) -> tuple[Box, ...]:
-        found = self._find_row_boxes(group.prompt.example)
-        if self.own.boxes == "own" and found:
-            every = [s for s in group.scores if s.total is not None and holds_boxes(s.answer)]
-            best = max(every, key=lambda score: score.total or 0.0, default=None)
-            return () if best is None else gold_boxes({"boxes": best.answer})
-        return found
+        boxes = self._find_row_boxes(group.prompt.example)
+        if not boxes or self.own.boxes == "gold":
+            return boxes
+        found = [score for score in group.scores if holds_boxes(score.answer)]
+        best = max(found, key=lambda score: score.total or 0.0, default=None)
+        return () if best is None else gold_boxes({"boxes": best.answer})
 
     def covers(self, group: Group) -> bool:
         return self.own.teacher_prompt == "same" or bool(self._find_boxes(group))
