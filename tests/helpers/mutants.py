@@ -399,7 +399,8 @@ def apply(mutant: Mutant, functions: Functions) -> None:
     compiled = compile(changed, ROOT / "vlm_grpo" / mutant.module, "exec")
     (code,) = (code for code in _functions(compiled) if code.co_qualname == name)
     for function in functions[mutant.module, name]:
-        function.__code__ = code
+        unused = () if code.co_freevars else function.__code__.co_freevars  # such as of ``super()``
+        function.__code__ = code.replace(co_freevars=code.co_freevars + unused)
 
 
 def _functions(code: CodeType) -> Iterator[CodeType]:

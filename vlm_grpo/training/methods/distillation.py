@@ -154,8 +154,6 @@ class Distillation(Method):
         (Vision-OPD, arXiv:2605.18740).
         """
         batch = inputs.batch
-        if "teacher_logprobs" not in batch.scores:
-            raise ValueError("distillation needs teacher_logprobs in the batch")
         ratio = (batch.logprobs - inputs.old).exp()
         if self.own.loss == "reverse_kl":
             values = ratio * (inputs.old - batch.scores["teacher_logprobs"])

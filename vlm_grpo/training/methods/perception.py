@@ -67,10 +67,7 @@ class Perception(Method):
         """Return the dependency of each token on the image, whose gradient is that of the policy
         conditioned on the image (PAPO, arXiv:2507.06448, eq. 4; the masked side has none, as in the
         authors' code)."""
-        masked = inputs.batch.scores.get("masked_logprobs")
-        if masked is None:
-            raise ValueError("perception needs masked_logprobs in the batch")
-        return image_dependency(inputs.batch.logprobs, masked)
+        return image_dependency(inputs.batch.logprobs, inputs.batch.scores["masked_logprobs"])
 
     def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
         masked = batch.scores.get("masked_logprobs")
