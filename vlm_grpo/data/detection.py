@@ -1,23 +1,21 @@
-"""Detection datasets: from the labeled boxes of COCO, Pascal VOC and YOLO to rows of a task."""
+"""Detection datasets: from labeled boxes to rows of a task, and the reader of COCO.
+
+Other formats of annotations are files of their own, ``data_scripts/format_NAME.py``.
+"""
 
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
-from xml.etree import ElementTree
-
-import yaml
+from typing import Any
 
 from vlm_grpo.config.data import Split
 from vlm_grpo.data.files import CAPTION_QUESTION, read_json, read_rows
 from vlm_grpo.data.images import IMAGE_SUFFIXES
 from vlm_grpo.data.rows import Row, check_inside
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import read_size
 from vlm_grpo.task import Task
 from vlm_grpo.types import LabeledBoxes
 
@@ -28,7 +26,7 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "eval": ("val", "valid", "validation", "dev", "test"),
 }
 """Names of each part in published datasets, the preferred one first."""
-_MAX_BYTES = 16 * 2**20  # Size of an XML file or a label file
+MAX_BYTES = 16 * 2**20  # Size of an XML file or a label file
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def _round_box(region: Region) -> tuple[float, float, float, float]:
     return x1, y1, x2, y2
 
 
-def _try_region(
+def try_region(
     location: str, size: tuple[int, int] | None, read: Callable[..., Region], *args: Any
 ) -> Region | Row:
     """Return the object that ``read`` returns, or a row with the reason why it is bad."""
@@ -127,11 +125,11 @@ def _try_region(
         return Row(location, 0, problem=str(error))
 
 
-def _list_labels(images: Iterable[AnnotatedImage]) -> set[str]:
+def list_labels(images: Iterable[AnnotatedImage]) -> set[str]:
     return {r.label for image in images for r in image.regions if isinstance(r, Region)}
 
 
-def _explain(location: str, problem: object) -> AnnotatedImage:
+def explain(location: str, problem: object) -> AnnotatedImage:
     return AnnotatedImage("", location, "", None, [Row(location, 0, problem=str(problem))])
 
 
@@ -181,7 +179,7 @@ def read_json_source(path: Path, task: Task, split: Split = "train") -> Iterator
     if coco.has_captions:
         return _read_captions(coco)
     found = list(_read_instances(coco))
-    used = _list_labels(found)
+    used = list_labels(found)
     groups = {category.get("supercategory") for category in coco.categories.values()} - used
     names = dict.fromkeys(category["name"] for category in coco.categories.values())
     return ask_about_images(found, [name for name in names if name not in groups], task)
@@ -212,7 +210,7 @@ def _read_instances(coco: Coco) -> Iterator[AnnotatedImage]:
             key = annotation.get("image_id")
             location += f" (id {annotation['id']})" * ("id" in annotation)
         key = key if isinstance(key, int | str) else None
-        region = _try_region(location, sizes.get(key), _read_coco_region, annotation, coco)
+        region = try_region(location, sizes.get(key), _read_coco_region, annotation, coco)
         regions[key].append(region)
     for number, (key, image) in enumerate(coco.images.items(), start=1):
         location, own = f"{coco.path}: image {number}", regions.pop(key, ())
@@ -294,269 +292,5 @@ def _get_key(entry: Mapping[str, Any], name: str) -> int | str:
     return key
 
 
-# Pascal VOC
-
-
-def is_voc(folder: Path) -> bool:
-    """Return whether a folder has XML files, itself or in ``Annotations``."""
-    return any(_list_voc_files(folder))
-
-
-def read_voc(path: Path, task: Task, split: Split) -> Iterator[Row]:
-    """Yield the rows that a task makes of the annotations of a file or folder.
-
-    Of a folder with ``ImageSets/Main``, the images listed there for the split are read.
-    """
-    files = [path] if path.is_file() else list(_select_voc_files(path, split))
-    images = [_read_voc_image(file) for file in files]
-    return ask_about_images(images, sorted(_list_labels(images)), task)
-
-
-def _list_voc_files(folder: Path) -> Iterator[Path]:
-    candidates = (folder / name for name in ("Annotations", "annotations"))
-    return next((sub for sub in candidates if sub.is_dir()), folder).glob("*.xml")
-
-
-def _select_voc_files(folder: Path, split: Split) -> Iterator[Path]:
-    names = [*SPLIT_NAMES[split], *(["trainval"] if split == "train" else [])]
-    for name in names:
-        listed = folder / "ImageSets" / "Main" / f"{name}.txt"
-        if listed.is_file():
-            for line in listed.read_text("utf-8").splitlines():
-                if line.strip():
-                    yield folder / "Annotations" / f"{line.split()[0]}.xml"
-            return
-    yield from sorted(_list_voc_files(folder))
-
-
-class _Builder(ElementTree.TreeBuilder):
-    """A builder that refuses document types, without which a file cannot define entities."""
-
-    def doctype(self, name: str, pubid: str | None, system: str | None) -> NoReturn:
-        raise ValueError("it has a document type, which could define entities: remove it")
-
-
-def _read_voc_image(path: Path) -> AnnotatedImage:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"the file is larger than {_MAX_BYTES} bytes")
-        parser = ElementTree.XMLParser(target=_Builder())
-        root = ElementTree.fromstring(path.read_bytes(), parser)
-        if root.tag != "annotation":
-            raise ValueError(f"its root must be annotation, not {root.tag[:60]}")
-        name = _get_text(root, "filename")
-    except OSError as error:
-        return _explain(str(path), f"it cannot be read: {error.strerror}")
-    except (ValueError, LookupError, ElementTree.ParseError) as error:
-        return _explain(str(path), error)
-    # Some tools write 0 for an unknown side.
-    texts = root.findtext("size/width"), root.findtext("size/height")
-    sides = [int(text) for text in texts if text and text.strip().isdigit()]
-    size = (sides[0], sides[1]) if len(sides) == 2 and all(sides) else None
-    # Coordinates of the official files count from 1 and include both ends; those of other tools
-    # count from 0 (as in Detectron2's loader of the official files).
-    first = int("VOC" in (root.findtext("source/database") or ""))
-    regions = [
-        _try_region(f"{path}: object {number}", size, _read_voc_region, element, first)
-        for number, element in enumerate(root.iter("object"), start=1)
-    ]
-    return AnnotatedImage(path.stem, str(path), name, size, regions)
-
-
-def _read_voc_region(element: ElementTree.Element, first: int) -> Region:
-    label, box = _get_text(element, "name"), element.find("bndbox")
-    if box is None:
-        raise ValueError("it has no bndbox")
-    edges = []
-    for name in ("xmin", "ymin", "xmax", "ymax"):
-        text = _get_text(box, name)
-        try:
-            edges.append(float(text))
-        except ValueError as error:
-            raise ValueError(f"its {name} must be a number, not {text!r:.60}") from error
-    x1, y1, x2, y2 = edges
-    is_difficult = (element.findtext("difficult") or "0").strip() == "1"
-    return Region(label, (x1 - first, y1 - first, x2, y2), is_difficult)
-
-
-def _get_text(element: ElementTree.Element, name: str) -> str:
-    text = (element.findtext(name) or "").strip()
-    if not text:
-        raise ValueError(f"it has no {name}")
-    return text
-
-
-# YOLO: a text file of boxes per image, in fractions of its sides, and a data.yaml
-
-_CONFIGS = ("data.yaml", "data.yml", "dataset.yaml")
-
-
-def is_yolo(folder: Path) -> bool:
-    """Return whether a folder has a ``data.yaml``, or is that of a part beside one."""
-    is_part = (folder / "images").is_dir() and (folder / "labels").is_dir()
-    return any((folder / name).is_file() for name in _CONFIGS) or is_part
-
-
-def list_yolo_folders(path: Path) -> Sequence[Path]:
-    """Return the folders that contain all images."""
-    config = _find_config(path)
-    return list(dict.fromkeys([config.parent, _find_root(config, _read_config(config))]))
-
-
-def read_yolo(path: Path, task: Task, split: Split) -> Iterator[Row]:
-    """Yield the rows that a task makes of the images of a ``data.yaml``, or its folder, or of the
-    folder of a part beside it."""
-    config = _find_config(path)
-    content = _read_config(config)
-    if path.is_dir() and (path / "images").is_dir() and config.parent != path:
-        images = list_images(path / "images")
-    else:
-        images = _list_split(config, content, split)
-    names = _read_names(config, content)
-    if not images:
-        raise UserError(f"{path} has no images of the part {split}")
-    found = [_read_yolo_image(image, names, "kpt_shape" in content) for image in images]
-    known = {_get_labels(image) for image in images}
-    others = chain.from_iterable(sorted(f.glob("*.txt")) for f in {k.parent for k in known})
-    for labels in others:
-        if labels not in known and labels.name != "classes.txt":  # which labeling tools write
-            found.append(_explain(str(labels), "there is no image with its name"))
-    return ask_about_images(found, list(dict.fromkeys(names.values())), task)
-
-
-def _find_config(path: Path) -> Path:
-    # The path may be the folder of a split beside the file.
-    if path.is_file():
-        return path
-    for candidate in (folder / name for folder in (path, path.parent) for name in _CONFIGS):
-        if candidate.is_file():
-            return candidate
-    raise UserError(
-        f"{path} does not name its classes: add a data.yaml with train: images, val: images and "
-        "names: [first, second, …]"
-    )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"file {path} is not YAML: {error}") from error
-    if not isinstance(content, dict) or "names" not in content:
-        raise UserError(f"{path} is not a YOLO data.yaml: it has no names of the classes")
-    return content
-
-
-def _find_root(config: Path, content: Mapping[str, Any]) -> Path:
-    """Return the folder that a ``data.yaml`` calls ``path``; its own if there is none."""
-    root = config.parent / str(content.get("path") or "")
-    return root if root.is_dir() else config.parent
-
-
-def _list_split(config: Path, content: Mapping[str, Any], split: Split) -> list[Path]:
-    name = next((name for name in SPLIT_NAMES[split] if content.get(name)), None)
-    if name is None:
-        raise UserError(f"{config} has no {' or '.join(SPLIT_NAMES[split])}")
-    value, root = content[name], _find_root(config, content)
-    images: list[Path] = []
-    for part in map(str, value if isinstance(value, list) else [value]):
-        # Roboflow writes ../train/images beside the folder train.
-        places = root / part, config.parent / part.removeprefix("../")
-        found = next((place for place in places if place.exists()), None)
-        if found is None:
-            raise UserError(f"{config}: there is no {part}, the images of {name}, in {root}")
-        if found.is_dir():
-            if found.resolve() in config.resolve().parent.parents:  # "/" would be the whole disk
-                raise UserError(
-                    f"{config}: {name} is all of {found.resolve()}: name a folder in it"
-                )
-            images += list_images(found)
-            continue
-        try:
-            lines = found.read_text("utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise UserError(f"file {found} cannot be read: {error}") from error
-        images += [root / line.strip() for line in lines if line.strip()]
-    return images
-
-
 def list_images(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-
-
-def _read_names(path: Path, content: Mapping[str, Any]) -> dict[int, str]:
-    names = content["names"]
-    if isinstance(names, list):
-        names = dict(enumerate(names))
-    names = names if isinstance(names, dict) else {}
-    # Nothing of another type is printed: aliases of YAML can stand for gigabytes.
-    is_valid = all(type(k) is int and isinstance(v, str | int | float) for k, v in names.items())
-    if not names or not is_valid:
-        raise UserError(f"{path}: names must be a list of class names, or the name of each number")
-    return {key: str(name).strip() for key, name in names.items()}
-
-
-def _get_labels(image: Path) -> Path:
-    parts = list(image.parts)
-    for index in reversed(range(len(parts) - 1)):
-        if parts[index] == "images":
-            parts[index] = "labels"
-            break
-    return Path(*parts).with_suffix(".txt")
-
-
-def _read_yolo_image(image: Path, names: Mapping[int, str], has_keypoints: bool) -> AnnotatedImage:
-    labels = _get_labels(image)
-    lines: list[str] = []
-    try:
-        size = read_size(image)
-        if labels.is_file():
-            if labels.stat().st_size > _MAX_BYTES:
-                raise ValueError(f"its labels are larger than {_MAX_BYTES} bytes")
-            lines = labels.read_text("utf-8").splitlines()
-    except (ValueError, OSError) as error:
-        return _explain(str(labels), f"image {image}: {error}")
-    regions = [
-        _try_region(f"{labels}:{number}", size, _read_yolo_region, line, size, names, has_keypoints)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    # The id is the path below the last folder images.
-    parts = image.with_suffix("").parts
-    start = len(parts) - parts[::-1].index("images") if "images" in parts else len(parts) - 1
-    path = str(image.absolute())
-    return AnnotatedImage("/".join(parts[start:]), str(labels), path, size, regions)
-
-
-def _read_yolo_region(
-    line: str, size: tuple[int, int], names: Mapping[int, str], has_keypoints: bool
-) -> Region:
-    """Parse ``class x y width height``, a polygon (``class x1 y1 x2 y2 x3 y3 …``) or keypoints."""
-    words = line.split()
-    try:
-        label, values = names.get(int(words[0])), [float(word) for word in words[1:]]
-    except ValueError as error:
-        raise ValueError(f"it must be a class number and numbers, not {line!r:.60}") from error
-    if label is None:
-        raise ValueError(f"class {words[0]} has no name in the {len(names)} names")
-    if has_keypoints:
-        values = values[:4]
-    has_mask = len(values) > 4
-    if len(values) < 4 or len(values) % 2:
-        raise ValueError(
-            f"it must be a class and x, y, width, height or the points of a polygon, "
-            f"not {len(words)} values"
-        )
-    if not all(-0.01 <= value <= 1.01 for value in values):
-        raise ValueError(f"{line!r:.60} has a value outside 0 to 1, the image's sides")
-    if len(values) == 4:
-        x, y, width, height = values
-        values = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
-        if len(words) == 5 and (width <= 0 or height <= 0):
-            raise ValueError(f"{line!r:.60} is a box without area")
-    values = [edge * size[axis % 2] for axis, edge in enumerate(values)]
-    across, down = values[::2], values[1::2]
-    box = (min(across), min(down), max(across), max(down))
-    return Region(label, box, mask=[values] if has_mask else None)

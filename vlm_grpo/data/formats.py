@@ -1,13 +1,14 @@
 """The formats of data sources: how each is recognized, and the reader of its rows.
 
-A format is one entry of ``FORMATS``. Training and ``check`` read every source
-through ``open_source``.
+A format is one entry of ``find_formats``; most of those of annotations are files of
+``data_scripts``. Training and ``check`` read every source through ``open_source``.
 """
 
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -19,14 +20,9 @@ from vlm_grpo.config.data import PYTHON, Split
 from vlm_grpo.data.detection import (
     SPLIT_NAMES,
     find_coco_file,
-    is_voc,
-    is_yolo,
     list_image_folders,
     list_images,
-    list_yolo_folders,
     read_json_source,
-    read_voc,
-    read_yolo,
 )
 from vlm_grpo.data.files import (
     find_metadata,
@@ -44,6 +40,8 @@ _MODULES = (
     *("charts", "clips", "distances", "figures", "mazes", "pictures"),
     *("screens", "shapes", "tables", "tiny_words", "words"),
 )
+_ANNOTATIONS = ("yolo", "voc")
+"""Formats of annotations, each a file with a ``Format`` of a ``FILE`` and of a ``FOLDER``."""
 _EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 _ARGUMENTS: dict[Split, str] = {"train": "data", "eval": "held_out"}
@@ -64,11 +62,11 @@ class Format:
     list_folders: Callable[[Path], Sequence[Path]] = lambda path: [path.parent]
 
 
-def _has_suffix(*suffixes: str) -> Callable[[Path], bool]:
+def has_suffix(*suffixes: str) -> Callable[[Path], bool]:
     return lambda path: path.suffix.lower() in suffixes and not path.is_dir()
 
 
-def _is_folder(test: Callable[[Path], Any]) -> Callable[[Path], bool]:
+def is_folder(test: Callable[[Path], Any]) -> Callable[[Path], bool]:
     return lambda path: path.is_dir() and bool(test(path))
 
 
@@ -108,23 +106,28 @@ def _only_path(read: Callable[[Path], Iterable[Row]]) -> Callable[..., Iterable[
     return lambda path, *_: read(path)
 
 
-FORMATS: tuple[Format, ...] = (
-    Format(".jsonl", _has_suffix(".jsonl"), _only_path(read_jsonl)),
-    Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_image_folders),
-    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _only_path(read_csv)),
-    Format(".parquet", _has_suffix(".parquet"), _read_table),
-    Format(".tar (WebDataset)", _has_suffix(".tar"), _read_table),
-    Format("data.yaml of YOLO", _has_suffix(".yaml", ".yml"), read_yolo, list_yolo_folders),
-    Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_image_folders),
-    Format("a folder of save_to_disk", _is_folder(_is_saved), _read_table, _itself),
-    Format("a folder of COCO", _is_folder(find_coco_file), read_json_source, list_image_folders),
-    Format("of YOLO", _is_folder(is_yolo), read_yolo, list_yolo_folders),
-    Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_image_folders),
-    Format("of images and metadata", _is_folder(find_metadata), _only_path(read_metadata), _itself),
-    Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
-    Format("of images alone", _is_folder(list_images), _read_images, _itself),
-)
-"""All formats; the first that fits a path reads it."""
+@cache
+def find_formats() -> tuple[Format, ...]:
+    """Return all formats; the first that fits a path reads it."""
+    own = [import_module(f"vlm_grpo.data_scripts.format_{name}") for name in _ANNOTATIONS]
+    json, coco = ".json (an array, or COCO)", "a folder of COCO"
+    metadata = "of images and metadata"
+    return (
+        Format(".jsonl", has_suffix(".jsonl"), _only_path(read_jsonl)),
+        Format(json, has_suffix(".json"), read_json_source, list_image_folders),
+        Format(".csv or .tsv", has_suffix(".csv", ".tsv"), _only_path(read_csv)),
+        Format(".parquet", has_suffix(".parquet"), _read_table),
+        Format(".tar (WebDataset)", has_suffix(".tar"), _read_table),
+        *(module.FILE for module in own),
+        Format("a folder of save_to_disk", is_folder(_is_saved), _read_table, _itself),
+        Format(coco, is_folder(find_coco_file), read_json_source, list_image_folders),
+        *(module.FOLDER for module in own),
+        Format(
+            "of images and metadata", is_folder(find_metadata), _only_path(read_metadata), _itself
+        ),
+        Format("of shards", is_folder(_list_shards), _read_shards, _itself),
+        Format("of images alone", is_folder(list_images), _read_images, _itself),
+    )
 
 
 def open_source(
@@ -176,17 +179,18 @@ def _expand(source: str) -> list[Path]:
     if os.path.exists(text):
         return [Path(text)]
     found = sorted(glob.glob(text))
-    if not found and (not (path := Path(text)).suffix or any(f.fits(path) for f in FORMATS)):
+    if not found and (not (path := Path(text)).suffix or any(f.fits(path) for f in find_formats())):
         raise UserError(f"there is no data file {path}")
     return [Path(name) for name in found or [text]]
 
 
 def _find_format(path: Path) -> Format:
-    for candidate in FORMATS:
+    for candidate in find_formats():
         if candidate.fits(path):
             return candidate
+    forms = ", ".join(known.form for known in find_formats())
     raise UserError(
-        f"{path} is not a data source: give {', '.join(f.form for f in FORMATS)}, a glob of such "
+        f"{path} is not a data source: give {forms}, a glob of such "
         "files, hf:NAME[:SPLIT[:CONFIG]] (hf:./FOLDER for a subfolder of images per class), or "
         "embedded:counting"
     )
