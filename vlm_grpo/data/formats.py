@@ -111,7 +111,6 @@ def find_formats() -> tuple[Format, ...]:
     """Return all formats; the first that fits a path reads it."""
     own = [import_module(f"vlm_grpo.data_scripts.format_{name}") for name in _ANNOTATIONS]
     json, coco = ".json (an array, or COCO)", "a folder of COCO"
-    metadata = "of images and metadata"
     return (
         Format(".jsonl", has_suffix(".jsonl"), _only_path(read_jsonl)),
         Format(json, has_suffix(".json"), read_json_source, list_image_folders),
