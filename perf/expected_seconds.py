@@ -198,7 +198,6 @@ def count_update(policy: Policy, tokens: int) -> Work:
     policy.model.train()
     with pytest.MonkeyPatch.context() as patch:
         meta_device.use_gpu_kernels(patch)
-        policy.score(batch)  # the places of the adapters' casts are made once
         with Work(SIZES["qwen2.5-vl-3b"]["text"]["vocab_size"]) as work:
             policy.score(batch).logprobs.sum().backward()
     return work

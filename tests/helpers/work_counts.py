@@ -144,7 +144,6 @@ def measure_work(precision: str) -> dict[str, Counts]:
     found["8 decode steps"] = {name: long[name] - short[name] for name in short}
     policy.model.train()
     batch = build_batch(prompt)
-    policy.score(batch)  # the places of the adapters' casts are made once
     with count_work() as found["update"]:
         policy.score(batch).logprobs.sum().backward()
     found["update"]["saved_bytes"] = measure_saved_bytes(policy, batch)

@@ -99,9 +99,9 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         layer = model.measured_layer.count(*work.micro_rows)
         activations, offloaded = min(layer, activations), activations
     weights = (model.num_weights - model.quantized_weights) * model.weight_bytes
-    # PEFT holds adapters in float32, and their layers copies in the precision of the products.
+    # PEFT holds adapters in float32.
     copies = work.extra_copies + (work.uses_reference and not work.reference_on_host)
-    adapters = (4 + model.value_bytes) * model.num_trained if model.lora_rank else 0
+    adapters = 4 * model.num_trained if model.lora_rank else 0
     restored = model.largest_quantized * model.value_bytes  # a matrix, for its product
     passes = (_count_encoding_bytes, _count_prefill_bytes, _count_decoding_bytes)
     return Memory(
@@ -269,7 +269,7 @@ def shard_memory(
     per_weight = model.trained_bytes
     trained_shards = per_weight * (model.num_trained // devices)
     if model.lora_rank:
-        changed["weights"] += (4 + model.value_bytes) * model.num_trained
+        changed["weights"] += 4 * model.num_trained
     else:
         changed |= {name: getattr(memory, name) // devices for name in ("optimizer", "reference")}
         gradients = per_weight * min(outside, model.num_trained) + trained_shards

@@ -12,7 +12,6 @@ from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine import rollout_weights as module
 from vlm_grpo.model.engine.linear import is_adapted, is_fast, product, use_fast_linears
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
@@ -99,28 +98,6 @@ def test_values_and_gradients_equal_the_plain_layers(dtype, bound, shape, kind):
     assert torch.equal(net(x), fast["output"])
     assert list(net.state_dict()) == list(before)
     assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
-
-
-def test_adapted_siblings_read_their_input_once_and_follow_their_weights(monkeypatch):
-    """But not where one of them reads something else, as in cross-attention."""
-    plain, net = (make_net("lora", torch.float64, fast=fast) for fast in (False, True))
-    counts, apply = list[int](), linear._AdaptedProducts.apply  # noqa: SLF001
-    count = lambda x, s, casts, *rest: [apply(x, s, casts, *rest), counts.append(len(casts.b))][0]  # noqa: E731
-    monkeypatch.setattr(linear._AdaptedProducts, "apply", count)  # noqa: SLF001
-    x, other = torch.randn(2, 5, IN, dtype=torch.float64).unbind()
-    for _ in range(2):
-        expected, found = (output_and_gradients(own, x) for own in (plain, net))
-        assert all(relative_error(found[name], expected[name]) < 1e-13 for name in expected)
-        with torch.no_grad():  # without a trace in the weights' versions
-            for own in (plain, net):
-                for name, weight in own.named_parameters():
-                    if "lora" in name:
-                        weight.data.mul_(1.5)
-    assert counts == [3, 1] * 2
-    counts.clear()
-    for _ in range(2):
-        assert relative_error(net(x, other), plain(x, other).detach()) < 1e-13
-    assert counts == [3, 1, 1, 1, *[1] * 4]  # tried once
 
 
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"init_lora_weights": "mica"}])

@@ -148,28 +148,11 @@ class VarlenPlan:
         self, layer: Layer, query: Tensor, key: Tensor, value: Tensor
     ) -> Float[Tensor, "1 T heads width"]:
         """Compute attention of the row's tokens to their prompts and earlier tokens."""
-        query, key, value = _Rows.apply(query, key, value)  # type: ignore[misc]
+        # Not ``x[0]``, whose gradient is written into a tensor of zeros.
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         key, value = (_Gather.apply(x, self.keys) for x in (key, value))  # type: ignore[misc]
         sizes, options = (self.starts, self.longest), {"causal": True, "window": layer.window}
         return run_varlen(query, key, value, *sizes, layer.scaling, **options)[0][None]
-
-
-class _Rows(torch.autograd.Function):
-    """Views (T, heads, width) of tensors (1, heads, T, width), in one operation each."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            x.as_strided((*x.shape[2:0:-1], x.shape[3]), (*x.stride()[2:0:-1], x.stride(3)))
-            for x in tensors
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            x.as_strided((1, *x.shape[1::-1], x.shape[2]), (0, *x.stride()[1::-1], x.stride(2)))
-            for x in grad_outputs
-        )
 
 
 class _Gather(torch.autograd.Function):
@@ -185,7 +168,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         grad = grad_outputs[0]
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=wide)
         return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 

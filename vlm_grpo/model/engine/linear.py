@@ -11,7 +11,6 @@ kernel of its own, and LLM.int8 (Dettmers et al., 2022, arXiv:2208.07339) choose
 columns it computes in 8 bits, after rounding the rows too.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from importlib import import_module
 from typing import Any
@@ -28,8 +27,6 @@ from vlm_grpo.model.engine.forwards import has_forward, replace_forward
 
 _ADAPTED = ("Linear", "Linear4bit", "Linear8bitLt")
 """Names of PEFT's adapted linear layers; to look up the last two would import bitsandbytes."""
-_SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-"""Names of the layers that a module calls in this order with one input."""
 
 
 def has_onednn() -> bool:
@@ -98,15 +95,9 @@ def use_fast_linears(model: nn.Module) -> None:
             replace_forward(module, _multiply)
         elif _is_supported(module):
             replace_forward(module, _multiply_adapted)
-            vars(module)["reads_other"] = False  # than its siblings
         elif is_quantized(module) and not is_fast(module):
             replace_forward(module, _multiply_quantized)
             vars(module)["dense_dtype"] = model.dtype  # of the matrix of quantized weights
-    for module in model.modules():
-        for names in _SIBLINGS:
-            layers = [getattr(module, name, None) for name in names]
-            if all(layer is not None and is_adapted(layer) for layer in layers):
-                vars(layers[0])["siblings"] = tuple(layers[1:])
 
 
 def _is_supported(layer: Any) -> bool:
@@ -183,42 +174,17 @@ def _multiply_adapted(layer: Any, _: Any, x: Tensor, *args: Any, **kwargs: Any) 
     in the dtype of x, which is W's. DoRA multiplies each output by ``m / ‖W + s B A‖``, with the
     norm of its row, which has no gradient (Liu et al., 2024, arXiv:2402.09353, section 4.3).
     """
-    known = vars(layer).pop("computed", None)
-    if known is not None and known[0] is x:
-        return known[1]
-    vars(layer)["reads_other"] |= known is not None  # of cross-attention, for example
-    if _is_off(layer):
-        return layer.base_layer(x)
-    scaling = _get_factors(layer)[2]
-    layers = [layer, *vars(layer).get("siblings", ())]
-    is_joined = all(_may_join(other) and _get_factors(other)[2] == scaling for other in layers)
-    # On a CPU in float32 an update took longer: 4.3 s instead of 4.1 (``perf/README.md``, 35m).
-    if not is_joined or uses_onednn(x, layer.base_layer.weight):
-        layers = [layer]
-    bases, factors = [own.base_layer for own in layers], [_get_factors(own)[:2] for own in layers]
-    casts = vars(layer).get("casts")
-    if casts is None or len(casts.factors) != len(layers) or not casts.holds(factors, x.dtype):
-        casts = vars(layer)["casts"] = _Casts(factors, scaling, x.dtype)
+    base = layer.base_layer
+    if layer.disable_adapters or layer.merged:
+        return base(x)
+    a, b, scaling = _get_factors(layer)
     has_norms = bool(layer.lora_magnitude_vector)
-    tensors = [base.weight for base in bases], [None if has_norms else base.bias for base in bases]
-    given = [tensor for column in (*tensors, *zip(*factors, strict=True)) for tensor in column]
-    output, *others = _AdaptedProducts.apply(x, scaling, casts, *given)  # type: ignore[misc]
-    for other, found in zip(layers[1:], others, strict=True):
-        vars(other)["computed"] = x, found
+    bias = None if has_norms else base.bias
+    output: Any = _AdaptedProduct.apply(x, base.weight, bias, a, b, scaling)
     if not has_norms:
         return output
     output = output * _compute_dora_factors(layer).to(output.dtype)
-    bias = layer.base_layer.bias
-    return output if bias is None else output + bias
-
-
-def _is_off(layer: Any) -> bool:
-    return layer.disable_adapters or layer.merged
-
-
-def _may_join(layer: Any) -> bool:
-    """Return whether the adapted layer may be computed with others that read the same."""
-    return not (_is_off(layer) or layer.lora_magnitude_vector or vars(layer)["reads_other"])
+    return output if base.bias is None else output + base.bias
 
 
 def _get_factors(layer: Any) -> tuple[Any, Any, float]:
@@ -274,75 +240,35 @@ class _Product(torch.autograd.Function):
         )
 
 
-class _Casts:
-    """Factors of the adapters of n layers with one input, in the dtype of their products: A below
-    each other, and each B."""
-
-    def __init__(
-        self, factors: Sequence[tuple[Tensor, Tensor]], scaling: float, dtype: torch.dtype
-    ) -> None:
-        self.factors, self.ranks = factors, [len(a) for a, _ in factors]
-        first = factors[0][0]
-        self.a = first.new_empty(sum(self.ranks), first.shape[1], dtype=dtype)
-        self.b = [torch.empty_like(b, dtype=dtype) for _, b in factors]
-        self.a_t, self.b_t = self.a.T, [b.T for b in self.b]
-        self.parts = [*self.a.split(self.ranks), *self.b]
-        # A product with it is in the factors' precision.
-        self.scaling = first.new_full((1,), scaling)
-
-    def holds(self, factors: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> bool:
-        pairs = zip(self.factors, factors, strict=True)
-        is_same = all(old[0] is new[0] and old[1] is new[1] for old, new in pairs)
-        return is_same and self.a.dtype == dtype and self.a.device == factors[0][0].device
-
-    @torch.no_grad()
-    def write(self) -> None:
-        pairs = [*zip(*self.factors, strict=True)]
-        torch._foreach_copy_(self.parts, [*pairs[0], *pairs[1]])  # type: ignore[attr-defined]
-
-
-class _AdaptedProducts(torch.autograd.Function):
-    """The outputs of n frozen layers with one input and of their adapters, with gradients of the
-    input and the adapters.
-
-    ``tensors`` are the layers' weights, biases and adapters' factors, which ``casts`` has, too.
-    """
+class _AdaptedProduct(torch.autograd.Function):
+    """The output of a frozen layer and its adapter, with gradients of the input and the adapter."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "*rows inputs"], scaling: float, casts: _Casts, *tensors: Any
-    ) -> tuple[Float[Tensor, "*rows outputs"], ...]:
-        count = len(casts.ranks)
-        weights, biases = tensors[:count], tensors[count : 2 * count]
-        casts.write()
-        rows = x.flatten(0, -2)
-        inner = product(rows, casts.a) if uses_onednn(rows, casts.a) else rows @ casts.a_t
-        outputs = []
-        own = inner.split(casts.ranks, 1) if count > 1 else (inner,)
-        for weight, bias, part, b_t in zip(weights, biases, own, casts.b_t, strict=True):
-            output = product(rows, restore(weight, x.dtype), bias)
-            output.addmm_(part, b_t, alpha=scaling)
-            outputs.append(output.view(*x.shape[:-1], -1))
-        ctx.save_for_backward(rows, *own, *weights)
-        ctx.scaling, ctx.casts = scaling, casts
-        return tuple(outputs)
+        ctx: Any,
+        x: Float[Tensor, "*rows inputs"],
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Float[Tensor, "rank inputs"],
+        b: Float[Tensor, "outputs rank"],
+        scaling: float,
+    ) -> Float[Tensor, "*rows outputs"]:
+        rows, a, b = x.flatten(0, -2), a.to(x.dtype), b.to(x.dtype)
+        inner = product(rows, a)
+        output = product(rows, restore(weight, x.dtype), bias)
+        output.addmm_(inner, b.T, alpha=scaling)
+        ctx.save_for_backward(rows, weight, a, b, inner)
+        ctx.scaling = scaling
+        return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        casts, count = ctx.casts, len(grad_outputs)
-        rows, *own = ctx.saved_tensors
-        own, weights = own[:count], own[count:]
-        grads = [grad.flatten(0, -2) for grad in grad_outputs]
-        d_inner = [multiply(grad, b) for grad, b in zip(grads, casts.b, strict=True)]
-        joined = torch.cat(d_inner, 1) if count > 1 else d_inner[0]
-        d_a = outer(joined, rows) * casts.scaling
-        every = d_a.split(casts.ranks) if count > 1 else (d_a,)
-        d_b = [outer(grad, part) * casts.scaling for grad, part in zip(grads, own, strict=True)]
+        rows, weight, a, b, inner = ctx.saved_tensors
+        grad = grad_outputs[0].flatten(0, -2)
+        d_inner = multiply(grad, b).mul_(ctx.scaling)
+        d_a, d_b = outer(d_inner, rows), outer(grad, inner).mul_(ctx.scaling)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = multiply(grads[0], restore(weights[0], rows.dtype))
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                d_x.addmm_(grad, restore(weight, rows.dtype))
-            d_x.addmm_(joined, casts.a, alpha=ctx.scaling)
+            d_x = multiply(grad, restore(weight, grad.dtype)).addmm_(d_inner, a)
             d_x = d_x.view(*grad_outputs[0].shape[:-1], -1)
-        return d_x, None, None, *[None] * (2 * count), *every, *d_b
+        return d_x, None, None, d_a, d_b, None
