@@ -10,6 +10,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
+from vlm_grpo.task import soundness
+
 
 def run_notebook(path: Path, folder: Path, changes: dict[str, str]) -> None:
     """Run the code of a notebook in a folder, with changes of texts that occur once.
@@ -22,6 +24,7 @@ def run_notebook(path: Path, folder: Path, changes: dict[str, str]) -> None:
         (place,) = (number for number, text in enumerate(code) if old in text)
         code[place] = code[place].replace(old, new)
     os.chdir(folder)
+    soundness._PARSE_SECONDS = 5.0  # on a busy machine  # noqa: SLF001
     config = Config(HistoryManager={"enabled": False})
     shell = InteractiveShell.instance(config=config, ipython_dir=str(folder))
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"

@@ -63,22 +63,3 @@ def test_the_similarity_is_that_of_coco():
         oks: Any = task
         expected = compute_official(gold, labeled, area, found)
         assert oks.oks(named, example) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("answer", "problem"),
-    [
-        ({"boxes": []}, "must have points"),
-        ({"points": {}, "area": 9}, "must have points"),
-        ({"points": {"nose": [1, 2, 2]}, "area": 9}, "must be two numbers"),
-        ({"points": {"nose": [1, True]}, "area": 9}, "must be two numbers"),
-        ({"points": {"nose": [1, float("nan")]}, "area": 9}, "must be two numbers"),
-        ({"points": {"nose": [1, 2]}}, "a positive area, or a box"),
-        ({"points": {"nose": [1, 2]}, "area": 0}, "a positive area, or a box"),
-        ({"points": {"nose": [1, 2]}, "area": 9, "names": ["ear"]}, "the labeled ones among them"),
-        ({"points": {"nose": [1, 2]}, "area": 9, "names": ["nose", "Nose"]}, "each point once"),
-    ],
-)
-def test_a_malformed_answer_is_a_bad_row(answer, problem):
-    with pytest.raises(ValueError, match=problem):
-        load_task("keypoints").check(Example("1", (IMAGE,), "the person", answer))

@@ -240,6 +240,36 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
         ("numeric", {}, gold, "the answer")
         for gold in (None, True, {}, [], "", " . ", math.nan, "x" * 300, [None])
     ),
+    *(
+        ("keypoints", {}, answer, "must have points")
+        for answer in ({"boxes": []}, {"points": {}, "area": 9})
+    ),
+    *(
+        ("keypoints", {}, {"points": {"nose": point}, "area": 9}, "must be two numbers")
+        for point in ([1, 2, 2], [1, True], [1, math.nan])
+    ),
+    *(
+        ("keypoints", {}, {"points": {"nose": [1, 2]}, **more}, reason)
+        for more, reason in (
+            ({}, "a positive area, or a box"),
+            ({"area": 0}, "a positive area, or a box"),
+            ({"area": 9, "names": ["ear"]}, "the labeled ones among them"),
+            ({"area": 9, "names": ["nose", "Nose"]}, "each point once"),
+        )
+    ),
+    *(
+        ("segmentation", {}, {"boxes": [[1, 2, 3, 4]], "masks": [mask]}, reason)
+        for mask, reason in (
+            ({"size": [64, 48], "counts": [3072]}, "it has 48x64 pixels, and its image 640x480"),
+            ({"size": [480, 640], "counts": [3000]}, "do not add up"),
+            ({"size": [480, 640], "counts": [-1, 307_201]}, "do not add up"),
+            ({"size": [480, 640]}, "counts"),
+            ([], "three points"),
+            ([[1, 2, 3, 4]], "three points"),
+            ([[1, 2, 3, 4, 5, 6, 7]], "three points"),
+            (7, "not iterable"),
+        )
+    ),
 ]
 
 
