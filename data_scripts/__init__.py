@@ -1,1 +1,1 @@
-"""Dataset converters, and the scripts that generate the embedded data and model."""
+"""Converters, readers of annotations, and scripts that generate the embedded data and model."""

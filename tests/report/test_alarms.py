@@ -145,7 +145,6 @@ HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {
         **FAILURES["sampler mismatch"],
         "sampling/importance_sampling_ratio/mean": lambda t: 1.0,
     },
-    # 1.75 times the boxes' share at first, 1.5 times at last: two thirds of the excess.
     "right answers gain without the object in few steps": {
         "visual_credit/gain_without_object": lambda t: 0.5 * math.sin(1e4 * t),
     },

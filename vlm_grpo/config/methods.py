@@ -120,7 +120,7 @@ class DistillationSettings(MethodSettings):
     without such boxes have no teacher."""
     boxes: Literal["gold", "own"] = "gold"
     """Whose boxes ``mask`` shows: ``gold`` the row's; ``own`` those of the answer with the highest
-    reward in the group."""
+    reward in the group, for answers that are boxes."""
     margin: float = Field(default=0.1, ge=0)
     """Share of the sides of the boxes by which ``crop`` and ``mask`` extend them on each side."""
     loss: Literal["reverse_kl", "jensen_shannon"] = "reverse_kl"

@@ -41,7 +41,7 @@ _MODULES = (
     *("screens", "shapes", "tables", "tiny_words", "words"),
 )
 _ANNOTATIONS = ("yolo", "voc")
-"""Formats of annotations, each a file with a ``Format`` of a ``FILE`` and of a ``FOLDER``."""
+"""Formats of annotations: each file ``format_NAME.py`` defines two, ``FILE`` and ``FOLDER``."""
 _EMBEDDED_SEED = 1  # Differs from the seed of the examples on which the embedded model was trained
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 _ARGUMENTS: dict[Split, str] = {"train": "data", "eval": "held_out"}

@@ -277,8 +277,9 @@ def _find_unused(run: AlarmMonitor) -> Condition:
 def _find_shortcut(run: AlarmMonitor) -> Condition:
     """Return by how many standard errors the mean gain of right answers on wrong ones without the
     object is above 0 in recent steps."""
-    name, recent = "visual_credit/gain_without_object", [*run.last][-WINDOW // 2 :]
-    known = [value for row in recent if isinstance(value := row.get(name), float)]
+    name = "visual_credit/gain_without_object"
+    known = [value for row in run.last if isinstance(value := row.get(name), float)]
+    known = known[-WINDOW // 2 :]  # a step whose rewards are equal has none
     if len(known) < WINDOW // 2 or not (error := stdev(known) / len(known) ** 0.5):
         return math.nan, {}
     return fmean(known) / error, {"gain": fmean(known), "recent": run.window(WINDOW // 2)}

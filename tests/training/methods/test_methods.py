@@ -136,6 +136,15 @@ CROPS = {"methods": ["crop_rollouts"], "data": {"train": "embedded:tiny_words:ce
             {"objective": {"distillation": {"teacher_prompt": "crop"}}},
             "teacher_prompt=crop has no effect: no training example",
         ),
+        (
+            {
+                "task": "pointing",
+                "data": {"train": "embedded:grounding"},
+                "task_options": {"instruction": None},
+                "objective": {"distillation": {"teacher_prompt": "mask", "boxes": "own"}},
+            },
+            "boxes=own has no effect: no gold answer of the task is boxes",
+        ),
     ],
 )
 def test_what_a_method_cannot_do_is_refused_before_the_run(settings, changes, message):

@@ -96,7 +96,7 @@ class Passes:
                 try:
                     seen = prompts.with_resized_sizes(seen)
                 except ValueError as error:
-                    raise UserError(f"{seen.name}: its evidence: {error}") from error
+                    raise UserError(f"{seen.name}: its changed image: {error}") from error
                 changed.append(replace(piece, prompt=prompts.encode_text(seen, piece.prompt.text)))
         return changed
 

@@ -7,6 +7,8 @@ learns to see in the whole image what it sees in the part.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,12 @@ class Distillation(Method):
                 f"objective.distillation.teacher_prompt={prompt} has no effect: no training "
                 f"example has {column} with boxes in pixels of its image"
             )
+        gold = (run.task.gold_answer(e) for e in run.stream.examples if self._find_row_boxes(e))
+        if self.own.boxes == "own" and not any(map(read_boxes, gold)):
+            raise UserError(
+                "objective.distillation.boxes=own has no effect: no gold answer of the task is "
+                "boxes, as those of grounding are"
+            )
 
     def begin(self, rollout: Rollout, scheduler: Any) -> None:
         """Move the teacher towards the policy of the last step; at first, to it."""
@@ -83,9 +91,8 @@ class Distillation(Method):
         boxes = self._find_row_boxes(group.prompt.example)
         if not boxes or self.own.boxes == "gold":
             return boxes
-        found = [score for score in group.scores if holds_boxes(score.answer)]
-        best = max(found, key=lambda score: score.total or 0.0, default=None)
-        return () if best is None else gold_boxes({"boxes": best.answer})
+        found = [(s.total, read_boxes(s.answer)) for s in group.scores if s.total is not None]
+        return max((pair for pair in found if pair[1]), key=itemgetter(0), default=(0, ()))[1]
 
     def covers(self, group: Group) -> bool:
         return self.own.teacher_prompt == "same" or bool(self._find_boxes(group))
@@ -177,6 +184,13 @@ class Distillation(Method):
             has_teacher = batch.weights["distillation"] != 0
             return {"distillation/divergence": self._diverge(batch) * has_teacher}
         return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
+
+
+def read_boxes(answer: Any) -> tuple[Box, ...]:
+    """Return a parsed answer that is boxes in pixels; () if it is something else."""
+    with suppress(ValueError):
+        return gold_boxes({"boxes": answer}) if holds_boxes(answer) else ()
+    return ()
 
 
 def mixed_divergence(

@@ -92,19 +92,19 @@ class VisualCredit(Method):
         """
         if self.snapshot is None:
             return {}
-        rollout, slices = passes.rollout, passes.behind(self._hide)
+        rollout = passes.rollout
+        slices = [s for s in passes.behind(self._hide) if s.rows[0] < rollout.num_sampled]
         unseen = torch.zeros(rollout.layout.total)
         weights = nullcontext(), self.snapshot.in_place()
         found = (passes.logprobs(slices, unseen, own).cpu() for own in weights)
         pairs = zip(*map(rollout.layout.split, found), strict=True)
-        own = [(a.mean().exp() - b.mean().exp()).item() for a, b in pairs]
+        gains = [(a.mean().exp() - b.mean().exp()).item() for a, b in pairs]
         scores = [score for group in rollout.groups for score in group.scores]
-        rows = [row for piece in slices for row in piece.rows if row < len(scores)]
-        rows = [row for row in rows if scores[row].answer is not None]
-        points = [(scores[row].total, own[row]) for row in rows if scores[row].total is not None]
-        rewards, gains = np.array(gather_object(points)).reshape(-1, 2).T
-        spread = rewards - rewards.mean() if len(rewards) else rewards
-        self.slope = float(spread @ gains / (spread @ spread)) if spread.any() else None
+        rows = [row for piece in slices for row in piece.rows if scores[row].answer is not None]
+        points = [(scores[row].total, gains[row]) for row in rows if scores[row].total is not None]
+        x, y = np.array(gather_object(points)).reshape(-1, 2).T
+        has_spread = len(x) > 0 and np.ptp(x) > 1e-6
+        self.slope = float(np.polyfit(x, y, 1)[0]) if has_spread else None
         return {}
 
     def _hide(self, group: Group) -> Example | None:
@@ -131,14 +131,12 @@ class VisualCredit(Method):
                 own, start = norms[start : start + size].reshape(grid), start + size
                 maps[image] = maps[image] + own if image in maps else own
         self.maps = maps
+        found = {} if self.slope is None else {"visual_credit/gain_without_object": self.slope}
         shares = map(self._find_shares, self.examples)
         if not (every := gather_object([share for share in shares if share is not None])):
-            return {}
+            return found
         inside, area = map(fmean, zip(*every, strict=True))
-        metrics = {"visual_credit/in_boxes": inside, "visual_credit/box_area": area}
-        if self.slope is not None:
-            metrics["visual_credit/gain_without_object"] = self.slope
-        return metrics
+        return {"visual_credit/in_boxes": inside, "visual_credit/box_area": area, **found}
 
     def _find_shares(self, example: Example) -> tuple[float, float] | None:
         """Return the shares of the credit and of the image that are in an example's gold boxes."""
