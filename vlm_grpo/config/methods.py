@@ -9,7 +9,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -235,7 +235,13 @@ def load_method_file(entry: OwnMethod) -> ModuleType:
                 f"{', '.join((*named, 'the path of a .py file'))}; others have blocks of settings"
             )
         return named[name]
-    return load_file(entry.file, "method")
+    file = entry.file.expanduser()
+    return _load_version(file, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load_version(file: Path, changed: int) -> ModuleType:
+    return load_file(file, "method")
 
 
 @cache

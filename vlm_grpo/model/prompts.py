@@ -182,10 +182,15 @@ class ChatTemplate:
         except TemplateError:  # one that needs an image
             return ""
 
-    def write(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    def write(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return what the template makes of messages, as the processor's ``apply_chat_template``;
         raises what a template may raise."""
-        given = {"messages": messages, "add_generation_prompt": True}
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         special = self.processor.tokenizer.special_tokens_map
         variables = {"tools": None, "documents": None, **special, **arguments, **given}
         sandbox, template, _ = _compile(self._text)

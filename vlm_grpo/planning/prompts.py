@@ -76,8 +76,9 @@ class PromptCounter:
                 size = self._measure(text_tokens, example.images, budget)
                 if shown is not None:
                     found = self._measure(*shown[1:], budget)
+                    size = replace(size, results=shown[0], result_tokens=found.tokens)
                     seen = {"result_images": found.image_tokens, "result_values": found.values}
-                    size = replace(size, results=shown[0], result_tokens=found.tokens, **seen)
+                    size = replace(size, **seen)
                 sizes.append(size)
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
