@@ -123,6 +123,17 @@ def test_every_rule_has_its_failure():
 OTHERS = [("length drift", SHRINKING)]
 
 
+@pytest.mark.parametrize(
+    ("spread", "steps", "is_raised"), [(0.09, 10, True), (0.11, 10, False), (0.01, 9, False)]
+)
+def test_a_shortcut_needs_ten_gains_three_standard_errors_above_zero(spread, steps, is_raised):
+    monitor = AlarmMonitor(WEIGHTS, "exact", completions=8)
+    gains = [0.1 + spread * (-1) ** step for step in range(steps)]  # of ten, a third is the error
+    rows = [{"visual_credit/gain_without_object": gain} for gain in gains]
+    names = [alarm["name"] for row in rows for alarm in monitor.update(row)]
+    assert names == ["shortcut"] * is_raised
+
+
 @pytest.mark.parametrize(("name", "changes"), [*FAILURES.items(), *OTHERS])
 def test_a_failure_raises_one_alarm_with_a_remedy(name, changes):
     (alarm,) = collect_alarms(make_rows(**changes))
