@@ -1,7 +1,7 @@
 """Measure whether layers of ``indexed_attention`` (Qwen4-Exp) could share a prompt.
 
-Run ``python perf/indexed_attention.py``. In such a layer an indexer scores blocks of
-consecutive visible tokens and each token attends to the best of them, and to what follows the last
+Run ``python perf/indexed_attention.py``. The indexer of such a layer scores blocks of
+consecutive visible tokens; a token attends to the best blocks, and to the tokens after the last
 whole block. Weights and recurrences are in float64.
 """
 

@@ -69,7 +69,7 @@ def test_outputs_do_not_depend_on_the_batch_size():
         evaluation = settings.evaluation.model_copy(update={"max_tokens_per_batch": tokens})
         changed = settings.model_copy(update={"evaluation": evaluation})
         outputs.append(generate_all(LocalModel(policy, changed), task, examples)[1])
-    # float32 rounds differently in batches of other sizes, but in none of these 24 by a token.
+    # Rounding in float32 depends on the size of a batch, but changes no token of these 24 outputs.
     assert outputs[0] == outputs[1] == outputs[2]
 
 

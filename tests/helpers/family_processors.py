@@ -306,7 +306,7 @@ EDGES = {
     "hunyuan_vl": ("<img_start>", "<img_end>"),
     "ernie4_5_vl_moe": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
 }
-"""What stands around the token of an image in a prompt, if the processor does not write it."""
+"""The tokens before and after an image, for processors that do not write them."""
 
 
 def build_processor(name: str) -> Any:

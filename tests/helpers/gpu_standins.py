@@ -107,7 +107,7 @@ def record_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class GpuMemory:
-    """A GPU's memory of so many bytes, in which a micro-batch takes some per token in its pass.
+    """The memory of a GPU: a micro-batch takes a number of bytes per token during its pass.
 
     Gradients take their bytes from the pass on. Inside, the updater takes the way of a GPU.
     """

@@ -449,7 +449,7 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     """Run a step that the first rank alone repeats in smaller micro-batches.
 
     It fails near the end of a backward pass, when there are other gradients. The next step finds
-    the size of micro-batches on GPUs, of which the first has twice the memory of the others.
+    the size of micro-batches on GPUs; the first GPU has twice the memory of the others.
     """
     trainer = build_trainer(settings)
     failures = [trainer.accelerator.is_main_process]

@@ -1,6 +1,7 @@
 """The parts of an image that an answer needs, as boxes in the row's column ``evidence``."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,13 @@ def list_evidence(example: Example) -> tuple[Box, ...]:
         return gold_boxes({"boxes": found}) if holds_boxes(found) else ()
     except ValueError as error:
         raise ValueError(f"evidence: {error}") from error
+
+
+def read_boxes(answer: Any) -> tuple[Box, ...]:
+    """Return a parsed answer that is boxes in pixels; () if it is something else."""
+    with suppress(ValueError):
+        return gold_boxes({"boxes": answer}) if holds_boxes(answer) else ()
+    return ()
 
 
 def holds_boxes(value: Any) -> bool:

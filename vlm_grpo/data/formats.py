@@ -110,16 +110,17 @@ def _only_path(read: Callable[[Path], Iterable[Row]]) -> Callable[..., Iterable[
 def find_formats() -> tuple[Format, ...]:
     """Return all formats; the first that fits a path reads it."""
     own = [import_module(f"vlm_grpo.data_scripts.format_{name}") for name in _ANNOTATIONS]
-    json, coco = ".json (an array, or COCO)", "a folder of COCO"
     return (
         Format(".jsonl", has_suffix(".jsonl"), _only_path(read_jsonl)),
-        Format(json, has_suffix(".json"), read_json_source, list_image_folders),
+        Format(
+            ".json (an array, or COCO)", has_suffix(".json"), read_json_source, list_image_folders
+        ),
         Format(".csv or .tsv", has_suffix(".csv", ".tsv"), _only_path(read_csv)),
         Format(".parquet", has_suffix(".parquet"), _read_table),
         Format(".tar (WebDataset)", has_suffix(".tar"), _read_table),
         *(module.FILE for module in own),
         Format("a folder of save_to_disk", is_folder(_is_saved), _read_table, _itself),
-        Format(coco, is_folder(find_coco_file), read_json_source, list_image_folders),
+        Format("a folder of COCO", is_folder(find_coco_file), read_json_source, list_image_folders),
         *(module.FOLDER for module in own),
         Format(
             "of images and metadata", is_folder(find_metadata), _only_path(read_metadata), _itself

@@ -125,8 +125,13 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
 
 
 def fit_update_tokens(free: float, token: float, least: int = UPDATE_TOKENS[0]) -> int:
-    """Return the number of tokens in a micro-batch, in multiples of 1,024, that fit into the free
-    bytes with a fifth of them to spare, at so many bytes per token."""
+    """Return how many tokens, in multiples of 1,024, fit into four fifths of the free bytes.
+
+    Args:
+        free: bytes of memory that are free.
+        token: bytes that a token of a micro-batch takes.
+        least: the result if fewer fit.
+    """
     fitting = int(0.8 * free / max(token, 1)) // 1024 * 1024
     return min(max(fitting, least), UPDATE_TOKENS[1])
 

@@ -398,8 +398,8 @@ class Planner:
         weights: Weights | None = None,
         least: int = UPDATE_TOKENS[0],
     ) -> StepEstimate:
-        """Estimate a step under these settings; ``weights`` None: held as in the planner. Automatic
-        micro-batches of the update have ``least`` tokens at the least."""
+        """Estimate a step under these settings; ``weights`` None: held as in the planner.
+        Micro-batches whose size is found automatically have at least ``least`` tokens."""
         weights = weights or self.weights
         policy = settings.policy
         if policy.gradient_checkpointing == "auto":  # the first that fits, as the update does

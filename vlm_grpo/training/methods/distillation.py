@@ -7,7 +7,6 @@ learns to see in the whole image what it sees in the part.
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
@@ -22,16 +21,16 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.evidence import (
     crop_to_boxes,
-    holds_boxes,
     list_boxes,
     list_evidence,
     mask_beyond_boxes,
+    read_boxes,
     replace_image,
 )
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
@@ -184,13 +183,6 @@ class Distillation(Method):
             has_teacher = batch.weights["distillation"] != 0
             return {"distillation/divergence": self._diverge(batch) * has_teacher}
         return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
-
-
-def read_boxes(answer: Any) -> tuple[Box, ...]:
-    """Return a parsed answer that is boxes in pixels; () if it is something else."""
-    with suppress(ValueError):
-        return gold_boxes({"boxes": answer}) if holds_boxes(answer) else ()
-    return ()
 
 
 def mixed_divergence(
