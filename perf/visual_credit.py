@@ -181,7 +181,7 @@ def find_share(
     """Return the mean share inside the boxes over the last steps with one, or over the first if
     ``last`` is negative; perhaps relative to the boxes' share of the image."""
     part = run["shares"][-last:] if last > 0 else run["shares"][:-last]
-    steps = [step for step in part if step]
+    steps = [step for step in part if f"{name}: {SHARE}" in step]
     share, area = (statistics.fmean(s[f"{name}: {key}"] for s in steps) for key in (SHARE, AREA))
     return share / area if is_relative else share
 
@@ -243,7 +243,7 @@ def print_tables(runs: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--worlds", nargs="*", default=list(WORLDS), help="none: print the tables")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[5, 6, 7])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[5, 6, 7, 8, 9])
     parser.add_argument("--folder", type=Path, default=Path("runs/visual_credit"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
 from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.types import Candidate, Example
+from vlm_grpo.types import Candidate, EpisodeTurn, Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
 
@@ -295,3 +295,24 @@ def test_a_task_keeps_the_working_directory_and_fails_in_few_words(tmp_path, mon
     found = task.score("earns more than a float32", EXAMPLE)
     assert found.total is None
     assert "returned 1e+308, which is not between ±1e+15" in found.failures["intrusive"]
+
+
+def test_a_rule_of_an_episode_sees_its_answer_and_turns():
+    class Short(Task):
+        """Reward right answers in few turns."""
+
+        primary_metric = "quick"
+
+        def parse(self, text, example):
+            return text
+
+        def write(self, answer, example):
+            return answer
+
+        @reward()
+        def quick(self, episode):
+            return (episode.answer == "cup") / len(episode.turns)
+
+    turns = [EpisodeTurn("look"), EpisodeTurn("cup")]
+    assert Short().score("cup", EXAMPLE, turns=turns).total == 0.5
+    assert Short().score("jug", EXAMPLE, turns=turns).total == 0.0

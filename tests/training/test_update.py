@@ -173,6 +173,21 @@ def test_the_first_update_on_a_gpu_begins_with_what_fits_by_plan(
         assert (probe.started, trainer.updater.budget.limit) == (expected, 65_536)
 
 
+def test_memory_for_gradients_and_optimizer_is_not_given_to_micro_batches(settings):
+    trainer = make_trainer(settings(rollout={"max_completion_length": 64}))
+    weights = sum(weight.numel() for _, weight in trainer.strategy.trainable)
+    size = 12 * weights + 60_000_000  # in float32: gradients and Adam's two moments
+    with GpuMemory(trainer.updater, size, token=1)() as memory:
+        trainer.updater.update(make_batch(trainer))
+    probe, (tokens,) = trainer.updater.probe, memory.tokens
+    assert probe is not None
+    assert probe.started == int(0.8 * 60_000_000 / probe.planned) // 1024 * 1024 > 1024
+    # The gradients have replaced what a single pass saved: it was no more than they are, nor, as
+    # far as is known, less than planned.
+    token = min(probe.planned, 4 * weights / tokens)
+    assert trainer.updater.budget.limit == int(0.8 * (size - 4 * weights) / token) // 1024 * 1024
+
+
 def test_running_out_of_memory_in_the_first_update_lowers_what_is_found(settings):
     """The update is repeated before any weight changes, with the same gradient."""
     norms = []

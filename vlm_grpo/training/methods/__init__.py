@@ -87,11 +87,11 @@ class Passes:
     max_tokens: int  # number of tokens to score at once
 
     def behind(self, change: Callable[[Group], Example | None]) -> list[GroupSlice]:
-        """Return the completions of the groups whose example has another form, behind it."""
+        """Return the sampled groups whose example has another form, behind that one."""
         changed: list[GroupSlice] = []
         prompts = self.strategy.policy.prompts
-        groups = (*self.rollout.groups, *self.rollout.recalled)
-        for group, piece in zip(groups, self.slices, strict=True):
+        own = self.slices[: len(self.rollout.groups)]  # those of recalled groups are last
+        for group, piece in zip(self.rollout.groups, own, strict=True):
             if (seen := change(group)) is not None:
                 try:
                     seen = prompts.with_resized_sizes(seen)

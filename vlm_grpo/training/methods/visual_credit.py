@@ -92,8 +92,7 @@ class VisualCredit(Method):
         """
         if self.snapshot is None:
             return {}
-        rollout = passes.rollout
-        slices = [s for s in passes.behind(self._hide) if s.rows[0] < rollout.num_sampled]
+        rollout, slices = passes.rollout, passes.behind(self._hide)
         unseen = torch.zeros(rollout.layout.total)
         weights = nullcontext(), self.snapshot.in_place()
         found = (passes.logprobs(slices, unseen, own).cpu() for own in weights)
