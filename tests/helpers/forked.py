@@ -73,7 +73,9 @@ def run_alone(words: list[str], folder: str, again: bool) -> None:
 def _call(
     output: Path, environment: dict[str, str], function: Callable[..., Any], arguments: Any
 ) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup has started the tests
+    # Also where nohup, or a shell in the background, has started the tests.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     leave_writes_to_the_system()
     gc.freeze()  # collections would visit, and so copy, every object of the server
     os.environ |= environment

@@ -99,6 +99,9 @@ class ReplaySettings(MethodSettings):
     """Maximum number of groups that are kept; the oldest leave first."""
     max_age: int = Field(default=8, ge=1)
     """Number of steps after which a group is not replayed any more."""
+    completions: int | None = Field(default=None, ge=2)
+    """Maximum number of completions that are kept of a group: the best and the worst, so that their
+    rewards vary as much as possible (PODS, arXiv:2504.13818). None: all."""
 
 
 class DistillationSettings(MethodSettings):

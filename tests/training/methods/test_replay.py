@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import statistics
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +18,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import KeptGroup
 from vlm_grpo.training.methods import curriculum as curriculum_module
 from vlm_grpo.training.methods.curriculum import Curriculum
-from vlm_grpo.training.methods.replay import Replay
+from vlm_grpo.training.methods.replay import Replay, select_varied
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Completion, Score
 
@@ -51,6 +54,42 @@ def test_a_buffer_replays_the_newest_first_and_each_group_once():
     assert buffer.recall(0, 3) == []
     buffer.learn(3, [keep(6, 3)], buffer.recall(1, 3))
     assert [group.index for group in buffer.groups] == [2, 3, 4, 6]
+
+
+def test_the_kept_completions_have_the_largest_variance_of_rewards():
+    """Compared with all choices of as many."""
+    draw = random.Random(0)
+    for _ in range(200):
+        rewards = [draw.choice((0.0, 0.2, 1.0, draw.random())) for _ in range(draw.randint(3, 8))]
+        count = draw.randint(2, len(rewards) - 1)
+        chosen = select_varied(rewards, count)
+        assert chosen == sorted({*chosen})
+        assert len(chosen) == count
+        best = max(map(statistics.pvariance, itertools.combinations(rewards, count)))
+        assert statistics.pvariance([rewards[row] for row in chosen]) == pytest.approx(best)
+    assert select_varied([0.0, None, 1.0, None], 3) == [0, 2]
+    assert select_varied([None, 1.0], None) == select_varied([None, 1.0], 2) == [0, 1]
+
+
+def test_a_wide_group_is_replayed_with_its_best_and_its_worst(settings):
+    """The gradient of such a group is that of a group of these completions, so advantages too."""
+    trainer = make_trainer(settings(objective={"replay": {"completions": 2}}))
+    groups = {group.id: group for group in trainer.sampler.sample(0).groups}
+    kept = get_buffer(trainer).groups
+    assert len(kept) == 3
+    for group in kept:
+        sampled = groups[trainer.sampler.stream[group.index].id]
+        totals = [score.total for score in sampled.scores]
+        assert [score.total for score in group.scores] in (
+            [min(totals), max(totals)],
+            [max(totals), min(totals)],
+        )
+        for completion, score in zip(group.completions, group.scores, strict=True):
+            place = [c.token_ids for c in sampled.completions].index(completion.token_ids)
+            assert completion.logprobs == sampled.completions[place].logprobs
+            assert score.rewards == sampled.scores[place].rewards
+    object.__setattr__(trainer.sampler.task, "weights", {"letters": 0.0})  # all totals are equal
+    trainer.step()
 
 
 def test_groups_without_a_spread_let_others_be_replayed(settings, monkeypatch):

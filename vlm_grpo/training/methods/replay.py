@@ -1,5 +1,6 @@
 """Training once more on recent groups, in steps in which some groups have equal rewards."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,8 +41,11 @@ class Replay(Method):
             # The state would not hold what an episode has observed.
             if group.prompt.start is None and has_spread(group, weights, objective):
                 # Without what only the metrics of its own step need.
-                stripped = (replace(c, entropies=(), version=None) for c in group.completions)
-                scores = (replace(score, answer=None) for score in group.scores)
+                rows = select_varied([s.total for s in group.scores], self.own.completions)
+                stripped = (
+                    replace(group.completions[row], entropies=(), version=None) for row in rows
+                )
+                scores = (replace(group.scores[row], answer=None) for row in rows)
                 useful.append(KeptGroup(index, step, tuple(stripped), tuple(scores)))
         return useful
 
@@ -89,6 +93,22 @@ class Replay(Method):
             completions, scores = zip(*(next(restored) for _ in group["completions"]), strict=True)
             groups.append(KeptGroup(group["index"], group["step"], completions, scores))
         self.groups = groups[-self.own.size :]
+
+
+def select_varied(rewards: Sequence[float | None], count: int | None) -> list[int]:
+    """Return the places of ``count`` rewards with the largest variance, in order; None: of all.
+
+    Undefined rewards (None) are left out first."""
+    size = len(rewards)
+    if count is None or count >= size:
+        return [*range(size)]
+    defined = {row: reward for row, reward in enumerate(rewards) if reward is not None}
+    order = sorted(defined, key=defined.__getitem__)
+    # The lowest and the highest ones (lemma 3.1 of PODS); what varies is how many of each.
+    parts = [
+        [*order[:low], *order[max(low, len(order) - count + low) :]] for low in range(count + 1)
+    ]
+    return sorted(max(parts, key=lambda rows: statistics.pvariance(defined[row] for row in rows)))
 
 
 def _serialize(completion: Completion, score: Score) -> dict[str, Any]:
