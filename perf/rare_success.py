@@ -16,7 +16,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from study import find_right, time_steps, value_at
 
 from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts.make_tiny_words import draw_examples
 from vlm_grpo.eval.statistics import RESAMPLES
 
@@ -63,7 +64,6 @@ SUPERVISED = 30
 """Supervised steps, with a weight of 0.15 of whole images beside 1 of crops."""
 EVERY, PROMPTS = 20, 8
 """Steps between two evaluations; prompts of a step with 8 completions each."""
-COMPLETIONS = 8 * PROMPTS
 UNITS = "cpu_seconds", "tokens", "samples"
 """Of what the compared runs have taken equally much."""
 SHARED = ["rollout.max_completion_length=12", "logging.samples_every=0", "logging.trackers=[]"]
@@ -78,6 +78,7 @@ ONLY = "objective.distillation.only=true"
 FIRST = [ONLY, "objective.distillation.teacher_update_rate=0"]
 NARROW = [f"optim.prompts_per_step={PROMPTS}", "rollout.num_generations=8"]
 WIDE = [f"optim.prompts_per_step={PROMPTS // 8}", "rollout.num_generations=64"]
+BEST = ["objective.replay.size=64", "objective.replay.max_age=60", "objective.replay.completions=8"]
 CROP_ROLLOUTS = "methods=[{file: crop_rollouts, options: {margin: 0}}]"
 METHODS: dict[str, tuple[int, str, list[str]]] = {
     "grpo": (60, "1e-4", NARROW),
@@ -89,6 +90,7 @@ METHODS: dict[str, tuple[int, str, list[str]]] = {
     "revision": (60, "1e-4", [*NARROW, "methods=[revision]"]),
     "wide": (60, "1e-4", WIDE),
     "wide, replay": (60, "1e-4", [*WIDE, "objective.replay.size=16"]),
+    "wide, best kept": (60, "1e-4", [*WIDE, *BEST]),
 }
 LONGER = ", twice the steps"
 METHODS |= {
@@ -139,15 +141,23 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     own += [f"model={prepare_model(name, folder)}", f"seed={seed}"]
     settings = load_settings(world.recipe, [*changes, *own], data={"train": "python"})
     seconds = time_steps(settings, draw_examples(world.source, 1024))
-    paths = sorted((settings.run_dir / "evaluation").glob("step-*.jsonl"))
     return {
         "world": name,
         "method": method,
         "seed": seed,
         "settings": changes,
+        **describe_run(settings, seconds),
+    }
+
+
+def describe_run(settings: Settings, seconds: float) -> dict[str, Any]:
+    """Return what a run took, and its values of the held-out examples at each evaluation."""
+    paths = sorted((settings.run_dir / "evaluation").glob("step-*.jsonl"))
+    count = settings.optim.prompts_per_step * settings.rollout.num_generations
+    return {
         "cpu_seconds": round(seconds, 1),
-        "tokens": count_tokens(settings.run_dir),
-        "samples": COMPLETIONS * steps,
+        "tokens": count_tokens(settings),
+        "samples": count * int(settings.optim.max_steps),
         "right": {
             int(path.stem.partition("-")[2]): "".join(
                 str(int(value)) for value in find_right(map(json.loads, path.open()))
@@ -157,11 +167,12 @@ def measure(name: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def count_tokens(run_dir: Path) -> int:
+def count_tokens(settings: Settings) -> int:
     """Count the tokens that the model read or sampled in the steps of a run, all passes together;
     a token that is read for several completions at once is one."""
-    rows = [*map(json.loads, (run_dir / "metrics.jsonl").open())]
-    sampled = sum(row["completions/mean_length"] for row in rows) * COMPLETIONS
+    rows = [*map(json.loads, (settings.run_dir / "metrics.jsonl").open())]
+    count = settings.optim.prompts_per_step * settings.rollout.num_generations
+    sampled = sum(row.get("completions/mean_length", 0) for row in rows) * count
     return round(sampled + sum(r["work/prefill_tokens"] + r["work/update_tokens"] for r in rows))
 
 
@@ -185,7 +196,11 @@ def find_interval(changes: Sequence[np.ndarray]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def format_table(runs: list[dict[str, Any]]) -> str:
+def format_table(
+    runs: list[dict[str, Any]],
+    worlds: Iterable[str] = tuple(WORLDS),
+    methods: Iterable[str] = tuple(METHODS),
+) -> str:
     rows = [
         f"Start in {run['world']}: {100 * run['whole']:.1f} % of whole images, "
         f"{100 * run['crop']:.1f} % of crops\n"
@@ -198,7 +213,7 @@ def format_table(runs: list[dict[str, Any]]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = {(run["world"], run["method"], run["seed"]): run for run in drop_starts(runs)}
-    for name, method in itertools.product(WORLDS, METHODS):
+    for name, method in itertools.product(worlds, methods):
         plain = "grpo" + (LONGER if method.endswith(LONGER) else "")
         pairs = [
             (run, found[name, plain, seed])

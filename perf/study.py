@@ -47,9 +47,7 @@ SHORT = [
     "logging.samples_every=0", "logging.trackers=[]",
 ]  # fmt: skip
 """The recipes as they are, but for these settings."""
-TASKS = {
-    "words": "ocr", "handwriting": "ocr", "attributes": "counting", "relations": "grounding",
-}  # fmt: skip
+TASKS = {"words": "ocr", "handwriting": "ocr", "attributes": "counting"}
 """The hard worlds, and the recipe of each."""
 TEACHER = "objective.distillation.teacher={teacher}"
 METHODS: dict[str, list[str]] = {
@@ -105,7 +103,7 @@ def prepare_models(folder: Path) -> tuple[str, str]:
         if not path.is_dir():
             if not settings.run_dir.exists():
                 train(settings)
-            export(settings.run_dir, path, step=step)
+            export(f"{settings.run_dir}@{step}", path)
     return str(found[0]), str(found[1])
 
 
