@@ -121,7 +121,7 @@ def format_table(runs: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="none: print the table")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("runs/crop_teacher"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -104,7 +104,7 @@ def select_varied(rewards: Sequence[float | None], count: int | None) -> list[in
         return [*range(size)]
     defined = {row: reward for row, reward in enumerate(rewards) if reward is not None}
     order = sorted(defined, key=defined.__getitem__)
-    # The lowest and the highest ones (lemma 3.1 of PODS); what varies is how many of each.
+    # The lowest and the highest ones (as PODS shows); what varies is how many of each.
     parts = [
         [*order[:low], *order[max(low, len(order) - count + low) :]] for low in range(count + 1)
     ]
