@@ -173,11 +173,11 @@ def check_images(width: int, dtype: torch.dtype) -> Check:
     seen = (owner[:, None] == owner).to(DEVICE)
     tensors = build_tensors(Heads(16, 16, width), sum(lengths), dtype)
 
-    def ours(*x: Tensor) -> Tensor:
-        return kernels.attend_in_segments(*x, starts, lengths, width**-0.5)
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return kernels.attend_in_segments(query, key, value, starts, lengths, width**-0.5)
 
-    def plain(*x: Tensor) -> Tensor:
-        return attend_plainly(*x, seen, width**-0.5, None)
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_plainly(query, key, value, seen, width**-0.5, None)
 
     exact = differentiate(plain, tensors, torch.float64)
     return compare(differentiate(ours, tensors, dtype), differentiate(plain, tensors, dtype), exact)

@@ -270,7 +270,10 @@ def compare_fsc147(checkout: Checkout, count: int, seed: int) -> tuple[int, Coun
         task.score(text, row).metrics["mae"] for text, row in zip(texts, examples, strict=True)
     ]
     answers = [task.read(text, row) for text, row in zip(texts, examples, strict=True)]
-    ours = (float(np.mean(values)), task.corpus_metrics(answers, examples)["rmse_all"])
+    ours = (
+        float(np.mean(np.array(values, float))),
+        task.corpus_metrics(answers, examples)["rmse_all"],
+    )
     # The script always has a count: an output without one is 0.
     theirs = code.total(
         [(g, int(t) if t.isdigit() else 0) for g, t in zip(golds, texts, strict=True)]
@@ -457,7 +460,9 @@ def compare_logs(checkout: Checkout) -> tuple[int, Counter]:
             task.score(row["model_output"], make_example(int(row["ground_truth"]))).rewards["exact"]
             for row in rows
         ]
-        print(f"{file}: {100 * np.mean(scores):.1f}; the log says {log['accuracy']:.1f}")
+        print(
+            f"{file}: {100 * np.mean(np.array(scores, float)):.1f}; the log says {log['accuracy']:.1f}"
+        )
         count += len(rows)
         wrong["outputs"] += sum(
             score != float(row["extracted_answer"] == row["ground_truth"])
