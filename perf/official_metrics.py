@@ -460,9 +460,8 @@ def compare_logs(checkout: Checkout) -> tuple[int, Counter]:
             task.score(row["model_output"], make_example(int(row["ground_truth"]))).rewards["exact"]
             for row in rows
         ]
-        print(
-            f"{file}: {100 * np.mean(np.array(scores, float)):.1f}; the log says {log['accuracy']:.1f}"
-        )
+        mean = 100 * np.mean(np.array(scores, float))
+        print(f"{file}: {mean:.1f}; the log says {log['accuracy']:.1f}")
         count += len(rows)
         wrong["outputs"] += sum(
             score != float(row["extracted_answer"] == row["ground_truth"])
