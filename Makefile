@@ -8,6 +8,7 @@
 #   make vllm         make an environment with vLLM for CPUs, and test rollouts with a real server
 #   make crash        kill a training run fifty times and compare it with an uninterrupted one
 #   make gpu          on a machine with a GPU: its tests, and steps beside TRL's, in perf/README.md
+#   make study        the experiments of docs/study.md, a day on one core; another call continues
 #   make check        lint, format, types, layers, doctests
 #   make docs         build the documentation site in site/; a warning is an error
 #   make lock         update requirements.lock and constraints.txt after a change of dependencies
@@ -33,7 +34,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo tasks)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test mutants oldest vllm crash gpu check docs lock clean
+.PHONY: quickstart test mutants oldest vllm crash gpu study check docs lock clean
 
 quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
@@ -68,6 +69,10 @@ crash: $(VENV)/dev.stamp
 gpu: $(VENV)/dev.stamp
 	$(BIN)/python perf/gpu.py --out perf/results/gpu; status=$$?; \
 		$(BIN)/python perf/gpu.py --readme perf/results/gpu; exit $$status
+
+STUDIES := study crop_teacher rare_success seen_parts visual_credit
+study: $(VENV)/dev.stamp
+	for name in $(STUDIES); do OMP_NUM_THREADS=1 $(BIN)/python perf/$$name.py || exit; done
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -80,6 +80,7 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("rollout.max_resample=2", "max_resample has no effect without rollout.dynamic_sampling"),
         ("rollout.min_new_tokens=9", "min_new_tokens=9 exceeds rollout.max_completion_length"),
         ("rollout.stop=['']", "rollout.stop has an empty string"),
+        ("objective.replay.completions=8", "no effect on groups of rollout.num_generations=8: low"),
         ("rollout.noise.strength=1000", "less than or equal to 999"),
         ("rollout.noise.share=1.0", "less than 1"),
         ("policy.lora.r=4 policy.freeze=[vision]", "policy.freeze has no effect with policy.lora"),
