@@ -46,10 +46,14 @@ SHORT = [
 ]  # fmt: skip
 CROP = ["objective.distillation.teacher_prompt=crop", "objective.distillation.loss=jensen_shannon"]
 CROP += ["objective.distillation.margin=0"]
+ONLY = "objective.distillation.only=true"
+FIRST = "objective.distillation.teacher_update_rate=0"
 METHODS: dict[str, list[str]] = {
     "grpo": [],
-    "crop": [*CROP, "objective.distillation.only=true"],
+    "crop": [*CROP, ONLY],
     "both": CROP,
+    "crop, first policy": [*CROP, ONLY, FIRST],
+    "both, first policy": [*CROP, FIRST],
 }
 
 
