@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -69,7 +70,8 @@ def prepare_model(folder: Path) -> str:
 
 def measure(method: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train, and return the held-out curve and each held-out example's value at the end."""
-    name = [f"name={method}-{seed}", f"output_dir={folder}", f"model={prepare_model(folder)}"]
+    short = re.sub(r"\W+", "-", method)
+    name = [f"name={short}-{seed}", f"output_dir={folder}", f"model={prepare_model(folder)}"]
     changes = [*SHORT, *METHODS[method]]
     settings = load_settings("ocr", [*changes, *name, f"seed={seed}"], data={"train": "python"})
     seconds = time_steps(settings, draw_examples(WORLD, SUPERVISED_ROWS + 2048)[SUPERVISED_ROWS:])
