@@ -253,5 +253,9 @@ def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(p
     change = re.escape("| words | papo | 25.0 → 100.0 | +50.0 [")
     assert re.fullmatch(change + r"\+0\.0, \+100\.0\] \| \+0\.0 \| × 2\.00 \|", table[3])
     assert study.format_table([slow]).count("\n") == 1  # nothing to compare it with
+    page = (ROOT / "docs/study.md").read_text("utf-8")
     recorded = json.loads((ROOT / "perf/results/study.json").read_text())
-    assert study.format_table(recorded) in (ROOT / "docs/study.md").read_text("utf-8")
+    assert study.format_table(recorded) in page
+    parts = json.loads((ROOT / "perf/results/seen_parts.json").read_text())
+    table = perf("rare_success").format_table(parts, ("relations",), ("grpo", "supervised"))
+    assert set(table.splitlines()) <= set(page.splitlines())
