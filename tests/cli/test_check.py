@@ -31,7 +31,7 @@ from vlm_grpo.types import Example, ImageRef
     "arguments",
     [
         "counting",
-        "grounding tags=true thinking=true",
+        "grounding tags=true task_options.thinking=true",  # as in a recipe, too
         "grounding several=true absent=true",
         "ocr tags=true weights.format=0.1 weights.length=0.1",
         "detection --data embedded:grounding",

@@ -111,6 +111,12 @@ def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
     assert (note in caplog.text) == (warmup == 5)
 
 
+def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_after_a_warm_start(caplog):
+    settings = load_settings("counting", ["optim.max_steps=5", "warm_start.steps=2"])
+    assert settings.optim.warmup_steps == 3  # 5 - 2
+    assert "shortened to the 3 steps of optim.max_steps=5 after those of warm_start" in caplog.text
+
+
 def test_a_warning_does_not_precede_an_error(caplog):
     assert "unknown key optim.rl" in get_error("optim.max_steps=5", "optim.rl=1")
     assert not caplog.records

@@ -114,13 +114,15 @@ def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
 
     from vlm_grpo.config.recipes import PARSE_ERRORS, parse_overrides
 
-    for option in options or []:
+    # A recipe's task_options.tags=true is tags=true for a task alone.
+    options = [option.removeprefix("task_options.") for option in options or []]
+    for option in options:
         if "=" not in option:
             raise UserError(
                 f"{option!r} is not an option of a task: write name=value, for example tags=true"
             )
     try:
-        values: Any = OmegaConf.to_container(parse_overrides(options or []))
+        values: Any = OmegaConf.to_container(parse_overrides(options))
     except PARSE_ERRORS as error:
         raise UserError(f"the task's options cannot be parsed: {error}") from error
     return values

@@ -17,8 +17,8 @@ def doctor(
 ) -> None:
     """Check a model: compare the shared prompt pass with the repeated one on this model.
 
-    Prints the model's family, its coordinate frame, the number of prompt tokens, the differences
-    in log-probabilities and gradients, the attention kernels, and which form training will use.
+    Prints the model's family, its coordinate frame, the number of prompt tokens, the attention
+    kernels, and which form training will use; if the log-probabilities differ, by how much.
 
     \b
     vlm-grpo doctor embedded

@@ -165,7 +165,7 @@ def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
 
 def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
     """Drop the recipe's steps if the user gives epochs, and the reverse. Shorten the recipe's
-    warmup to the user's steps, and return a warning."""
+    warmup to the user's steps after a warm start, and return a warning."""
     optim = given.get("optim")
     if not isinstance(optim, dict):
         return None
@@ -178,10 +178,17 @@ def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
     if "optim.max_steps" not in user_keys or "optim.warmup_steps" in user_keys:
         return None
     steps, warmup = optim.get("max_steps"), optim.get("warmup_steps", 0)
-    if not (isinstance(steps, int) and isinstance(warmup, int) and 0 < steps < warmup):
+    if not (isinstance(steps, int) and isinstance(warmup, int)):
+        return None
+    start, place = given.get("warm_start"), f"optim.max_steps={steps}"
+    supervised = start.get("steps") if isinstance(start, dict) else None
+    if isinstance(supervised, int) and 0 < supervised < steps:
+        steps -= supervised
+        place = f"the {steps} steps of {place} after those of warm_start"
+    if not 0 < steps < warmup:
         return None
     optim["warmup_steps"] = steps
-    return f"optim.warmup_steps={warmup} of the recipe is shortened to optim.max_steps={steps}"
+    return f"optim.warmup_steps={warmup} of the recipe is shortened to {place}"
 
 
 def _validate(given: dict[str, Any]) -> Settings:

@@ -42,6 +42,8 @@ def read_hub(spec: str, split: str) -> Iterator[Row]:
                 f"; is {name} its name on huggingface.co/datasets, and the network there? Private "
                 "ones need hf auth login; the path of a file or folder needs no hf:"
             )
+        elif not rest:
+            remedy = f"; for another split write hf:{name}:SPLIT"
         raise UserError(
             f"dataset {name} (split {split_name}) cannot be loaded: {type(error).__name__}: {error}"
             f"{remedy}"
