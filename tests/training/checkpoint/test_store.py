@@ -69,13 +69,6 @@ def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path):
     assert len(modes) == 1
 
 
-def test_checkpoints_are_listed_in_order(tmp_path):
-    for step in (10, 2):
-        write(tmp_path, step)
-    (tmp_path / "step-10-1").mkdir()
-    assert list_names(tmp_path) == ["step-2", "step-10", "step-10-1"]
-
-
 def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
