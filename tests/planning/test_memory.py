@@ -19,13 +19,11 @@ from work_counts import measure_saved_bytes
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
-from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
 from vlm_grpo.model.families import ImageFeatures
-from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import (
     LIBRARIES,
@@ -193,14 +191,6 @@ def test_weights_are_counted_exactly(family, name):
     assert shape.num_weights + (shape.num_trained if shape.lora_rank else 0) == everything
     engine: Any = policy.engine
     assert shape.trains_vision == engine.encoder.is_trained
-
-
-def test_tied_weights_are_counted_once():
-    settings = load_settings("counting")
-    model = load_model(settings).model
-    shape = read_model_shape(model.config, settings.policy)
-    assert model.config.tie_word_embeddings
-    assert shape.num_weights == shape.num_trained == model.num_parameters()
 
 
 # Gemma 3 and Qwen 3.5 multiply by 1 + w, and Command A Vision has layer norms.
