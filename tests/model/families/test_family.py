@@ -16,7 +16,6 @@ from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
 
 from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.model.families import Family, load_family
-from vlm_grpo.model.families.family import ScaledHead
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
@@ -119,13 +118,6 @@ def test_code_from_elsewhere_does_not_share_prompts():
         model_type = "other"
 
     assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
-
-
-def test_a_capped_head_scales_and_caps_its_logits():
-    head = torch.nn.Linear(3, 2, bias=False)
-    hidden = torch.randn(4, 3) * 20
-    expected = 5 * torch.tanh(2 * head(hidden) / 5)
-    torch.testing.assert_close(ScaledHead(head, 2.0, 5.0)(hidden), expected)
 
 
 @pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
