@@ -12,9 +12,6 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.errors import UserError
 
-DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
-"""The settings without values in the recipes for large models."""
-
 
 def get_error(*overrides: str, recipe: str = "counting") -> str:
     with pytest.raises(UserError) as caught:

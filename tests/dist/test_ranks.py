@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import relative_distance
 from rank_cases import BFLOAT16, WITH_EPISODES, run_launch
 from safetensors.torch import load_file
 from small_runs import assert_same_weights, read_metrics
@@ -44,14 +45,6 @@ def run_launches(folder: Path, launches: list[str]) -> Results:
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in launches}
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return ‖found − expected‖ / ‖expected‖ over all tensors, or ‖found‖ if that divides by 0."""
-    assert found.keys() == expected.keys()
-    error = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
-    norm = sum(float(tensor.double().square().sum()) for tensor in expected.values())
-    return (error / norm) ** 0.5 if norm else error**0.5
-
-
 def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
     """Select the float32 cases with the metrics and gradients of each step."""
     return {
@@ -71,7 +64,7 @@ def compare_with_one_process(results: Results) -> None:
         for case, steps in found.items():
             for a, b in zip(expected[case], steps, strict=True):
                 # float32 sums in another order; after a few steps of Adam at most 5e-6.
-                assert distance(b["grads"], a["grads"]) < 1e-5, (launch, case)
+                assert relative_distance(b["grads"], a["grads"]) < 1e-5, (launch, case)
                 names = ("reward", "reward_std", "frac_reward_zero_std", "loss", "entropy")
                 # What the sources of a mixture earned, what a curriculum chose, what was replayed.
                 of_examples = [n for n in a["metrics"] if n.startswith(OF_EXAMPLES)]
@@ -97,6 +90,15 @@ def test_two_processes_make_the_steps_of_one(folder):
     # Micro-batches are as large as the smallest of the devices allows.
     budgets = {n: r["out of memory"][0]["budgets"] for n, r in results.items() if "ddp" in n}
     assert budgets == {"ddp-1": [33 * 1024], "ddp-2": [16 * 1024] * 2}
+
+
+@pytest.mark.parametrize("launch", ["ddp-2", "fsdp-2"])
+def test_the_first_process_reads_the_weights_of_all_or_ends_all(folder, launch):
+    (first, second), after, messages = run_launches(folder, [launch])[launch]["one reader"]
+    assert first != second
+    assert after == [first, first]
+    assert "broken cannot be loaded" in messages[0]
+    assert messages[1].startswith("the first process cannot read the model")
 
 
 def test_two_processes_share_an_evaluation_and_its_errors(folder):
@@ -165,7 +167,7 @@ def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(folder, ki
         assert b["metrics"]["reward"] == a["metrics"]["reward"]
         # The same values are rounded in the same places and summed in another order. With norms or
         # a residual stream in bfloat16 other tokens are sampled, and the distance is 1.
-        assert distance(b["grads"], a["grads"]) < 1e-5
+        assert relative_distance(b["grads"], a["grads"]) < 1e-5
 
 
 def test_weights_and_state_in_main_memory_make_the_same_steps(folder):
@@ -175,7 +177,7 @@ def test_weights_and_state_in_main_memory_make_the_same_steps(folder):
     assert offloaded["offloaded"] == [True]
     for a, b in zip(plain["steps, full"], offloaded["steps, full"], strict=True):
         assert b["metrics"]["reward"] == a["metrics"]["reward"]
-        assert distance(b["grads"], a["grads"]) < 1e-5  # other sums of the gradient's norm
+        assert relative_distance(b["grads"], a["grads"]) < 1e-5  # other sums of the gradient's norm
 
 
 def test_an_infinite_gradient_changes_no_weight(folder):
@@ -232,13 +234,13 @@ def check_resumed_runs(folder: Path, launches: list[str]) -> None:
     uninterrupted = results["ddp-1-uninterrupted"]["run"]
     assert len(uninterrupted) == 4
     expected = load_weights(folder, "ddp-1-uninterrupted", step=4)
-    change = distance(load_weights(folder, "ddp-1", step=2), expected)
+    change = relative_distance(load_weights(folder, "ddp-1", step=2), expected)
     for name in launches:
         for a, b in zip(uninterrupted, results[name]["run"], strict=True):
             for key in ("reward", "loss", "kl", "grad_norm"):
                 assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-6), (name, key)
         # Rounding makes 2e-5 of the change in the last two steps; a lost optimizer state, 1.3.
-        assert distance(load_weights(folder, name, step=4), expected) < 1e-3 * change, name
+        assert relative_distance(load_weights(folder, name, step=4), expected) < 1e-3 * change, name
 
 
 def load_weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
@@ -286,9 +288,9 @@ def test_a_sharded_checkpoint_can_be_used_as_a_model(folder, tmp_path):
     expected = load_file(full / "model.safetensors")
     assert sorted(index["weight_map"]) == sorted(expected)
     exported = load_file(next(export(str(sharded), tmp_path / "out").glob("*.safetensors")))
-    change = distance(load_file(folder / "model" / "model.safetensors"), expected)
+    change = relative_distance(load_file(folder / "model" / "model.safetensors"), expected)
     found = {name: exported[name] for name in expected}
-    assert distance(found, expected) < 1e-3 * change
+    assert relative_distance(found, expected) < 1e-3 * change
     (sharded / f"optimizer-{parts[1]}").write_bytes(b"")
     with pytest.raises(CorruptCheckpoint, match=parts[1]):
         verify_checkpoint(sharded)

@@ -62,10 +62,14 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def relative_distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Return the norm of the difference of two gradients over the norm of ``b``."""
+    """Return the norm of the difference of two gradients over that of ``b``, if this is not 0."""
     assert set(a) == set(b)
-    difference = torch.stack([(a[name] - grad).norm() for name, grad in b.items()]).norm()
-    return float(difference / torch.stack([grad.norm() for grad in b.values()]).norm())
+    differences, norms = [a[name] - grad for name, grad in b.items()], b.values()
+    error, norm = (
+        torch.stack([part.double().norm() for part in parts]).norm()
+        for parts in (differences, norms)
+    )
+    return float(error / norm if norm else error)
 
 
 def output_and_gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,10 +49,3 @@ def make_group(
 def make_advantages(own: Tensor, tokens: Tensor | None = None) -> StepAdvantages:
     none = torch.zeros(0)
     return StepAdvantages(own, Advantages(own, none, none.bool(), own == own), tokens)
-
-
-def truncate(group: Group, row: int) -> Group:
-    """Return the group with one completion that reached the length limit."""
-    completions = list(group.completions)
-    completions[row] = replace(completions[row], stop="length")
-    return replace(group, completions=tuple(completions))

@@ -204,7 +204,10 @@ were terminated in the middle of the third."""
 
 def prepare(folder: Path) -> None:
     """Write the model, the task, and twelve rows, every third without an image."""
-    save_tiny_model(folder / "model", seed=0)  # of whose groups some have no spread
+    model = save_tiny_model(folder / "model", seed=0)  # of whose groups some have no spread
+    for name in ("without-weights", "broken"):
+        shutil.copytree(model, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "broken" / "model.safetensors").write_bytes(b"no weights")
     (folder / "letters.py").write_text(TASK)
     random = np.random.default_rng(0)
     rows = []
@@ -291,17 +294,18 @@ def train_and_read(settings: Settings) -> list[dict[str, float]]:
     return [json.loads(line) for line in (settings.run_dir / "metrics.jsonl").open()]
 
 
-def begin_run(folder: Path, launch: str) -> list[dict[str, float]]:
+def begin_run(folder: Path, launch: str) -> None:
     """Make the part of a run after which other launches resume it."""
     if launch == "ddp-1":
-        return train_and_read(make_run_settings(folder, launch, optim={"lr": 2e-4, "max_steps": 2}))
+        train(make_run_settings(folder, launch, optim={"lr": 2e-4, "max_steps": 2}))
+        return
     # Only the last rank receives the signal.
     stop_request = SelfTermination() if _is_last_rank() else StopRequest()
     trainer.StopRequest = lambda *_: stop_request  # type: ignore[assignment, misc]
     try:
-        train_and_read(make_run_settings(folder, launch))
-    except Stopped as stopped:
-        return [{"steps": int("after step 2 of 4" in str(stopped))}]
+        train(make_run_settings(folder, launch))
+    except Stopped:
+        return
     raise AssertionError("the run was not stopped")
 
 
@@ -385,6 +389,29 @@ def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any
     except UserError as error:
         return [str(error)]
     return [[(row["id"], row["rewards"]["letters"]) for row in found.rows], len(scored)]
+
+
+def read_by_the_first(folder: Path, launch: str) -> list[Any]:
+    """Load a model whose weights only the first rank has, and one whose weights are broken.
+
+    Return sums of each rank's weights before they are placed and after it, and all errors.
+    """
+    is_first, messages = os.environ["RANK"] == "0", []
+    names = "model" if is_first else "without-weights", "broken"
+    settings, broken = (make_settings(folder, launch, model=str(folder / n)) for n in names)
+    accelerator = build_accelerator(settings)
+    policy = load_policy(settings)
+
+    def add_up(weights: dict[str, Any]) -> list[dict[str, float]]:
+        return gather_object([{n: w.double().sin().sum().item() for n, w in weights.items()}])
+
+    before = add_up(dict(policy.model.named_parameters()))
+    after = add_up(_copy_weights(build_updater(policy, settings, accelerator).strategy))
+    try:
+        load_policy(broken)
+    except UserError as error:
+        messages = [str(error)]
+    return [before, after, gather_object(messages)]
 
 
 def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
@@ -552,7 +579,6 @@ def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
             "calls": dict(counter.calls),
             "bytes": dict(counter.bytes),
             "passes": len(passes),
-            "all": sum(weight.numel() for weight in model.parameters()),
             "trained": sum(weight.numel() for _, weight in strategy.trainable),
             "base": count(model.parameters()),
             "layers": count(layers.parameters()),
@@ -617,6 +643,8 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         changes = UNEVEN[name]
         is_long = any(word in str(changes) for word in ("refresh", "replay"))
         yield name, steps(1 if name in ONE_STEP else 2 + is_long, **changes)
+    if launch in ("ddp-2", "fsdp-2"):
+        yield "one reader", lambda: read_by_the_first(folder, launch)
     if launch in ("ddp-1", *WITH_EPISODES):
         yield "episodes", lambda: train_on_episodes(folder, launch)
     if launch in ("ddp-1", "ddp-2"):

@@ -23,11 +23,7 @@ from tiny_models import (
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import (
-    apply_lora_or_freeze,
-    find_adapted,
-    freeze_parts,
-)
+from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted, freeze_parts
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
@@ -181,9 +177,8 @@ def test_the_projector_inside_the_vision_module_is_a_part_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("target", "adapts_vision", "suffixes"),
+    ("target", "adapts_vision", "suffixes"),  # of the default: families/test_facts.py
     [
-        ("language", False, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}),
         ("all", True, {"q_proj", "qkv", "proj"}),
         (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
     ],

@@ -12,10 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from family_models import BUILDERS
-from forked import run_ranks
-from one_reader_ranks import run_rank
 from safetensors.torch import load_file, save_file
-from small_runs import save_tiny_model
 from tiny_models import noise_example, tiny_model
 from transformers import Glm4vImageProcessor, GotOcr2ImageProcessor, Qwen2VLImageProcessor
 from transformers.models.smolvlm import processing_smolvlm
@@ -31,7 +28,6 @@ from vlm_grpo.model.loading import (
     find_largest_dropout,
     get_model_source,
     get_pixel_budget,
-    has_one_reader,
     load_config,
     load_model,
     load_processor,
@@ -220,25 +216,7 @@ def test_settings_override_the_processors_pixel_budget():
         get_budget(tiles, min_pixels=50)
 
 
-# One process reads the weights, and all have them.
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("models")
-    model = save_tiny_model(folder / "model")
-    for name in ("without-weights", "broken"):
-        shutil.copytree(model, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
-    (folder / "broken" / "model.safetensors").write_bytes(b"no weights")
-    folders = [folder / name for name in ("model", "without-weights", "broken")]
-    run_ranks(folder / "log", 2, run_rank, folders, folder / "out.json")
-    return json.loads((folder / "out.json").read_text())
-
-
-@pytest.mark.parametrize("name", ["ddp", "ddp lora", "fsdp", "fsdp autocast"])
-def test_all_processes_have_the_weights_that_the_first_one_reads(results, name):
-    (first, read), (second, _) = results[name]
-    assert first == second == read
+# One process reads the weights; tests/dist/test_ranks.py shows that all have them.
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -261,13 +239,3 @@ def test_a_model_without_values_has_the_same_weights_and_ties(tied, monkeypatch)
 def list_tensors(model: Any) -> list[tuple]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
-
-
-def test_a_model_that_cannot_be_read_ends_all_processes(results):
-    first, second = results["broken"]
-    assert "broken cannot be loaded" in first
-    assert second.startswith("the first process cannot read the model")
-
-
-def test_a_single_process_reads_for_itself():
-    assert not has_one_reader()

@@ -111,21 +111,13 @@ def test_the_tokens_of_answers_may_be_in_a_prompt(prompts):
 
 
 def test_unusable_examples_are_an_error_that_names_all_of_them(prompts):
-    examples = [ask("?"), noise_example("thin", [THIN]), noise_example("low", [THIN])]
+    examples = [ask("?"), noise_example("thin", [THIN]), noise_example("low", [(28, 28), THIN])]
     with pytest.raises(UserError, match="2 examples cannot be used with this model") as caught:
         prompts.select_usable(examples, TASK)
     for part in ("- example thin: ", "- example low: ", "data.on_bad_row=skip"):
         assert part in str(caught.value)
-
-
-def test_unusable_examples_are_dropped_if_requested(prompts, caplog):
-    good = [noise_example(name, [(56, 28)]) for name in "ab"]
-    thin = noise_example("thin", [(28, 28), THIN])
-    assert [*prompts.select_usable([good[0], thin, good[1]], TASK, skip=True)] == good
-    assert "skipped 1 examples that cannot be used with this model" in caplog.text
-    assert prompts.select_usable(good, TASK) == good
-    with pytest.raises(UserError, match="1 examples cannot be used with this model") as caught:
-        prompts.select_usable([thin], TASK, skip=True)
+    with pytest.raises(UserError, match="2 examples cannot be used with this model") as caught:
+        prompts.select_usable(examples[1:], TASK, skip=True)
     assert "on_bad_row" not in str(caught.value)  # no example would be left
 
 

@@ -26,31 +26,6 @@ from vlm_grpo.planning.step_time import (
 from vlm_grpo.types import Completion, Group
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-# Only bfloat16: PyTorch's counter does not know oneDNN's products in float32.
-@pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
-def test_flops_match_pytorchs_counter(family, name):
-    policy, policy_settings = build_policy(family, POLICIES[name])
-    prompt = build_prompt(policy)
-    shape = read_model_shape(policy.model.config, policy_settings)
-    batch = build_batch(prompt)
-    policy.model.train(False)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        policy.score(batch)
-    text = shape.text
-    scoring = 3 * 5 * 2 * text.hidden * text.vocabulary
-    patches = len(prompt.vision["pixel_values"])
-    expected = (
-        count_vision_flops(shape, patches)
-        + count_token_flops(shape, 0, len(prompt.token_ids))
-        + 3 * count_token_flops(shape, len(prompt.token_ids), 4)
-        + scoring
-    )
-    # PyTorch does not count products in the CPU's fused attention, a few percent of the total here.
-    # The estimate leaves out the deepstack mergers of Qwen3.
-    assert counter.get_total_flops() == pytest.approx(expected, rel=0.15)
-
-
 def test_flops_of_the_repeated_form_match_pytorchs_counter():
     policy = tiny_policy("qwen2_vl", shared=False, dtype=torch.bfloat16)
     prompt = build_prompt(policy)
@@ -68,9 +43,13 @@ def test_flops_of_the_repeated_form_match_pytorchs_counter():
     assert counter.get_total_flops() == pytest.approx(forward + vision + scoring, rel=0.15)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+# Only bfloat16: PyTorch's counter does not know oneDNN's products in float32.
 @pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
-def test_flops_of_a_gradient_step_match_pytorchs_counter(name):
-    policy, policy_settings = build_policy("qwen2_5_vl", POLICIES[name])
+def test_flops_of_a_gradient_step_match_pytorchs_counter(family, name):
+    """It does not count products in the CPU's fused attention, a few percent of the total here; the
+    estimate leaves out the deepstack mergers of Qwen3."""
+    policy, policy_settings = build_policy(family, POLICIES[name])
     shape = read_model_shape(policy.model.config, policy_settings)
     prompt = build_prompt(policy)
     batch = build_batch(prompt)

@@ -46,6 +46,9 @@ def test_slices_hold_the_kept_completions_with_their_rows():
     assert [piece.rows for piece in slices] == [(1,), (2, 4)]
     assert [piece.prompt for piece in slices] == [group.prompt for group in GROUPS]
     assert [piece.completions for piece in slices] == [((10, 11, 12),), ((0,), (20, 21))]
+    slices = build_slices(GROUPS, [False, False, True, True, True])
+    assert [piece.rows for piece in slices] == [(2, 3, 4)]
+    assert build_slices(GROUPS, [False] * 5) == ()
 
 
 def test_equal_beginnings_are_passed_once():
@@ -64,12 +67,6 @@ def test_equal_beginnings_are_passed_once():
     assert sorted(row for part in cut for row in part.rows) == [3, 4, 5, 6, 7, 8]
 
 
-def test_groups_without_kept_completions_are_left_out():
-    slices = build_slices(GROUPS, [False, False, True, True, True])
-    assert [piece.rows for piece in slices] == [(2, 3, 4)]
-    assert build_slices(GROUPS, [False] * 5) == ()
-
-
 def test_completions_without_a_gradient_count_in_the_normalizers():
     # Of five completions with 12 tokens; the first has two, and may have four.
     for loss_type, total in (("grpo", 5 * 2), ("dapo", 2 + 3 + 1 + 4 + 2), ("dr_grpo", 5 * 4)):
@@ -86,6 +83,7 @@ def test_a_rank_without_groups_has_an_empty_batch():
     assert batch.slices == ()
     assert batch.mini_batches == ((),)
     assert batch.weights["policy"].shape == (0,)
+    assert compute([]).own.shape == (0,)
 
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
@@ -139,10 +137,6 @@ def test_advantages_are_those_of_the_weighted_rewards(rewards, penalties, expect
     assert result.step.zero_spread.tolist() == [group == ((0, 1), (0, 1)) for group in rewards]
 
 
-def test_a_rank_without_groups_has_no_advantages():
-    assert compute([]).own.shape == (0,)
-
-
 def test_a_group_has_spread_if_its_advantages_are_not_zero():
     """Dynamic sampling replaces the groups whose advantages the update would find to be 0."""
     plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
@@ -159,14 +153,11 @@ def test_a_group_has_spread_if_its_advantages_are_not_zero():
     assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
 
 
-def test_a_failed_allocation_on_the_cpu_is_out_of_memory():
-    with pytest.raises(RuntimeError) as failed:
-        torch.empty(1 << 50)
-    assert is_out_of_memory(failed.value)
-
-
 def test_only_failed_allocations_are_out_of_memory():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(1 << 50)  # on a CPU
+    assert is_out_of_memory(failed.value)
     with pytest.raises(RuntimeError) as failed:
         torch.dot(torch.ones(2), torch.ones(3))
     assert not is_out_of_memory(failed.value)

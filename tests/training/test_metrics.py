@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import pytest
 from report_runs import load_few_examples, make_group
 
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.metrics import StepLog, group_metrics, rollout_distributions
+from vlm_grpo.training.metrics import group_metrics, rollout_distributions
 from vlm_grpo.types import Example
 
 TASK = load_task("counting", tags=True)
@@ -82,19 +81,6 @@ def test_a_rollout_without_groups_has_means_that_are_nan():
     values = group_metrics([]).values(empty=math.nan)
     assert set(values) >= {"reward", "entropy", "completions/mean_length"}
     assert all(math.isnan(value) for value in values.values())
-
-
-def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path):
-    log = StepLog(tmp_path / "metrics.jsonl")
-    for step in range(3):
-        log.write(step, {"reward": step / 4})
-    resumed = StepLog(log.path)
-    resumed.truncate(2)
-    resumed.write(2, {"reward": 1.0})
-    assert log.path.read_text() == (
-        '{"step": 0, "reward": 0.0}\n{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 1.0}\n'
-    )
-    assert resumed.read() == [json.loads(line) for line in log.path.read_text().splitlines()]
 
 
 def test_the_entropy_of_an_outside_sampler_is_estimated_from_its_log_probs():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from groups import make_group, truncate
+from groups import make_group
 from small_runs import TASK, make_trainer
 
 from vlm_grpo.errors import UserError
@@ -111,27 +112,6 @@ def test_a_reward_that_fails_on_every_completion_ends_the_rollout(settings, tmp_
         sampler.sample(0)
 
 
-def test_a_failed_rollout_leaves_the_position(settings, monkeypatch):
-    sampler = make_trainer(settings()).sampler
-    sampler.sample(0)
-    load = sampler.loader.load
-    error = UserError("an image cannot be read")
-    monkeypatch.setattr(sampler.loader, "load", Mock(side_effect=error))
-    with pytest.raises(UserError, match="cannot be read"):
-        sampler.sample(0)
-    assert sampler.cursor.position == 3
-    monkeypatch.setattr(sampler.loader, "load", load)
-    assert len(sampler.sample(0).groups) == 3
-    assert sampler.cursor.position == 6
-
-
-def test_scores_return_to_their_completions(settings):
-    """The scorer receives all completions in one list; the answer is the text."""
-    for group in make_trainer(settings()).sampler.sample(0).groups:
-        for completion, score in zip(group.completions, group.scores, strict=True):
-            assert score.answer == (completion.text.strip() or None)
-
-
 REFERENCE = {"beta": 0.1, "reference_refresh_every": "never"}
 
 
@@ -151,7 +131,9 @@ REFERENCE = {"beta": 0.1, "reference_refresh_every": "never"}
     ],
 )
 def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, shared, cost):
-    group = truncate(make_group(*({"exact": r} for r in rewards), lengths=(3, 5)), row=1)
+    group = make_group(*({"exact": r} for r in rewards), lengths=(3, 5))
+    first, second = group.completions
+    group = replace(group, completions=(first, replace(second, stop="length")))
     assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost
 
 

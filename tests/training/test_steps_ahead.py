@@ -26,7 +26,6 @@ from small_runs import (
 )
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
@@ -34,29 +33,6 @@ from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.store import read_metadata
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.timing import StepInterrupted
-
-SERVER: dict[str, Any] = {"urls": ["http://127.0.0.1:8000"]}
-
-
-@pytest.fixture
-def vllm(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that builds settings of runs whose samplers are ``CopySampler``.
-
-    ``vllm.before`` is called before each rollout; ``vllm.samplers`` are those of all runs.
-    """
-    monkeypatch.setattr(rollout_module, "POLL_SECONDS", 60.0)  # StopAt counts the looks at it
-
-    def build(ahead: int = 0, **changes: Any) -> Settings:
-        rollout = {"sampler": "vllm", "vllm": SERVER, "steps_ahead": ahead}
-        return settings(rollout=rollout | changes.pop("rollout", {}), **changes)
-
-    def build_copy(strategy: Strategy, settings: Settings) -> CopySampler:
-        build.samplers.append(CopySampler(strategy.policy, lambda number: build.before(number)))
-        return build.samplers[-1]
-
-    build.before, build.samplers = lambda number: None, []
-    monkeypatch.setattr(rollout_module, "VllmSampler", build_copy)
-    return build
 
 
 def get_newest(run: Settings) -> Path:

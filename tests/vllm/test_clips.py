@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from family_models import MROPE, build_qwen3
-from tiny_models import make_prompt, noise_clip, noise_example, sampled_logprobs
+from tiny_models import clip_examples, make_prompt, noise_example, sampled_logprobs
 from video_files import make_video
 from vllm_runs import find_difference, make_settings, sample
 
@@ -30,14 +30,7 @@ TEXT = {
     "head_dim": 32,
     "rope_parameters": {**MROPE, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
 }
-IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
-EXAMPLES = [
-    Example("odd", (noise_clip("c", (60, 40), 5, seed=1),), "When?", 0),  # half a last pair
-    Example("mixed", (IMAGE, noise_clip("d", (56, 90), 4, seed=2)), "<image> in <image>?", 0),
-    Example("clips", (noise_clip("e", (28, 56), 2), noise_clip("f", (84, 28), 6)), "Which?", 0),
-    Example("long", (noise_clip("l", (64, 64), 20, seed=4, fps=0.5),), "?", 0),
-    noise_example("image", [(60, 90)], "Hello there"),
-]
+EXAMPLES = [*clip_examples(), noise_example("image", [(60, 90)], "Hello there")]
 
 
 @pytest.fixture(scope="module")

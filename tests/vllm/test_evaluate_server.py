@@ -16,7 +16,6 @@ from vllm_runs import run_servers
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate
-from vlm_grpo.eval.predict import Predictor
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
 from vlm_grpo.task import PlainQuestion
@@ -87,16 +86,6 @@ def test_prompts_of_images_of_any_size_have_as_many_tokens_as_here(served_url, t
         answer = client.ask(build_messages(turns, loaded), {"max_tokens": 1})
         expected = len(builder.build(example, PlainQuestion()).token_ids)
         assert (sizes, answer.prompt_tokens) == (sizes, expected)
-
-
-def test_a_prediction_is_that_of_the_model_in_this_process(served_url, tmp_path):
-    path = tmp_path / "a.png"
-    Image.effect_noise((90, 70), 80).convert("RGB").save(path)
-    arguments = "embedded", "grounding", ["policy.dtype=float32"]
-    local, served = Predictor(*arguments), Predictor(*arguments, served_url)
-    question = "the red circle"
-    assert served(path, question).text == local(path, question).text
-    assert served(path, question).answer == local(path, question).answer
 
 
 def test_requests_that_the_server_refuses_are_one_message(served_url, tmp_path):

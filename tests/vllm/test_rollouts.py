@@ -60,14 +60,6 @@ def test_prompts_of_images_of_odd_sizes_have_our_tokens(make_sampler, count, bud
     assert find_difference(strategy.policy, prompts, groups) < 1e-4
 
 
-def test_images_that_the_server_resizes_are_an_error(make_sampler):
-    sampler, strategy, _ = make_sampler("policy.max_pixels=100352", "policy.min_pixels=75264")
-    prompts = make_prompts(strategy.policy, 2)
-    sampler.publish(0)
-    with pytest.raises(UserError, match=r"tokens here and \d+ in the vLLM server: the two resize"):
-        sample(sampler, prompts, SamplingSettings(strategy.policy.distribution, 2), 2)
-
-
 def test_greedy_completions_of_fifty_prompts_are_equal(make_sampler):
     sampler, strategy, _ = make_sampler()
     policy = strategy.policy

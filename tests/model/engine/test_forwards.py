@@ -132,15 +132,6 @@ def test_a_norm_is_known_whatever_the_default_precision():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_policy_has_fused_norms(family):
-    model = tiny_policy(family).model
-    found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
-    assert found
-    assert all(map(is_fused, found))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rotations_and_gates_of_a_policy_ask_the_compiler_on_a_gpu_only(family, monkeypatch):
     policy = tiny_policy(family)

@@ -1,4 +1,5 @@
-"""Completions with observed tokens and images between their own equal plain transformers."""
+"""Completions behind images and clips, also with observed tokens and images between their own,
+equal plain transformers."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from family_policies import build_family_policy, build_prompts
 from gpu_standins import use_plain_varlen
 from gradients import relative_distance, use_float64, use_float64_recurrence
+from tiny_models import clip_examples, make_prompt
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
@@ -103,6 +105,8 @@ def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
     use_float64(monkeypatch, *(policy.model for policy in policies))
     plain, merged, in_one = policies
     groups = (*make_groups(plain, name), make_forks(plain, name))
+    for example in clip_examples() if plain.family.takes_videos else []:
+        groups += (GroupSlice(make_prompt(plain, example), OWN, (20, 21, 22)),)
     expected, expected_gradient = run(plain, score_plainly(plain, groups))
     results = [run(policy, policy.score(MicroBatch(groups)).logprobs) for policy in (plain, merged)]
     use_plain_varlen(monkeypatch)

@@ -1,5 +1,5 @@
-"""The shared form equals the repeated form and transformers, with images and clips, in scoring and
-in sampling; captured steps are kept, or given up where they fail."""
+"""The shared form samples as the repeated form and transformers do, with images and clips; captured
+steps are kept, or given up where they fail. Its scores are compared in ``test_observations.py``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from compiled_steps import TracedStep
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
-from gradients import relative_distance, use_float64
 from tiny_models import (
     FAMILIES,
     add_lora,
+    clip_examples,
     make_prompt,
     mixed_prompts,
     noise_clip,
@@ -31,7 +31,6 @@ from torch import Tensor
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import shared
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.graphs import DecodeStep
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
@@ -46,66 +45,7 @@ EXAMPLES = [
     noise_example("no image", [], "Hello there"),
     noise_example("two images", [(56, 56), (120, 40)], "Compare these two?", seed=2),
 ]
-IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
-CLIPS = [
-    Example("odd", (noise_clip("c", (60, 40), 5, seed=1),), "When?", 0),  # half a last pair
-    Example("mixed", (IMAGE, noise_clip("d", (56, 90), 4, seed=2)), "<image> in <image>?", 0),
-    Example("clips", (noise_clip("e", (28, 56), 2), noise_clip("f", (84, 28), 6)), "Which?", 0),
-    # 40 seconds: in Qwen2.5-VL, its last frames have larger positions than the text behind it.
-    Example("long", (noise_clip("l", (28, 28), 20, seed=4, fps=0.5),), "?", 0),
-]
-# Unequal lengths; a completion of a single token feeds nothing.
-LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4), (2, 3), (4,), (1, 5), (3, 3))
-
-
-def make_micro_batch(policy: Policy, needs_images: bool = False) -> MicroBatch:
-    """Build prompts with images and without, and with clips where the family accepts them."""
-    generator = torch.Generator().manual_seed(3)
-    slices, row = [], 0
-    for example, lengths in zip((*EXAMPLES, *CLIPS), LENGTHS, strict=True):
-        if (needs_images and not example.images) or (
-            example in CLIPS and not policy.family.takes_videos
-        ):
-            continue
-        prompt = make_prompt(policy, example)
-        tokens = [
-            tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
-            for length in lengths
-        ]
-        rows = tuple(range(row, row + len(lengths)))
-        slices.append(GroupSlice(prompt, tuple(tokens), rows))
-        row += len(lengths)
-    return MicroBatch(tuple(slices))
-
-
-def score_with_gradients(
-    policy: Policy, needs_images: bool = False
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the log-probs of the batch, and the gradient of a weighted sum of them."""
-    policy.model.train()
-    logprobs = policy.score(make_micro_batch(policy, needs_images)).logprobs
-    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
-    (logprobs * weights).sum().backward()
-    grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
-    return logprobs.detach(), grads
-
-
-# Those of other layers, masks and positions are in ``test_observations.py``.
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma4", "glm4v", "paligemma"])
-def test_merged_attention_and_one_kernel_equal_transformers(family, monkeypatch):
-    def build(shared: bool) -> Policy:
-        return build_family_policy(family, torch.float64, shared=shared, banned=())
-
-    plain, merged, in_one = build(False), build(True), build(True)
-    use_float64(monkeypatch, plain.model)
-    needs_images = family.startswith("paligemma")
-    expected, expected_grads = score_with_gradients(plain, needs_images)
-    results = [score_with_gradients(merged, needs_images)]
-    use_plain_varlen(monkeypatch)
-    results.append(score_with_gradients(in_one, needs_images))
-    for logprobs, grads in results:
-        assert (logprobs - expected).abs().max() < 1e-12
-        assert relative_distance(grads, expected_grads) < 1e-12
+CLIPS = clip_examples()
 
 
 def build_prompts(policy: Policy, examples: Sequence[Example]) -> list[Prompt]:
@@ -183,7 +123,8 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
     policy = tiny_policy(family)
     assert policy.budget is not None
     policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
-    clip = Example("large", (noise_clip("g", (300, 300), 12), IMAGE), "?", 0)
+    image = noise_example("i", [(56, 84)]).images[0]
+    clip = Example("large", (noise_clip("g", (300, 300), 12), image), "?", 0)
     resized = policy.prompts.with_resized_sizes(clip).images
     assert resized[0].resized_size in [(56, 56), (64, 64)]  # whole tokens
     assert resized[1].resized_size in [(56, 84), (64, 96)]

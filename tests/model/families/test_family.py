@@ -11,23 +11,15 @@ from family_policies import build_family_policy
 from PIL import Image
 from qwen_vl_utils.vision_process import fetch_image
 from tiny_models import FAMILIES as QWEN
-from tiny_models import (
-    make_prompt,
-    noise_example,
-    pack_groups,
-    sample_groups,
-    tiny_policy,
-)
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
 from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
 
 from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.model.families import Family, load_family
-from vlm_grpo.model.families.family import ScaledHead
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example, Prompt
 
 INTERNVL = [f"<{mark}{name}>" for name in ("ref", "box", "quad", "img") for mark in ("", "/")]
 PALIGEMMA = [f"<loc{number:04d}>" for number in range(1024)] + ["<seg000>", "<image>"]
@@ -128,39 +120,6 @@ def test_code_from_elsewhere_does_not_share_prompts():
     assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
 
 
-def test_the_layout_of_a_prompt_shows_who_sees_whom():
-    policy = build_family_policy("gemma3")
-    prompt = make_prompt(policy, noise_example("a", [(60, 40)]))
-    layout = policy.family.lay_out(policy.model, prompt)
-    tokens = torch.tensor(prompt.token_ids)
-    image = (tokens == policy.model.config.image_token_id).nonzero().flatten()
-    count = len(tokens)
-    assert layout.positions.tolist() == [list(range(count))]
-    causal = torch.ones(count, count).tril().bool()
-    causal[image[0] : image[-1] + 1, image[0] : image[-1] + 1] = True
-    assert torch.equal(layout.masks["full_attention"], causal)
-    text = make_prompt(policy, noise_example("b", []))
-    mask = policy.family.lay_out(policy.model, text).masks["full_attention"]
-    assert torch.equal(mask, torch.ones_like(mask).tril())
-
-
-def test_positions_have_an_axis_for_time_height_and_width():
-    policy = build_family_policy("glm4v")
-    prompt = make_prompt(policy, noise_example("a", [(60, 60)]))
-    positions = policy.family.lay_out(policy.model, prompt).positions
-    assert positions.shape == (3, len(prompt.token_ids))
-    assert not (positions[0] == positions[1]).all()
-    text = make_prompt(policy, noise_example("b", []))
-    assert len(policy.family.lay_out(policy.model, text).positions) == 1
-
-
-def test_a_capped_head_scales_and_caps_its_logits():
-    head = torch.nn.Linear(3, 2, bias=False)
-    hidden = torch.randn(4, 3) * 20
-    expected = 5 * torch.tanh(2 * head(hidden) / 5)
-    torch.testing.assert_close(ScaledHead(head, 2.0, 5.0)(hidden), expected)
-
-
 @pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
 def test_a_family_that_is_unknown_shares_its_prompt(name, monkeypatch):
     known = build_family_policy(name, torch.float64, shared=True, banned=())
@@ -180,23 +139,6 @@ def test_a_family_that_is_unknown_shares_its_prompt(name, monkeypatch):
 
 
 # Qwen's own form.
-
-
-def test_a_small_image_does_not_change_the_size_of_the_others():
-    policy = tiny_policy("qwen2_5_vl")
-    small = noise_example("small", [(10, 12)], seed=4)
-    large = noise_example("large", [(112, 84)], seed=5)
-
-    def make_prompts(*examples: Example) -> list[Prompt]:
-        return [make_prompt(policy, example) for example in examples]
-
-    before = make_prompts(large)[0]
-    after = make_prompts(small, large)[1]
-    assert before.token_ids == after.token_ids
-    assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
-    # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
-    grids = [p.vision["image_grid_thw"].tolist() for p in make_prompts(small, large)]
-    assert grids == [[[1, 2, 2]], [[1, 6, 8]]]
 
 
 @pytest.mark.parametrize("size", [(60, 40), (10, 12), (500, 300)])

@@ -15,13 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_runs import (
-    LORA,
-    assert_same_run,
-    load_weights,
-    make_trainer,
-    update_manifest,
-)
+from small_runs import LORA, assert_same_run, load_weights, make_trainer, update_manifest
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
@@ -34,11 +28,8 @@ from vlm_grpo.training.checkpoint.manager import (
     compute_digests,
     flatten_settings,
     get_rng_states,
-    get_versions,
-    set_rng_states,
     warn_about_versions,
 )
-from vlm_grpo.training.checkpoint.store import read_metadata
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import VideoRef
 from vlm_grpo.utils.chat import Turn
@@ -111,20 +102,12 @@ def test_optimizer_and_reference_of_other_weights_are_errors(settings, file):
     weight = first.rpartition("/")[0]
     missing = {n: t for n, t in tensors.items() if not n.startswith(weight or first)}
     renamed = {**missing, f"other/{first}": tensors[first]}
-    reshaped = {**tensors, first: tensors[first].flatten()[:1].repeat(3)}
+    reshaped = {**tensors, first: tensors[first].flatten()[:1]}  # which would broadcast
     for wrong in (missing, renamed, reshaped):
         save_file(wrong, path)
         update_manifest(checkpoint)
         with pytest.raises(UserError, match=r"the checkpoint('s| holds no)"):
             train(run.model_copy(update={"resume": True}))
-
-
-def test_a_checkpoint_records_versions_and_settings(settings):
-    run = settings(**ONE_STEP)
-    numbers = read_metadata(train(run).checkpoint)
-    assert numbers["versions"] == get_versions()
-    assert set(get_versions()) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
-    assert numbers["settings"]["optim.lr"] == 1e-2
 
 
 @pytest.mark.parametrize("policy", [{}, LORA])
@@ -171,21 +154,9 @@ def test_each_rank_and_each_budget_gets_its_own_state_back(settings, monkeypatch
     assert draw() == expected
 
 
-# Random numbers.
-
-
 def draw() -> list[float]:
     normal = random.gauss(0, 1)  # Python and NumPy keep the second value of a pair in their state
     return [normal, random.random(), np.random.randn(), np.random.rand(), float(torch.rand(()))]
-
-
-def test_restored_generators_repeat_their_numbers():
-    draw()
-    states = json.loads(json.dumps(get_rng_states()))
-    first = draw()
-    assert draw() != first
-    set_rng_states(states)
-    assert draw() == first
 
 
 EXAMPLES = make_shapes.draw_examples("counting", 6)
@@ -206,19 +177,18 @@ def get_error(before: Settings, after: Settings) -> str:
     ("before", "after", "message"),
     [
         (
-            {"policy": {"lora": {"r": 8}}},
-            {"policy": {"lora": {"r": 16}}},
-            "policy.lora.r was 8 and is now 16",
-        ),
-        (
             {"policy": {"lora": {"target": "language"}}},
             {"policy": {"lora": {"target": ["q_proj"]}}},
             'policy.lora.target was "language" and is now ["q_proj"]',
         ),
         ({}, {"policy": {"lora": {}}}, "policy.lora.r was null and is now 64"),
+        (
+            {"warm_start": {"steps": 2}},
+            {"warm_start": {"steps": 1}},
+            "warm_start.steps was 2 and is now 1",
+        ),
         ({}, {"model": "other"}, 'model was "embedded" and is now "other"'),
         ({}, {"task_options": {"tags": True}}, "task_options.tags was null and is now true"),
-        ({}, {"seed": 1}, "seed was 0 and is now 1"),
         (
             {"objective": {"beta": 0.1, "reference_refresh_every": 2}},
             {"objective": {"beta": 0.1, "reference_refresh_every": "never"}},
@@ -234,9 +204,10 @@ def test_settings_that_determine_the_checkpoint_may_not_change(before, after, me
 
 
 def test_settings_that_are_marked_may_change():
-    before = flatten_settings(make_settings())
+    before = flatten_settings(make_settings(warm_start={"steps": 2}))
     after = make_settings(
         name="other",
+        warm_start={"steps": 2, "lr": 1e-3},
         resume=True,
         data={"train": "moved.jsonl", "curriculum": {}},
         optim={"lr": 1.0, "max_steps": 7, "schedule": "linear"},
@@ -248,15 +219,9 @@ def test_settings_that_are_marked_may_change():
     check_same_settings(before, after, "step-7", COUNTING)
 
 
-def test_a_setting_that_an_older_version_did_not_have_may_have_any_value():
-    saved = flatten_settings(make_settings())
-    del saved["seed"]
-    check_same_settings(saved, make_settings(), "step-7", COUNTING)
-
-
-def test_a_setting_of_older_versions_alone_must_have_had_no_effect():
-    gone = {"checkpoint.asynchronous": True}
-    saved = flatten_settings(make_settings()) | gone
+def test_a_setting_of_other_versions_alone_may_have_any_value_if_it_has_no_effect():
+    saved = flatten_settings(make_settings()) | {"checkpoint.asynchronous": True}
+    del saved["seed"]  # as if an older version did not have it
     check_same_settings(saved, make_settings(), "step-7", COUNTING)
     saved["policy.other"] = ["vision"]
     with pytest.raises(UserError, match=r'other was \["vision"\] and is now null'):

@@ -10,7 +10,6 @@ from gpu_standins import record_copies
 from small_runs import make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, Run
 from vlm_grpo.training.methods.kl import ReferenceKL
@@ -29,14 +28,6 @@ def make_reference(device: str, weight: torch.nn.Parameter) -> ReferenceKL:
 def get_held(kl: ReferenceKL) -> torch.Tensor:
     """Return the reference's weight."""
     return kl.state_dict()[1]["w"]
-
-
-def test_a_host_snapshot_leaves_the_weights_device():
-    """Torch's device without memory replaces an accelerator: nothing can be copied from it."""
-    weight = torch.nn.Parameter(torch.zeros(3, device="meta"))
-    assert get_held(make_reference("model", weight)).device.type == "meta"
-    with pytest.raises(NotImplementedError, match="meta"):
-        make_reference("cpu", weight)
 
 
 @pytest.mark.gpu
@@ -61,6 +52,9 @@ def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(monkeypatch):
     calls.clear()
     with reference.snapshot.in_place():
         assert calls == ["to without waiting"]
+    calls.clear()
+    make_reference("model", weight)
+    assert not calls
 
 
 def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state():
@@ -91,13 +85,6 @@ def test_the_reference_is_swapped_in_by_reference(device):
         assert weight.data_ptr() != pointer
     assert (weight == 1).all()
     assert weight.data_ptr() == pointer
-
-
-def test_a_snapshot_of_another_model_is_refused():
-    reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
-    for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
-        with pytest.raises(UserError, match="other weights"):
-            reference.load_state_dict(None, wrong)
 
 
 def test_a_reference_refreshed_in_every_step_costs_nothing_and_another_one_a_pass(tmp_path):

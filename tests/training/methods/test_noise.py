@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from outside import CopySampler
 from small_runs import assert_resumes, make_trainer, read_metrics, read_samples
 from tiny_models import noise_example
 
@@ -18,7 +17,6 @@ from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.media import images
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import Noise
@@ -136,12 +134,8 @@ def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings):
             assert marks == [None, None, strength, strength]
 
 
-def test_steps_ahead_have_the_noise_of_their_own_step(settings, monkeypatch):
-    monkeypatch.setattr(
-        rollout_module, "VllmSampler", lambda strategy, _: CopySampler(strategy.policy)
-    )
-    vllm = {"sampler": "vllm", "vllm": {"urls": ["http://127.0.0.1:8000"]}, "steps_ahead": 2}
-    run = settings(rollout={**vllm, "noise": {"steepness": 4.0}})
+def test_steps_ahead_have_the_noise_of_their_own_step(vllm):
+    run = vllm(2, rollout={"noise": {"steepness": 4.0}})
     assert run.objective.sampler_correction == "sequence_mask"
     train(run)
     rows = read_metrics(run.run_dir)

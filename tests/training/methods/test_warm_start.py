@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from outside import CopySampler
-from small_runs import (
-    LORA,
-    assert_resumes,
-    make_trainer,
-    read_metrics,
-    read_samples,
-)
+from small_runs import LORA, assert_resumes, make_trainer, read_metrics, read_samples
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.config.recipes import load_settings
@@ -28,7 +21,6 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task import Task, reward
-from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training.methods import Method
 from vlm_grpo.training.methods.warm_start import TargetWriter, find_end_token
 from vlm_grpo.training.trainer import Trainer, train
@@ -164,32 +156,16 @@ def test_the_switch_is_evaluated_and_saved(warm):
     assert saved == [2, 4]
 
 
-def test_servers_start_after_the_supervised_steps(warm, monkeypatch):
-    begun: list[CopySampler] = []
-
-    def build_copy(strategy: Any, settings: Settings) -> CopySampler:
-        begun.append(CopySampler(strategy.policy))
-        return begun[-1]
-
-    monkeypatch.setattr(rollout_module, "VllmSampler", build_copy)
-    vllm = {"sampler": "vllm", "vllm": {"urls": ["http://127.0.0.1:8000"]}, "steps_ahead": 1}
-    trainer = make_trainer(warm(rollout={**LIMIT, **vllm}))
+def test_servers_start_after_the_supervised_steps(vllm):
+    trainer = make_trainer(vllm(1, rollout=LIMIT, warm_start=WARM))
     for _ in range(2):
         trainer.step()
-    assert not begun
+    assert not vllm.samplers
     for _ in range(2):
         trainer.step()
-    (outside,) = begun
+    (outside,) = vllm.samplers
     # The weights of the switch, also for the step after it, which was started ahead.
     assert [version for version, _ in outside.sampled] == [2, 2]
-
-
-def test_a_resumed_run_must_keep_its_number_of_supervised_steps(warm):
-    train(warm(optim={"max_steps": 3}))
-    run = warm(resume=True, warm_start={**WARM, "steps": 1, "lr": 1e-3})
-    with pytest.raises(UserError, match=r"warm_start.steps was 2 and is now 1"):
-        train(run)
-    train(warm(resume=True, warm_start={**WARM, "lr": 1e-3}))  # the rates may change
 
 
 class Copy(Task):
