@@ -29,8 +29,6 @@ from vlm_grpo.data.loading import (
     load_split,
     split_by_image,
 )
-from vlm_grpo.data_scripts import make_words
-from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
@@ -40,16 +38,6 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import ThinkingTags
 
 COUNTING = load_task("counting")
-
-
-def test_written_examples_are_loaded_unchanged(tmp_path):
-    written = make_words.draw_examples("ocr", 3, seed=5)
-    path = write_examples(written, tmp_path / "words", "ocr.jsonl")
-    loaded = load_examples(str(path), load_task("ocr"))
-    assert [(e.id, e.question, e.answer, dict(e.meta)) for e in loaded] == [
-        (e.id, e.question, e.answer, dict(e.meta)) for e in written
-    ]
-    assert loaded[0].images[0].load().tobytes() == written[0].images[0].load().tobytes()
 
 
 @pytest.mark.parametrize(
