@@ -63,15 +63,6 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name):
     assert prediction.answer == row["answer"]
 
 
-def test_without_a_task_the_output_is_written_below_the_image():
-    prediction = predict_embedded("counting")
-
-    assert not prediction.has_task
-    with Image.open("counting.png") as original:
-        assert prediction.picture is not None
-        assert prediction.picture.height > original.height
-
-
 def test_an_image_may_be_a_path_bytes_or_a_pil_image():
     example = load_example("counting")
     predictor = Predictor("embedded", task="counting")
