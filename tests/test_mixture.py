@@ -17,30 +17,11 @@ from vlm_grpo.data.loading import Mixed
 from vlm_grpo.errors import UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.training.batch import Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.manager import check_same_settings, flatten_settings
 from vlm_grpo.training.trainer import train
-from vlm_grpo.types import Example, ImageRef
 
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}
-
-
-def test_the_boxes_of_an_example_are_those_of_its_own_task():
-    class Whole(Counting):
-        def gold_boxes(self, example: Example) -> Any:
-            return ((0.0, 0.0, *example.images[0].size),)
-
-    mixed, image = (
-        Mixed(members={"count": MEMBERS["count"], "all": Whole()}),
-        ImageRef("a", (8, 6), (8, 6)),
-    )
-    boxes = {"boxes": [[1, 2, 3, 4]]}
-    first, second = (
-        Example("1", (image,), "How many?", 3, boxes, source=name) for name in ("count", "all")
-    )
-    assert mixed.gold_boxes(first) == ((1.0, 2.0, 3.0, 4.0),)
-    assert mixed.gold_boxes(second) == ((0.0, 0.0, 8.0, 6.0),)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
