@@ -18,7 +18,6 @@ import vlm_grpo
 from vlm_grpo import (
     Example,
     Settings,
-    Task,
     Trainer,
     TrainResult,
     UserError,
@@ -31,22 +30,15 @@ from vlm_grpo import (
     reward,
     train,
 )
+from vlm_grpo.tasks.counting import Counting
 
 COLORS = ("red", "lime", "blue", "black")
 
 
-class Brightness(Task):
-    """Name the number of color channels that are on."""
+class Brightness(Counting):
+    """Count the color channels that are on, up to a number."""
 
-    primary_metric = "exact"
     most: int = 1
-
-    def parse(self, text: str, example: Example) -> int | None:
-        digits = [letter for letter in text if letter.isdigit()]
-        return int(digits[0]) if digits else None
-
-    def write(self, answer: int, example: Example) -> str:
-        return str(answer)
 
     @reward()
     def exact(self, answer: int, example: Example) -> float:
