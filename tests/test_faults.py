@@ -16,11 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from processes import small_disk
-from small_runs import (
-    make_trainer,
-    read_metrics,
-    small_run,
-)
+from small_runs import make_trainer, read_metrics, small_run
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings

@@ -13,13 +13,7 @@ from small_environments import EXAMPLE, Tools, write
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import registry
 from vlm_grpo.task.coordinates import FRAMES, Box
-from vlm_grpo.task.environment import (
-    MAX_TEXT,
-    Environment,
-    find_tools,
-    parse_call,
-    tool,
-)
+from vlm_grpo.task.environment import MAX_TEXT, Environment, find_tools, parse_call, tool
 from vlm_grpo.types import Example, Observed, ToolCall
 
 TAGS = Environment.call_tags
