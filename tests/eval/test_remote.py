@@ -330,6 +330,20 @@ def test_the_frame_is_that_of_the_model_or_given(tmp_path):
             load_evaluated_model(known, None, permille)
 
 
+@pytest.mark.parametrize(("asked", "value"), [("permille", 1.0), ("fraction", 0.0)])
+def test_boxes_are_asked_and_scored_in_the_given_frame(asked, value, tmp_path):
+    overrides = [f"output_dir={tmp_path}", "model=none", "data.eval_limit=6"]
+    settings = load_settings("grounding", overrides)
+    task = load_task("grounding", frame=FRAMES["permille"])
+    examples = load_examples("embedded:grounding", task, settings.data, "eval")
+    golds = {example.images[0].load().tobytes(): task.gold(example) for example in examples}
+    model = ChatModel(lambda text, image: golds[image.tobytes() if image else b""])
+    with serve(model) as server:
+        found = evaluate(settings, None, Endpoint(server.address, frame=FRAMES[asked]))
+    assert found.value == value  # the model answers in thousandths, whatever it is asked for
+    assert [FRAMES[asked].units in text for text in model.questions] == [True] * 6
+
+
 # What is refused.
 
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,14 +18,13 @@ from vlm_grpo.task.scorer import FailureGuard, RewardScorer
 from vlm_grpo.types import Batch, Candidate, Example, Score
 from vlm_grpo.utils.http_json import post_json
 
-# The answer selects what the reward does. As with users' files, workers cannot import the module.
-FAILING = '''
+# The answer, or an option, selects what a rule does. Workers cannot import it, as users' files.
+TASKS = '''
 import os, re, time
+from collections import Counter
 from vlm_grpo.task import Task, metric, reward
 
-class Failing(Task):
-    """Fails in the way that the answer names."""
-
+class _Echo(Task):
     primary_metric = "right"
 
     def parse(self, text, example):
@@ -32,7 +32,7 @@ class Failing(Task):
             os._exit(3)
         if text == "the parser raises":
             raise RuntimeError("unreadable")
-        return text
+        return text or None
 
     def write(self, answer, example):
         return answer
@@ -40,6 +40,9 @@ class Failing(Task):
     @reward()
     def right(self, answer, example):
         return float(answer == example.answer)
+
+class Failing(_Echo):
+    """Fails in the way that the answer names."""
 
     @reward()
     def trouble(self, answer, example):
@@ -68,6 +71,37 @@ class Failing(Task):
         if answer == "raises":
             raise ValueError("a metric fails too")
         return len(answer)
+
+class Batched(_Echo):
+    """Rewards of many completions at once."""
+
+    does: str = ""
+
+    @reward(weight=0.5, batch=True)
+    def rare(self, batch):
+        """The inverse of the number of equal answers in the group."""
+        if self.does == "raises":
+            raise KeyError("no such column")
+        if self.does == "exits":
+            raise SystemExit(1)
+        if self.does == "dies":
+            os._exit(1)
+        if self.does == "loops":
+            while True:
+                pass
+        if self.does == "too few":
+            return [1.0]
+        counts = Counter((c.group, c.answer) for c in batch)
+        return (1 / counts[c.group, c.answer] for c in batch)
+
+    @reward(weight=0.25, batch=True, needs_answer=False)
+    def brief(self, batch):
+        odd = {"odd": float("nan"), "none": None, "fails": ValueError("no verdict")}
+        return [odd.get(c.text, -len(c.text) / 100) for c in batch]
+
+    @metric(without_answer=None, batch=True)
+    def size(self, batch):
+        return [len(batch)] * len(batch)
 '''
 EXAMPLE = Example("row 7", (), "?", "good")
 SOFT = ["good", "fine", "raises", "exits", "nan", "inf", "none", "text", "the parser raises"]
@@ -76,10 +110,15 @@ LIMIT = 0.2
 
 
 @pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    path = tmp_path_factory.mktemp("task") / "failing.py"
-    path.write_text(FAILING)
-    return load_task(str(path))
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("task") / "tasks.py"
+    path.write_text(TASKS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def failing(tasks: Path) -> Task:
+    return load_task(f"{tasks}:Failing")
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +245,8 @@ def test_the_limit_holds_outside_the_main_thread(failing):
 
 def test_a_task_that_workers_cannot_load_is_one_error(tmp_path):
     path = tmp_path / "fleeting.py"
-    path.write_text(FAILING)
-    task = load_task(str(path))
+    path.write_text(TASKS)
+    task = load_task(f"{path}:Failing")
     path.write_text("import no_such_module")
     with (
         RewardScorer(LIMIT, workers=1) as scorer,
@@ -312,63 +351,10 @@ def test_the_completions_of_all_ranks_count():
 
 # Batch rules: what they see, what a failure affects, and that workers agree.
 
-# Options select what the rewards do. As with users' files, workers cannot import the module.
-BATCHED = '''
-import os, time
-from collections import Counter
-from vlm_grpo.task import Task, metric, reward
-
-class Batched(Task):
-    """Rewards of many completions at once."""
-
-    primary_metric = "right"
-    does: str = ""
-
-    def parse(self, text, example):
-        if text == "the parser raises":
-            raise RuntimeError("unreadable")
-        return text or None
-
-    def write(self, answer, example):
-        return answer
-
-    @reward()
-    def right(self, answer, example):
-        return float(answer == example.answer)
-
-    @reward(weight=0.5, batch=True)
-    def rare(self, batch):
-        """The inverse of the number of equal answers in the group."""
-        if self.does == "raises":
-            raise KeyError("no such column")
-        if self.does == "exits":
-            raise SystemExit(1)
-        if self.does == "dies":
-            os._exit(1)
-        if self.does == "loops":
-            while True:
-                pass
-        if self.does == "too few":
-            return [1.0]
-        counts = Counter((c.group, c.answer) for c in batch)
-        return (1 / counts[c.group, c.answer] for c in batch)
-
-    @reward(weight=0.25, batch=True, needs_answer=False)
-    def brief(self, batch):
-        odd = {"odd": float("nan"), "none": None, "fails": ValueError("no verdict")}
-        return [odd.get(c.text, -len(c.text) / 100) for c in batch]
-
-    @metric(without_answer=None, batch=True)
-    def size(self, batch):
-        return [len(batch)] * len(batch)
-'''
-
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("task") / "batched.py"
-    path.write_text(BATCHED)
-    return str(path)
+def source(tasks: Path) -> str:
+    return f"{tasks}:Batched"
 
 
 @pytest.fixture(params=["in this process", "in a worker"])
