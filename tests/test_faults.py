@@ -10,15 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import crash
+import forked
 import pytest
 import torch
 from PIL import Image
 from processes import small_disk
-from small_runs import (
-    make_trainer,
-    read_metrics,
-    small_run,
-)
+from small_runs import make_trainer, read_metrics, small_run
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
@@ -255,3 +253,16 @@ def test_the_tensors_of_a_run_do_not_grow(settings):
     assert later == first
     trainer.run_dir.close()
     trainer.sampler.close()
+
+
+# Kills; see ``helpers/crash.py``.
+
+
+@pytest.mark.slow
+def test_a_killed_run_equals_an_uninterrupted_one(tmp_path):
+    output = tmp_path / "output"
+    process = forked.start(output, crash.main, ["--kills", "2", "--seed", "1"])
+    process.join(500)
+    assert process.exitcode == 0, output.read_text()
+    assert "2 kills of a run of 6 steps" in output.read_text()
+    assert "the same weights, metrics and samples" in output.read_text()

@@ -9,38 +9,19 @@ from typing import Any
 import pytest
 import torch
 from groups import make_group
-from small_runs import StopAt, assert_same_run, read_metrics, save_tiny_model, small_run
+from small_runs import read_metrics, save_tiny_model, small_run
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import Mixed
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.training.batch import Rollout, compute_advantages
 from vlm_grpo.training.checkpoint.manager import check_same_settings, flatten_settings
 from vlm_grpo.training.trainer import train
-from vlm_grpo.types import Example, ImageRef
 
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}
-
-
-def test_the_boxes_of_an_example_are_those_of_its_own_task():
-    class Whole(Counting):
-        def gold_boxes(self, example: Example) -> Any:
-            return ((0.0, 0.0, *example.images[0].size),)
-
-    mixed, image = (
-        Mixed(members={"count": MEMBERS["count"], "all": Whole()}),
-        ImageRef("a", (8, 6), (8, 6)),
-    )
-    boxes = {"boxes": [[1, 2, 3, 4]]}
-    first, second = (
-        Example("1", (image,), "How many?", 3, boxes, source=name) for name in ("count", "all")
-    )
-    assert mixed.gold_boxes(first) == ((1.0, 2.0, 3.0, 4.0),)
-    assert mixed.gold_boxes(second) == ((0.0, 0.0, 8.0, 6.0),)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
@@ -151,17 +132,6 @@ def test_prompts_and_samples_are_those_of_each_source(finished):
         assert row["headline"] == f"{row['id'].split('/')[0]}/letters"
     assert run.primary_metric == "score"
     assert {name.split("/")[0] for name in run.evaluations[-1].values} == {"held", "tagged"}
-
-
-def test_a_stopped_mixture_resumes_to_the_same_run(tmp_path, finished):
-    folder = finished.output_dir.parent
-    settings = build_run(folder, folder / "model", output_dir=str(tmp_path / "runs"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vlm_grpo.training.trainer.StopRequest", lambda *_: StopAt(2, 3))
-        with pytest.raises(Stopped):
-            train(settings)
-    train(settings.model_copy(update={"resume": True}))
-    assert_same_run(settings.run_dir, finished.run_dir)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,9 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import Task, reward
-from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import build_slices
 from vlm_grpo.training.methods.distillation import Distillation
 from vlm_grpo.training.methods.revision import is_revised
-from vlm_grpo.training.objective import LossOutput, TokenBatch
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, Group
 
@@ -478,26 +476,6 @@ def test_training_raises_the_reward_and_lowers_a_negated_one(sign, make_settings
     assert sign * change > 0.3, means
 
 
-def test_a_completion_that_left_the_reference_loses_advantage(make_settings, monkeypatch):
-    """Without rewards, an advantage is the group's mean penalty minus the completion's own."""
-    penalty = {"beta": 0.5, "kl_in": "reward", "kl_estimator": "k1", "scale_rewards": "none"}
-    settings = make_settings(objective={**penalty, "reference_refresh_every": "never"})
-    trainer, batches = make_trainer(settings, letters=0, codes=0), []
-    with torch.no_grad():
-        for _, weight in trainer.strategy.trainable:
-            weight += 0.02 * torch.randn_like(weight)
-    update = trainer.updater.update
-    monkeypatch.setattr(trainer.updater, "update", lambda b, *a: batches.append(b) or update(b, *a))
-    trainer.step()
-    (batch,) = batches
-    difference = batch.values["sampler_logprobs"] - batch.values["reference_logprobs"]
-    parts = batch.layout.split(difference)
-    penalties = torch.stack([part.sum() / 2 for part in parts]).view(2, 4)
-    expected = (penalties.mean(1, keepdim=True) - penalties).flatten()
-    assert expected.abs().max() > 0.1
-    torch.testing.assert_close(batch.advantages.double(), expected, rtol=0, atol=1e-5)
-
-
 def measure_clip(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """Return the gradient of a step before clipping, and the one that the optimizer gets."""
     recorder, used = Recorder(make_trainer(settings)), []
@@ -539,48 +517,3 @@ def test_the_learning_rate_falls_once_per_step_and_not_in_a_skipped_one(make_set
     assert metrics["skipped_updates"] == 3
     rates += [metrics["learning_rate"], trainer.step()["learning_rate"]]
     assert rates == pytest.approx([3e-3, 3e-3, 2e-3])  # 3/4 and 2/4 of the initial rate
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[TokenBatch]:
-    """Record the input of each loss, whose log-probs keep their gradients."""
-    found: list[TokenBatch] = []
-    compute = update_module.compute_loss
-
-    def record(batch: TokenBatch, *arguments: Any) -> LossOutput:
-        batch.logprobs.retain_grad()
-        found.append(batch)
-        return compute(batch, *arguments)
-
-    monkeypatch.setattr(update_module, "compute_loss", record)
-    return found
-
-
-def test_old_logprobs_are_those_of_the_first_update_in_all_later_ones(make_settings, batches):
-    trainer = make_trainer(make_settings(objective={"num_iterations": 3}))
-    trainer.step()
-    first, *later = batches  # one micro-batch per update
-    assert first.old_logprobs is None
-    assert len(later) == 2
-    for batch in later:
-        assert batch.old_logprobs is not None
-        assert torch.equal(batch.old_logprobs, first.logprobs)
-        assert (batch.logprobs - batch.old_logprobs).abs().max() > 1e-3
-    trainer.step()
-    assert batches[3].old_logprobs is None  # a new step forgets them
-
-
-def test_every_token_of_an_unmasked_completion_has_a_gradient(make_settings, batches, monkeypatch):
-    """The last token too, which ends the completion; a truncated completion has none."""
-    settings = make_settings(objective={"mask_truncated_completions": True})
-    recorder = Recorder(make_trainer(settings))
-    recorder.attach(monkeypatch)
-    recorder.trainer.step()
-    completions = [c for group in recorder.groups[0] for c in group.completions]
-    ended = [len(c.token_ids) for c in completions if c.stop == "eos"]
-    assert 0 < len(ended) < len(completions)
-    (batch,) = batches
-    assert sorted(batch.lengths.tolist()) == sorted(ended)
-    assert batch.logprobs.grad is not None
-    assert torch.equal(batch.logprobs.grad.sign(), -batch.per_token_advantages.sign())
-    assert batch.advantages.all()

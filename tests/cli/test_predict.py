@@ -40,10 +40,13 @@ def test_a_box_is_drawn_on_the_image_in_its_original_size(capsys):
 def test_an_existing_picture_is_not_overwritten(capsys):
     given = ["predict", "embedded", "--image", "a.png", "--question", "How many?"]
 
-    pictures = [run(capsys, *given)[1].splitlines()[-1] for _ in range(2)]
+    shown = [run(capsys, *given)[1].splitlines() for _ in range(2)]
 
-    assert pictures == ["picture  a-answer.png", "picture  a-answer-2.png"]
-    assert all(Path(line.split()[-1]).is_file() for line in pictures)
+    pictures = ["picture  a-answer.png", "picture  a-answer-2.png"]
+    assert [lines[-1] for lines in shown] == pictures
+    assert not [line for line in shown[0] if line.startswith("answer")]
+    with Image.open("a.png") as original, Image.open("a-answer-2.png") as drawn:
+        assert drawn.height > original.height  # without a task, the output stands below it
 
 
 def test_a_question_without_an_image_is_answered_without_a_picture(capsys):

@@ -16,17 +16,6 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
 
 
-def test_another_task_is_trained_and_its_bad_rows_are_named(capsys, write_letters, tmp_path):
-    row = {"id": 1, "question": "?", "images": ["none.png"], "answer": "a"}
-    data = write_jsonl(tmp_path / "broken.jsonl", row)
-    overrides = [f"data.train={data}", "data.eval=null", "evaluation.every=0"]
-    overrides.append(f"output_dir={tmp_path}")
-
-    message = fails(capsys, "train", "counting", *overrides, f"task={write_letters()}")
-
-    assert f"{data}:1: image none.png is missing" in message
-
-
 def test_a_run_whose_output_nobody_reads_is_finished(tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     os.mkfifo(tmp_path / "output")

@@ -29,8 +29,6 @@ from vlm_grpo.data.loading import (
     load_split,
     split_by_image,
 )
-from vlm_grpo.data_scripts import make_words
-from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
@@ -40,16 +38,6 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import ThinkingTags
 
 COUNTING = load_task("counting")
-
-
-def test_written_examples_are_loaded_unchanged(tmp_path):
-    written = make_words.draw_examples("ocr", 3, seed=5)
-    path = write_examples(written, tmp_path / "words", "ocr.jsonl")
-    loaded = load_examples(str(path), load_task("ocr"))
-    assert [(e.id, e.question, e.answer, dict(e.meta)) for e in loaded] == [
-        (e.id, e.question, e.answer, dict(e.meta)) for e in written
-    ]
-    assert loaded[0].images[0].load().tobytes() == written[0].images[0].load().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -182,13 +170,19 @@ def test_each_example_has_the_task_of_its_source(mixed):
         mixed.resolve(Example("x", (), "?", 1, source="other"))
 
 
-def test_gold_answers_earn_what_their_own_task_says():
+def test_gold_rewards_and_boxes_are_those_of_the_own_task_of_an_example():
     class Rounded(type(load_task("counting"))):
         def gold_reward(self, example: Example) -> float:
             return 0.75
 
+        def gold_boxes(self, example: Example) -> Any:
+            return ((0.0, 0.0, 8.0, 6.0),)
+
     mixed = Mixed(members={"count": Rounded(), "read": load_task("ocr")})
     assert [mixed.gold_reward(example) for example in (COUNT, READ)] == [0.75, 1.0]
+    rows = [replace(example, meta={"boxes": [[1, 2, 3, 4]]}) for example in (COUNT, READ)]
+    found = [mixed.gold_boxes(row) for row in rows]
+    assert found == [((0.0, 0.0, 8.0, 6.0),), ((1.0, 2.0, 3.0, 4.0),)]
 
 
 def test_what_the_trainer_sets_reaches_every_task(mixed):

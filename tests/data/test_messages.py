@@ -127,11 +127,6 @@ def test_objects_that_do_not_fit_their_turns_are_refused(folder, texts, objects,
     assert reason in get_load_error(write_rows(folder, row), "grounding")
 
 
-def test_an_image_stands_in_the_question_of_any_form(folder):
-    row = {"question": "Is <image> red?", "answer": "no", "images": ["a.png"]}
-    assert load(folder, row).question == "Is <image> red?"
-
-
 KEYS = ["role", "content", "from", "value", "type", "text", "image", "image_url", "url"]
 VALUES = st.recursive(
     st.none()

@@ -16,7 +16,6 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples, load_run_task, load_split
 from vlm_grpo.data.objects import Objects
 from vlm_grpo.errors import UserError
-from vlm_grpo.task import Task, reward
 from vlm_grpo.task.coordinates import PERMILLE
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
@@ -24,21 +23,10 @@ from vlm_grpo.types import Example
 ROWS = [{"question": "How many?", "answer": number} for number in range(3)]
 
 
-class Parity(Task):
-    """Whether a number is even."""
+class Parity(Counting):
+    """Counting, with an option of its own."""
 
-    primary_metric = "exact"
     words: tuple[str, ...] = ("odd", "even")
-
-    def parse(self, text: str, example: Example) -> str | None:
-        return text if text in self.words else None
-
-    def write(self, answer: str, example: Example) -> str:
-        return answer
-
-    @reward()
-    def exact(self, answer: str, example: Example) -> float:
-        return float(answer == example.answer)
 
 
 def make_settings(train: Any = "python", **values: Any) -> Settings:

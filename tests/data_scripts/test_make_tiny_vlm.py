@@ -23,7 +23,6 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     Schedule,
     VisionHeads,
     WarmUpSettings,
-    build_prompts,
     build_tiny_vlm,
     draw_examples,
     label_scene,
@@ -72,14 +71,6 @@ def test_it_is_a_qwen2_5_vl(processor, model):
     assert model.config.text_config.eos_token_id == end
     assert processor.tokenizer.pad_token_id == model.generation_config.pad_token_id != end
     assert model.config.image_token_id == processor.image_token_id
-
-
-def test_the_prompt_has_qwens_chat_format(processor):
-    inputs = build_prompts(processor, make_batch("counting", 1))
-    text = processor.tokenizer.decode(inputs["input_ids"][0])
-    image = "<|vision_start|>" + 9 * "<|image_pad|>" + "<|vision_end|>"  # 84 / 28 = 3, squared
-    assert text.startswith(f"<|im_start|>user\n{image}How many ")
-    assert text.endswith("are there?<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("name", MAKERS)

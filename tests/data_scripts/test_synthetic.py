@@ -28,7 +28,7 @@ from vlm_grpo.data_scripts import (
 )
 from vlm_grpo.data_scripts.make_shapes import COLORS, MAX_COUNT, RELATIONS, SIDE
 from vlm_grpo.data_scripts.make_tables import CELL
-from vlm_grpo.data_scripts.make_words import DIGITS, LENGTHS, LETTERS
+from vlm_grpo.data_scripts.make_words import DIGITS, LETTERS
 from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
@@ -205,11 +205,6 @@ def test_training_scenes_contain_no_held_out_pair(world, key):
 # Shapes.
 
 
-def find_shapes(pixels: np.ndarray) -> np.ndarray:
-    """(height, width) booleans: True where a pixel has the color of a shape."""
-    return np.any([np.all(pixels == color, axis=-1) for color in COLORS.values()], axis=0)
-
-
 def classify(mask: np.ndarray) -> str:
     """Return a shape's kind by the share of its box that it covers: 1, about π/4, about 1/2."""
     share = mask.mean()
@@ -230,20 +225,8 @@ def fill_box(mask: np.ndarray, box: list[int]) -> bool:
     return (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) == (0, 0, x2 - x1, y2 - y1)
 
 
-@pytest.mark.parametrize("task", ["counting", "cluttered"])
-def test_the_count_matches_the_pixels(task):
-    rows = draw(task, 200, seed=1)
-    for row in rows:
-        target = row.question.removeprefix("How many ").removesuffix("s are there?")
-        assert list_kinds(find_shapes(get_pixels(row))).count(target) == row.answer, row.id
-    assert {row.answer for row in rows} == set(range(1, MAX_COUNT + 1))
-    has_distractors = any(len(row.meta["shapes"]) > row.answer for row in rows)
-    assert has_distractors == (task == "cluttered")
-
-
-@pytest.mark.parametrize("task", ["grounding", "crowded", "scattered"])
-def test_the_box_is_tight_and_the_expression_is_unique(task):
-    for row in draw(task, 200, seed=1):
+def test_the_box_is_tight_and_the_expression_is_unique():
+    for row in draw("scattered", 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
         same_color = np.all(get_pixels(row) == COLORS[color], axis=-1)
         assert fill_box(same_color, row.answer["boxes"][0]), row.id
@@ -449,17 +432,6 @@ def test_a_table_fits_its_image_and_the_task(level):
 
 
 # Words.
-
-
-def test_the_word_fits_into_the_image():
-    rows = draw("ocr", 300, seed=1)
-    for row in rows:
-        gray = get_pixels(row, "L").astype(int)
-        border = np.concatenate([gray[0], gray[-1], gray[:, 0], gray[:, -1]])
-        assert row.images[0].size == gray.shape[::-1] == (84, 28)
-        # Text pixels at the border would mean a cropped letter; antialiasing may shade one lightly.
-        assert np.ptp(border) < 40, row.answer
-    assert {len(row.answer) for row in rows} == set(range(LENGTHS[0], LENGTHS[1] + 1))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The commands, settings, files and tests that the guides name exist."""
+"""The commands, settings, files and tests that the guides name exist, and every statement about
+another trainer has a source."""
 
 from __future__ import annotations
 
@@ -57,18 +58,21 @@ def test_the_cards_of_the_readme_are_those_of_the_plans():
 
 
 @guides
-def test_commands_exist(guide):
+def test_what_a_guide_names_exists(guide):
+    text = guide.read_text("utf-8")
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    named = re.findall(r"(?:^|`|cli )(?:vlm-grpo) ([a-z][a-z-]*)", guide.read_text(), re.MULTILINE)
+    named = re.findall(r"(?:^|`|cli )(?:vlm-grpo) ([a-z][a-z-]*)", text, re.MULTILINE)
     assert set(named) <= known
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"`make ([a-z]+)`", guide.read_text())) <= set(targets)
-
-
-@guides
-def test_recipes_exist(guide):
-    named = re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", guide.read_text())
-    assert set(named) <= set(recipe_names())
+    assert set(re.findall(r"`make ([a-z]+)`", text)) <= set(targets)
+    assert {*re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", text)} <= {*recipe_names()}
+    files = re.findall(r"--config_file (configs/\S+)|`(tests/[\w/]+\.py)`", text)
+    assert not [path for pair in files for path in pair if not (ROOT / path).exists()]
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target]
+    assert not [target for target in targets if not (guide.parent / target).exists()]
+    written = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", text)):
+        assert f"def {name}(" in written, name
 
 
 def test_each_task_has_a_recipe_of_three_or_four_billion_parameters():
@@ -123,12 +127,6 @@ def test_the_script_of_a_cluster_is_valid(monkeypatch):
 
 
 @guides
-def test_configurations_of_launches_exist(guide):
-    named = set(re.findall(r"--config_file (configs/\S+)", guide.read_text("utf-8")))
-    assert not [path for path in named if not (ROOT / path).is_file()]
-
-
-@guides
 def test_recipes_in_yaml_are_valid(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task.py").write_text((ROOT / "docs/examples/clock.py").read_text("utf-8"))
@@ -166,23 +164,6 @@ def test_settings_exist(guide):
         and not key.endswith((".md", ".py", ".jsonl", ".yaml", ".svg", ".parquet"))
     }
     assert not wrong
-
-
-@guides
-def test_linked_files_exist(guide):
-    targets = re.findall(r"\]\(([^)#\s]+)", guide.read_text())
-    local = [target for target in targets if "://" not in target]
-    assert not [target for target in local if not (guide.parent / target).exists()]
-
-
-@guides
-def test_named_tests_exist(guide):
-    text = guide.read_text()
-    for file in set(re.findall(r"`(tests/[\w/]+\.py)`", text)):
-        assert (ROOT / file).is_file(), file
-    written = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    for name in set(re.findall(r"`(test_\w+)`", text)):
-        assert f"def {name}(" in written, name
 
 
 def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
@@ -266,3 +247,45 @@ def test_the_settings_of_each_paper_are_valid_and_its_tests_exist(monkeypatch):
             load_settings({"RECIPE": "counting"}.get(recipe, recipe), overrides)
         for file, name in tests:
             assert f"def {name}(" in (ROOT / file).read_text("utf-8"), (title, name)
+
+
+COMPARISON, COMING_FROM = (
+    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("comparison", "coming-from")
+)
+
+
+def read_sources(page: str) -> dict[str, tuple[str, str]]:
+    """Return the repository and commit of each link of a page, by its label."""
+    found = re.findall(
+        r"^\[([\w.-]+)\]: https://github\.com/([\w.-]+/[\w.-]+)/(?:blob|tree)/([\w.]+)/\S+",
+        page,
+        re.MULTILINE,
+    )
+    return {label: (repository, commit) for label, repository, commit in found}
+
+
+def test_every_statement_about_another_trainer_is_a_link_to_its_source():
+    commits = set(re.findall(r"\[`([\w./-]+)`\]\(https://\S+\) ([\w.]+) \|", COMPARISON))
+    used: list[str] = []
+    for question in COMPARISON.partition("\n## Differences")[0].split("\n## ")[1:]:
+        for trainer, text in re.findall(r"^- \*\*(.+)\*\*: (.+)$", question, re.MULTILINE):
+            labels = re.findall(r"\]\[([\w-]+)\]", text)
+            assert labels or trainer == "vlm-grpo", f"{question.splitlines()[0]}: {trainer}"
+            used += labels
+    sources = read_sources(COMPARISON)
+    assert set(used) == set(sources)
+    assert len(used) > 16 * 5 + 13 * 4  # every question, for the trainers and the frameworks
+    assert set(sources.values()) == commits
+
+
+def test_every_name_of_another_trainer_has_its_file():
+    rows = [
+        line.strip("|").split(" | ")
+        for line in COMING_FROM.partition("\n## Score")[0].splitlines()
+        if line.startswith("| ")
+    ]
+    rows = [cells for cells in rows if len(cells) == 3]
+    used = {label for cells in rows for label in re.findall(r"\]\[(.+?)\]", cells[2])}
+    assert all("][" in cells[2] for cells in rows if "`" in cells[0])
+    assert used == set(read_sources(COMING_FROM))
+    assert len(rows) > 100

@@ -17,7 +17,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.outputs import read_outputs
 
 SIZE = (640, 480)
-CUP = ("the cup", [64, 48, 320, 240])
 
 
 def write_data(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -149,19 +148,3 @@ def test_missing_resized_sizes_are_named(tmp_path, wrong):
     read_outputs(path, EXAMPLES[:1])
     with pytest.raises(UserError, match='--frame resized needs "seen"'):
         read_outputs(path, EXAMPLES[:1], needs_resized_size=True)
-
-
-@pytest.mark.parametrize(
-    ("frame", "box", "more"),
-    [
-        (None, "[64, 48, 320, 240]", {}),
-        ("qwen2_vl", "<|box_start|>(100,100),(500,500)<|box_end|>", {}),
-        ("resized", "[32, 24, 160, 120]", {"seen": [[320, 240]]}),
-    ],
-)
-def test_boxes_are_converted_from_their_frame(capsys, tmp_path, frame, box, more):
-    row = {"images": ["7.jpg"], "question": CUP[0], "answer": {"boxes": [CUP[1]]}}
-    given = ["--data", write_data(tmp_path, [row]), "tags=false", "--predictions"]
-    given.append(write_jsonl(tmp_path / "p.jsonl", {"id": "row 0", "output": box, **more}))
-    given += ["--frame", frame] if frame else []
-    assert score_as_json(capsys, "grounding", *given)[0]["rewards"]["iou"] == pytest.approx(1.0)

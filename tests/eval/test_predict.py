@@ -63,27 +63,6 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name):
     assert prediction.answer == row["answer"]
 
 
-def test_without_a_task_the_output_is_written_below_the_image():
-    prediction = predict_embedded("counting")
-
-    assert not prediction.has_task
-    with Image.open("counting.png") as original:
-        assert prediction.picture is not None
-        assert prediction.picture.height > original.height
-
-
-def test_an_image_may_be_a_path_bytes_or_a_pil_image():
-    example = load_example("counting")
-    predictor = Predictor("embedded", task="counting")
-    path = Path("counting.png")
-    with Image.open(path) as image:
-        given = (str(path), path, path.read_bytes(), image, [image])
-        predictions = [predictor(form, example.question) for form in given]
-
-    assert len({prediction.text for prediction in predictions}) == 1
-    assert predictor([], example.question).picture is None
-
-
 @pytest.mark.parametrize("given", [None, np.zeros((9, 9, 3)), io.BytesIO()])
 def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(given):
     predictor = Predictor("embedded", task="counting")

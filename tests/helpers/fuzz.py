@@ -71,12 +71,8 @@ def write_template(folder: Path, runs: Iterator[list[str]] | Any = RUNS) -> Path
     ]
     solved = [{**row, "completion": f"<answer>{row['answer']}</answer>"} for row in rows]
     names = ("train", "test", "val", "rows", "d", "YOUR")
-    recipe: dict[str, Any] = {
-        "task": "counting",
-        "model": "embedded",
-        "data": {"train": "train.jsonl"},
-    }
-    recipe["data"]["eval"] = "test.jsonl"
+    data = {"train": "train.jsonl", "eval": "test.jsonl"}
+    recipe = {"task": "counting", "model": "embedded", "data": data}
     files: dict[str, Any] = {
         **{f"images/{n}.png": png(64, 56 + n) for n in range(4)},
         **{f"{name}.jsonl": rows for name in names}, "rows.json": rows, "solved.jsonl": solved,
@@ -296,12 +292,9 @@ def draw_command(names: tuple[str, ...], rng: random.Random) -> list[str]:
                 words += [*flag, draw_option(parameter, kinds[parameter.name], rng)]
     for parameter in parameters:
         if parameter.param_type_name == "option" and rng.random() < chance:
-            flag = rng.choice([*parameter.opts, *parameter.secondary_opts])
-            words += (
-                [flag]
-                if parameter.is_flag
-                else [flag, draw_option(parameter, kinds[parameter.name], rng)]
-            )
+            words.append(rng.choice([*parameter.opts, *parameter.secondary_opts]))
+            if not parameter.is_flag:
+                words.append(draw_option(parameter, kinds[parameter.name], rng))
     if any(p.name == "overrides" for p in command.params):
         if name in ("train", "sample", "plan") or (name == "evaluate" and "--data" not in words):
             words += SMALL
@@ -330,13 +323,8 @@ AT_START = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "LC_ALL", "PYTHONUTF8", "PYTHON
 IMPORTS = [
     *("vlm_grpo.training.trainer", "vlm_grpo.training.export", "vlm_grpo.eval.evaluate", "peft"),
     *("vlm_grpo.eval.benchmark", "vlm_grpo.eval.predict", "vlm_grpo.eval.sampling"),
-    *(
-        "vlm_grpo.report",
-        "vlm_grpo.planning.plan",
-        "vlm_grpo.data.checks",
-        "vlm_grpo.task.soundness",
-    ),
-    *("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "datasets"),
+    *("vlm_grpo.report", "vlm_grpo.planning.plan", "vlm_grpo.data.checks"),
+    *("vlm_grpo.task.soundness", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "datasets"),
 ]
 """What commands import, once."""
 
@@ -427,6 +415,10 @@ def find_damage(path: Path) -> str:
     return "" if whole else f"its end is {data[-20:]!r}"
 
 
+def link_or_copy(source: str, target: str) -> None:
+    (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
+
+
 def try_command(
     template: Path,
     seed: str,
@@ -438,13 +430,7 @@ def try_command(
     words, environment, damaged = draw_command(names, rng), {}, ""
     with tempfile.TemporaryDirectory(dir=template.parent) as temporary:
         folder = Path(temporary) / "work"
-        shutil.copytree(
-            template,
-            folder,
-            copy_function=lambda a, b: (os.link if a.endswith(".safetensors") else shutil.copy2)(
-                a, b
-            ),
-        )
+        shutil.copytree(template, folder, copy_function=link_or_copy)
         named = {word.rpartition("=")[2].partition("@")[0] for word in words} - {""}
         places = [place / name for name in sorted(named) for place in (folder, folder / "runs")]
         used = [path for path in places if os.path.exists(path)]  # of a long name, too

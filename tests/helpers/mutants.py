@@ -87,7 +87,7 @@ TARGETS = {
     "model/engine/vision.py": (0.2, "test_wiring.py"),
     "model/families/family.py": (0.3, "model/families/test_every_family.py"),
     "model/form_check.py": (0.2, ""),
-    "task/scorer.py": (0.2, "task/test_batch_rules.py"),
+    "task/scorer.py": (0.2, ""),
     "training/checkpoint/manager.py": (0.12, "training/test_trainer.py"),
     "training/checkpoint/store.py": (0.08, "training/checkpoint/test_manager.py"),
     "dist/optimizer.py": (0.4, "test_wiring.py training/checkpoint/test_manager.py"),

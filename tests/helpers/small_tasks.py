@@ -28,24 +28,3 @@ class Distance(Task):
     @metric(without_answer=None)
     def error(self, answer: float, example: Example) -> float:
         return abs(answer - example.answer)
-
-
-class Pixels(Task):
-    """Rewards that use the image and other columns of the row."""
-
-    primary_metric = "reddish"
-
-    def parse(self, text: str, example: Example) -> str:
-        return text
-
-    def write(self, answer: str, example: Example) -> str:
-        return answer
-
-    @reward()
-    def reddish(self, answer: str, example: Example) -> float:
-        red, green, blue = example.images[0].load().resize((1, 1)).getpixel((0, 0))  # type: ignore[misc]
-        return float((answer == "red") == (red > max(green, blue)))
-
-    @reward()
-    def paid(self, answer: str, example: Example) -> float:
-        return example.meta["pay"][answer]

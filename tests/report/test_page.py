@@ -60,12 +60,6 @@ def test_page_of_a_run_without_steps(tmp_path):
     assert "No samples yet" in text
 
 
-@pytest.mark.parametrize("task", ["clock", "tasks/clock.py", "my_tasks.time:Clock"])
-def test_page_has_the_short_name_of_the_task(task, tmp_path):
-    (tmp_path / "config.yaml").write_text(f"task: {task}\nmodel: m\n")
-    assert "<h1>clock <span>m</span></h1>" in build_report(tmp_path).read_text("utf-8")
-
-
 def test_report_runs_no_code_of_the_folder(tmp_path):
     task = tmp_path / "task.py"
     task.write_text("raise SystemExit('executed')")

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from PIL import Image, ImageChops
 
-from vlm_grpo.task.drawing import (
-    GOLD_COLOR,
-    PREDICTED_COLOR,
-    draw_boxes,
-    draw_caption,
-    draw_points,
-)
+from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR, draw_boxes, draw_caption, draw_points
 from vlm_grpo.tasks.table import draw_table
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)

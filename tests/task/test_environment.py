@@ -13,13 +13,7 @@ from small_environments import EXAMPLE, Tools, write
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import registry
 from vlm_grpo.task.coordinates import FRAMES, Box
-from vlm_grpo.task.environment import (
-    MAX_TEXT,
-    Environment,
-    find_tools,
-    parse_call,
-    tool,
-)
+from vlm_grpo.task.environment import MAX_TEXT, Environment, find_tools, parse_call, tool
 from vlm_grpo.types import Example, Observed, ToolCall
 
 TAGS = Environment.call_tags
@@ -47,26 +41,19 @@ IMAGE = "<image>"
 DEEP = "[" * 9000 + "]" * 9000
 HOSTILE: dict[str, tuple[str, str]] = {
     "a reversed box": (crop([90, 90, 10, 10]), "no area inside the image: write x1 < x2"),
-    "no area": (crop([5, 5, 5, 5]), "no area inside the image"),
     "outside": (crop([500, 500, 600, 600]), "no area inside the image"),
     "too large": (crop([0, 0, 1e7, 5]), "too large"),
     "a huge integer": (crop([0, 0, 10**1000, 5]), "too large"),
     "not a number": (look('{"at": [NaN, 1]}'), "not JSON (Out of range"),
-    "infinite": (look('{"at": [1e999, 1]}'), "not JSON (Out of range"),
-    "minus infinite": (look('{"at": [-Infinity, 1]}'), "not JSON (Out of range"),
     "more digits than Python reads": (look('{"at": [' + "9" * 5000 + ", 1]}"), "not JSON"),
     "three numbers": (crop([1, 2, 3]), "bbox_2d must be a list of 4 numbers"),
     "nested": (crop([[1, 2, 3, 4]]), "bbox_2d must be a list of 4 numbers"),
-    "numbers as texts": (crop(["1", "2", "3", "4"]), "bbox_2d must be a list of 4 numbers"),
     "truth values": (crop([True, False, 3, 4]), "bbox_2d must be a list of 4 numbers"),
-    "null": (crop(None), "bbox_2d must be a list of 4 numbers"),
-    "an object": (crop({"x1": 1}), "bbox_2d must be a list of 4 numbers"),
     "a text": (crop("1, 2, 3, 4"), "bbox_2d must be a list of 4 numbers"),
     "a point outside": (write("look", at=[201, 50]), "at is outside the image"),
     "boxes that are none": (write("join", boxes=[1, 2, 3, 4]), "boxes must be a list of 4 numbers"),
     "one box for several": (write("join", boxes=3), "boxes must be a list of lists"),
     "a wrong type": (write("look", at=[1, 1], times="often"), "times: input should be a valid int"),
-    "a list for a number": (write("look", at=[1, 1], times=[1]), "times: input should be a valid"),
     "a number for a text": (write("crop", bbox_2d=[1, 1, 9, 9], label=5), "label: input should be"),
     "an unknown tool": (write("format_disk"), "no tool 'format_disk'; there is crop, look, join"),
     "a method that is no tool": (write("reset", example=1), "there is no tool 'reset'"),
@@ -77,9 +64,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "no argument": (write("look"), "look needs the argument at"),
     "no arguments at all": (wrap('{"name": "look"}'), "look needs the argument at"),
     "arguments in a list": (write("look", [1, 2]), "the call must have the form"),
-    "arguments in a text": (write("look", '{"at": [1, 1]}'), "the call must have the form"),
     "a list of calls": (wrap('[{"name": "look", "arguments": {}}]'), "the call must have the form"),
-    "a number as a call": (wrap("7"), "the call must have the form"),
     "a name that is no text": (write(7), "the call must have the form"),
     "nothing": (wrap(""), "the call is not JSON"),
     "Python": (wrap("look(at=(1, 1))"), "the call is not JSON"),
@@ -90,7 +75,6 @@ HOSTILE: dict[str, tuple[str, str]] = {
         "200",
     ),
     "a megabyte": (write("say", text="x" * 2**20), "characters, more than 20000"),
-    "brackets of a megabyte": (wrap("[" * 2**20), "characters, more than 20000"),
     "parameters without an end": (
         wrap(f"<function=say>{'<parameter=a>' * 1500}</function>"),
         "needs",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -10,16 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from PIL import Image
-from small_tasks import Pixels
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
 from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.task.registry import check_trainable, load_task
-from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Candidate, EpisodeTurn, Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
@@ -184,18 +178,6 @@ def test_penalties_apply_to_completions_without_an_answer():
     # 200 words have 195 6-grams, two of them different.
     assert score.rewards["repetition"] == pytest.approx(-193 / 195)
     assert score.total == pytest.approx(-0.5 - 193 / 195)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_reward_sees_the_image_and_all_columns(tmp_path, workers):
-    Image.new("RGB", (9, 9), "red").save(tmp_path / "a.png")
-    row = {"id": 1, "images": ["a.png"], "question": "?", "answer": "x", "pay": {"red": 0.25}}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    source = str(tmp_path / "rows.jsonl")
-    (example,) = load_examples(source, Pixels(), DataSettings(train=source))
-    with RewardScorer(workers=workers) as scorer:
-        (score,) = scorer(Pixels(), ["red"], [example])
-    assert score.rewards == {"reddish": 1.0, "paid": 0.25}
 
 
 @pytest.mark.parametrize("decorate", [reward, metric])

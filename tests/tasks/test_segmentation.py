@@ -14,13 +14,7 @@ from transformers import Sam2Config, Sam2ImageProcessor, Sam2Model, Sam2Processo
 
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks import segmentation
-from vlm_grpo.tasks.graders.masks import (
-    decode_mask,
-    encode_mask,
-    find_box,
-    find_center,
-    segment,
-)
+from vlm_grpo.tasks.graders.masks import decode_mask, encode_mask, find_box, find_center, segment
 from vlm_grpo.types import Example, ImageRef
 
 SIZE = (64, 48)

@@ -7,21 +7,16 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
 from small_runs import small_run
 
 from vlm_grpo.cli import main
-from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.trainer import train
@@ -43,45 +38,11 @@ def _hangups_are_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.fixture
-def run(tmp_path: Path, model_folder: Path) -> Any:
-    return partial(small_run, tmp_path, model_folder)
-
-
-@dataclass
-class Command:
-    """A ``train`` command in a process of its own, and the file with what it has written."""
-
-    process: BaseProcess
-    output: Path
-
-    def wait_until(self, is_reached: Callable[[], bool]) -> None:
-        while not is_reached():
-            assert self.process.is_alive(), self.output.read_text()
-            time.sleep(0.02)
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def finish(self) -> str:
-        """Wait for the end, and return what the command has written."""
-        self.process.join(120)
-        return self.output.read_text()
-
-
-def start(run: Settings) -> Command:
-    """Start the command that trains with the settings of ``run``."""
-    recipe = run.output_dir.parent / f"{run.run_dir.name}.yaml"
-    run.save(recipe)
-    output = recipe.with_suffix(".log")
-    return Command(forked.start(output, main, ["train", str(recipe), "--trust-code"]), output)
-
-
 @pytest.mark.slow
-def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run, tmp_path):
+def test_a_second_signal_stops_at_once_and_keeps_checkpoints(tmp_path, model_folder):
     # From the third step on, the reward takes a minute, too long to wait for.
-    slow = run(name="slow", optim={"max_steps": 30}, checkpoint={"every": 1, "keep_last": 0})
+    changes = {"optim": {"max_steps": 30}, "checkpoint": {"every": 1, "keep_last": 0}}
+    slow = small_run(tmp_path, model_folder, **changes)
     task, reward = Path(slow.task), "        return len(set(answer)"
     wait = (
         "        if self.progress >= 2 / 30:\n"
@@ -89,23 +50,30 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run, tmp_path):
         "            time.sleep(60)\n"
     )
     task.write_text("import time\n" + task.read_text().replace(reward, wait + reward))
-    command = start(slow)
-    command.wait_until((tmp_path / "reached").exists)
-    command.signal(signal.SIGINT)
-    # Until the first signal has been handled.
-    command.wait_until(lambda: "repeat to stop at once" in command.output.read_text())
-    sent = time.monotonic()
-    command.signal(signal.SIGINT)
-    errors = command.finish()
+    recipe, output, sent = tmp_path / "slow.yaml", tmp_path / "slow.log", 0.0
+    slow.save(recipe)
+    process = forked.start(output, main, ["train", str(recipe), "--trust-code"])
+    for is_reached in (
+        (tmp_path / "reached").exists,
+        # Until the first signal has been handled.
+        lambda: "repeat to stop at once" in output.read_text(),
+    ):
+        while not is_reached():
+            assert process.is_alive(), output.read_text()
+            time.sleep(0.02)
+        assert process.pid is not None
+        sent = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+    process.join(120)
     assert time.monotonic() - sent < 30  # the reward would have taken twice that
-    assert command.process.exitcode == 130
-    assert "interrupted; finished checkpoints are kept (resume=true)" in errors
+    assert process.exitcode == 130
+    assert "interrupted; finished checkpoints are kept (resume=true)" in output.read_text()
     kept = [path.name for _, path in list_checkpoints(slow.run_dir / "checkpoints")]
     assert kept == ["step-1", "step-2"]
 
 
-def test_the_time_limit_includes_loading(run, monkeypatch):
-    limited = run(checkpoint={"max_hours": 1.0})
+def test_the_time_limit_includes_loading(tmp_path, model_folder, monkeypatch):
+    limited = small_run(tmp_path, model_folder, checkpoint={"max_hours": 1.0})
     started = time.monotonic()
     # Loading takes two hours, so the limit expires before the first step.
     monkeypatch.setattr(
