@@ -77,7 +77,7 @@ def test_a_wide_group_is_replayed_with_its_best_and_its_worst(settings):
     assert len(kept) == 3
     for group in kept:
         sampled = groups[trainer.sampler.stream[group.index].id]
-        totals: list[Any] = [score.total for score in sampled.scores]
+        totals = [score.total or 0.0 for score in sampled.scores]
         assert [score.total for score in group.scores] in (
             [min(totals), max(totals)],
             [max(totals), min(totals)],
