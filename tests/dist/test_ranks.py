@@ -50,7 +50,7 @@ def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
     return {
         case: steps
         for case, steps in results.items()
-        if "bfloat16" not in case and isinstance(steps[0], dict) and "grads" in steps[0]
+        if "bfloat16" not in case and steps and isinstance(steps[0], dict) and "grads" in steps[0]
     }
 
 
