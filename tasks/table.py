@@ -78,7 +78,8 @@ class Table(Task):
             form = FORMS[self.form]
             raise ValueError(
                 f"the answer must be one table in {form} of at most {MAX_CHARACTERS:,} "
-                f"characters, not {text!r:.80}"
+                f"characters, not {text!r:.80}; another form is set by form="
+                f"{'|'.join(name for name in FORMS if name != self.form)}"
             )
         tree = self._read(self.gold_answer(example))
         if not any(tag == "td" for tag, *_ in tree.kinds):

@@ -114,6 +114,13 @@ def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_after_a_warm_start(cap
     assert "shortened to the 3 steps of optim.max_steps=5 after those of warm_start" in caplog.text
 
 
+def test_the_warmup_of_supervised_steps_alone_is_shortened_too(caplog):
+    settings = load_settings("choice", ["warm_start.steps=all", "optim.max_steps=3"])
+    assert settings.warm_start is not None
+    assert settings.warm_start.warmup_steps == 3
+    assert "warm_start.warmup_steps=10 of the recipe is shortened to optim.max" in caplog.text
+
+
 def test_a_warning_does_not_precede_an_error(caplog):
     assert "unknown key optim.rl" in get_error("optim.max_steps=5", "optim.rl=1")
     assert not caplog.records

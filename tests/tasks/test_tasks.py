@@ -175,7 +175,7 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("detection", {}, {"boxes": [[1, 2, 3, 4]], "labels": [""]}, "non-empty"),
     ("detection", {"max_boxes": 1}, SEVERAL, "more than max_boxes=1"),
     ("pointing", {}, SEVERAL, "has 2 boxes"),
-    ("table", {}, 3, "must be one table in HTML"),
+    ("table", {}, 3, "must be one table in HTML.* by form=markdown"),
     ("table", {}, TABLE * 2, "must be one table in HTML"),
     ("table", {}, "<table><tr></tr></table>", "table with cells"),
     ("table", {}, "<table>" + "<tr><td>1" * 900 + "</table>", "too many cells"),

@@ -175,20 +175,21 @@ def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
             optim.pop(other, None)
     if optim.get("max_steps", 0) is None:  # as written for num_train_epochs
         del optim["max_steps"]
-    if "optim.max_steps" not in user_keys or "optim.warmup_steps" in user_keys:
-        return None
-    steps, warmup = optim.get("max_steps"), optim.get("warmup_steps", 0)
-    if not (isinstance(steps, int) and isinstance(warmup, int)):
+    steps = optim.get("max_steps")
+    if "optim.max_steps" not in user_keys or not isinstance(steps, int):
         return None
     start, place = given.get("warm_start"), f"optim.max_steps={steps}"
     supervised = start.get("steps") if isinstance(start, dict) else None
     if isinstance(supervised, int) and 0 < supervised < steps:
         steps -= supervised
         place = f"the {steps} steps of {place} after those of warm_start"
-    if not 0 < steps < warmup:
-        return None
-    optim["warmup_steps"] = steps
-    return f"optim.warmup_steps={warmup} of the recipe is shortened to {place}"
+    notes = []
+    for name in ("optim", "warm_start") if supervised == "all" else ("optim",):
+        key, warmup = f"{name}.warmup_steps", given[name].get("warmup_steps", 0)
+        if key not in user_keys and isinstance(warmup, int) and 0 < steps < warmup:
+            given[name]["warmup_steps"] = steps
+            notes.append(f"{key}={warmup} of the recipe is shortened to {place}")
+    return "; ".join(notes) or None
 
 
 def _validate(given: dict[str, Any]) -> Settings:
