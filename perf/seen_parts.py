@@ -20,9 +20,8 @@ import torch
 from rare_success import describe_run, format_table
 from saved_runs import load_runs, save_runs
 from study import METHODS as KNOWN
-from study import SHORT, draw_rows, time_steps
+from study import SHORT, draw_rows, export_steps, time_steps
 
-from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
 
 RESULTS = Path(__file__).with_name("results") / "seen_parts.json"
@@ -58,11 +57,7 @@ def prepare_models(folder: Path) -> tuple[str, str]:
             *("data.eval_limit=200", "checkpoint.every=300", "checkpoint.keep_last=0"),
         ],
     )
-    for step, path in zip((MODEL_STEP, TEACHER_STEP), found, strict=True):
-        if not path.is_dir():
-            if not settings.run_dir.exists():
-                train(settings)
-            export(f"{settings.run_dir}@{step}", path)
+    export_steps(settings, dict(zip(found, (MODEL_STEP, TEACHER_STEP), strict=True)))
     return str(found[0]), str(found[1])
 
 

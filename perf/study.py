@@ -99,12 +99,17 @@ def prepare_models(folder: Path) -> tuple[str, str]:
             *("data.eval_limit=150", "checkpoint.every=300", "checkpoint.keep_last=0"),
         ],
     )
-    for step, path in zip((MODEL_STEP, TEACHER_STEP), found, strict=True):
+    export_steps(settings, dict(zip(found, (MODEL_STEP, TEACHER_STEP), strict=True)))
+    return str(found[0]), str(found[1])
+
+
+def export_steps(settings: Settings, steps: dict[Path, int]) -> None:
+    """Write checkpoints of a run as those model folders that are missing; make a missing run."""
+    for path, step in steps.items():
         if not path.is_dir():
             if not settings.run_dir.exists():
                 train(settings)
             export(f"{settings.run_dir}@{step}", path)
-    return str(found[0]), str(found[1])
 
 
 def measure(task: str, method: str, seed: int, folder: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ STEPS, EVERY, LAST = 60, 5, 20
 GAP = 0.1
 """By how much further than before training held-out accuracy has fallen behind that of scenes like
 those of training."""
-SHARE, AREA = "visual_credit/in_boxes", "visual_credit/box_area"
+SHARE, AREA = "in_boxes", "box_area"
 GAIN = "visual_credit/gain_without_object"
 WORLDS = {
     f"{level}, {share}": f"choices:{level},options=4,mark={share},held_out=false"
@@ -107,7 +107,8 @@ def watch_all() -> Iterator[None]:
                 own = read(self, updates)
             finally:
                 visual_credit.measure_credit, visual_credit.cover_cells = library
-            found |= own | {f"{name}: {key}": own[key] for key in (SHARE, AREA) if key in own}
+            shares = {key: own.get(f"visual_credit/{key}") for key in (SHARE, AREA)}
+            found |= own | {f"{name}: {k}": v for k, v in shares.items() if v is not None}
         maps = [own / own.sum() for own in self.maps.values() if own.any()]
         cells = np.mean(maps, 0).flat if maps else ()
         return found | {f"cell {number}": float(share) for number, share in enumerate(cells)}

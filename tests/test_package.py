@@ -10,6 +10,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,11 @@ def test_wheel_contains_every_file_in_one_top_level_package(wheel):
 def test_constraints_pin_every_library_as_it_is_required():
     pins = _read_constraints()
     assert len(pins) > 50  # torch, transformers, the tools and their dependencies are about 150
+    missing = {name for name in _find_closure(_list_requirements()) if name not in pins}
+    assert not missing, f"not in constraints.txt: {sorted(missing)}; run make lock"
     for text in _list_requirements():
         requirement = Requirement(text)
-        version = pins.get(canonicalize_name(requirement.name), "")
+        version = pins[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{text} against {version}; run make lock"
         assert "+" not in version, f"{text}: a local version is not in every index"
 
@@ -206,3 +209,24 @@ def _list_requirements() -> list[str]:
     found = PROJECT["project"]["optional-dependencies"].items()
     extras = [requirements for name, requirements in found if name not in UNLOCKED]
     return [*PROJECT["project"]["dependencies"], *(text for extra in extras for text in extra)]
+
+
+def _find_closure(declared: list[str]) -> set[str]:
+    """Return the names of all libraries installed here for the declared requirements."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    todo = [Requirement(text) for text in declared]
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
+            seen.add((name, extra))
+            try:
+                needs = requires(name) or []
+            except PackageNotFoundError:  # a library of an extra that is not installed here
+                continue
+            found.add(name)
+            for need in map(Requirement, needs):
+                if need.marker is None or need.marker.evaluate({"extra": extra}):
+                    todo.append(need)
+    return found

@@ -106,6 +106,16 @@ def test_an_engine_that_fails_leaves_the_figures_of_the_others(perf, monkeypatch
     assert filled == "a\n" + gpu.START + "\n" + table + "\n" + gpu.END + "b\n"
 
 
+def test_a_step_that_runs_out_of_memory_is_a_result(perf):
+    options = perf("step_time").parse_arguments(["--smoke"])
+
+    def run(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    found = perf("measurement").measure(options, run)
+    assert (found["failed"], found["seconds"]) == ("out of memory", [])
+
+
 def test_a_part_that_takes_too_long_ends_with_all_its_processes(perf, tmp_path):
     gpu = perf("gpu")
     read, write = os.pipe()
@@ -174,6 +184,15 @@ def test_all_parts_run_with_a_tiny_model_and_are_not_run_again(perf, tmp_path):
     assert (ROOT / "perf/README.md").read_bytes() == readme
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_one_message(perf, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM)])
+    assert perf("gpu").main() == 2
+    assert capsys.readouterr().err.strip() == (
+        "perf/gpu.py: PyTorch finds no CUDA GPU here; --smoke runs anywhere"
+    )
+
+
 def test_a_step_of_another_family_is_timed_by_phase_and_form(perf):
     program, name = perf("family_steps"), "internvl"
     options = argparse.Namespace(sizes=[2], tokens=2, turns=1, warmups=0, edge=224)
@@ -201,6 +220,17 @@ def test_the_guide_has_the_expected_seconds_of_the_recorded_counts(perf):
     program = perf("expected_seconds")
     recorded = json.loads(program.RECORDED.read_text())
     assert program.format_all(recorded) in (ROOT / "perf/README.md").read_text()
+    counts = program.Counts(**next(iter(recorded.values()))["ours"])
+    fewer = counts._replace(layer=counts.layer / 2)
+    tables = [
+        [row.split(" | ")[1:4] for row in program.format_table(c, counts, False, 0, 16384, True)][
+            2:
+        ]
+        for c in (counts, fewer)
+    ]
+    for (rollout, update, _), (faster, same, _) in zip(*tables, strict=True):
+        assert update == same
+        assert float(faster) < float(rollout)
 
 
 def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(perf):

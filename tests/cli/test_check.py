@@ -93,9 +93,14 @@ def test_an_unsound_task_is_named(capsys, write_letters, letters_data, methods, 
     assert [message for message in messages if message not in error] == []
 
 
-def test_a_busy_machine_does_not_make_a_parser_slow(capsys, write_letters, letters_data):
+def test_a_busy_machine_does_not_make_a_parser_slow_but_waiting_does(
+    capsys, write_letters, letters_data, monkeypatch
+):
     status, out, _ = run(capsys, "check", write_letters(WAITING), "--data", letters_data)
     assert (status, "the parser handles hostile texts" in out) == (0, True)
+    monkeypatch.setattr(soundness, "_PARSE_SECONDS", 0.005)  # it waits more than ten times as long
+    error = fails(capsys, "check", write_letters(WAITING), "--data", letters_data)
+    assert "100,000 letters: it took 6" in error
 
 
 def test_gold_answers_that_no_completion_can_write_are_an_error():

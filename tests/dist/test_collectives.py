@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_grpo.dist import collectives
 from vlm_grpo.dist.collectives import (
+    any_rank,
     balance_by_cost,
     explain_lost_rank,
+    fail_together,
     gather_full,
     plan_moves,
     sum_over_ranks,
 )
 from vlm_grpo.errors import UserError
+
+
+def make_two_ranks() -> Accelerator:
+    """Build an accelerator of two ranks."""
+    return cast(Any, SimpleNamespace(num_processes=2, device=torch.device("cpu")))
+
+
+def set_other_flag(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    """Let the other rank contribute a flag to every sum."""
+    monkeypatch.setattr(collectives.utils, "reduce", lambda flags, _: flags + float(flag))
 
 
 @given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))
@@ -93,11 +106,38 @@ def test_every_tensor_is_summed_in_its_bucket(monkeypatch):
     sizes = [(2, 3), (4,), (1,), (30,), (2,)]
     tensors = [torch.randn(size) for size in sizes] + [torch.ones(3, dtype=torch.float64)]
     before = [tensor.clone() for tensor in tensors]
-    ranks: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
-    sum_over_ranks(ranks, tensors)
+    sum_over_ranks(make_two_ranks(), tensors)
     assert [len(flat) for flat in sent] == [10, 1, 30, 2, 3]
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor, 2 * old)
+
+
+def test_one_process_exchanges_nothing():
+    tensor = torch.ones(2)
+    accelerator = Accelerator(cpu=True)  # without a process group, any collective would fail
+    sum_over_ranks(accelerator, [tensor])
+    assert tensor.tolist() == [1, 1]
+    assert any_rank(accelerator, True)
+    assert not any_rank(accelerator, False)
+
+
+@pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
+def test_a_flag_of_any_rank_counts(monkeypatch, own, other):
+    set_other_flag(monkeypatch, other)
+    assert any_rank(make_two_ranks(), own) == (own or other)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch):
+    set_other_flag(monkeypatch, False)
+    with fail_together(make_two_ranks()):
+        pass
+    set_other_flag(monkeypatch, True)
+    message = "another process of this run has failed"
+    with pytest.raises(UserError, match=message), fail_together(make_two_ranks()):
+        pass
+    # A rank that fails itself raises its own error.
+    with pytest.raises(OSError, match="disk"), fail_together(make_two_ranks()):
+        raise OSError("disk")
 
 
 @pytest.mark.parametrize(

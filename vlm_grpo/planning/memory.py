@@ -129,7 +129,7 @@ def fit_update_tokens(free: float, token: float, least: int = UPDATE_TOKENS[0]) 
 
     Args:
         free: bytes of memory that are free.
-        token: bytes that a token of a micro-batch takes.
+        token: bytes per token of a micro-batch.
         least: the result if fewer fit.
     """
     fitting = int(0.8 * free / max(token, 1)) // 1024 * 1024

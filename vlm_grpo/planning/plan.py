@@ -398,7 +398,7 @@ class Planner:
         weights: Weights | None = None,
         least: int = UPDATE_TOKENS[0],
     ) -> StepEstimate:
-        """Estimate a step under these settings; ``weights`` None: held as in the planner.
+        """Estimate a step under these settings. ``weights``: None means the planner's.
         Micro-batches whose size is found automatically have at least ``least`` tokens."""
         weights = weights or self.weights
         policy = settings.policy

@@ -19,7 +19,7 @@ from torch import Tensor
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import graphs, shared
-from vlm_grpo.model.engine.graphs import CudaGraph, DecodeStep, get_capture
+from vlm_grpo.model.engine.graphs import CudaGraph, DecodeStep, compile_step, get_capture
 from vlm_grpo.model.engine.sampling import SamplerState
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -99,8 +99,9 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(f
 
     def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
         captures.append(inputs)
-        kinds = {"traced": TracedStep, "captured": CudaGraph, "compiled": graphs.capture_compiled}
-        return kinds[form](step, inputs)
+        if form == "traced":
+            return TracedStep(step, inputs)
+        return CudaGraph(compile_step(step) if form == "compiled" else step, inputs)
 
     policy.engine.use_capture(capture)
     sample(policy)
@@ -135,22 +136,37 @@ def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch):
     assert TracedStep.traces > 0
 
 
-@pytest.mark.gpu
-def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(caplog):
-    """The RoPE of this policy reads the greatest position from the device."""
+def build_dynamic_policy() -> Policy:
+    """Build a policy whose RoPE reads the greatest position from the device."""
     policy = build_family_policy("internvl", torch.float64, shared=True)
     config = policy.model.config.get_text_config()
     config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
     language_model: Any = policy.model.get_decoder()
     language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
-    policy.model.to("cuda")
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("device", "capture", "cause"),
+    [
+        ("cpu", TracedStep, "reads values from the device"),
+        # The cause, not that of the capture's end.
+        pytest.param("cuda", CudaGraph, "capturing", marks=pytest.mark.gpu),
+    ],
+)
+def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(
+    device, capture, cause, caplog
+):
+    policy = build_dynamic_policy()
+    policy.model.to(device)
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
     (eager,) = sample_groups(policy, prompts, group_size=2, length=5)
-    policy.engine.use_capture(CudaGraph)
+    policy.engine.use_capture(capture)
     (found,) = sample_groups(policy, prompts, group_size=2, length=5)
     assert [c.token_ids for c in found] == [c.token_ids for c in eager]
-    assert "capturing" in caplog.text  # the cause, not that of the capture's end
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert cause in caplog.text
+    if device == "cuda":
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 # In a process of its own, because the checks of shapes in the tests cannot be compiled.
@@ -224,6 +240,15 @@ def test_a_capture_that_fails_leaves_the_stream_and_its_pool_and_names_its_cause
     error = ValueError("in detail")
     error.__cause__ = error.__context__ = RuntimeError("too much")
     assert graphs.find_cause(error) is error
+
+
+def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
+    captured: list[Any] = []
+    monkeypatch.setattr(CudaGraph, "__init__", lambda _, *arguments: captured.append(arguments))
+    monkeypatch.setattr(graphs, "compile_step", lambda step: ("compiled", step))
+    step: Any = torch.cos
+    graphs.capture_compiled(step, ())
+    assert captured == [(("compiled", step), ())]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from vlm_grpo.training.objective import (
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
 TOLERANCE = 1e-10  # float64: far above rounding (1e-16), far below any difference in formula
-LENGTHS = (5, 3, 1, 4, 5, 2)  # ragged, with a completion of one token and two of the full length
+LENGTHS = (5, 3, 1, 4, 5, 2)  # unequal: one completion has one token, two have the full length
 MAX_LENGTH = 7  # longer than any completion, so that dr_grpo's normalizer differs
 
 
