@@ -13,7 +13,8 @@ from small_runs import assert_resumes, make_trainer, read_metrics
 
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.batch import KeptGroup
+from vlm_grpo.training.batch import KeptGroup, Rollout, build_slices
+from vlm_grpo.training.methods import Passes
 from vlm_grpo.training.methods import curriculum as curriculum_module
 from vlm_grpo.training.methods.curriculum import Curriculum
 from vlm_grpo.training.methods.replay import Replay, select_varied
@@ -118,6 +119,18 @@ def test_groups_without_a_spread_let_others_be_replayed(settings, monkeypatch):
     assert all(len(rollout.groups) == 3 for rollout in rollouts)
     # In turn, so that no mini-batch gets all of them.
     assert {rollout.mini_batches[-2:] for rollout in rollouts} == {(0, 1)}
+
+
+def test_other_forms_of_prompts_are_those_of_the_sampled_groups(settings):
+    """The slices of replayed groups are last."""
+    trainer = make_trainer(settings())
+    groups = trainer.sampler.sample(0).groups
+    rollout = Rollout(groups[:2], recalled=groups[2:])
+    slices = build_slices(groups, [True] * len(rollout.completions))
+    passes = Passes(rollout, slices, trainer.strategy, 1000)
+    found = passes.behind(lambda group: group.prompt.example)
+    assert [piece.rows for piece in found] == [piece.rows for piece in slices[:2]]
+    assert [piece.completions for piece in found] == [piece.completions for piece in slices[:2]]
 
 
 def test_only_groups_with_different_rewards_are_kept(settings):
