@@ -74,10 +74,10 @@ def no_host_tensors() -> Iterator[None]:
 
 
 def build_policy(
-    family: str, lora: bool, targets: Sequence[str] = ("q_proj", "down_proj")
+    family: str, lora: bool, targets: Sequence[str] = ("q_proj", "down_proj"), layers: int = 3
 ) -> Policy:
     """Build a policy whose model is on the device, in bfloat16."""
-    host = tiny_policy(family, layers=3)
+    host = tiny_policy(family, layers=layers)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with DEVICE:
