@@ -154,6 +154,7 @@ def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = property(lambda self: lambda *inputs: _OneKernel.apply(self.function, *inputs))
     monkeypatch.setattr(forwards.Compiled, "compiled", compiled)
     monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
+    monkeypatch.setattr(kernels, "count_parts", lambda *_: 1)
     monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: True)
     # Autocast does not know the meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)

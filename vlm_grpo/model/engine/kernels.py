@@ -32,6 +32,9 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # has fewer arguments before torch 2.12, and fills a tensor in each call.
 FLASH_VARLEN = torch.ops.aten._flash_attention_forward  # noqa: SLF001
 
+_PART, _MOST_PARTS = 256, 16
+"""Fewest keys of a part on average, and the most parts, which one kernel merges."""
+
 
 class Layer(NamedTuple):
     """An attention layer of the language model."""
@@ -91,6 +94,15 @@ def has_varlen(query: Tensor) -> bool:
 
 def is_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
+
+
+def count_parts(device: torch.device, sequences: int, shortest: int, longest: int) -> int:
+    """Return into how many parts sequences of keys are split so that a GPU computes all at once.
+
+    The kernel computes a sequence, of ``shortest`` to ``longest`` keys, on one multiprocessor.
+    """
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(count // sequences, longest // _PART, _MOST_PARTS, shortest))
 
 
 def run_varlen(
