@@ -5,9 +5,12 @@ prompt attends causally to itself, and the keys of a completion are those of its
 its own. The kernel's causal diagonal is aligned at the last query and the last key, so the first
 token of a completion sees the whole prompt and itself.
 
-On CPUs parts by PyTorch's flash kernel are merged by their log-sum-exps. Prompts that are not
-causal and sliding windows have a mask, and so has each completion in float32 and float64 on other
-devices, of whose kernels no public one returns the log-sum-exp.
+On CPUs attention over the prompt and over a completion's own tokens, without masks, are merged by
+their log-sum-exps. A softmax over a union of keys is the mean of the softmaxes over its parts,
+weighted by their partition sums, so the merge is exact; and the backward of each part needs only
+the merged output and log-sum-exp (as in ring attention: Liu et al., 2023, arXiv:2310.01889).
+Prompts that are not causal and sliding windows have a mask, and so has each completion in float32
+and float64 on other devices, of whose kernels no public one returns the log-sum-exp.
 """
 
 import itertools

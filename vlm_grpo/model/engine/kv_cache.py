@@ -486,7 +486,6 @@ class DecodeAttention:
     each completion's over itself are merged by their log-sum-exps (see ``engine/attention.py``).
 
     Args:
-        cache: the keys and values.
         seats: what ``SlotScheduler.build_index`` returns of each pair of numbers of heads.
         fed: number of tokens of each completion that were fed before this one.
         prompt_lengths: number of tokens of the prompt in each slot.
