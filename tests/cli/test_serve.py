@@ -18,10 +18,9 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_model_is_served_under_its_name(executed, capsys):
+def test_a_model_is_served_under_its_name(executed, succeed):
     options = ["--python", sys.executable, "--port", "8123", "--argument=--max-num-seqs=4"]
-    status, out, _ = run(capsys, "serve", "embedded", "policy.max_pixels=5000", *options)
-    assert status == 0
+    out = succeed("serve", "embedded", "policy.max_pixels=5000", *options)
     program, words, environment = executed
     assert program == words[0] == sys.executable
     assert words[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]

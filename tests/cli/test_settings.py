@@ -20,10 +20,8 @@ from vlm_grpo.task.registry import task_names
         ("use_vllm", "TRL's use_vllm is rollout.sampler (vllm: docs/vllm.md) here"),
     ],
 )
-def test_a_setting_a_block_or_a_foreign_name_is_explained(capsys, key, expected):
-    status, out, _ = run(capsys, "settings", key)
-
-    assert status == 0
+def test_a_setting_a_block_or_a_foreign_name_is_explained(succeed, key, expected):
+    out = succeed("settings", key)
     assert expected in out
 
 
