@@ -1,7 +1,5 @@
 """Data and tasks that several commands are run on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The program: help texts, version, start-up time, exit statuses and error messages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 tests/data/test_checks.py covers the checks of the data.
 """
 
-from __future__ import annotations
-
 from textwrap import indent
 
 import numpy as np

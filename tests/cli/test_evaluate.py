@@ -1,7 +1,5 @@
 """``vlm-grpo evaluate``: options, settings of a checkpoint, scores of files of outputs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

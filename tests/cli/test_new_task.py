@@ -1,7 +1,5 @@
 """``vlm-grpo new-task``: its task loads, is sound, passes its test, and overwrites no file."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

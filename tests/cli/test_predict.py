@@ -1,7 +1,5 @@
 """``vlm-grpo predict``: what it prints, where it writes, and wrong arguments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

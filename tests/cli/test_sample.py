@@ -1,7 +1,5 @@
 """``vlm-grpo sample`` on the embedded model, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``vlm-grpo serve`` becomes the server of a model or of a run's rollouts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

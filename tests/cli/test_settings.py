@@ -1,7 +1,5 @@
 """``vlm-grpo settings``, and settings that are written as options."""
 
-from __future__ import annotations
-
 import pytest
 from commands import fails, run
 

@@ -1,7 +1,5 @@
 """``vlm-grpo train`` and ``vlm-grpo sft``: arguments, errors and the folder of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """The settings of data: lists of sources, their names and defaults, and filters of examples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Names of other trainers' settings: every equivalent exists, and the guide lists the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

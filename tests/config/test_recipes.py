@@ -1,7 +1,5 @@
 """Recipes: values, overrides from texts and Python, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Combinations of settings that are refused or noted, and the table that lists them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from types import NoneType

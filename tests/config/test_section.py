@@ -1,7 +1,5 @@
 """The base of settings: dotted keys, nested values, wrong values, and the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

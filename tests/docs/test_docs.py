@@ -1,8 +1,6 @@
 """The commands, settings, files and tests that the guides name exist, and every statement about
 another trainer has a source."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,8 +1,6 @@
 """The examples of the documentation: the minimal loop learns, the notebooks and the blocks of pages
 run, and do what the pages say."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -5,8 +5,6 @@ settings and options as written, also of the few commands that do not run (``NOT
 several processes runs in one; ``tests/dist`` launches them.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Examples that several evaluations are run on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Benchmarks: reports by hand and by scipy, evaluations resumed after a stop, files of outputs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

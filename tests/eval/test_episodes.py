@@ -1,7 +1,5 @@
 """Evaluation of tasks with an environment: turns, resumption, servers, and what tools are worth."""
 
-from __future__ import annotations
-
 import json
 
 import small_environments

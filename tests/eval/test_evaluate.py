@@ -1,7 +1,5 @@
 """Evaluations of recipes: when they are due in training, the best of them, summaries, files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from commands import write_jsonl

@@ -1,8 +1,6 @@
 """Generation for all examples: bounded chunks, outputs that do not depend on the batches, and the
 log of a stopped evaluation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

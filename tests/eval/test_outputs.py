@@ -1,7 +1,5 @@
 """Scores of files of outputs, also as lmms-eval logs them, and rows that match no example."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions: the output, the parsed answer and the picture."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation of a model behind an address: the same files, resumed, and honest about failures."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

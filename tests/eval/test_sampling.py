@@ -1,7 +1,5 @@
 """Samples of training examples: pass rates, and rows for supervised fine-tuning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType

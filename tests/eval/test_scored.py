@@ -1,7 +1,5 @@
 """The summary of an evaluation, of several samples by an enumeration of all subsets, and files."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

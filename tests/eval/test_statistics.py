@@ -1,7 +1,5 @@
 """Bootstrap intervals and paired tests against direct computations, and edge cases."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Control a headless Chromium over the WebDriver protocol (https://www.w3.org/TR/webdriver2/), and
 read and operate a report that is open in it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Settings and files of evaluations of the counting recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

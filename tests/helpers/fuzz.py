@@ -7,8 +7,6 @@ come from the schema of ``Settings``. Many commands read a damaged file of someb
 odd environment variables. The results are kept in build/fuzz: the same call continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

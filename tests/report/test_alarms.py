@@ -1,7 +1,5 @@
 """No alarms on a run that goes well, and one alarm for each kind of failure."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The report in a real browser, opened from disk without a network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Each metric has a chart with the right title and scale, and readable colors."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

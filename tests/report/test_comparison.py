@@ -1,7 +1,5 @@
 """Runs are compared pairwise on the examples that both have answered."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

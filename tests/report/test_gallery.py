@@ -1,7 +1,5 @@
 """The gallery stays within its size limit and reads thumbnails only."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The page shows the results, the alarms and the settings of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

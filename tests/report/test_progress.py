@@ -1,7 +1,5 @@
 """Progress is live in a terminal and plain in a pipe."""
 
-from __future__ import annotations
-
 import re
 
 from commands import run

@@ -1,7 +1,5 @@
 """Thumbnails and drawings of the sampled answers."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

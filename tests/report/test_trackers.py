@@ -1,7 +1,5 @@
 """Trackers receive metrics and images, and one that fails is dropped without ending the run."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

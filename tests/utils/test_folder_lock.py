@@ -1,7 +1,5 @@
 """The lock on a folder, between real processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -1,7 +1,5 @@
 """Requests over HTTP: what is repeated, what is refused, and what a failure tells."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Calls of a remote service: order, limits, and values that outlive a crash."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import threading

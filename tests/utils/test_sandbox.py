@@ -1,7 +1,5 @@
 """Templates that would fill the memory or never end are errors; others are rendered as by Jinja."""
 
-from __future__ import annotations
-
 import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment

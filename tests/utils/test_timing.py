@@ -1,7 +1,5 @@
 """Phases, time limits of calls, and stopping the program with real signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Worker processes: replaced if they end, and ended with the process that started them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
