@@ -20,9 +20,7 @@ from vlm_grpo.training.trainer import train
 
 def test_training_keeps_the_best_checkpoint_by_its_benchmark(rows, tmp_path):
     definition = tmp_path / "errors.yaml"
-    definition.write_text(
-        "title: Errors\ntask: counting\nmetric: absolute_error\nvariants: [rmse]\n"
-    )
+    definition.write_text("title: E\ntask: counting\nmetric: absolute_error\nvariants: [rmse]\n")
     overrides = [
         *(f"data.eval={rows}", "data.eval_limit=null", f"evaluation.benchmark={definition}"),
         "data.train_limit=40",
@@ -78,8 +76,10 @@ def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_
 def test_held_out_examples_that_are_also_trained_on_are_reported(tmp_path, caplog):
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row, image = {"question": "How many?", "answer": 3}, {"images": ["a.png"]}
-    rows = [write_jsonl(tmp_path / f"{n}.jsonl", row | more) for n, more in enumerate([{}, image])]
-    same = write_jsonl(tmp_path / "same.jsonl", row | image)
+    contents = {"text": row, "image": row | image, "same": row | image}
+    path = {
+        name: write_jsonl(tmp_path / f"{name}.jsonl", content) for name, content in contents.items()
+    }
 
     def warn(**sources: Path) -> str:
         caplog.clear()
@@ -87,11 +87,11 @@ def test_held_out_examples_that_are_also_trained_on_are_reported(tmp_path, caplo
         load_data(small_settings(*overrides), load_task("counting"))
         return caplog.text
 
-    warning = "data.eval is data.train: the evaluation is not on held-out examples"
     assert warn() == ""  # the embedded data, whose splits differ
-    assert warn(eval=rows[0]) == ""
-    assert warning in warn(eval=rows[0], train=rows[0])
-    found = warn(train=rows[1], eval=same)
+    assert warn(eval=path["text"]) == ""
+    warning = "data.eval is data.train: the evaluation is not on held-out examples"
+    assert warning in warn(eval=path["text"], train=path["text"])
+    found = warn(train=path["image"], eval=path["same"])
     assert "1 of 1 held-out examples show an image that is also trained on" in found
 
 
