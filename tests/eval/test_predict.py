@@ -74,21 +74,12 @@ def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(
 
 
 def test_a_parser_that_raises_is_named():
-    Path("bad.py").write_text(
-        "from vlm_grpo.task import Task, reward\n"
-        "class Bad(Task):\n"
-        "    'Raises.'\n"
-        "    primary_metric = 'r'\n"
-        "    def parse(self, text, example):\n"
-        "        raise KeyError('oops')\n"
-        "    def write(self, answer, example):\n"
-        "        return answer\n"
-        "    @reward()\n"
-        "    def r(self, answer, example):\n"
-        "        return 1.0\n"
-    )
+    class Bad(Counting):
+        def parse(self, text: str, example: Example) -> int:
+            raise KeyError("oops")
+
     with pytest.raises(UserError, match=r"parser failed on .*KeyError\('oops'\)"):
-        predict_embedded("counting", task="bad.py")
+        predict_embedded("counting", task=Bad())
 
 
 def test_the_class_of_the_run_is_used_with_the_options_of_the_run():
