@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 from chat_model import ChatModel, serve
 from dataset_files import encode_image, photo, png, write_files, write_table
@@ -29,7 +28,6 @@ from published_formats import COCO, IMAGES, lmms_eval_sample
 
 from vlm_grpo import cli
 from vlm_grpo.data_scripts import make_shapes, make_tool_vlm
-from vlm_grpo.types import Example
 
 STEP = 2
 """Last step of the runs that the commands start, which replaces the steps that they name."""
@@ -130,36 +128,29 @@ def run_module(name: str, *arguments: str) -> None:
         assert not status, (name, arguments)
 
 
-def _make_shapes(task: str, split: str, count: int = 10) -> list[Example]:
-    return make_shapes.draw_examples(task, count, seed=1, split=split)
-
-
-def _write_rows(name: str, examples: list[Example], folder: str = "") -> None:
-    """Write JSON Lines in the current folder, and the images in its subfolder ``folder``."""
-    rows = []
-    for example in examples:
-        (image,) = example.images
-        write_files(Path(folder or "images"), {f"{example.id}.png": image.read_bytes()})
-        path = f"{example.id}.png" if folder else f"images/{example.id}.png"
-        row = {"id": example.id, "images": [path], "question": example.question}
-        rows.append(json.dumps({**row, "answer": example.answer}) + "\n")
-    Path(name).write_text("".join(rows), "utf-8")
+def _write_rows(name: str, task: str, split: str, folder: str = "") -> None:
+    """Write ``NAME.jsonl``, and its images in a folder: one of another place, or images/."""
+    place, rows = "" if folder else "images/", []
+    for example in make_shapes.draw_examples(task, 10, seed=1, split=split):
+        file, (image,) = f"{example.id}.png", example.images
+        write_files(Path(folder or "images"), {file: image.read_bytes()})
+        row = {"id": example.id, "images": [place + file], "question": example.question}
+        rows.append({**row, "answer": example.answer})
+    write_files(Path(), {f"{name}.jsonl": rows})
 
 
 def _make_table_rows(split: str, question: str = "question", answer: str = "answer") -> list[dict]:
+    examples = make_shapes.draw_examples("counting", 10, seed=1, split=split)
+    images = [[{"bytes": example.images[0].data, "path": None}] for example in examples]
     return [
-        {
-            "images": [{"bytes": example.images[0].data, "path": None}],
-            question: example.question,
-            answer: example.answer,
-        }
-        for example in _make_shapes("counting", split)
+        {"images": image, question: example.question, answer: example.answer}
+        for image, example in zip(images, examples, strict=True)
     ]
 
 
 def _write_grounding(folder: str = "") -> None:
     for split in ("train", "test"):
-        _write_rows(f"{split}.jsonl", _make_shapes("grounding", split), folder)
+        _write_rows(split, "grounding", split, folder)
 
 
 def _save_dataset(name: str, *splits: str) -> None:
@@ -197,8 +188,8 @@ def _write_readme_files() -> None:
     _write_grounding()
     (code,) = read_blocks(ROOT / "README.md", "python")
     Path("fingers.py").write_text(code, "utf-8")
-    _write_rows("hands.jsonl", _make_shapes("counting", "train"))
-    _write_rows("more_hands.jsonl", _make_shapes("counting", "test"))
+    _write_rows("hands", "counting", "train")
+    _write_rows("more_hands", "counting", "test")
 
 
 def _write_benchmarks() -> None:
@@ -229,17 +220,13 @@ def _write_outputs() -> None:
     rows = map(json.loads, Path("refcoco_val.jsonl").read_text("utf-8").splitlines())
     output = '```json\n[{"bbox_2d": [1, 2, 300, 400]}]\n```'
     given = {"output": output, "seen": [[320, 240]]}
-    lines = [json.dumps({"id": row["id"], **given}) + "\n" for row in rows]
-    Path("outputs.jsonl").write_text("".join(lines), "utf-8")
+    write_files(Path(), {"outputs.jsonl": [{"id": row["id"], **given} for row in rows]})
 
 
 def _write_photos() -> None:
-    generator = np.random.default_rng(0)
-    for folder in (Path("photos"), Path("others")):
-        folder.mkdir(exist_ok=True)
-        for number in range(4):
-            pixels = generator.integers(0, 256, (12, 12, 3), dtype=np.uint8)
-            Image.fromarray(pixels).resize((168, 168)).save(folder / f"{number}.png")
+    for number in range(8):
+        folder = Path("photos" if number < 4 else "others")
+        write_files(folder, {f"{number}.png": encode_image(photo(number, (168, 168)))})
 
 
 def _write_tool_model() -> None:
@@ -250,17 +237,13 @@ def _write_tool_model() -> None:
 
 def _write_foreign_results() -> None:
     """Write data, and one sample as lmms-eval logs it."""
-    write_files(Path("images"), {"7.jpg": png(640, 480)})
-    answers: dict[str, tuple[str, Any]] = {
-        "refcoco_val.jsonl": ("the cup", {"boxes": [[64, 48, 320, 240]]}),
-        "docvqa_val.jsonl": ("What does the sign say?", ["EXIT"]),
-    }
-    for name, (question, answer) in answers.items():
-        row = {"id": "1", "images": ["images/7.jpg"], "question": question, "answer": answer}
-        Path(name).write_text(json.dumps(row) + "\n", "utf-8")
-    sample = lmms_eval_sample(0, "What does the sign say?", resps=[["EXIT"]])
-    name = "20260101_000000_samples_docvqa_val.jsonl"
-    Path(name).write_text(json.dumps(sample) + "\n", "utf-8")
+    row = {"id": "1", "images": ["7.jpg"]}
+    cup = {**row, "question": "the cup", "answer": {"boxes": [[64, 48, 320, 240]]}}
+    sign = {**row, "question": "What does the sign say?", "answer": ["EXIT"]}
+    sample = lmms_eval_sample(0, sign["question"], resps=[["EXIT"]])
+    samples = {"20260101_000000_samples_docvqa_val.jsonl": [sample]}
+    data = {"refcoco_val.jsonl": [cup], "docvqa_val.jsonl": [sign]}
+    write_files(Path(), {"7.jpg": png(640, 480), **data, **samples})
 
 
 FILES: Mapping[str, Callable[[], None]] = {
