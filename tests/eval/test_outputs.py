@@ -78,10 +78,7 @@ SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
         ([{"doc_id": "0", "resps": "a"}], "a sample of lmms-eval must have doc_id"),
         ([{"doc_id": 9, "resps": [["a"]]}], "number 9 (from 0) does not exist"),
         ([SIGN_1, SIGN_1], "log:2: example row 1 has an output already"),
-        (
-            [{**SIGN_1, "doc_id": 0}],
-            "not contain 'What is on sign 0?', example number 0's question",
-        ),
+        ([{**SIGN_1, "doc_id": 0}], "contain 'What is on sign 0?', example number 0's question"),
     ],
 )
 def test_a_file_of_another_form_or_of_other_examples_is_refused(capsys, tmp_path, content, reason):
