@@ -140,11 +140,10 @@ def test_errors_that_the_user_can_fix_have_a_message(error, message):
 
 def test_settings_built_in_python_are_explained_like_those_of_a_recipe():
     values: Any = {"train": "a", "trian": "b"}
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(
+        UserError, match=r"^DataSettings has .*\n.* trian \(did you mean train\?\)$"
+    ):
         DataSettings(**values)
-    assert str(caught.value) == (
-        "DataSettings has wrong settings:\n  - unknown key trian (did you mean train?)"
-    )
     with pytest.raises(ValidationError) as invalid:
         DataSettings.model_validate({"train": 3})
     assert explain(invalid.value) == (

@@ -87,19 +87,16 @@ def test_an_unsound_task_is_named(capsys, write_letters, letters_data, methods, 
 def test_a_busy_machine_does_not_make_a_parser_slow_but_waiting_does(
     succeed, capsys, write_letters, letters_data, monkeypatch
 ):
-    assert "the parser handles hostile texts" in succeed(
-        "check", write_letters(WAITING), "--data", letters_data
-    )
+    given = ["check", write_letters(WAITING), "--data", letters_data]
+    assert "the parser handles hostile texts" in succeed(*given)
     monkeypatch.setattr(soundness, "_PARSE_SECONDS", 0.005)  # it waits more than ten times as long
-    error = fails(capsys, "check", write_letters(WAITING), "--data", letters_data)
-    assert "100,000 letters: it took 6" in error
+    assert "100,000 letters: it took 6" in fails(capsys, *given)
 
 
 def test_gold_answers_that_no_completion_can_write_are_an_error():
     image = ImageRef("a", (4000, 4000), (4000, 4000))  # a thousandth of a side is 4 pixels
-    examples = [
-        Example(str(n), (image,), "the cup", {"boxes": [[n, n, n + 2, n + 2]]}) for n in range(20)
-    ]
+    boxes = [[n, n, n + 2, n + 2] for n in range(20)]
+    examples = [Example(str(box), (image,), "the cup", {"boxes": [box]}) for box in boxes]
     task = load_task("grounding", frame=FRAMES["permille"])
     with pytest.raises(UserError, match="20 gold answers that earn less than half of the full"):
         list(soundness.check_task(task, examples))

@@ -8,6 +8,7 @@ from commands import fails, run, write_jsonl
 
 from vlm_grpo import cli
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.eval import benchmark, evaluate
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 
@@ -18,18 +19,14 @@ ROWS = ["--data", "embedded:counting"]
 def benchmark_calls(monkeypatch):
     """The arguments of the evaluations on benchmarks, which are not made."""
     calls = []
-    monkeypatch.setattr(
-        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
-    )
+    monkeypatch.setattr(benchmark, "evaluate_benchmark", lambda *given: calls.append(given))
     return calls
 
 
 def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    monkeypatch.setattr(
-        "vlm_grpo.eval.evaluate.evaluate", lambda *given: calls.append(given) or 1 / 0
-    )
+    monkeypatch.setattr(evaluate, "evaluate", lambda *given: calls.append(given) or 1 / 0)
     newest = Path("runs/mine/checkpoints/step-10")
     load_settings("counting", ["seed=7"]).save(Path("runs/mine/config.yaml"))
     for folder in (newest, newest.with_name("step-2")):
@@ -38,9 +35,8 @@ def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_pa
     for name in ("mine", "runs/mine", "mine@10", str(newest)):
         with pytest.raises(ZeroDivisionError):
             cli.main(["evaluate", name, "data.eval_limit=9"])
-    assert {(found.seed, found.data.eval_limit, folder) for found, folder, _ in calls} == {
-        (7, 9, newest)
-    }
+    found = {(settings.seed, settings.data.eval_limit, folder) for settings, folder, _ in calls}
+    assert found == {(7, 9, newest)}
 
 
 def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):

@@ -95,9 +95,8 @@ def test_commands_have_known_options_settings_and_files(guide):
     """Those in sentences, and those in blocks, of which some need a GPU, a server or a dataset."""
     prose = re.sub(r"^```.*?^```", "", guide.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    blocks = [
-        line[line.find("vlm-grpo ") :] for line in read_commands(guide) if "vlm-grpo " in line
-    ]
+    blocks = [line for line in read_commands(guide) if "vlm-grpo " in line]
+    blocks = [line[line.find("vlm-grpo ") :] for line in blocks]
     lines = re.findall(r"`(?:vlm-grpo|\w+=1 python|python) [^`]+`", prose)
     for line in [*lines, *(line.partition(";")[0] for line in blocks)]:
         words = shlex.split(line.strip("`").partition("python ")[2] or line.strip("`"))

@@ -167,11 +167,9 @@ def _write_your_own_data() -> None:
     images = {f"val/{name}.png": data for name, data in IMAGES.items()}
     write_files(Path(), {"annotations/instances_val.json": COCO, **images})
     write_table(Path("train.parquet"), _make_table_rows("train"))
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
-    )
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     rows = {"image": [{"bytes": png(), "path": None}] * 2, "label": [0, 1]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk("saved")
+    datasets.Dataset.from_dict(rows, datasets.Features(features)).save_to_disk("saved")
     for number in range(10):
         label = ("cat\n", "dog\n")[number % 2]
         photos = {f"photos/{number}.jpg": encode_image(photo(number), "JPEG")}

@@ -77,9 +77,7 @@ def test_held_out_examples_that_are_also_trained_on_are_reported(tmp_path, caplo
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row, image = {"question": "How many?", "answer": 3}, {"images": ["a.png"]}
     contents = {"text": row, "image": row | image, "same": row | image}
-    path = {
-        name: write_jsonl(tmp_path / f"{name}.jsonl", content) for name, content in contents.items()
-    }
+    path = {n: write_jsonl(tmp_path / f"{n}.jsonl", content) for n, content in contents.items()}
 
     def warn(**sources: Path) -> str:
         caplog.clear()

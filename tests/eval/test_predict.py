@@ -53,10 +53,8 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name):
     prediction = predict_embedded(name, task=name, overrides=("policy.dtype=float32",))
     settings = load_settings(name, ["data.eval_limit=1"])
     policy = load_policy(settings, training=False)
-    task = load_task(name, frame=policy.prompts.frame)
-    (row,) = evaluate_model(
-        LocalModel(policy, settings), task, [load_example(name)], RewardScorer()
-    ).rows
+    task, model = load_task(name, frame=policy.prompts.frame), LocalModel(policy, settings)
+    (row,) = evaluate_model(model, task, [load_example(name)], RewardScorer()).rows
     assert prediction.completion.text == row["output"]
     assert prediction.answer == row["answer"]
 

@@ -23,9 +23,8 @@ def error_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder of a run of two steps whose primary metric is an error."""
     folder = tmp_path_factory.mktemp("runs")
     benchmark = folder / "errors.yaml"
-    benchmark.write_text(
-        f"title: Errors\ntask: counting\nmetric: {request.param}\nsplits: {{test: {HELD_OUT}}}\n"
-    )
+    splits = f"splits: {{test: {HELD_OUT}}}"
+    benchmark.write_text(f"title: E\ntask: counting\nmetric: {request.param}\n{splits}\n")
     words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
     words += ["data.train_limit=20", f"data.eval_limit={HELD_OUT}", f"output_dir={folder}"]
     words += [f"evaluation.benchmark={benchmark}", "name=run"]

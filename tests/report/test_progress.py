@@ -10,15 +10,9 @@ from vlm_grpo.report.progress import Progress
 from vlm_grpo.utils.timing import Stopwatch
 
 SETTINGS = (
-    "optim.max_steps=3",
-    "optim.warmup_steps=0",
-    "optim.prompts_per_step=2",
-    "rollout.num_generations=2",
-    "data.train_limit=8",
-    "data.eval_limit=8",
-    "evaluation.every=1",
-    "logging.trackers=[]",
-    "name=run",
+    *("optim.max_steps=3", "optim.warmup_steps=0", "optim.prompts_per_step=2", "name=run"),
+    *("rollout.num_generations=2", "data.train_limit=8", "data.eval_limit=8"),
+    *("evaluation.every=1", "logging.trackers=[]"),
 )
 
 
@@ -48,13 +42,11 @@ def test_a_pipe_gets_plain_lines(tmp_path, capsys):
     assert "\x1b" not in out + err
     assert "\r" not in out + err
     (line,) = [line for line in err.splitlines() if line.startswith("step ")]
-    assert re.match(
-        r"step 3/3  reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left$", line
-    )
-    starts = ["model", "task", "data", "images", "rewards", "step", "attention"]
-    starts += ["optimizer", "loss", "reference", "note"]
-    starts += ["run folder", "before", "after", "change", "best", "report", "samples"]
-    starts += ["checkpoint", "next", ""]
+    parts = r"reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left"
+    assert re.fullmatch(f"step 3/3  {parts}", line)
+    starts = ["model", "task", "data", "images", "rewards", "step", "attention", "optimizer"]
+    starts += ["loss", "reference", "note", "run folder", "before", "after", "change", "best"]
+    starts += ["report", "samples", "checkpoint", "next", ""]
     lines = out.splitlines()
     assert [text[:11].strip() for text in lines] == starts
     assert " vlm-grpo evaluate " in lines[-2]
