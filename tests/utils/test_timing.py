@@ -172,15 +172,12 @@ def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted()
         with pytest.raises(CallTimeout):
             call(re.match, r"(a+)+$", "a" * 40 + "b")  # backtracks 2^40 times
 
+    with ThreadPoolExecutor() as pool:  # only the main thread can interrupt
+        assert (can_interrupt(), pool.submit(can_interrupt).result()) == (True, False)
     before = signal.getsignal(signal.SIGALRM)
     with time_limit(None) as call:  # calls directly
         assert call(divmod, 7, 2) == (3, 1)
         assert signal.getsignal(signal.SIGALRM) == before
-
-
-def test_only_the_main_thread_can_interrupt():
-    with ThreadPoolExecutor() as pool:
-        assert (can_interrupt(), pool.submit(can_interrupt).result()) == (True, False)
 
 
 def test_a_signal_names_the_work_that_it_waits_for(capsys):
