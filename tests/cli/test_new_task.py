@@ -14,6 +14,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 
 
+def run_test(test: Path) -> None:
+    """Run the five tests of a file that was written."""
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, cwd=test.parent, capture_output=True, text=True, check=False)
+    assert (done.returncode, "5 passed" in done.stdout) == (0, True), done.stdout
+
+
 def test_the_next_commands_are_printed(succeed, tmp_path):
     out = succeed("new-task", "clock", "--out", tmp_path)
     assert f"vlm-grpo check {tmp_path / 'clock.py'} --data" in out
@@ -29,24 +36,17 @@ def test_the_task_loads_passes_its_test_and_is_sound(tmp_path, succeed):
     assert type(task).__name__ == "ReadClock"
     assert task.primary_metric in task.reward_weights()
     assert len(file.read_text().splitlines()) < 60  # short enough to read on one screen
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout  # one gold answer and four wrong texts
+    run_test(test)  # one gold answer and four wrong texts
     rows = [{"id": a, "question": "Which color?", "answer": a} for a in ("Blue", "gray")]
     data = write_jsonl(tmp_path / "data.jsonl", *rows)
-    out = succeed("check", file, "--data", data)
-    assert "ReadClock is sound on this data" in out
+    assert "ReadClock is sound on this data" in succeed("check", file, "--data", data)
 
 
 def test_the_environment_passes_its_test_and_the_check(tmp_path, succeed):
     out = succeed("new-environment", "ruler", "--out", tmp_path)
     commands = shlex.split(out.partition("next:")[2].replace("\\\n", " "))
     assert commands[:4] == ["python", "-m", "pytest", str(tmp_path / "test_ruler.py")]
-    command = [sys.executable, *commands[1:4], "-q", "-W", "error", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout
+    run_test(tmp_path / "test_ruler.py")
     file = tmp_path / "ruler.py"
     assert len(file.read_text().splitlines()) < 60
     out = succeed("check", "counting", f"environment={file}", "--limit", 4)
@@ -71,10 +71,8 @@ def test_the_files_pass_ruff(tmp_path, name, kind):
     [
         ("ReadClock", "lowercase letters"),
         ("2fast", "starting with a letter"),
-        ("read-clock", "lowercase letters"),
         ("../escape", "lowercase letters"),
         ("read__clock", "single underscores"),
-        ("clock.py", "lowercase letters"),
         ("", "lowercase letters"),
         ("w" * 41, "40 letters at most"),
         ("class", "keyword of Python"),

@@ -31,8 +31,6 @@ def test_a_setting_a_block_or_a_foreign_name_is_explained(succeed, key, expected
         (["--optim.lr", "1e-6"], "settings have no dashes, optim.lr=VALUE"),
         (["--model=x"], "settings have no dashes, model=VALUE"),
         (["use_vllm=true"], "unknown key use_vllm: TRL's use_vllm is rollout.sampler (vllm"),
-        (["system_prompt=x"], "Unsloth's system_prompt is prompt.system here"),
-        (["per_device_train_batch_size=8"], "is optim.prompts_per_step (in prompts"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "plan", "evaluate"])

@@ -38,7 +38,7 @@ def test_the_minimal_loop_learns_to_count(monkeypatch):
 
 NOTEBOOKS: dict[str, tuple[dict[str, str], int, list[str]]] = {
     "first_run": (
-        {'name="first_run",': f'name="first_run", data={SMALL},'},
+        {'name="first_run",': f'name="first_run", data={SMALL},', '": 10,': '": 2,'},
         2,
         ["held-out accuracy:"],
     ),
@@ -75,7 +75,7 @@ def test_every_notebook_is_run():
 def test_a_notebook_runs_and_shows_its_results(name, tmp_path):
     changes, pictures, texts = NOTEBOOKS[name]
     notebook, log = EXAMPLES / f"{name}.ipynb", tmp_path / "log"
-    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="10")
+    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="4")
     process.join(forked.TIMEOUT)
     assert process.exitcode == 0, log.read_text()
     shown = json.loads((tmp_path / "shown.json").read_text())

@@ -112,7 +112,6 @@ def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
         ([{**FIRST, "output": 3}], ":1: a row is"),
         ([{**FIRST, "turns": [{}]}], ":1: its turns cannot be read: KeyError"),
         (['"a text"'], "p.jsonl:1: "),
-        ([], f"no output for id '{EXAMPLES[0].id}'"),
     ],
 )
 def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):
