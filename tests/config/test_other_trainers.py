@@ -47,6 +47,7 @@ def test_trls_names_are_those_of_its_config():
         ("rollout_batch_size", "EasyR1's data.rollout_batch_size is optim.prompts_per_step (in"),
         ("load_in_4bit", "TRL's load_in_4bit is policy.load_in (4bit or 8bit"),
         ("system", "ms-swift's system is prompt.system here"),
+        ("num_generations", "TRL's num_generations is rollout.num_generations here"),
         ("system_prompt", "Unsloth's system_prompt is prompt.system here"),
         ("per_device_train_batch_size", "is optim.prompts_per_step (in prompts"),
         ("policy.lora.rank", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),

@@ -47,24 +47,21 @@ def small_settings(*overrides: str) -> Settings:
     return load_settings("counting", ["data.eval_limit=4", "data.train_limit=4", *overrides])
 
 
-def make_evaluator(settings: Settings) -> HeldOutEvaluator:
-    task = load_task("counting")
+def make_evaluator(*overrides: str) -> HeldOutEvaluator:
+    task, settings = load_task("counting"), small_settings(*overrides)
     _, examples = load_data(settings, task)
     strategy = Strategy(load_policy(settings), build_accelerator(settings))
     return HeldOutEvaluator(strategy, task, examples, settings, RewardScorer())
 
 
 def test_without_held_out_data_nothing_is_evaluated():
-    few = ["data.train_limit=4", "data.eval=null", "evaluation.every=0"]
-    settings = load_settings("counting", few)
-    evaluator = make_evaluator(settings)
-    assert not evaluator.is_due(settings.optim.max_steps)
+    evaluator = make_evaluator("data.eval=null", "data.eval_limit=null", "evaluation.every=0")
+    assert not evaluator.is_due(load_settings("counting").optim.max_steps)
     assert (evaluator.evaluate(0), evaluator.best) == (None, None)
 
 
 def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best():
-    overrides = ["evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0"]
-    evaluator = make_evaluator(small_settings(*overrides))
+    evaluator = make_evaluator("evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0")
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
     first, second = evaluator.evaluate(0), evaluator.evaluate(5)
     assert first is not None
