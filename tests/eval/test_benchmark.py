@@ -154,9 +154,9 @@ def benchmark(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_stopped_evaluation_resumes_with_the_same_result(rows, benchmark, tmp_path, monkeypatch):
+def test_a_stopped_evaluation_resumes_with_the_same_result(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
-    whole, stopped = (make_settings(rows, tmp_path, name) for name in ("whole", "stopped"))
+    whole, stopped = (make_settings(tmp_path, name) for name in ("whole", "stopped"))
     (expected,) = evaluate_benchmark(benchmark, whole)
     append = PredictionLog.append
 
@@ -194,10 +194,10 @@ def test_the_written_predictions_score_the_same_again(tmp_path):
     assert saved[0]["model"]["value"] == saved[1]["predictions"]["value"] == report.value
 
 
-def test_a_checkpoint_is_compared_with_its_model(rows, benchmark, tmp_path, capsys):
+def test_a_checkpoint_is_compared_with_its_model(benchmark, tmp_path, capsys):
     copy = tmp_path / "checkpoint"
     shutil.copytree(get_model_source("embedded"), copy)
-    base, equal = evaluate_benchmark(benchmark, make_settings(rows, tmp_path), copy)
+    base, equal = evaluate_benchmark(benchmark, make_settings(tmp_path), copy)
     assert base.values == equal.values
     assert "difference +0.0" in capsys.readouterr().out
     results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())

@@ -18,12 +18,11 @@ from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.trainer import train
 
 
-def test_training_keeps_the_best_checkpoint_by_its_benchmark(rows, tmp_path):
+def test_training_keeps_the_best_checkpoint_by_its_benchmark(tmp_path):
     definition = tmp_path / "errors.yaml"
     definition.write_text("title: E\ntask: counting\nmetric: absolute_error\nvariants: [rmse]\n")
     overrides = [
-        *(f"data.eval={rows}", "data.eval_limit=null", f"evaluation.benchmark={definition}"),
-        "data.train_limit=40",
+        *("data.eval_limit=40", "data.train_limit=40", f"evaluation.benchmark={definition}"),
         *("evaluation.every=1", "optim.max_steps=4", "optim.prompts_per_step=4", "optim.lr=3e-4"),
         *("optim.warmup_steps=0", "checkpoint.every=1", "checkpoint.keep_last=1"),
         *("checkpoint.keep_best=true", f"output_dir={tmp_path / 'runs'}", "name=benchmark"),
