@@ -7,12 +7,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_for
 
 from vlm_grpo.utils.http_json import ServiceError, post_json
 
@@ -117,12 +117,8 @@ def open_browser() -> Iterator[Browser]:
 _CODES = {"ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "+": 187, "0": 48}
 
 
-def wait_until(browser: Browser, condition: str, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not browser.get(f"Boolean({condition})"):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"still false after {seconds} s: {condition}")
-        time.sleep(0.05)
+def wait_until(browser: Browser, condition: str) -> None:
+    wait_for(lambda: browser.get(f"Boolean({condition})"), 5)
 
 
 def set_filter(browser: Browser, **values: str) -> None:
@@ -163,26 +159,18 @@ def get_chart(browser: Browser, title: str) -> int:
     return number
 
 
-def get_ticks(browser: Browser, chart: int, kind: str = "x") -> list[str]:
-    """Return the labels of a chart's horizontal (x) or vertical (y) axis."""
-    return browser.run(
-        "return [...charts[arguments[0]].plot.querySelectorAll(`text.${arguments[1]}`)]"
-        ".map((label) => label.textContent)",
-        chart,
-        kind,
-    )
+def get_ticks(browser: Browser, chart: int) -> list[str]:
+    """Return the labels of a chart's horizontal axis."""
+    labels = f"[...charts[{chart}].plot.querySelectorAll('text.x')]"
+    return browser.get(f"{labels}.map((label) => label.textContent)")
 
 
 def drag(browser: Browser, chart: int, start: float, end: float) -> None:
     """Drag over a chart from one step to another with the mouse."""
     x1, x2, y = browser.run(
-        "const [number, ...steps] = arguments, chart = charts[number];"
-        "const box = chart.plot.getBoundingClientRect();"
+        f"const chart = charts[{chart}], box = chart.plot.getBoundingClientRect();"
         "const at = (step) => box.left + chart.scaleX.to(step) / SIZE.width * box.width;"
-        "return [...steps.map(at), box.top + box.height / 2];",
-        chart,
-        start,
-        end,
+        f"return [at({start}), at({end}), box.top + box.height / 2];"
     )
     for kind, x in (("mousePressed", x1), ("mouseMoved", (x1 + x2) / 2), ("mouseReleased", x2)):
         event = {"type": kind, "x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
