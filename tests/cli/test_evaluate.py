@@ -1,6 +1,7 @@
 """``vlm-grpo evaluate``: options, settings of a checkpoint, scores of files of outputs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -126,23 +127,19 @@ def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
     assert [given[2:] for given in benchmark_calls] == [(None, endpoint)] * 2
 
 
-def test_help_names_every_frame(capsys):
-    _, out, _ = run(capsys, "evaluate", "--help")
-    words = {*out.replace(",", " ").replace(".", " ").split()}
-    assert {*FRAMES} <= words
+def test_help_names_every_frame(succeed):
+    assert {*FRAMES} <= {*re.findall(r"\w+", succeed("evaluate", "--help"))}
 
 
 @pytest.fixture
-def score(capsys, counting_data, tmp_path):
+def score(succeed, counting_data, tmp_path):
     """A function that scores outputs of the two counting rows; it returns what is printed."""
 
     def score(first: str, second: str, *flags: str, name: str = "counting") -> str:
         rows = [{"id": "r5", "output": second}, {"id": "r3", "output": first}]
         given = [name, "--data", counting_data, "--predictions"]
         given.append(write_jsonl(tmp_path / "out.jsonl", *rows))
-        status, out, err = run(capsys, "evaluate", *given, *flags)
-        assert status == 0, err
-        return out
+        return succeed("evaluate", *given, *flags)
 
     return score
 

@@ -1,7 +1,7 @@
 """``vlm-grpo settings``, and settings that are written as options."""
 
 import pytest
-from commands import fails, run
+from commands import fails
 
 from vlm_grpo.config.recipes import recipe_names
 from vlm_grpo.task.registry import task_names
@@ -38,9 +38,8 @@ def test_settings_of_other_trainers_are_explained(capsys, command, arguments, ex
     assert expected in fails(capsys, command, "counting", *arguments)
 
 
-def test_every_task_and_recipe_is_listed(capsys):
-    _, out, _ = run(capsys, "tasks")
-
+def test_every_task_and_recipe_is_listed(succeed):
+    out = succeed("tasks")
     assert all(name in out for name in (*task_names(), *recipe_names()))
     assert "Count the named objects in one image" in out
     assert "Referring expressions (RefCOCO) with Qwen2.5-VL-3B" in out
