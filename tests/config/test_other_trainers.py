@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from trl import GRPOConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl.scripts.utils import ScriptArguments
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.sft_config import SFTConfig
 
 from vlm_grpo.config.other_trainers import find_other_setting, list_other_settings
 from vlm_grpo.config.run import Settings

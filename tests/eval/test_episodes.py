@@ -51,12 +51,9 @@ def test_outputs_have_their_turns_and_are_compared_with_those_without_tools(tmp_
     pairs = zip(plain, examples, strict=True)
     scores = [task.score(own.text, example).rewards["letters"] for own, example in pairs]
     assert whole.get_column("letters_without_tools") == scores
-    pairs = zip(map(float, whole.values["letters"].values()), scores, strict=True)
-    changes = [now - float(before or 0) for now, before in pairs]
-    by_calls = [(change, change * bool(n)) for change, n in zip(changes, calls, strict=True)]
-    assert whole.metrics["tools/gain"] == sum(max(0, called) for _, called in by_calls) / 4
-    assert whole.metrics["tools/harm"] == sum(max(0, -called) for _, called in by_calls) / 4
-    assert whole.metrics["tools/prompt"] == sum(change - called for change, called in by_calls) / 4
+    pairs = zip(map(float, whole.values["letters"].values()), scores, calls, strict=True)
+    silent = [now - float(before or 0) for now, before, count in pairs if not count]
+    assert whole.metrics["tools/prompt"] == sum(silent) / 4
 
 
 def test_a_server_is_asked_turn_by_turn(tmp_path):

@@ -15,12 +15,12 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.outputs import read_outputs
 
 
-def write_data(folder: Path, *rows: tuple[str, Any]) -> Path:
+def write_data(folder: Path, *given: tuple[str, Any]) -> Path:
     """Write rows with these questions and answers and the same image of 640 x 480 pixels."""
     Image.new("RGB", (640, 480)).save(folder / "a.png")
     rows = [
         {"id": f"row {n}", "images": ["a.png"], "question": question, "answer": answer}
-        for n, (question, answer) in enumerate(rows)
+        for n, (question, answer) in enumerate(given)
     ]
     return write_jsonl(folder / "data.jsonl", *rows)
 

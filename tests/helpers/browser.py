@@ -5,10 +5,10 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
@@ -99,9 +99,8 @@ def open_browser() -> Iterator[Browser]:
             "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
             "goog:loggingPrefs": {"browser": "ALL"},
         }
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        environment = {**os.environ, "HOME": folder}
-        with subprocess.Popen([str(DRIVER), "--port=0"], env=environment, **output) as process:
+        command, environment = [str(DRIVER), "--port=0"], {**os.environ, "HOME": folder}
+        with Popen(command, stdout=PIPE, stderr=DEVNULL, env=environment) as process:
             assert process.stdout is not None
             lines = (line for line in process.stdout if b"started successfully on port" in line)
             port = int(next(lines).rstrip(b".\n").rpartition(b" ")[2])
