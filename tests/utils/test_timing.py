@@ -72,14 +72,10 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(tmp_path, model_fol
 
 def test_the_time_limit_includes_loading(tmp_path, model_folder, monkeypatch):
     limited = small_run(tmp_path, model_folder, checkpoint={"max_hours": 1.0})
-    started = time.monotonic()
+    clock, later = "vlm_grpo.utils.timing.time.monotonic", time.monotonic() + 7200
     # Loading takes two hours, so the limit expires before the first step.
-    monkeypatch.setattr(
-        "vlm_grpo.training.trainer.set_seed",
-        lambda _: monkeypatch.setattr(
-            "vlm_grpo.utils.timing.time.monotonic", lambda: started + 7200
-        ),
-    )
+    set_seed = "vlm_grpo.training.trainer.set_seed"
+    monkeypatch.setattr(set_seed, lambda _: monkeypatch.setattr(clock, lambda: later))
     message = r"stopped by the time limit \(checkpoint.max_hours\) after step 0 of 4"
     with pytest.raises(Stopped, match=message) as stopped:
         train(limited)
