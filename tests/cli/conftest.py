@@ -1,12 +1,10 @@
 """Data and tasks that several commands are run on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import write_jsonl
+from commands import run, write_jsonl
 
 LETTERS = '''
 import time
@@ -29,6 +27,18 @@ class Letters(Task):
     def right(self, answer, example):
         {right}
 '''
+
+
+@pytest.fixture
+def succeed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs a command, which must end with status 0, and returns its output."""
+
+    def succeed(*words: object) -> str:
+        status, out, err = run(capsys, *words)
+        assert status == 0, err
+        return out
+
+    return succeed
 
 
 @pytest.fixture

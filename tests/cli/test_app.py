@@ -1,7 +1,5 @@
 """The program: help texts, version, start-up time, exit statuses and error messages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -27,9 +25,8 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS.split())
-def test_the_help_of_each_command_shows_an_example(capsys, command):
-    status, out, _ = run(capsys, command, "--help")
-    assert (status, f"\n  vlm-grpo {command} " in out) == (0, True)
+def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
+    assert f"\n  vlm-grpo {command} " in succeed(command, "--help")
     assert command in run(capsys, "--help")[1]
 
 
@@ -143,11 +140,10 @@ def test_errors_that_the_user_can_fix_have_a_message(error, message):
 
 def test_settings_built_in_python_are_explained_like_those_of_a_recipe():
     values: Any = {"train": "a", "trian": "b"}
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(
+        UserError, match=r"^DataSettings has .*\n.* trian \(did you mean train\?\)$"
+    ):
         DataSettings(**values)
-    assert str(caught.value) == (
-        "DataSettings has wrong settings:\n  - unknown key trian (did you mean train?)"
-    )
     with pytest.raises(ValidationError) as invalid:
         DataSettings.model_validate({"train": 3})
     assert explain(invalid.value) == (

@@ -3,15 +3,12 @@
 tests/data/test_checks.py covers the checks of the data.
 """
 
-from __future__ import annotations
-
 from textwrap import indent
 
 import numpy as np
 import pytest
 from commands import fails, run
-from dataset_files import encode_image, make_row, write_files
-from PIL import Image
+from dataset_files import encode_image, make_row, photo, write_files
 from published_formats import write_format
 
 from vlm_grpo.cli.preview import build_preview
@@ -42,7 +39,6 @@ from vlm_grpo.types import Example, ImageRef
 def test_the_built_in_tasks_are_sound_on_embedded_data(capsys, monkeypatch, arguments):
     monkeypatch.setattr(soundness, "_PARSE_SECONDS", 5.0)  # on a busy machine
     status, out, err = run(capsys, "check", *arguments.split())
-
     assert (status, err) == (0, "")
     earned = "0.99" if "keypoints" in arguments else "1.000"
     assert f"gold answers earn {earned}" in out
@@ -78,36 +74,29 @@ SLOW = (
             ["two answers with or between earns 1.000, above 0.5, on a: 'a or b'"],
         ),
         ({"right": "return 1 / 0"}, ["right failed on example 'a'", "ZeroDivisionError"]),
-        (
-            {"parse": "text.encode('utf-8'); return text if len(text) == 1 else None"},
-            ["half a surrogate pair: it raised UnicodeEncodeError"],
-        ),
+        ({"parse": f"text.encode('utf-8'); {LETTER}"}, ["pair: it raised UnicodeEncodeError"]),
         ({"parse": SLOW}, ["100,000 letters: it took"]),
         ({"write": "return 1.0"}, ["2 gold answers for which write returns no text:\n  - a: 1.0"]),
     ],
 )
 def test_an_unsound_task_is_named(capsys, write_letters, letters_data, methods, messages):
     status, _, error = run(capsys, "check", write_letters(**methods), "--data", letters_data)
-
-    assert status == 2
-    assert [message for message in messages if message not in error] == []
+    assert (status, [message for message in messages if message not in error]) == (2, [])
 
 
 def test_a_busy_machine_does_not_make_a_parser_slow_but_waiting_does(
-    capsys, write_letters, letters_data, monkeypatch
+    succeed, capsys, write_letters, letters_data, monkeypatch
 ):
-    status, out, _ = run(capsys, "check", write_letters(WAITING), "--data", letters_data)
-    assert (status, "the parser handles hostile texts" in out) == (0, True)
+    given = ["check", write_letters(WAITING), "--data", letters_data]
+    assert "the parser handles hostile texts" in succeed(*given)
     monkeypatch.setattr(soundness, "_PARSE_SECONDS", 0.005)  # it waits more than ten times as long
-    error = fails(capsys, "check", write_letters(WAITING), "--data", letters_data)
-    assert "100,000 letters: it took 6" in error
+    assert "100,000 letters: it took 6" in fails(capsys, *given)
 
 
 def test_gold_answers_that_no_completion_can_write_are_an_error():
     image = ImageRef("a", (4000, 4000), (4000, 4000))  # a thousandth of a side is 4 pixels
-    examples = [
-        Example(str(n), (image,), "the cup", {"boxes": [[n, n, n + 2, n + 2]]}) for n in range(20)
-    ]
+    boxes = [[n, n, n + 2, n + 2] for n in range(20)]
+    examples = [Example(str(box), (image,), "the cup", {"boxes": [box]}) for box in boxes]
     task = load_task("grounding", frame=FRAMES["permille"])
     with pytest.raises(UserError, match="20 gold answers that earn less than half of the full"):
         list(soundness.check_task(task, examples))
@@ -117,9 +106,7 @@ def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monk
     monkeypatch.setattr(soundness, "REWARD_TIMEOUT", 0.1)
     task = write_letters("return text", "time.sleep(60)", "return str(answer)")
     status, _, message = run(capsys, "check", task, "--data", counting_data)
-
-    assert status == 2
-    assert "right failed on example 'r3'" in message
+    assert (status, "right failed on example 'r3'" in message) == (2, True)
     assert "longer than its limit of 0.1 s" in message
 
 
@@ -131,25 +118,20 @@ def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monk
         ("counting --limit 0", "--limit"),
         ("ocr --split test", "'test' is not one of 'train', 'eval'"),
         ("counting --preview a.pdf", "--preview a.pdf: give a file with the suffix .html"),
-        (
-            "counting --limit 1 --preview no/rows.html",
-            "--preview no/rows.html cannot be written: No",
-        ),
+        ("counting --limit 1 --preview no/rows.html", "no/rows.html cannot be written: No"),
     ],
 )
 def test_arguments_that_fit_nothing_are_refused(capsys, words, message):
     assert message in fails(capsys, "check", *words.split())
 
 
-def test_prompts_are_built_for_a_model(capsys, write_letters, letters_data):
+def test_prompts_are_built_for_a_model(succeed, capsys, write_letters, letters_data):
     assert "give its data by --data" in fails(capsys, "check", write_letters())
     given = ["check", write_letters(), "--data", letters_data]
-    status, out, _ = run(capsys, *given)
-    assert status == 0
+    out = succeed(*given)
     assert "not checked without --model: control tokens" in out
     assert "Letters is sound on this data" in out
-    status, out, _ = run(capsys, *given, "--model", "embedded")
-    assert (status, "tokens per prompt" in out) == (0, True)
+    assert "tokens per prompt" in succeed(*given, "--model", "embedded")
     given += ["instruction=End with <|im_end|>", "--model", "embedded"]
     status, out, error = run(capsys, *given)
     assert (status, error) == (2, "error: the data are not sound: see above\n")
@@ -173,10 +155,11 @@ def test_exploits_with_tags_include_untagged_and_repeated_answers():
     assert texts["an unclosed tag"] == "<answer>3"
 
 
-def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path, monkeypatch):
+def test_the_limit_bounds_the_rows_and_images_that_are_checked(
+    succeed, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(soundness, "_PARSE_SECONDS", 5.0)  # on a busy machine
-    status, out, err = run(capsys, "check", "counting", "--limit", "3")
-    assert (status, err) == (0, "")
+    out = succeed("check", "counting", "--limit", "3")
     assert "3 good rows" in out
     rows = [make_row(images=[]), make_row(id="b", images=["gone.png"])]
     source = write_files(tmp_path, {"train.jsonl": rows}) / "train.jsonl"
@@ -187,37 +170,26 @@ def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path,
 
 
 def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_path):
-    colors = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    image = Image.fromarray(colors).resize((160, 120), Image.Resampling.BICUBIC)
-    rows = {
-        "train.jsonl": [make_row()],
-        "image.jsonl": [make_row(id="t", images=["copy.bmp"])],
-        "id.jsonl": [make_row(images=[])],
-        "other.jsonl": [make_row(id="t", images=[])],
-        "numbered.jsonl": [make_row(id=..., images=[])],
-    }
-    images = {"a.png": encode_image(image), "copy.bmp": encode_image(image, "BMP")}
-    write_files(tmp_path, rows | images)
-    given = ["check", "counting", "--data-only", "--data", tmp_path / "train.jsonl"]
-
-    for name, line, expected in (
-        ("image", "1 IMAGES of", 2),
-        ("id", f"1 IDS ARE IN BOTH: {make_row()['id']}", 2),
-        ("other", "have no image and no id in common", 0),
+    images = {"a.png": encode_image(photo(0)), "copy.bmp": encode_image(photo(0), "BMP")}
+    write_files(tmp_path, {"train.jsonl": [make_row()], **images})
+    numbered = [make_row(id=..., images=[])]  # ids that only number the rows
+    given = ["check", "counting", "--data-only", "--data", tmp_path / "train.jsonl", "--against"]
+    for row, line, expected in (
+        (make_row(id="t", images=["copy.bmp"]), "1 IMAGES of", 2),
+        (make_row(images=[]), "1 IDS ARE IN BOTH: a", 2),
+        (make_row(id="t", images=[]), "have no image and no id in common", 0),
     ):
-        status, out, _ = run(capsys, *given, "--against", tmp_path / f"{name}.jsonl")
-        assert (status, line in out) == (expected, True), name
-        assert "gold answers" not in out
-    numbered = tmp_path / "numbered.jsonl"  # ids that only number the rows
-    given[-1] = write_files(tmp_path, {"same.jsonl": rows["numbered.jsonl"]}) / "same.jsonl"
-    assert run(capsys, *given, "--against", numbered)[0] == 0
+        write_files(tmp_path, {"other.jsonl": [row], "same.jsonl": numbered})
+        status, out, _ = run(capsys, *given, tmp_path / "other.jsonl")
+        assert (status, line in out, "gold answers" in out) == (expected, True, False)
+    write_files(tmp_path, {"train.jsonl": numbered})
+    assert run(capsys, *given, tmp_path / "same.jsonl")[0] == 0
 
 
 def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path):
     source, out = write_format(tmp_path, "coco", {"b.png": None}), tmp_path / "rows.html"
     given = ["several=true", "--data", source, "--rows", "2", "--preview", out]
     status, text, err = run(capsys, "check", "grounding", *given)
-
     assert (status, err) == (2, "error: the data are not sound: see above\n")
     assert f"bad rows                     1\n  - {source}: image 2: image b.png is missing" in text
     assert f"{source}: image 1: example 7-2" in text
@@ -248,12 +220,11 @@ def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path)
     assert (rows.min(), rows.max()) == pytest.approx((9.3, 23.9), abs=1.5)
 
 
-def test_settings_of_the_data_are_written_among_the_options(capsys, tmp_path):
+def test_settings_of_the_data_are_written_among_the_options(succeed, tmp_path):
     rows = tmp_path / "rows.csv"
     rows.write_text("ask,number\nHow many?,3\n")
     words = ["data.columns.question=ask", "data.columns.answer=number", "prompt.system=Count!"]
     given = [*words, "--data", rows, "--preview", tmp_path / "rows.html"]
-    status, text, err = run(capsys, "check", "counting", *given)
-    assert (status, err) == (0, "")
+    text = succeed("check", "counting", *given)
     assert "Count!" in text
     assert "gold answer 3, which a model should write as:\n    3" in text

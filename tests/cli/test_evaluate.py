@@ -1,8 +1,7 @@
 """``vlm-grpo evaluate``: options, settings of a checkpoint, scores of files of outputs."""
 
-from __future__ import annotations
-
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from commands import fails, run, write_jsonl
 
 from vlm_grpo import cli
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.eval import benchmark, evaluate
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 
@@ -20,18 +20,14 @@ ROWS = ["--data", "embedded:counting"]
 def benchmark_calls(monkeypatch):
     """The arguments of the evaluations on benchmarks, which are not made."""
     calls = []
-    monkeypatch.setattr(
-        "vlm_grpo.eval.benchmark.evaluate_benchmark", lambda *given: calls.append(given)
-    )
+    monkeypatch.setattr(benchmark, "evaluate_benchmark", lambda *given: calls.append(given))
     return calls
 
 
 def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    monkeypatch.setattr(
-        "vlm_grpo.eval.evaluate.evaluate", lambda *given: calls.append(given) or 1 / 0
-    )
+    monkeypatch.setattr(evaluate, "evaluate", lambda *given: calls.append(given) or 1 / 0)
     newest = Path("runs/mine/checkpoints/step-10")
     load_settings("counting", ["seed=7"]).save(Path("runs/mine/config.yaml"))
     for folder in (newest, newest.with_name("step-2")):
@@ -40,9 +36,8 @@ def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_pa
     for name in ("mine", "runs/mine", "mine@10", str(newest)):
         with pytest.raises(ZeroDivisionError):
             cli.main(["evaluate", name, "data.eval_limit=9"])
-    assert {(found.seed, found.data.eval_limit, folder) for found, folder, _ in calls} == {
-        (7, 9, newest)
-    }
+    found = {(settings.seed, settings.data.eval_limit, folder) for settings, folder, _ in calls}
+    assert found == {(7, 9, newest)}
 
 
 def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
@@ -132,23 +127,19 @@ def test_a_benchmark_behind_an_address_needs_no_model(capsys, benchmark_calls):
     assert [given[2:] for given in benchmark_calls] == [(None, endpoint)] * 2
 
 
-def test_help_names_every_frame(capsys):
-    _, out, _ = run(capsys, "evaluate", "--help")
-    words = {*out.replace(",", " ").replace(".", " ").split()}
-    assert {*FRAMES} <= words
+def test_help_names_every_frame(succeed):
+    assert {*FRAMES} <= {*re.findall(r"\w+", succeed("evaluate", "--help"))}
 
 
 @pytest.fixture
-def score(capsys, counting_data, tmp_path):
+def score(succeed, counting_data, tmp_path):
     """A function that scores outputs of the two counting rows; it returns what is printed."""
 
     def score(first: str, second: str, *flags: str, name: str = "counting") -> str:
         rows = [{"id": "r5", "output": second}, {"id": "r3", "output": first}]
         given = [name, "--data", counting_data, "--predictions"]
         given.append(write_jsonl(tmp_path / "out.jsonl", *rows))
-        status, out, err = run(capsys, "evaluate", *given, *flags)
-        assert status == 0, err
-        return out
+        return succeed("evaluate", *given, *flags)
 
     return score
 

@@ -1,7 +1,5 @@
 """Random commands that run no model: each ends in a result or one message (helpers/fuzz.py)."""
 
-from __future__ import annotations
-
 from commands import run
 from fuzz import MODEL_FREE, try_command, write_template
 from report_runs import make_run

@@ -1,7 +1,5 @@
 """``vlm-grpo predict``: what it prints, where it writes, and wrong arguments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -26,11 +24,9 @@ QUESTION = ["--image", "a.png", "--question", "What?"]
 CHOICE = ["--task", "choice"]
 
 
-def test_a_box_is_drawn_on_the_image_in_its_original_size(capsys):
+def test_a_box_is_drawn_on_the_image_in_its_original_size(succeed):
     given = ["embedded", "--image", "a.png", "--task", "grounding"]
-    status, out, _ = run(capsys, "predict", *given, "--question", EXAMPLE.question)
-
-    assert status == 0
+    out = succeed("predict", *given, "--question", EXAMPLE.question)
     assert out.splitlines()[1].startswith("answer   ((")
     with Image.open("a-answer.png") as drawn, Image.open("a.png") as original:
         assert drawn.size == original.size
@@ -49,19 +45,16 @@ def test_an_existing_picture_is_not_overwritten(capsys):
         assert drawn.height > original.height  # without a task, the output stands below it
 
 
-def test_a_question_without_an_image_is_answered_without_a_picture(capsys):
+def test_a_question_without_an_image_is_answered_without_a_picture(succeed, capsys):
     given = ["embedded", "--task", "counting", "--question", "How many red circles are there?"]
-    status, out, _ = run(capsys, "predict", *given)
-
-    assert status == 0
+    out = succeed("predict", *given)
     assert [line.split()[0] for line in out.splitlines()] == ["output", "answer"]
     assert "--out needs an image" in fails(capsys, "predict", *given, "--out", "b.png")
 
 
-def test_a_prompt_that_shows_options_takes_them_from_an_answer(capsys):
+def test_a_prompt_that_shows_options_takes_them_from_an_answer(succeed):
     options = '{"options": ["cat", "dog"], "answer": "cat"}'
-    status, out, _ = run(capsys, "predict", "embedded", *QUESTION, *CHOICE, "--answer", options)
-    assert status == 0
+    out = succeed("predict", "embedded", *QUESTION, *CHOICE, "--answer", options)
     assert "answer   " in out
 
 

@@ -1,7 +1,5 @@
 """``vlm-grpo sample`` on the embedded model, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ FEW = ["data.train_limit=6", "data.eval_limit=2"]
 CORRECTED = "objective.sampler_correction=token"
 
 
-def test_both_files_are_of_the_same_samples(tmp_path, monkeypatch, capsys):
+def test_both_files_are_of_the_same_samples(tmp_path, monkeypatch, succeed, capsys):
     monkeypatch.chdir(tmp_path)
     append = PredictionLog.append
 
@@ -29,14 +27,12 @@ def test_both_files_are_of_the_same_samples(tmp_path, monkeypatch, capsys):
     assert (status, "the same command continues it" in err) == (130, True)
     assert not Path("d.jsonl").exists()
     monkeypatch.setattr(PredictionLog, "append", lambda *_: pytest.fail("it was sampled again"))
-    status, output, _ = run(capsys, *words, "--difficulty", "d.jsonl")
-    assert (status, "of 6 examples" in output) == (0, True)
+    assert "of 6 examples" in succeed(*words, "--difficulty", "d.jsonl")
     rates = [json.loads(line)["pass_rate"] for line in Path("d.jsonl").read_text().splitlines()]
     assert {*rates} <= {0, 0.25, 0.5, 0.75, 1}
-    status, output, _ = run(capsys, *words, "--out", "s.jsonl")
+    assert "vlm-grpo sft counting data.train=s.jsonl" in succeed(*words, "--out", "s.jsonl")
     kept = Path("s.jsonl").read_text().splitlines()
-    assert (status, len(kept)) == (0, sum(rate > 0 for rate in rates))
-    assert "vlm-grpo sft counting data.train=s.jsonl" in output
+    assert len(kept) == sum(rate > 0 for rate in rates)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """``vlm-grpo serve`` becomes the server of a model or of a run's rollouts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any
@@ -18,10 +16,9 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_model_is_served_under_its_name(executed, capsys):
+def test_a_model_is_served_under_its_name(executed, succeed):
     options = ["--python", sys.executable, "--port", "8123", "--argument=--max-num-seqs=4"]
-    status, out, _ = run(capsys, "serve", "embedded", "policy.max_pixels=5000", *options)
-    assert status == 0
+    out = succeed("serve", "embedded", "policy.max_pixels=5000", *options)
     program, words, environment = executed
     assert program == words[0] == sys.executable
     assert words[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]

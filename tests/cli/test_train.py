@@ -1,14 +1,12 @@
 """``vlm-grpo train`` and ``vlm-grpo sft``: arguments, errors and the folder of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import select
 
 import forked
 import pytest
-from commands import RECIPE, fails, run, write_jsonl
+from commands import RECIPE, fails, write_jsonl
 
 from vlm_grpo.cli import main
 from vlm_grpo.cli.train import UNUSED
@@ -32,11 +30,10 @@ def test_a_run_whose_output_nobody_reads_is_finished(tmp_path):
     assert (run / "report.html").is_file()
 
 
-def test_a_recipe_is_trained_on_its_gold_answers(capsys, tmp_path):
+def test_a_recipe_is_trained_on_its_gold_answers(succeed, capsys, tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     words = "sft", tmp_path / "tiny.yaml", f"output_dir={tmp_path}", "warm_start.lr=1e-3"
-    status, out, _ = run(capsys, *words)
-    assert status == 0
+    out = succeed(*words)
     assert "warm start 2 steps on the gold answers of 2 prompts, lr 0.001, linear; then" in out
     folder = tmp_path / "tiny-sft"  # that of train is tiny
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,5 @@
 """The settings of data: lists of sources, their names and defaults, and filters of examples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 
 COUNT = {"source": "embedded:counting", "task": "counting"}
+OTHER = {**COUNT, "name": "b"}
 
 
 @pytest.mark.parametrize(
@@ -57,26 +56,14 @@ def test_a_source_gets_the_defaults_of_all_sources():
     [
         ({"train": [COUNT, COUNT]}, "data.train has several sources counting: give each a name"),
         ({"train": [{**COUNT, "weight": 0}]}, "data.train.0.weight=0 should be greater than 0"),
-        (
-            {"train": [{**COUNT, "wieght": 1}]},
-            "unknown key data.train.0.wieght (did you mean data.train.0.weight?)",
-        ),
+        ({"train": [{**COUNT, "wieght": 1}]}, "data.train.0.wieght (did you mean data.train.0.we"),
         ({"train": [{**COUNT, "benchmark": "tallyqa"}]}, "leave out task and tasks"),
-        (
-            {"train": [{"source": "a.jsonl", "benchmark": "tallyqa"}]},
-            "benchmark has no effect in data.train",
-        ),
+        ({"train": [{"source": "a", "benchmark": "tallyqa"}]}, "no effect in data.train"),
         ({"train": [COUNT], "eval": [{**COUNT, "weight": 1}]}, "weight has no effect in data.eval"),
         ({"train": [COUNT], "mixing_temperature": 2}, "needs several sources"),
-        (
-            {"train": [COUNT, {**COUNT, "name": "b", "weight": 1}], "mixing_temperature": 2},
-            "without weights",
-        ),
+        ({"train": [COUNT, {**OTHER, "weight": 1}], "mixing_temperature": 2}, "without weights"),
         ({"train": [{**COUNT, "tasks": {"ocr": {}}}]}, "tasks and columns.task need each other"),
-        (
-            {"train": [{**COUNT, "tasks": {"ocr": {}}, "columns": {"task": "kind"}}]},
-            "tasks replaces task and task_options",
-        ),
+        ({"train": [{**COUNT, "tasks": {"ocr": {}}, "columns": {"task": "k"}}]}, "replaces task"),
         ({"train": [COUNT], "eval": "a.jsonl", "eval_share": 0.1}, "exclude each other"),
         ({"train": [COUNT], "eval_share": 1.0}, "data.eval_share=1.0 should be less than 1"),
         ({"train": [{"source": "a.jsonl"}]}, "data.train: the source a has no task: give it task"),

@@ -1,13 +1,14 @@
 """Names of other trainers' settings: every equivalent exists, and the guide lists the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from trl.scripts.utils import ScriptArguments
 from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.sft_config import SFTConfig
 
 from vlm_grpo.config.other_trainers import find_other_setting, list_other_settings
 from vlm_grpo.config.run import Settings
@@ -16,13 +17,9 @@ from vlm_grpo.config.section import known_keys
 KEYS = {*known_keys(Settings), "task_options.weights", "data.columns.question"}
 KEYS |= {"data.columns.answer", "data.columns.images"}
 GUIDE = Path(__file__).parents[2] / "docs/coming-from.md"
-ELSEWHERE = {"reward_funcs", "use_peft", "model_name_or_path", "dataset_name", "torch_dtype"}
-ELSEWHERE |= {"dataset_train_split", "dataset_test_split", "lora_target_modules", "load_in_4bit"}
-ELSEWHERE |= {"load_in_8bit", "max_prompt_length", "attn_implementation", "lora_r", "lora_alpha"}
-ELSEWHERE |= {"lora_dropout", "dtype", "warmup_ratio", "vllm_importance_sampling_cap"}
-ELSEWHERE |= {"activation_offloading", "lora_modules_to_save", "use_rslora", "use_dora"}
-ELSEWHERE |= {"activation_offloading", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
-"""Names in TRL's other classes (ScriptArguments, ModelConfig, SFTConfig) or in earlier versions."""
+EARLIER = {"reward_funcs", "torch_dtype", "max_prompt_length", "warmup_ratio"}
+EARLIER |= {"vllm_importance_sampling_cap"}
+"""Names of an argument of TRL's trainer, and of earlier versions."""
 
 NOT_SETTINGS = {"od_ap", "odLength", "weighted_sum", "all_match", "scripts", "swift"}
 NOT_SETTINGS |= {"get_peft_model", "model.save_lora", "model.save_pretrained"}
@@ -39,21 +36,23 @@ def test_a_setting_without_an_equivalent_has_a_reason():
 
 
 def test_trls_names_are_those_of_its_config():
-    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    classes = (GRPOConfig, SFTConfig, ModelConfig, ScriptArguments)
+    fields = {field.name for each in classes for field in dataclasses.fields(each)}
     named = {other.name for other in list_other_settings() if other.trainer == "TRL"}
-    assert named - fields == ELSEWHERE - fields
+    assert named - fields == EARLIER - fields
 
 
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("learning_rate", "TRL's learning_rate is optim.lr here"),
         ("optim.learning_rate", "TRL's learning_rate is optim.lr here"),
         ("worker.rollout.n", "EasyR1's worker.rollout.n is rollout.num_generations here"),
         ("rollout_batch_size", "EasyR1's data.rollout_batch_size is optim.prompts_per_step (in"),
         ("load_in_4bit", "TRL's load_in_4bit is policy.load_in (4bit or 8bit"),
         ("system", "ms-swift's system is prompt.system here"),
         ("num_generations", "TRL's num_generations is rollout.num_generations here"),
+        ("system_prompt", "Unsloth's system_prompt is prompt.system here"),
+        ("per_device_train_batch_size", "is optim.prompts_per_step (in prompts"),
         ("policy.lora.rank", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),
     ],
 )

@@ -1,7 +1,5 @@
 """Settings of the prompt: the template of the user message, the system prompt, and moved names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

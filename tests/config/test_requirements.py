@@ -1,7 +1,5 @@
 """Combinations of settings that are refused or noted, and the table that lists them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from types import NoneType
@@ -19,6 +17,9 @@ from vlm_grpo.errors import UserError
 
 URL = "http://127.0.0.1:8000"
 CPU = {"reference_device": "cpu"}
+RPP, ZOOM = "reinforce_plus_plus", "task_options.environment=zoom"
+SEQUENCE, FIXED = {"importance_sampling_level": "sequence"}, {"reference_refresh_every": "never"}
+BIASED = {"beta": 0.04, "use_bias_correction_kl": False}
 ONLY = {"distillation": {"teacher": "a", "only": True}}
 OWN = ["rollout.sampler=vllm", "rollout.vllm.python=p"]
 K1 = {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}
@@ -36,7 +37,7 @@ PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refre
         ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "settings of vespo .* loss_type=vespo"),
         ({"loss_type": "sapo", "epsilon": 0.1}, "sapo has no clip bounds: remove epsilon"),
         ({"loss_type": "luspo"}, "set importance_sampling_level=sequence"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "its own weight of a"),
+        ({**SEQUENCE, "loss_type": "vespo"}, "its own weight of a"),
         ({"normalize_each_reward": True, "scale_rewards": "none"}, "ignored: remove it"),
         (K1, "set use_bias_correction_kl=true"),
         ({"beta": 0.1, **PLAIN_KL}, "remove it with kl_in=reward"),
@@ -45,10 +46,7 @@ PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refre
         ({**CPU, "beta": 0.1}, "without a reference snapshot.*reference_refresh_every above 1"),
         ({"replay": {}, "beta": 0.1}, "replay needs beta=0"),
         ({"advantage_estimator": "gae"}, "unknown: choose grpo, rloo, .* or FILE.py:NAME"),
-        (
-            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "batch"},
-            "would be ignored: remove them",
-        ),
+        ({"advantage_estimator": RPP, "scale_rewards": "batch"}, "would be ignored: remove them"),
         ({"advantage_estimator": "my.py:f", "normalize_each_reward": True}, "remove them"),
         ({"advantage_estimator": "my.py:f", "replay": {}}, "remove replay"),
         ({"distillation": {"teacher": "a"}, "replay": {}}, "remove replay"),
@@ -130,21 +128,11 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("rollout.sampler=vllm", "rollout.sampler=vllm needs servers: set either"),
         (f"rollout.vllm.urls=[{URL}]", "rollout.vllm has no effect without rollout.sampler=vllm"),
         ("rollout.cuda_graphs=false rollout.torch_compile=true", "cuda_graphs=false leave"),
-        (
-            "task_options.environment=zoom rollout.noise.share=0.25",
-            "noise does not know the episodes",
-        ),
-        ("task_options.environment=zoom objective.replay.size=5", "objective.replay=null"),
+        (f"{ZOOM} rollout.noise.share=0.25", "noise does not know the episodes"),
+        (f"{ZOOM} objective.replay.size=5", "objective.replay=null"),
         ("methods=[tool_gain]", "tool_gain has no effect without task_options.environment"),
-        (
-            "task_options.environment=zoom methods=[tool_gain] rollout.num_generations=2",
-            "num_generations=2 are too few",
-        ),
-        (
-            "task_options.environment=zoom methods=[tool_gain] "
-            "objective.advantage_estimator=reinforce_plus_plus",
-            "choose grpo or rloo",
-        ),
+        (f"{ZOOM} methods=[tool_gain] rollout.num_generations=2", "num_generations=2 are too few"),
+        (f"{ZOOM} methods=[tool_gain] objective.advantage_estimator={RPP}", "choose grpo or rloo"),
         ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
         ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
     ],
@@ -217,26 +205,17 @@ def test_the_ratio_is_not_1_with_replay_or_several_updates():
         ({}, "a policy loss near 0 is normal"),
         ({"beta": 0.04}, "beta=0.04 has no effect"),
         ({"beta": 0.04, "kl_in": "reward", "num_iterations": 4}, "beta=0.04 has no effect"),
-        ({"kl_in": "reward", "reference_refresh_every": "never"}, "objective.kl_in is unused"),
+        ({**FIXED, "kl_in": "reward"}, "objective.kl_in is unused"),
         ({"beta": 0.04, "kl_in": "reward", "reference_refresh_every": 10}, "kl_estimator=k1 does"),
-        (
-            {"beta": 0.04, "kl_estimator": "k2", "reference_refresh_every": "never"},
-            "half the mean squared log-ratio",
-        ),
-        (
-            {"beta": 0.04, "use_bias_correction_kl": False, "num_iterations": 2},
-            "samples no longer come from the policy",
-        ),
-        ({"beta": 0.04, "use_bias_correction_kl": False}, "KL\\(reference ‖ policy\\)"),
-        ({"advantage_estimator": "reinforce_plus_plus"}, "ratio is 1, so nothing is clipped"),
+        ({**FIXED, "beta": 0.04, "kl_estimator": "k2"}, "half the mean squared log-ratio"),
+        ({**BIASED, "num_iterations": 2}, "samples no longer come from the policy"),
+        (BIASED, "KL\\(reference ‖ policy\\)"),
+        ({"advantage_estimator": RPP}, "ratio is 1, so nothing is clipped"),
         ({"advantage_estimator": "rloo"}, "set scale_rewards=none"),
         ({"loss_type": "bnpo"}, "equals dapo"),
-        ({"importance_sampling_level": "sequence"}, "equal token-level"),
-        (
-            {"importance_sampling_level": "sequence", "loss_type": "dapo", "num_iterations": 2},
-            "GSPO is loss_type=grpo",
-        ),
-        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "gradient is not exact"),
+        (SEQUENCE, "equal token-level"),
+        ({**SEQUENCE, "loss_type": "dapo", "num_iterations": 2}, "GSPO is loss_type=grpo"),
+        ({**SEQUENCE, "beta": 0.1}, "gradient is not exact"),
         ({"beta": 0.1, "sampler_correction": "token"}, "weights only the policy loss"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
         ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),

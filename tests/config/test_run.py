@@ -1,7 +1,5 @@
 """The settings of a run and its blocks: what they mean, documentation, and saved files."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

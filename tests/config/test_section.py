@@ -1,7 +1,5 @@
 """The base of settings: dotted keys, nested values, wrong values, and the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -71,7 +69,6 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
         ("seed.x=1", 'seed={"x": 1} should be a whole number'),
         ("objective.loss_type=ppo", 'objective.loss_type="ppo" should be'),
         ("optim.betas=[0.9]", "optim.betas=[0.9] should have 2 items"),
-        ("optim.betas=[]", "optim.betas=[] should have 2 items"),
         ("optim.betas=[0.9,0.99,1]", "optim.betas=[0.9, 0.99, 1] should have at most 2 items"),
     ],
 )
@@ -107,7 +104,6 @@ def test_a_setting_has_type_bounds_default_and_other_names():
 def test_the_reference_lists_what_each_block_refuses():
     texts = {block: list_refusals(block) for block in ("", *list_blocks())}
     assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
-    assert "optim.mini_batches=… must divide optim.prompts_per_step=…" in texts["optim"]
     assert any(text.startswith("task has no value") for text in texts[""])
 
 

@@ -1,8 +1,6 @@
 """The examples of the documentation: the minimal loop learns, the notebooks and the blocks of pages
 run, and do what the pages say."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -26,10 +24,6 @@ EXAMPLES = ROOT / "docs" / "examples"
 SMALL = {"train_limit": 128, "eval_limit": 32}
 
 
-def test_the_minimal_loop_is_at_most_100_lines_long():
-    assert len((EXAMPLES / "loop.py").read_text("utf-8").splitlines()) <= 100
-
-
 @pytest.mark.slow
 def test_the_minimal_loop_learns_to_count(monkeypatch):
     train = runpy.run_path(str(EXAMPLES / "loop.py"))["train"]
@@ -42,51 +36,38 @@ def test_the_minimal_loop_learns_to_count(monkeypatch):
     assert after > before + 0.1
 
 
-NOTEBOOKS: dict[str, tuple[dict[str, str], int, list[str]]] = {
-    "first_run": (
-        {'name="first_run",': f'name="first_run", data={SMALL},'},
-        2,
-        ["held-out accuracy:"],
-    ),
-    "your_own_data": (
-        {'"train_limit": None': '"train_limit": 64, "eval_limit": 16'},
-        1,
-        ["broken.jsonl:1", "train.jsonl: 400 examples", "held-out accuracy:", "model.safetensors"],
-    ),
-    # What the exploits earn, and what the check says about them.
-    "reward_hacking": (
-        {},
-        1,
-        [
-            "all numbers, at length   naive 1.30   careful 0.00",
-            "two answers with or between earns 1.000, above 0.5",
-            "Careful is sound on this data",
-        ],
-    ),
-    "tool_environment": (
-        {"eval_limit: 32": "eval_limit: 4"},
-        1,
-        ['"name": "magnify"', "OCR is sound on this data", "tools/called"],
-    ),
+CHANGES = {
+    "first_run": {'name="first_run",': f'name="first_run", data={SMALL},', '": 10,': '": 2,'},
+    "your_own_data": {'"train_limit": None': '"train_limit": 64, "eval_limit": 16'},
+    "tool_environment": {"eval_limit: 32": "eval_limit: 4"},
 }
-"""By notebook: changes that make it short, the number of its pictures, and texts that it prints."""
+"""Changes that make a notebook short."""
+OWN_DATA = ("broken.jsonl:1", "train.jsonl: 400 examples", "held-out accuracy:")
+EXPLOITS = "all numbers, at length   naive 1.30   careful 0.00"
+UNSOUND = "two answers with or between earns 1.000, above 0.5"
+PRINTED = {
+    "first_run": ("held-out accuracy:",),
+    "your_own_data": (*OWN_DATA, "model.safetensors"),
+    "reward_hacking": (EXPLOITS, UNSOUND, "Careful is sound on this data"),
+    "tool_environment": ('"name": "magnify"', "OCR is sound on this data", "tools/called"),
+}
+"""Texts that a notebook prints."""
 
 
 def test_every_notebook_is_run():
-    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == set(NOTEBOOKS)
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == set(PRINTED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", PRINTED)
 def test_a_notebook_runs_and_shows_its_results(name, tmp_path):
-    changes, pictures, texts = NOTEBOOKS[name]
-    notebook, log = EXAMPLES / f"{name}.ipynb", tmp_path / "log"
-    process = forked.start(log, run_notebook, notebook, tmp_path, changes, STEPS="10")
+    given = (EXAMPLES / f"{name}.ipynb", tmp_path, CHANGES.get(name, {}))
+    process = forked.start(log := tmp_path / "log", run_notebook, *given, STEPS="4")
     process.join(forked.TIMEOUT)
     assert process.exitcode == 0, log.read_text()
     shown = json.loads((tmp_path / "shown.json").read_text())
-    assert shown["pictures"] == pictures
-    assert [text for text in texts if text not in shown["text"]] == []
+    assert shown["pictures"] == (2 if name == "first_run" else 1)
+    assert [text for text in PRINTED[name] if text not in shown["text"]] == []
 
 
 # The Python blocks of docs/python.md and docs/batch-rewards.md.

@@ -1,7 +1,5 @@
 """Benchmarks: reports by hand and by scipy, evaluations resumed after a stop, files of outputs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -33,10 +31,8 @@ from vlm_grpo.types import Completion, Example
 
 
 def make_examples(golds: list, **meta: list) -> list[Example]:
-    columns = [dict(zip(meta, values, strict=True)) for values in zip(*meta.values(), strict=True)]
-    metas = columns or [{}] * len(golds)
-    pairs = zip(golds, metas, strict=True)
-    return [Example(f"r{i}", (), "?", gold, own) for i, (gold, own) in enumerate(pairs)]
+    metas = [{name: values[i] for name, values in meta.items()} for i in range(len(golds))]
+    return [Example(f"r{i}", (), "?", golds[i], own) for i, own in enumerate(metas)]
 
 
 def make_report(name: str, examples: list[Example], texts: list[str]) -> Report:
@@ -53,10 +49,8 @@ def test_counting_report_by_hand():
     assert report.metrics["absolute_error"] == pytest.approx(2 / 3)  # |4 − 2| over three answers
     assert report.metrics["rmse"] == pytest.approx((4 / 3) ** 0.5)
     assert report.baseline == ("always '2'", 75.0)
-    assert [(r["group"], r["n"], r["mean"]) for r in report.tables["kind"]] == [
-        ("complex", 2, 0.0),
-        ("simple", 2, 1.0),
-    ]
+    kinds = [(r["group"], r["n"], r["mean"]) for r in report.tables["kind"]]
+    assert kinds == [("complex", 2, 0.0), ("simple", 2, 1.0)]
     assert [(r["group"], r["n"]) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
 
 
@@ -102,8 +96,8 @@ def test_errors_are_printed_with_three_places():
 )
 def test_a_report_warns_of_missing_rows(name, count, warning):
     report = make_report(name, make_examples([1] * count), ["1"] * count)
-    text = "\n".join(format_report(report))
-    assert warning in text if warning else "this is a part" not in text
+    assert (warning or "") in (text := "\n".join(format_report(report)))
+    assert ("this is a part" in text) == bool(warning)
 
 
 def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
@@ -153,26 +147,16 @@ def test_comparison_is_paired():
     assert "(McNemar, n = 50; 3 better, 2 worse)" in line
 
 
-BENCHMARK = """
-title: Shapes
-task: counting
-metric: exact
-splits: {test: 40}
-published:
-  - {model: somebody's, split: test, value: 55.0, source: nowhere}
-"""
-
-
 @pytest.fixture
 def benchmark(tmp_path: Path) -> str:
     path = tmp_path / "shapes.yaml"
-    path.write_text(BENCHMARK)
+    path.write_text("title: Shapes\ntask: counting\nmetric: exact\nsplits: {test: 40}\n")
     return str(path)
 
 
-def test_a_stopped_evaluation_resumes_with_the_same_result(rows, benchmark, tmp_path, monkeypatch):
+def test_a_stopped_evaluation_resumes_with_the_same_result(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
-    whole, stopped = (make_settings(rows, tmp_path, name) for name in ("whole", "stopped"))
+    whole, stopped = (make_settings(tmp_path, name) for name in ("whole", "stopped"))
     (expected,) = evaluate_benchmark(benchmark, whole)
     append = PredictionLog.append
 
@@ -188,8 +172,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_result(rows, benchmark, tmp_
     (resumed,) = evaluate_benchmark(benchmark, stopped)
     assert resumed.values == expected.values
     for name in ("model/predictions.jsonl", "results.json"):
-        first, second = ((run.run_dir / name).read_text() for run in (stopped, whole))
-        assert first == second
+        assert (stopped.run_dir / name).read_text() == (whole.run_dir / name).read_text()
     content = json.loads((whole.run_dir / "results.json").read_text())
     assert content["model"]["value"] == pytest.approx(expected.value)
     assert content["comparison"] is None
@@ -211,10 +194,10 @@ def test_the_written_predictions_score_the_same_again(tmp_path):
     assert saved[0]["model"]["value"] == saved[1]["predictions"]["value"] == report.value
 
 
-def test_a_checkpoint_is_compared_with_its_model(rows, benchmark, tmp_path, capsys):
+def test_a_checkpoint_is_compared_with_its_model(benchmark, tmp_path, capsys):
     copy = tmp_path / "checkpoint"
     shutil.copytree(get_model_source("embedded"), copy)
-    base, equal = evaluate_benchmark(benchmark, make_settings(rows, tmp_path), copy)
+    base, equal = evaluate_benchmark(benchmark, make_settings(tmp_path), copy)
     assert base.values == equal.values
     assert "difference +0.0" in capsys.readouterr().out
     results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())

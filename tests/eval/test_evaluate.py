@@ -1,7 +1,5 @@
 """Evaluations of recipes: when they are due in training, the best of them, summaries, files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from commands import write_jsonl
@@ -20,14 +18,11 @@ from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.trainer import train
 
 
-def test_training_keeps_the_best_checkpoint_by_its_benchmark(rows, tmp_path):
+def test_training_keeps_the_best_checkpoint_by_its_benchmark(tmp_path):
     definition = tmp_path / "errors.yaml"
-    definition.write_text(
-        "title: Errors\ntask: counting\nmetric: absolute_error\nvariants: [rmse]\n"
-    )
+    definition.write_text("title: E\ntask: counting\nmetric: absolute_error\nvariants: [rmse]\n")
     overrides = [
-        *(f"data.eval={rows}", "data.eval_limit=null", f"evaluation.benchmark={definition}"),
-        "data.train_limit=40",
+        *("data.eval_limit=40", "data.train_limit=40", f"evaluation.benchmark={definition}"),
         *("evaluation.every=1", "optim.max_steps=4", "optim.prompts_per_step=4", "optim.lr=3e-4"),
         *("optim.warmup_steps=0", "checkpoint.every=1", "checkpoint.keep_last=1"),
         *("checkpoint.keep_best=true", f"output_dir={tmp_path / 'runs'}", "name=benchmark"),
@@ -51,24 +46,21 @@ def small_settings(*overrides: str) -> Settings:
     return load_settings("counting", ["data.eval_limit=4", "data.train_limit=4", *overrides])
 
 
-def make_evaluator(settings: Settings) -> HeldOutEvaluator:
-    task = load_task("counting")
+def make_evaluator(*overrides: str) -> HeldOutEvaluator:
+    task, settings = load_task("counting"), small_settings(*overrides)
     _, examples = load_data(settings, task)
     strategy = Strategy(load_policy(settings), build_accelerator(settings))
     return HeldOutEvaluator(strategy, task, examples, settings, RewardScorer())
 
 
 def test_without_held_out_data_nothing_is_evaluated():
-    few = ["data.train_limit=4", "data.eval=null", "evaluation.every=0"]
-    settings = load_settings("counting", few)
-    evaluator = make_evaluator(settings)
-    assert not evaluator.is_due(settings.optim.max_steps)
+    evaluator = make_evaluator("data.eval=null", "data.eval_limit=null", "evaluation.every=0")
+    assert not evaluator.is_due(load_settings("counting").optim.max_steps)
     assert (evaluator.evaluate(0), evaluator.best) == (None, None)
 
 
 def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best():
-    overrides = ["evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0"]
-    evaluator = make_evaluator(small_settings(*overrides))
+    evaluator = make_evaluator("evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0")
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
     first, second = evaluator.evaluate(0), evaluator.evaluate(5)
     assert first is not None
@@ -80,8 +72,8 @@ def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_
 def test_held_out_examples_that_are_also_trained_on_are_reported(tmp_path, caplog):
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     row, image = {"question": "How many?", "answer": 3}, {"images": ["a.png"]}
-    rows = [write_jsonl(tmp_path / f"{n}.jsonl", row | more) for n, more in enumerate([{}, image])]
-    same = write_jsonl(tmp_path / "same.jsonl", row | image)
+    contents = {"text": row, "image": row | image, "same": row | image}
+    path = {n: write_jsonl(tmp_path / f"{n}.jsonl", content) for n, content in contents.items()}
 
     def warn(**sources: Path) -> str:
         caplog.clear()
@@ -89,11 +81,11 @@ def test_held_out_examples_that_are_also_trained_on_are_reported(tmp_path, caplo
         load_data(small_settings(*overrides), load_task("counting"))
         return caplog.text
 
-    warning = "data.eval is data.train: the evaluation is not on held-out examples"
     assert warn() == ""  # the embedded data, whose splits differ
-    assert warn(eval=rows[0]) == ""
-    assert warning in warn(eval=rows[0], train=rows[0])
-    found = warn(train=rows[1], eval=same)
+    assert warn(eval=path["text"]) == ""
+    warning = "data.eval is data.train: the evaluation is not on held-out examples"
+    assert warning in warn(eval=path["text"], train=path["text"])
+    found = warn(train=path["image"], eval=path["same"])
     assert "1 of 1 held-out examples show an image that is also trained on" in found
 
 

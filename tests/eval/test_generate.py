@@ -1,8 +1,6 @@
 """Generation for all examples: bounded chunks, outputs that do not depend on the batches, and the
 log of a stopped evaluation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from vlm_grpo.eval.generate import (
     split_into_chunks,
 )
 from vlm_grpo.eval.outputs import read_outputs
-from vlm_grpo.model.policy import load_policy
+from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Completion, Example, ImageRef
@@ -59,31 +57,37 @@ def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(mo
         generate_all(LocalModel(policy, load_settings("counting")), PlainQuestion(), examples)
 
 
-def test_outputs_do_not_depend_on_the_batch_size():
-    settings = load_settings("counting", ["data.eval_limit=24"])
-    policy = load_policy(settings, training=False)
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """The embedded model."""
+    return load_policy(load_settings("counting"), training=False)
+
+
+def generate_counts(
+    policy: Policy, count: int, *overrides: str, log: PredictionLog | None = None
+) -> tuple[list[Example], list[Completion]]:
+    """Generate the outputs of some counting examples."""
+    settings = load_settings("counting", [f"data.eval_limit={count}", *overrides])
     task = load_task("counting", frame=policy.prompts.frame)
     examples = load_examples("embedded:counting", task, settings.data, "eval")
-    outputs = []
-    for tokens in (1, 500, 100_000):
-        evaluation = settings.evaluation.model_copy(update={"max_tokens_per_batch": tokens})
-        changed = settings.model_copy(update={"evaluation": evaluation})
-        outputs.append(generate_all(LocalModel(policy, changed), task, examples)[1])
+    return generate_all(LocalModel(policy, settings), task, examples, log)
+
+
+def test_outputs_do_not_depend_on_the_batch_size(policy):
+    first, *others = (
+        generate_counts(policy, 24, f"evaluation.max_tokens_per_batch={tokens}")
+        for tokens in (1, 500, 100_000)
+    )
     # Rounding in float32 depends on the size of a batch, but changes no token of these 24 outputs.
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert others == [first, first]
 
 
-def test_several_samples_begin_with_the_only_one_and_resume(tmp_path, monkeypatch):
+def test_several_samples_begin_with_the_only_one_and_resume(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 2)
-    given = ["data.eval_limit=6", "evaluation.temperature=2"]
-    settings = load_settings("counting", given)
-    policy = load_policy(settings, training=False)
-    task = load_task("counting", frame=policy.prompts.frame)
-    examples = load_examples("embedded:counting", task, settings.data, "eval")
-    once = generate_all(LocalModel(policy, settings), task, examples)[1]
-    model = LocalModel(policy, load_settings("counting", [*given, "evaluation.samples=4"]))
-    resized, texts = generate_all(model, task, examples)
-    assert [example.id for example in resized] == [example.id for example in examples]
+    once = generate_counts(policy, 6, "evaluation.temperature=2")[1]
+    given = (policy, 6, "evaluation.temperature=2", "evaluation.samples=4")
+    examples, texts = generate_counts(*given)
+    assert len({example.id for example in examples}) == 6
     assert (texts[::4], len(texts)) == (once, 24)
     assert len(set(texts[:4])) > 1, "the samples of an example are equal"
 
@@ -93,7 +97,7 @@ def test_several_samples_begin_with_the_only_one_and_resume(tmp_path, monkeypatc
     kept = [Completion.from_text("\ud83d")] * 8  # UTF-8 cannot encode it
     log.append(keys, [examples[2]] * 4 + [examples[3]] * 4, kept)
     log.append([(examples[0].id, 3)], [examples[0]], [Completion.from_text("incomplete")])
-    resumed = generate_all(model, task, examples, PredictionLog(tmp_path, {}))[1]
+    resumed = generate_counts(*given, log=PredictionLog(tmp_path, {}))[1]
     assert resumed == [*texts[:8], *kept, *texts[16:]]
     lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
     assert [json.loads(line)["output"] for line in lines] == [output.text for output in resumed]
@@ -133,9 +137,8 @@ def test_a_request_has_the_prompts_in_full(tmp_path):
     task, chat = load_task("counting"), (Turn("user", "a"), Turn("assistant", "b"))
 
     def open_one(example: Example, *overrides: str) -> PredictionLog:
-        model: Any = SimpleNamespace(
-            settings=load_settings("counting", overrides), served_name=None
-        )
+        settings = load_settings("counting", overrides)
+        model: Any = SimpleNamespace(settings=settings, served_name=None)
         return open_log(tmp_path, model, None, task, [example])
 
     open_one(EXAMPLES[0])

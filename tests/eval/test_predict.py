@@ -1,7 +1,5 @@
 """Predictions: the output, the parsed answer and the picture."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path
@@ -22,6 +20,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.eval.generate import LocalModel
 from vlm_grpo.eval.predict import Prediction, Predictor, predict
+from vlm_grpo.eval.scored import Row
 from vlm_grpo.media.videos import decode_frames
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
@@ -49,16 +48,19 @@ def predict_embedded(name: str, **options: Any) -> Prediction:
     return predict("embedded", f"{name}.png", example.question, **options)
 
 
+def evaluate(name: str, example: Example) -> Row:
+    """Return the row of an example in an evaluation; the recipes compute in float32."""
+    settings = load_settings(name)
+    policy = load_policy(settings, training=False)
+    task, model = load_task(name, frame=policy.prompts.frame), LocalModel(policy, settings)
+    (row,) = evaluate_model(model, task, [example], RewardScorer()).rows
+    return row
+
+
 @pytest.mark.parametrize("name", ["counting", "grounding", "ocr"])
 def test_a_prediction_equals_the_evaluation_of_the_example(name):
-    # The recipes compute in float32.
     prediction = predict_embedded(name, task=name, overrides=("policy.dtype=float32",))
-    settings = load_settings(name, ["data.eval_limit=1"])
-    policy = load_policy(settings, training=False)
-    task = load_task(name, frame=policy.prompts.frame)
-    (row,) = evaluate_model(
-        LocalModel(policy, settings), task, [load_example(name)], RewardScorer()
-    ).rows
+    row = evaluate(name, load_example(name))
     assert prediction.completion.text == row["output"]
     assert prediction.answer == row["answer"]
 
@@ -76,21 +78,12 @@ def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(
 
 
 def test_a_parser_that_raises_is_named():
-    Path("bad.py").write_text(
-        "from vlm_grpo.task import Task, reward\n"
-        "class Bad(Task):\n"
-        "    'Raises.'\n"
-        "    primary_metric = 'r'\n"
-        "    def parse(self, text, example):\n"
-        "        raise KeyError('oops')\n"
-        "    def write(self, answer, example):\n"
-        "        return answer\n"
-        "    @reward()\n"
-        "    def r(self, answer, example):\n"
-        "        return 1.0\n"
-    )
+    class Bad(Counting):
+        def parse(self, text: str, example: Example) -> int:
+            raise KeyError("oops")
+
     with pytest.raises(UserError, match=r"parser failed on .*KeyError\('oops'\)"):
-        predict_embedded("counting", task="bad.py")
+        predict_embedded("counting", task=Bad())
 
 
 def test_the_class_of_the_run_is_used_with_the_options_of_the_run():
@@ -129,17 +122,14 @@ def write_clip() -> tuple[Example, list[Path]]:
 
 def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row():
     example, paths = write_clip()
-    settings = load_settings("counting", ["policy.dtype=float32"])
-    policy = load_policy(settings, training=False)
-    task = load_task("counting", frame=policy.prompts.frame)
-    (row,) = evaluate_model(LocalModel(policy, settings), task, [example], RewardScorer()).rows
+    output = evaluate("counting", example)["output"]
     predictor = Predictor("embedded", "counting", ["policy.dtype=float32"])
     frames = [Image.open(path) for path in sorted(paths[1].iterdir())]
     given = (*paths, Clip(paths[0].read_bytes()), Clip("a.mp4"), Clip({"frames": frames, "fps": 2}))
     for clip in given:
         for question in ("How many?", "<video>How many?"):
             prediction = predictor(clip, question)
-            assert prediction.text == row["output"]
+            assert prediction.text == output
             assert prediction.resized_sizes == ((56, 56),)
             # the strip of four frames, and the output below it
             assert prediction.picture is not None

@@ -1,7 +1,5 @@
 """Evaluation of a model behind an address: the same files, resumed, and honest about failures."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -25,10 +23,11 @@ from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils import http_json
 
 COUNT = 40
+DEFINITION = "title: Shapes\ntask: counting\nmetric: exact\n"
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def read_outputs(path: Path) -> list[tuple[str, str]]:
 
 
 def read_folder(settings: Settings) -> list[tuple[str, str]]:
-    folder = settings.run_dir / "evaluation" / "served-policy"
+    folder = settings.run_dir / "evaluation/served-policy"
     return [row for path in folder.glob("predictions*.jsonl") for row in read_outputs(path)]
 
 
@@ -73,7 +72,7 @@ def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_
 
 def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_path):
     definition = tmp_path / "shapes.yaml"
-    definition.write_text("title: Shapes\ntask: counting\nmetric: exact\n")
+    definition.write_text(DEFINITION)
     settings = make_settings(tmp_path)
     with serve(ChatModel(models=("a", "b"))) as server:
         first, second = (Endpoint(server.address, name) for name in "ab")
@@ -90,7 +89,7 @@ def test_a_benchmark_has_the_files_of_a_local_evaluation_and_of_one_model(tmp_pa
 @pytest.mark.parametrize("rows", ["recipe", "benchmark"])
 def test_outputs_that_differ_from_those_of_the_weights_here_are_printed(tmp_path, capsys, rows):
     settings = make_settings(tmp_path, "model=embedded", "policy.dtype=float32", name="before")
-    (tmp_path / "shapes.yaml").write_text("title: Shapes\ntask: counting\nmetric: exact\n")
+    (tmp_path / "shapes.yaml").write_text(DEFINITION)
     local, golds = evaluate(settings), [str(e.answer) for e in load_counting(settings)]
     texts = [row["output"] for row in local.rows]
     right = [i for i, (text, gold) in enumerate(zip(texts, golds, strict=True)) if text == gold]
@@ -125,10 +124,10 @@ def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
     refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
     model = ChatModel(fail=fail_some(refusal, lambda text: "circles" in text))
     with serve(model) as server:
-        reason = (
-            rf"example .*context length is 512 tokens\n    {len(failing) - 1} more like it: .*\n"
+        message = (
+            rf"no output for {len(failing)} examples:\n  - example .*context length is 512 tokens\n"
+            rf"    {len(failing) - 1} more like it: .*\n.*lower policy.max_pixels"
         )
-        message = rf"no output for {len(failing)} examples:\n  - {reason}.*lower policy.max_pixels"
         with pytest.raises(UserError, match=message):
             evaluate(settings, None, server.address)
     assert 0 < len(failing) < COUNT
@@ -162,9 +161,7 @@ def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     assert outputs == [*"012345"]
 
 
-ENDED = (
-    rf"no output for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
-)
+ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
 
 
 @pytest.mark.parametrize(
@@ -176,13 +173,7 @@ ENDED = (
         (400, 1, f"{ENDED.format(8)}400.*the reason", 9),
         (401, 1, "asks for an API key", 2),
     ],
-    ids=[
-        "gone",
-        "gone, asked one by one",
-        "fails",
-        "refuses every prompt",
-        "an error of every request",
-    ],
+    ids=["gone", "gone, one by one", "fails", "refuses every prompt", "an error of every request"],
 )
 def test_a_server_without_answers_is_asked_no_more(status, concurrency, message, most, tmp_path):
     model = ChatModel(fail=lambda text, earlier: Reply(status=status, body=b"the reason"))
@@ -247,87 +238,74 @@ def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch, capsys):
 # What is asked.
 
 
-def ask_once(settings: Settings, example: Example, **options: Any) -> tuple[dict[str, Any], str]:
-    """Return the request for an example, and the text of its answer, which is ``options``'s."""
-    answer: Answer = options.pop("answer", count_by_checksum)
-    model = ChatModel(answer, prompt_tokens=options.pop("prompt_tokens", 100))
+def ask_once(
+    settings: Settings, answer: Answer = count_by_checksum, prompt_tokens: int = 100
+) -> tuple[ImageRef, dict[str, Any], str]:
+    """Return the image of an example as it is resized, its request, and the text of its answer."""
+    model, (example, *_) = ChatModel(answer, prompt_tokens=prompt_tokens), load_counting(settings)
     with serve(model) as server:
-        evaluated = load_evaluated_model(settings, None, Endpoint(server.address, **options))
+        evaluated = load_evaluated_model(settings, None, server.address)
         task = load_task("counting", frame=evaluated.prompts.frame)
         resized = evaluated.prompts.with_resized_sizes(example)
         ((_, (completion,)),) = evaluated.generate(task, [(resized, None)], [(0, "x")], [range(1)])
-    return model.bodies[0], completion.text
+    return resized.images[0], model.bodies[0], completion.text
 
 
 def test_a_model_of_any_kind_gets_the_original_image_and_no_extension(tmp_path):
     settings = make_settings(tmp_path, "rollout.stop=['!']")
-    (example, *_) = load_counting(settings)
-    body, _ = ask_once(settings, example)
+    image, body, _ = ask_once(settings)
     assert sorted(body) == ["max_tokens", "messages", "model", "stop", "temperature"]
     assert (body["temperature"], body["stop"]) == (0.0, ["!"])
     assert body["max_tokens"] == settings.rollout.max_completion_length
-    assert [image.size for image in get_images(body)] == [example.images[0].size]
+    assert [shown.size for shown in get_images(body)] == [image.size]
 
 
 def test_images_of_a_model_of_any_kind_keep_their_ratio_within_the_limit(tmp_path):
-    settings = make_settings(tmp_path, "policy.max_pixels=1000")
-    (example, *_) = load_counting(settings)
-    with serve(ChatModel()) as server:
-        evaluated = load_evaluated_model(settings, None, server.address)
-    (seen,) = evaluated.prompts.with_resized_sizes(example).images
-    body, _ = ask_once(settings, example)
-    (width, height), (original_width, original_height) = seen.resized_size, seen.size
-    assert [image.size for image in get_images(body)] == [(width, height)]
+    image, body, _ = ask_once(make_settings(tmp_path, "policy.max_pixels=1000"))
+    width, height = image.resized_size
+    assert [shown.size for shown in get_images(body)] == [(width, height)]
     assert 900 < width * height <= 1000
-    assert width / height == pytest.approx(original_width / original_height, 0.1)
+    assert width / height == pytest.approx(image.size[0] / image.size[1], 0.1)
 
 
 def test_sampling_settings_are_sent_where_they_are_set(tmp_path):
-    settings = make_settings(
-        tmp_path,
-        *("evaluation.temperature=0.7", "prompt.thinking=false"),
-        *("prompt.system=Count.", "rollout.min_new_tokens=2"),
-    )
-    (example, *_) = load_counting(settings)
-    body, _ = ask_once(settings, example)
+    given = ["evaluation.temperature=0.7", "prompt.thinking=false", "rollout.min_new_tokens=2"]
+    settings = make_settings(tmp_path, *given, "prompt.system=Count.")
+    _, body, _ = ask_once(settings)
     assert body["messages"][0] == {"role": "system", "content": "Count."}
     # The name in the template of an unknown model is not known.
     assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
     assert (body["temperature"], body["min_tokens"]) == (0.7, 2)
     assert 0 <= body["seed"] < 2**31
-    assert ask_once(settings, example)[0] == body
+    assert ask_once(settings)[1] == body
 
 
 def test_a_known_model_gets_its_resized_image_and_gives_the_text_of_a_policy(tmp_path, caplog):
     limit = "policy.max_pixels=5000"
     settings = make_settings(tmp_path, "model=embedded", limit, "rollout.stop=['!']")
     builder = load_prompt_builder(settings)
-    (example, *_) = load_counting(settings)
-    resized = builder.with_resized_sizes(example)
-    count = len(builder.build(resized, load_task("counting", frame=builder.frame)).token_ids)
-    body, text = ask_once(settings, example, answer=lambda *_: "3!<|im_end|>", prompt_tokens=count)
+    example = builder.with_resized_sizes(load_counting(settings)[0])
+    count = len(builder.build(example, load_task("counting", frame=builder.frame)).token_ids)
+    image, body, text = ask_once(settings, lambda *_: "3!<|im_end|>", count)
     assert text == "3!"  # the box markers of an answer would stay
-    assert [image.size for image in get_images(body)] == [resized.images[0].resized_size]
-    assert resized.images[0].resized_size != example.images[0].size
+    assert [shown.size for shown in get_images(body)] == [image.resized_size]
+    assert image.resized_size != image.size
     assert (body["skip_special_tokens"], body["include_stop_str_in_output"]) == (False, True)
     assert {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}.items() <= body.items()
     assert caplog.text == ""
-    ask_once(settings, example, prompt_tokens=count + 1)
+    ask_once(settings, prompt_tokens=count + 1)
     assert f"the server counts {count + 1} tokens in the prompt of example" in caplog.text
     assert f"the processor of embedded {count}:" in caplog.text
 
 
 def test_the_frame_is_that_of_the_model_or_given(tmp_path):
-    unknown = make_settings(tmp_path)
-    known = make_settings(tmp_path, "model=embedded")
+    unknown, known = make_settings(tmp_path), make_settings(tmp_path, "model=embedded")
     with serve(ChatModel()) as server:
-        plain = Endpoint(server.address)
-        permille = Endpoint(server.address, frame=FRAMES["permille"])
-        assert load_evaluated_model(unknown, None, plain).prompts.frame == FRAMES["original"]
-        assert load_evaluated_model(unknown, None, permille).prompts.frame == FRAMES["permille"]
-        assert load_evaluated_model(known, None, plain).prompts.frame == FRAMES["resized"]
+        for settings, frame in ((unknown, "original"), (known, "resized")):
+            model = load_evaluated_model(settings, None, server.address)
+            assert model.prompts.frame == FRAMES[frame]
         with pytest.raises(UserError, match="--frame needs model=none: the frame of embedded is"):
-            load_evaluated_model(known, None, permille)
+            load_evaluated_model(known, None, Endpoint(server.address, frame=FRAMES["permille"]))
 
 
 @pytest.mark.parametrize(("asked", "value"), [("permille", 1.0), ("fraction", 0.0)])
@@ -349,12 +327,11 @@ def test_boxes_are_asked_and_scored_in_the_given_frame(asked, value, tmp_path):
 
 def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):
     settings = make_settings(tmp_path)
+    address, two = "http://127.0.0.1:1", SimpleNamespace(num_processes=2)
     with pytest.raises(UserError, match="a server has its own weights"):
-        evaluate(settings, tmp_path, "http://127.0.0.1:1")
+        evaluate(settings, tmp_path, address)
     with pytest.raises(UserError, match="a server has its own weights"):
-        evaluate_benchmark("tallyqa", settings, tmp_path, server="http://127.0.0.1:1")
-    monkeypatch.setattr(
-        generate, "initialize_distributed", lambda: SimpleNamespace(num_processes=2)
-    )
+        evaluate_benchmark("tallyqa", settings, tmp_path, server=address)
+    monkeypatch.setattr(generate, "initialize_distributed", lambda: two)
     with pytest.raises(UserError, match="--server needs one process"):
-        load_evaluated_model(settings, None, "http://127.0.0.1:1")
+        load_evaluated_model(settings, None, address)

@@ -1,7 +1,5 @@
 """Samples of training examples: pass rates, and rows for supervised fine-tuning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -54,10 +52,8 @@ TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
 def test_the_pass_rate_is_the_mean_primary_metric(tmp_path):
     found = make_samples(EXAMPLES, TEXTS)
     assert write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
-    assert read_jsonl(tmp_path / "d.jsonl")[0] == {
-        **{"id": "dogs", "pass_rate": 0.75, "samples": 4},
-        "reward": 0.75,
-    }
+    row = {"id": "dogs", "pass_rate": 0.75, "samples": 4, "reward": 0.75}
+    assert read_jsonl(tmp_path / "d.jsonl")[0] == row
 
 
 def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path):
@@ -68,10 +64,8 @@ def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path):
 def test_kept_completions_are_distinct_and_the_best(tmp_path):
     path = tmp_path / "s.jsonl"
     assert write_completions(make_samples(EXAMPLES, TEXTS), path) == (2, 2)
-    assert [(row["id"], row["completion"]) for row in read_jsonl(path)] == [
-        ("dogs", "3"),
-        ("cows", "3"),
-    ]
+    rows = [(row["id"], row["completion"]) for row in read_jsonl(path)]
+    assert rows == [("dogs", "3"), ("cows", "3")]
     assert write_completions(make_samples(EXAMPLES, TEXTS), path, least=0.0, keep=3) == (6, 3)
     rows = [(row["id"], row["completion"]) for row in read_jsonl(path)]
     assert rows[:4] == [("dogs", "3"), ("dogs#2", "3 "), ("dogs#3", "4"), ("cats", "5")]
@@ -88,10 +82,8 @@ def test_the_rows_are_read_as_the_examples_that_they_were(tmp_path, columns):
     image = replace(drawn[0].images[0], path=file, data=None, name="1.png")
     turns = (Turn("system", "Be brief."), Turn("user", "Hello"), Turn("assistant", "Hello."))
     meta = {"kind": "x", "completion": "an old one"}
-    examples = [
-        replace(drawn[0], images=(image,), meta={}),
-        replace(drawn[1], history=turns, meta=meta),
-    ]
+    first, second = drawn
+    examples = [replace(first, images=(image,), meta={}), replace(second, history=turns, meta=meta)]
     texts = [[str(example.answer)] for example in examples]
     path = tmp_path / "s.jsonl"
     found = make_samples(examples, texts, columns=columns)

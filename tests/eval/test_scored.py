@@ -1,7 +1,5 @@
 """The summary of an evaluation, of several samples by an enumeration of all subsets, and files."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -35,6 +33,7 @@ COUNTING = load_task("counting")
 EXAMPLE = Example("1", (), "How many?", 3)
 COUNTS = [Example(f"c/{n}", (), "How many?", n, source="c") for n in range(6)]
 ERRORS = [Example(f"e/{n}", (), "How far?", n, source="e") for n in range(2)]
+MIXED = Mixed(members={"c": COUNTING, "e": Distance()})
 
 
 def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
@@ -50,21 +49,13 @@ def score(task: Task, texts: list[str]):
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
 def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better):
-    def make_evaluation(value: float) -> Scored:
-        return Scored((), "x", {"x": value}, lower_is_better)
-
-    assert make_evaluation(2.0).is_better_than(3.0) is lower_is_better
-    assert make_evaluation(3.0).is_better_than(2.0) is not lower_is_better
-    assert make_evaluation(2.0).is_better_than(None)
-    assert not make_evaluation(2.0).is_better_than(2.0)
-    assert not make_evaluation(math.nan).is_better_than(None)
-
-
-def test_an_error_is_printed_as_a_number_and_a_share_in_percent():
-    error = Scored((), "x", {"x": 2}, True, intervals={"x": (2, 3)})
-    assert str(error) == "x 2.000 [2.000, 3.000] (n = 0)"
-    share = Scored((), "x", {"x": 0.5}, intervals={"x": (0, 1)})
-    assert str(share) == "x 50.0% [0.0%, 100.0%] (n = 0)"
+    values = (2.0, 3.0, math.nan)
+    low, high, unknown = (Scored((), "x", {"x": value}, lower_is_better) for value in values)
+    assert low.is_better_than(3.0) is lower_is_better
+    assert high.is_better_than(2.0) is not lower_is_better
+    assert low.is_better_than(None)
+    assert not low.is_better_than(2.0)
+    assert not unknown.is_better_than(None)
 
 
 def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path):
@@ -78,35 +69,28 @@ def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path):
 
 
 def test_sources_count_equally_and_keep_their_own_metrics():
-    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
     examples = [COUNTS[0], ERRORS[0], *COUNTS[1:], ERRORS[1]]
     texts = ["0", "0.25", "1", "2", "3", "9", "9", "1.5"]  # 4 of 6 counts; errors 0.25 and 0.5
-    found = evaluate(mixed, examples, texts)
+    found = evaluate(MIXED, examples, texts)
     counts = evaluate(COUNTING, COUNTS, ["0", "1", "2", "3", "9", "9"])
     assert found.primary_metric == "score"
     assert found.value == pytest.approx((4 / 6 + 1 - 0.375) / 2)
-    assert {n: v for n, v in found.metrics.items() if n.startswith("c/")} == {
-        f"c/{name}": value for name, value in counts.metrics.items() if name != "unscorable"
-    }
+    own = {n.removeprefix("c/"): v for n, v in found.metrics.items() if n.startswith("c/")}
+    assert {**own, "unscorable": 0} == counts.metrics
     assert (found.metrics["e/error"], found.metrics["answered"]) == (0.375, 1.0)
     low, high = found.interval
     assert low < found.value < high
     kept = [(row.get("source"), row["id"]) for row in found.rows]
     assert kept == [(example.source, example.id) for example in examples]
-
-
-def test_an_error_is_subtracted_from_1_in_the_interval_too():
-    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
-    found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0.25"])
-    assert found.value == 0.875  # the mean of 1 and 1 - 0.25
-    assert found.interval == (0.875, 0.875)  # without variance
+    alone = evaluate(MIXED, [COUNTS[0], ERRORS[0]], ["0", "0.25"])
+    # The mean of 1 and 1 - 0.25, without variance.
+    assert (alone.value, alone.interval) == (0.875, (0.875, 0.875))
 
 
 def test_tools_gain_and_harm_by_the_primary_metric_of_each_source():
-    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
     examples = [*COUNTS[:4], *ERRORS]
-    plain = evaluate(mixed, examples, [*"0923", "0.5", "1"])
-    found = compare_tools(evaluate(mixed, examples, [*"0199", "0.25", ""]), plain)
+    plain = evaluate(MIXED, examples, [*"0923", "0.5", "1"])
+    found = compare_tools(evaluate(MIXED, examples, [*"0199", "0.25", ""]), plain)
     # One count becomes right and two wrong, and one error falls by 0.25; the other has no answer.
     assert found.metrics["tools/gain"] == (1 + 0.25) / 5
     assert found.metrics["tools/harm"] == 2 / 5
@@ -114,7 +98,7 @@ def test_tools_gain_and_harm_by_the_primary_metric_of_each_source():
     assert (found.metrics["c/exact_without_tools"], found.metrics[name]) == (3 / 4, 0.25)
     assert [*map(found.is_error, ("tools/gain", "tools/harm", name))] == [False, True, True]
     assert compare_tools(plain) is plain
-    silent = evaluate(mixed, examples, [*"0199", "0.25", ""])
+    silent = evaluate(MIXED, examples, [*"0199", "0.25", ""])
     rows = [{**row, "metrics": {**row["metrics"], "tools/called": 0.0}} for row in silent.rows]
     found = compare_tools(replace(silent, rows=tuple(rows)), plain)  # nothing was called
     parts = [found.metrics[f"tools/{name}"] for name in ("gain", "harm", "prompt")]
@@ -122,9 +106,8 @@ def test_tools_gain_and_harm_by_the_primary_metric_of_each_source():
 
 
 def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path):
-    mixed = Mixed(members={"c": COUNTING, "e": Distance()})
     examples, texts = [*COUNTS, *ERRORS], [*"012399", "0.25", ""]
-    found = evaluate(mixed, examples, texts)
+    found = evaluate(MIXED, examples, texts)
     score, counts, errors = found.lines
     assert re.fullmatch(r"score \d\d\.\d% \[.*%\] \(n = 7\)", score)  # one has no error
     assert re.fullmatch(r"c/exact 66\.7% \[.*%\] \(n = 6\)", counts)
@@ -132,7 +115,7 @@ def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path)
     assert found.get_n("c/rmse") == 6  # of the corpus
     found.write(tmp_path / "a.jsonl")
     assert read_scored(tmp_path / "a.jsonl").lines == found.lines
-    before = evaluate(mixed, examples, [*"019999", "0.5", "1"])
+    before = evaluate(MIXED, examples, [*"019999", "0.5", "1"])
     change = measure_change(before, found, "score")
     assert change is not None
     assert change.n == 7

@@ -1,7 +1,5 @@
 """Bootstrap intervals and paired tests against direct computations, and edge cases."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -16,13 +14,10 @@ from vlm_grpo.eval.statistics import (
 )
 
 
-def test_the_seed_determines_the_interval():
+def test_the_seed_determines_the_interval_and_equal_values_have_a_point():
     values = np.random.default_rng(0).normal(size=20).tolist()
     first, again, other = (bootstrap_interval(values, seed=seed) for seed in (3, 3, 4))
     assert first == again != other
-
-
-def test_equal_values_have_a_point_and_no_values_have_nan():
     assert bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)
     assert bootstrap_interval([0.25], seed=0) == (0.25, 0.25)
     assert all(math.isnan(bound) for bound in bootstrap_interval([], seed=0))

@@ -1,22 +1,20 @@
 """Control a headless Chromium over the WebDriver protocol (https://www.w3.org/TR/webdriver2/), and
 read and operate a report that is open in it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import shutil
-import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
 
 import pytest
+from processes import wait_for
+
+from vlm_grpo.utils.http_json import ServiceError, post_json
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 DRIVER = shutil.which("chromedriver")
@@ -39,58 +37,34 @@ NEEDS_BROWSER = pytest.mark.skipif(
 
 
 class Browser:
-    """A browser window, used as a context manager."""
+    """A browser window behind a session of its driver."""
 
-    def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self._log = Path(self._folder.name, "driver.log").open("wb")
-        self._process = subprocess.Popen(
-            [str(DRIVER), "--port=0"],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, "HOME": self._folder.name},
-        )
-        self._base = f"http://127.0.0.1:{self._read_port()}"
-        options = {
-            "binary": CHROMIUM,
-            "args": [
-                *FLAGS,
-                f"--user-data-dir={self._folder.name}/profile",
-                "--window-size=1300,1000",
-            ],
-        }
-        capabilities = {
-            "browserName": "chrome",
-            "goog:chromeOptions": options,
-            "goog:loggingPrefs": {"browser": "ALL"},
-        }
-        answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+    def __init__(self, address: str, capabilities: Mapping[str, Any]) -> None:
+        self._base = address
+        answer = self._call("/session", {"capabilities": {"alwaysMatch": capabilities}})
         self._base += f"/session/{answer['sessionId']}"
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(urllib.error.URLError):  # the driver may have exited
-            self._call("DELETE", "")
-        self._process.terminate()
-        self._process.wait(10)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._log.close()
-        self._folder.cleanup()
 
     def open(self, path: Path) -> None:
-        self._call("POST", "/url", {"url": path.resolve().as_uri()})
+        self._call("/url", {"url": path.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a script, in which ``arguments`` are the given ones, and return its value."""
-        return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+        return self._call("/execute/sync", {"script": script, "args": list(arguments)})
 
-    def resize(self, width: int, height: int) -> None:
-        """Set the size of the viewport, which may be smaller than the smallest window."""
-        self.devtools(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True},
-        )
+    def get(self, expression: str, *arguments: Any) -> Any:
+        """Return the value of an expression."""
+        return self.run(f"return {expression}", *arguments)
+
+    def count(self, selector: str) -> int:
+        return self.get("document.querySelectorAll(arguments[0]).length", selector)
+
+    def read(self, selector: str) -> list[str]:
+        """Return the text of each element."""
+        elements = "[...document.querySelectorAll(arguments[0])]"
+        return self.get(f"{elements}.map((element) => element.textContent)", selector)
+
+    def click(self, selector: str) -> None:
+        self.run("document.querySelector(arguments[0]).click()", selector)
 
     def prefer(self, scheme: str) -> None:
         """Set ``prefers-color-scheme`` to "light" or "dark"."""
@@ -105,62 +79,64 @@ class Browser:
 
     def devtools(self, command: str, parameters: Mapping[str, Any]) -> Any:
         """Send a command of the DevTools protocol and return its result."""
-        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": dict(parameters)})
+        return self._call("/goog/cdp/execute", {"cmd": command, "params": dict(parameters)})
 
     def read_log(self) -> list[str]:
         """Return the console messages since the last call, such as errors."""
-        return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
+        return [entry["message"] for entry in self._call("/se/log", {"type": "browser"})]
 
-    def _read_port(self) -> int:
-        """Return the port that the driver announces in its first lines."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if b"started successfully on port" in line:
-                return int(line.rstrip(b".\n").rpartition(b" ")[2])
-        raise RuntimeError("chromedriver did not start")
+    def _call(self, path: str, body: Mapping[str, Any]) -> Any:
+        return post_json(self._base + path, body, retries=0)["value"]
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._base + path, data, {"Content-Type": "application/json"}, method=method
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the driver is local
-        try:
-            with opener.open(request, timeout=60) as response:
-                return json.load(response)["value"]
-        except urllib.error.HTTPError as error:
-            with error:
-                raise RuntimeError(json.load(error)["value"]["message"]) from error
+
+@contextlib.contextmanager
+def open_browser() -> Iterator[Browser]:
+    """Open a window of 1300 by 1000 pixels."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        arguments = [*FLAGS, f"--user-data-dir={folder}/profile", "--window-size=1300,1000"]
+        capabilities = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        command, environment = [str(DRIVER), "--port=0"], {**os.environ, "HOME": folder}
+        with Popen(command, stdout=PIPE, stderr=DEVNULL, env=environment) as process:
+            assert process.stdout is not None
+            lines = (line for line in process.stdout if b"started successfully on port" in line)
+            port = int(next(lines).rstrip(b".\n").rpartition(b" ")[2])
+            browser = Browser(f"http://127.0.0.1:{port}", capabilities)
+            try:
+                yield browser
+            finally:
+                with contextlib.suppress(ServiceError):  # it answers no more
+                    browser.devtools("Browser.close", {})
+                process.terminate()
 
 
 _CODES = {"ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "+": 187, "0": 48}
 
 
-def wait_until(browser: Browser, condition: str, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not browser.run(f"return Boolean({condition})"):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"still false after {seconds} s: {condition}")
-        time.sleep(0.05)
+def wait_until(browser: Browser, condition: str) -> None:
+    wait_for(lambda: browser.get(f"Boolean({condition})"), 5)
 
 
-def set_filter(browser: Browser, name: str, value: str) -> None:
-    """Set a field of the filters and send its input event."""
+def set_filter(browser: Browser, **values: str) -> None:
+    """Set fields of the filters and send their input events."""
     browser.run(
-        "const field = document.querySelector(`#filters [name=${arguments[0]}]`);"
-        "field.value = arguments[1];"
-        "field.dispatchEvent(new Event('input', { bubbles: true }));",
-        name,
-        value,
+        "for (const [name, value] of Object.entries(arguments[0])) {"
+        "const field = document.querySelector(`#filters [name=${name}]`);"
+        "field.value = value;"
+        "field.dispatchEvent(new Event('input', { bubbles: true })); }",
+        values,
     )
 
 
 def get_entries(browser: Browser) -> list[dict]:
-    return browser.run("return state.shown")
+    return browser.get("state.shown")
 
 
 def get_position(browser: Browser) -> str:
-    return browser.run("return document.getElementById('position').textContent")
+    return browser.read("#position")[0]
 
 
 def read_last_evaluation(run: Path) -> list[dict[str, Any]]:
@@ -182,26 +158,18 @@ def get_chart(browser: Browser, title: str) -> int:
     return number
 
 
-def get_ticks(browser: Browser, chart: int, kind: str = "x") -> list[str]:
-    """Return the labels of a chart's horizontal (x) or vertical (y) axis."""
-    return browser.run(
-        "return [...charts[arguments[0]].plot.querySelectorAll(`text.${arguments[1]}`)]"
-        ".map((label) => label.textContent)",
-        chart,
-        kind,
-    )
+def get_ticks(browser: Browser, chart: int) -> list[str]:
+    """Return the labels of a chart's horizontal axis."""
+    labels = f"[...charts[{chart}].plot.querySelectorAll('text.x')]"
+    return browser.get(f"{labels}.map((label) => label.textContent)")
 
 
 def drag(browser: Browser, chart: int, start: float, end: float) -> None:
     """Drag over a chart from one step to another with the mouse."""
     x1, x2, y = browser.run(
-        "const [number, ...steps] = arguments, chart = charts[number];"
-        "const box = chart.plot.getBoundingClientRect();"
+        f"const chart = charts[{chart}], box = chart.plot.getBoundingClientRect();"
         "const at = (step) => box.left + chart.scaleX.to(step) / SIZE.width * box.width;"
-        "return [...steps.map(at), box.top + box.height / 2];",
-        chart,
-        start,
-        end,
+        f"return [at({start}), at({end}), box.top + box.height / 2];"
     )
     for kind, x in (("mousePressed", x1), ("mouseMoved", (x1 + x2) / 2), ("mouseReleased", x2)):
         event = {"type": kind, "x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}

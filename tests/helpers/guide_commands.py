@@ -1,7 +1,5 @@
 """The guides and their commands."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

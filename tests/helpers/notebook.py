@@ -1,7 +1,5 @@
 """Notebooks, run in a process that is forked and needs no kernel."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

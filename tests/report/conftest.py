@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser
+from browser import Browser, open_browser
 from report_runs import TASKS, make_run
 
 from vlm_grpo.report import build_report
@@ -19,7 +19,7 @@ def counting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A browser window of 1300 by 1000 pixels."""
-    with Browser() as started:
+    with open_browser() as started:
         yield started
 
 

@@ -1,9 +1,7 @@
 """The report in a real browser, opened from disk without a network."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -42,124 +40,120 @@ HOSTILE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_errors(browser: Browser) -> Iterator[None]:
+    yield
+    assert browser.read_log() == []
+
+
+@pytest.fixture
+def counting(browser, runs) -> Browser:
+    """The page of a counting run."""
+    browser.open(runs / "counting-0" / "report.html")
+    return browser
+
+
+@pytest.fixture
+def grounding(browser, runs) -> Browser:
+    """The page of a grounding run."""
+    browser.open(runs / "grounding-0" / "report.html")
+    return browser
+
+
+@pytest.fixture
+def compared(browser, runs) -> Browser:
+    """The page of two grounding runs."""
+    browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
+    return browser
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_page_opens_without_errors(task, browser, runs):
     browser.open(runs / f"{task}-0" / "report.html")
     assert get_position(browser) == "1 of 16"  # 8 held out, and 4 groups at each of 2 steps
-    assert browser.run("return document.querySelectorAll('.chart svg').length") >= 10
+    assert browser.count(".chart svg") >= 10
     broken = "[...document.images].filter((i) => i.complete && !i.naturalWidth).length"
-    assert browser.run(f"return {broken}") == 0
-    assert browser.read_log() == []
+    assert browser.get(broken) == 0
 
 
-def test_drawings_cover_the_image(browser, runs):
-    browser.open(runs / "grounding-0" / "report.html")
-    set_filter(browser, "view", "training")
-    layers = "document.querySelectorAll('.entry-side .marks img').length"
-    with_answer = browser.run("return state.shown[0].answers.filter((a) => a.marks).length")
-    assert browser.run(f"return {layers}") == with_answer + 1  # and the gold answer
-    boxes = browser.run(
-        "const box = (q) => { const b = document.querySelector(q).getBoundingClientRect();"
-        "return [b.left, b.top, b.width, b.height]; };"
-        "return [box('.picture > img'), box('.marks img')];"
-    )
-    assert boxes[0] == boxes[1]
-    browser.run("document.querySelector('.layers .predicted input').click()")
-    assert browser.run(f"return {layers}") == 1
-    browser.run("document.querySelector('.layers .gold input').click()")
-    assert browser.run(f"return {layers}") == 0
+def test_drawings_cover_the_image(grounding):
+    set_filter(grounding, view="training")
+    layers = ".entry-side .marks img"
+    with_answer = grounding.get("state.shown[0].answers.filter((a) => a.marks).length")
+    assert grounding.count(layers) == with_answer + 1  # and the gold answer
+    box = "JSON.stringify(document.querySelector(arguments[0]).getBoundingClientRect())"
+    assert grounding.get(box, ".picture > img") == grounding.get(box, ".marks img")
+    grounding.click(".layers .predicted input")
+    assert grounding.count(layers) == 1
+    grounding.click(".layers .gold input")
+    assert grounding.count(layers) == 0
 
 
-def test_selected_answer_is_highlighted(browser, runs):
-    browser.open(runs / "grounding-0" / "report.html")
-    browser.run("document.querySelector('.answer').click()")
-    assert browser.run("return document.querySelectorAll('.answer.selected').length") == 1
-    assert browser.run("return state.answer === state.shown[state.index].answers[0]")
-    browser.run("document.querySelector('.answer').click()")
-    assert browser.run("return document.querySelectorAll('.answer.selected').length") == 0
+def test_selected_answer_is_highlighted(grounding):
+    grounding.click(".answer")
+    assert grounding.count(".answer.selected") == 1
+    assert grounding.get("state.answer === state.shown[state.index].answers[0]")
+    grounding.click(".answer")
+    assert grounding.count(".answer.selected") == 0
 
 
-def test_arrow_keys_change_the_entry(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    first = browser.run("return state.shown[0].id")
-    browser.press("ArrowRight")
-    browser.press("ArrowRight")
-    assert get_position(browser) == "3 of 16"
-    assert browser.run("return document.querySelector('.facts dd:last-child').textContent") == (
-        browser.run("return state.shown[2].id")
-    )
-    browser.press("ArrowLeft")
-    browser.press("ArrowLeft")
-    browser.press("ArrowLeft")  # stays at the first entry
-    assert get_position(browser) == "1 of 16"
-    assert browser.run("return state.shown[state.index].id") == first
-    browser.run("document.querySelector('#filters [name=text]').focus()")
-    browser.press("ArrowRight")  # moves the caret only
-    assert get_position(browser) == "1 of 16"
+def test_arrow_keys_change_the_entry(counting):
+    counting.press("ArrowRight")
+    counting.press("ArrowRight")
+    assert get_position(counting) == "3 of 16"
+    assert counting.read(".facts dd:last-child") == [get_entries(counting)[2]["id"]]
+    for _ in range(3):
+        counting.press("ArrowLeft")  # stays at the first entry
+    assert get_position(counting) == "1 of 16"
+    counting.run("document.querySelector('#filters [name=text]').focus()")
+    counting.press("ArrowRight")  # moves the caret only
+    assert get_position(counting) == "1 of 16"
 
 
-def test_filters_select_entries(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    set_filter(browser, "view", "training")
-    assert {entry["view"] for entry in get_entries(browser)} == {"training"}
-    set_filter(browser, "step", "10")
-    assert {entry["step"] for entry in get_entries(browser)} == {10}
-    set_filter(browser, "view", "")
-    set_filter(browser, "step", "")
-    set_filter(browser, "min_reward", "1")
-    for entry in get_entries(browser):
+def test_filters_select_entries(counting):
+    set_filter(counting, view="training")
+    assert {entry["view"] for entry in get_entries(counting)} == {"training"}
+    set_filter(counting, step="10")
+    assert {entry["step"] for entry in get_entries(counting)} == {10}
+    set_filter(counting, view="", step="", min_reward="1")
+    for entry in get_entries(counting):
         assert any(answer["reward"] >= 1 for answer in entry["answers"])
-    set_filter(browser, "max_reward", "0.5")  # no reward is at least 1 and at most 0.5
-    assert get_entries(browser) == []
-    assert get_position(browser) == "none"
-    text = browser.run("return document.getElementById('entry').textContent")
-    assert "No entry matches" in text
-    browser.run("document.querySelector('#filters [type=reset]').click()")
-    wait_until(browser, "state.shown.length === 16")
-    set_filter(browser, "text", "eval-3")
-    assert [entry["id"] for entry in get_entries(browser)] == ["shapes-counting-eval-3"]
+    set_filter(counting, max_reward="0.5")  # no reward is at least 1 and at most 0.5
+    assert (get_entries(counting), get_position(counting)) == ([], "none")
+    assert "No entry matches" in counting.read("#entry")[0]
+    counting.click("#filters [type=reset]")
+    wait_until(counting, "state.shown.length === 16")
+    set_filter(counting, text="eval-3")
+    assert [entry["id"] for entry in get_entries(counting)] == ["shapes-counting-eval-3"]
 
 
-def test_kind_filter_dims_other_answers(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    browser.run("document.querySelectorAll('.chip')[1].click()")  # incorrect
-    entries = get_entries(browser)
+def test_kind_filter_dims_other_answers(counting):
+    counting.click(".chip:nth-of-type(2)")  # incorrect
+    entries = get_entries(counting)
     assert 0 < len(entries) <= 16
     for entry in entries:
         assert "incorrect" in {answer["kind"] for answer in entry["answers"]}
-    bright = browser.run(
-        "return [...document.querySelectorAll('.answer:not(.dim) .badge')]"
-        ".map((badge) => badge.textContent)"
-    )
-    assert set(bright) == {"incorrect"}
-    assert browser.run("return document.querySelectorAll('.chip')[1].ariaPressed") == "true"
+    assert {*counting.read(".answer:not(.dim) .badge")} == {"incorrect"}
+    assert counting.read(".chip[aria-pressed=true]")[0].startswith("incorrect")
 
 
-def test_entries_are_sorted(browser, runs):
-    browser.open(runs / "grounding-0" / "report.html")
-    changes = [abs(entry["change"] or 0) for entry in get_entries(browser)]  # the default order
+def test_entries_are_sorted(grounding):
+    changes = [abs(entry["change"] or 0) for entry in get_entries(grounding)]  # the default order
     assert changes == sorted(changes, reverse=True)
-    set_filter(browser, "sort", "oldest")
-    steps = [entry["step"] for entry in get_entries(browser)]
+    set_filter(grounding, sort="oldest")
+    steps = [entry["step"] for entry in get_entries(grounding)]
     assert steps == sorted(steps)
-    set_filter(browser, "sort", "lowest reward")
-    means = [get_mean_reward(entry) for entry in get_entries(browser)]
+    set_filter(grounding, sort="lowest reward")
+    rewards = [[answer["reward"] for answer in e["answers"]] for e in get_entries(grounding)]
+    means = [round(sum(own) / len(own), 9) for own in rewards]
     assert means == sorted(means)
-    set_filter(browser, "sort", "largest reward spread")
-    spreads = [
-        entry["spread"] or -1 for entry in get_entries(browser) if entry["spread"] is not None
-    ]
+    set_filter(grounding, sort="largest reward spread")
+    spreads = [e["spread"] for e in get_entries(grounding) if e["spread"] is not None]
     assert spreads == sorted(spreads, reverse=True)
 
 
-def get_mean_reward(entry: dict) -> float:
-    rewards = [answer["reward"] for answer in entry["answers"]]
-    return round(sum(rewards) / len(rewards), 9)
-
-
-def test_pointer_shows_the_values_of_a_step(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    readout = browser.run(
+def test_pointer_shows_the_values_of_a_step(counting, runs):
+    readout = counting.run(
         "const plot = document.querySelector('.plot');"
         "plot.scrollIntoView();"
         "const box = plot.getBoundingClientRect();"
@@ -172,57 +166,49 @@ def test_pointer_shows_the_values_of_a_step(browser, runs):
 
 
 def test_theme_follows_preference_and_button(browser, runs):
-    background = "return getComputedStyle(document.body).backgroundColor"
+    background = "getComputedStyle(document.body).backgroundColor"
     browser.prefer("dark")
     browser.open(runs / "counting-0" / "report.html")
-    dark = browser.run(background)
+    dark = browser.get(background)
     browser.prefer("light")
     wait_until(browser, "document.documentElement.dataset.theme === 'light'")
-    light = browser.run(background)
+    light = browser.get(background)
     assert max(map(int, dark[4:-1].split(","))) < 60 < 200 < min(map(int, light[4:-1].split(",")))
     line = "getComputedStyle(document.querySelector('.plot path[style*=stroke]')).stroke"
-    before = browser.run(f"return {line}")
-    browser.run("document.getElementById('theme').click()")
-    assert browser.run(background) == dark
-    assert browser.run(f"return {line}") != before  # the curves follow the theme
+    before = browser.get(line)
+    browser.click("#theme")
+    assert browser.get(background) == dark
+    assert browser.get(line) != before  # the curves follow the theme
     browser.run("localStorage.clear()")
 
 
-@pytest.mark.parametrize("page", ["report", "compare"])
-def test_page_fits_a_phone(page, runs):
-    path = runs / "grounding-0" / "report.html"
-    if page == "compare":
-        path = compare_runs([runs / "grounding-0", runs / "grounding-1"])
-    with Browser() as browser:
-        browser.resize(360, 740)
-        browser.open(path)
-        # The page is not wider than the screen.
-        assert browser.run("return document.documentElement.scrollWidth") == 360
-        small = browser.run(
-            "return [...document.querySelectorAll('#filters button, #filters select, .quiet')]"
-            ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
-        )
-        assert small == 0  # touch targets are at least 32 pixels high
-        assert browser.read_log() == []
+@pytest.mark.parametrize("page", ["grounding", "compared"])
+def test_page_fits_a_phone(page, browser, request):
+    size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    browser.devtools("Emulation.setDeviceMetricsOverride", size)
+    request.getfixturevalue(page)
+    # The page is not wider than the screen.
+    assert browser.get("document.documentElement.scrollWidth") == 360
+    small = browser.get(
+        "[...document.querySelectorAll('#filters button, #filters select, .quiet')]"
+        ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
+    )
+    assert small == 0  # touch targets are at least 32 pixels high
+    browser.devtools("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_comparison_shows_both_runs(browser, runs):
-    browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
-    assert browser.run("return document.querySelectorAll('.summary').length") == 2
-    entries = get_entries(browser)
+def test_comparison_shows_both_runs(compared):
+    assert compared.count(".summary") == 2
+    entries = get_entries(compared)
     assert len(entries) == 8
     changes = [abs(entry["change"]) for entry in entries]
     assert changes == sorted(changes, reverse=True)
     assert {answer["run"] for answer in entries[0]["answers"]} == {"grounding-0", "grounding-1"}
-    colors = browser.run(
-        "return [...document.querySelectorAll('.answer header b')]"
-        ".map((name) => getComputedStyle(name).color)"
-    )
-    assert len(set(colors)) == 2  # one per run
-    assert "optim.lr" not in browser.run("return document.getElementById('settings').textContent")
-    browser.press("ArrowRight")
-    assert get_position(browser) == "2 of 8"
-    assert browser.read_log() == []
+    names = "[...document.querySelectorAll('.answer header b')]"
+    assert len({*compared.get(f"{names}.map((name) => getComputedStyle(name).color)")}) == 2
+    assert "optim.lr" not in compared.read("#settings")[0]
+    compared.press("ArrowRight")
+    assert get_position(compared) == "2 of 8"
 
 
 def test_the_turns_of_an_episode_are_drawn(browser, tmp_path):
@@ -235,28 +221,24 @@ def test_the_turns_of_an_episode_are_drawn(browser, tmp_path):
         text = f"<think>It is small.</think><tool_call>{json.dumps(call)}</tool_call>"
         turns.append(EpisodeTurn(text, *environment.step(text)))
     answered = make_group(task, example, [task.gold(example)] * 2)
-    texts = [EpisodeTurn(completion.text) for completion in answered.completions]
-    episodes = ((*turns, texts[0]), turns[:1])  # the second was cut
-    pairs = zip(answered.completions, episodes, strict=True)
-    completions = tuple(replace(c, turns=tuple(own)) for c, own in pairs)
-    sampled = replace(answered, completions=completions)
+    first, second = answered.completions
+    first = replace(first, turns=(*turns, EpisodeTurn(first.text)))
+    second = replace(second, turns=(turns[0],))  # it was cut
+    sampled = replace(answered, completions=(first, second))
     write_samples(tmp_path / "samples", 0, [sampled], [[0.0, 0.0]], task)
     browser.open(build_report(tmp_path))
 
     def count(parts: str) -> list[int]:
-        script = "[...document.querySelectorAll('.answer')].map((a) => a.querySelectorAll('%s'))"
-        return browser.run(f"return {script % parts}.map((found) => found.length)")
+        answers = "[...document.querySelectorAll('.answer')]"
+        return browser.get(f"{answers}.map((a) => a.querySelectorAll('{parts}').length)")
 
     assert (count(".read"), count(".read.error")) == ([2, 1], [1, 0])
     assert count(".seen .picture") == [2, 2]  # the image with the box, and the part
     assert count(".seen .marks img") == [1, 1]
     assert count(".answer-text") == [1, 0]
-    widths = browser.run(
-        "return [...document.querySelectorAll('.seen img')].map((i) => i.naturalWidth)"
-    )
+    widths = browser.get("[...document.querySelectorAll('.seen img')].map((i) => i.naturalWidth)")
     width = example.images[0].size[0]
     assert widths[:3] == [width, width, 360]  # 30 x 28 pixels, enlarged
-    assert browser.read_log() == []
 
 
 def test_hostile_output_is_harmless(browser, tmp_path):
@@ -273,13 +255,9 @@ def test_hostile_output_is_harmless(browser, tmp_path):
         sampled = replace(sampled, scores=tuple(failing), completions=tuple(called))
         write_samples(run / "samples", step, [sampled], [[0.0] * len(failing)], task)
     write_alarms(run, [{"step": words, "name": words, "message": words} for words in HOSTILE])
-    (run / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps({"step": step, "reward": 0.5, **{f"rewards/{w}/mean": 1.0 for w in HOSTILE}})
-            + "\n"
-            for step in range(3)
-        )
-    )
+    metrics = {"reward": 0.5, **{f"rewards/{words}/mean": 1.0 for words in HOSTILE}}
+    lines = [json.dumps({"step": step, **metrics}) for step in range(3)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     page = build_report(run)
     assert page.stat().st_size < 2e6  # long texts are truncated
     browser.open(page)
@@ -287,16 +265,14 @@ def test_hostile_output_is_harmless(browser, tmp_path):
     for _ in HOSTILE:
         # The page has no element that a text contains.
         injected = "#entry :is(script, svg, textarea, style, title), .alarms :is(b b, img)"
-        assert browser.run("return document.querySelectorAll(arguments[0]).length", injected) == 0
-        overflow = browser.run("return document.documentElement.scrollWidth - innerWidth")
-        assert overflow <= 0
+        assert browser.count(injected) == 0
+        assert browser.get("document.documentElement.scrollWidth - innerWidth") <= 0
         browser.press("ArrowRight")
-    assert browser.run("return window.hacked ?? null") is None
-    assert browser.run("return document.querySelectorAll('script').length") == 2
-    text = browser.run("return document.getElementById('entry').textContent")
+    assert browser.get("window.hacked ?? null") is None
+    assert browser.count("script") == 2
+    (text,) = browser.read("#entry")
     assert "⟨U+202E⟩right to left⟨U+202C⟩" in text
     assert "characters more)" in text
-    assert browser.read_log() == []
 
 
 def test_page_refuses_other_scripts(browser, runs, tmp_path):
@@ -307,93 +283,80 @@ def test_page_refuses_other_scripts(browser, runs, tmp_path):
     page.write_text(html.replace("<footer>", attack + "<footer>"), "utf-8")
     browser.open(page)
     assert get_position(browser) == "1 of 16"  # the page's script runs
-    assert browser.run("return window.hacked ?? null") is None
-    messages = browser.read_log()
-    assert len(messages) == 2
-    assert all("Content Security Policy" in message for message in messages)
+    assert browser.get("window.hacked ?? null") is None
+    refused = ["Content Security Policy" in message for message in browser.read_log()]
+    assert refused == [True, True]
 
 
 # Charts, groups and flipped examples.
 
 
-def test_dragging_zooms_all_charts_over_the_steps(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    reward = get_chart(browser, "Reward")
-    assert get_ticks(browser, reward)[0] == "0"
-    drag(browser, reward, 5, 10)
-    low, high = browser.run("return zooms.get('step')")
+def test_dragging_zooms_all_charts_over_the_steps(counting):
+    reward = get_chart(counting, "Reward")
+    assert get_ticks(counting, reward)[0] == "0"
+    drag(counting, reward, 5, 10)
+    low, high = counting.get("zooms.get('step')")
     assert (low, high) == (pytest.approx(5, abs=0.2), pytest.approx(10, abs=0.2))
-    shown = [float(tick) for tick in get_ticks(browser, reward)]
+    shown = [float(tick) for tick in get_ticks(counting, reward)]
     assert low <= min(shown) < max(shown) <= high
-    other = get_chart(browser, "Entropy")
-    wait_until(browser, f"!charts[{other}].dirty")  # it is drawn when it comes into sight
-    assert min(float(tick) for tick in get_ticks(browser, other)) >= low
-    get_chart(browser, "Reward")
-    assert browser.run(f"return !charts[{reward}].reset.hidden")
-    browser.run(f"charts[{reward}].plot.dispatchEvent(new MouseEvent('dblclick'))")
-    assert browser.run("return zooms.size") == 0
-    wait_until(browser, f"!charts[{reward}].dirty")
-    assert get_ticks(browser, reward)[0] == "0"
-    assert browser.read_log() == []
+    other = get_chart(counting, "Entropy")
+    wait_until(counting, f"!charts[{other}].dirty")  # it is drawn when it comes into sight
+    assert min(float(tick) for tick in get_ticks(counting, other)) >= low
+    get_chart(counting, "Reward")
+    assert counting.get(f"!charts[{reward}].reset.hidden")
+    counting.run(f"charts[{reward}].plot.dispatchEvent(new MouseEvent('dblclick'))")
+    assert counting.get("zooms.size") == 0
+    wait_until(counting, f"!charts[{reward}].dirty")
+    assert get_ticks(counting, reward)[0] == "0"
 
 
-def test_charts_are_zoomed_with_the_keyboard(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    reward = get_chart(browser, "Reward")
-    browser.run(f"charts[{reward}].plot.focus()")
-    entry = get_position(browser)
-    browser.press("ArrowRight")
-    browser.press("ArrowRight")
-    readout = f"return charts[{reward}].readout.textContent"
-    assert browser.run(readout).startswith("step 1: ")
-    assert get_position(browser) == entry  # the gallery stays
-    browser.press("+")
-    low, high = browser.run("return zooms.get('step')")
+def test_charts_are_zoomed_with_the_keyboard(counting):
+    reward = get_chart(counting, "Reward")
+    counting.run(f"charts[{reward}].plot.focus()")
+    entry = get_position(counting)
+    counting.press("ArrowRight")
+    counting.press("ArrowRight")
+    assert counting.get(f"charts[{reward}].readout.textContent").startswith("step 1: ")
+    assert get_position(counting) == entry  # the gallery stays
+    counting.press("+")
+    low, high = counting.get("zooms.get('step')")
     assert high - low == pytest.approx(10, abs=0.5)  # half of the 20 steps
-    browser.press("0")
-    assert browser.run("return zooms.size") == 0
+    counting.press("0")
+    assert counting.get("zooms.size") == 0
 
 
-def test_legend_switches_lines(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    length = get_chart(browser, "Completion length")
-    paths = f"charts[{length}].plot.querySelectorAll('path[style*=series]').length"
-    before = browser.run(f"return {paths}")
-    assert before == 3  # of the smallest, mean and largest length
-    button = f"charts[{length}].figure.querySelector('.legend button')"
-    browser.run(f"{button}.click()")
-    assert browser.run(f"return {paths}") == 2
-    assert browser.run(f"return {button}.ariaPressed") == "false"
-    browser.run(f"{button}.click()")
-    assert browser.run(f"return {paths}") == before
+def test_legend_switches_lines(counting):
+    chart = f"charts[{get_chart(counting, 'Completion length')}]"
+    paths = f"{chart}.plot.querySelectorAll('path[style*=series]').length"
+    button = f"{chart}.figure.querySelector('.legend button')"
+    assert counting.get(paths) == 3  # of the smallest, mean and largest length
+    counting.run(f"{button}.click()")
+    assert (counting.get(paths), counting.get(f"{button}.ariaPressed")) == (2, "false")
+    counting.run(f"{button}.click()")
+    assert counting.get(paths) == 3
 
 
-def test_axes_have_complete_labels(browser, runs):
-    browser.open(runs / "counting-0" / "report.html")
-    ticks = "return makeTicks([0, 1e-6], 5).map((value) => formatTick(value, 1e-6))"
-    assert browser.run(ticks) == ["0", "2e-7", "4e-7", "6e-7", "8e-7", "1e-6"]
+def test_axes_have_complete_labels(counting):
+    ticks = "makeTicks([0, 1e-6], 5).map((value) => formatTick(value, 1e-6))"
+    assert counting.get(ticks) == ["0", "2e-7", "4e-7", "6e-7", "8e-7", "1e-6"]
     for value, span, text in ((5.6e-17, 1, "0"), (-0.25, 1, "-0.25"), (123_456, 1e5, "1.23e5")):
-        assert browser.run("return formatTick(...arguments)", value, span) == text
-    rates = "return makeTicks([1e-6, 1e-3], 6, { logarithmic: true }).map((v) => formatTick(v, v))"
-    assert browser.run(rates) == ["1e-6", "1e-5", "1e-4", "0.001"]
+        assert counting.get("formatTick(...arguments)", value, span) == text
+    rates = "makeTicks([1e-6, 1e-3], 6, { logarithmic: true }).map((v) => formatTick(v, v))"
+    assert counting.get(rates) == ["1e-6", "1e-5", "1e-4", "0.001"]
     # Values of a sampler that agrees bit for bit are 0, which has no logarithm.
-    browser.run(
+    counting.run(
         "const line = { name: 'a', series: 0, x: 0, y: page.xs[0].map(() => 0), low: null };"
         "const data = { ...page.charts[0], logarithmic: true, lines: [line] };"
         "new Chart(charts[0].figure.cloneNode(true), data, 99).draw();"
     )
-    assert browser.read_log() == []
 
 
-def test_group_has_its_completions_side_by_side(browser, runs):
-    browser.open(runs / "grounding-0" / "report.html")
-    set_filter(browser, "view", "training")
-    set_filter(browser, "sort", "largest reward spread")
-    set_filter(browser, "signal", "rewards differ")
-    assert all(entry["spread"] > 0 for entry in get_entries(browser))
-    entry = get_entries(browser)[0]
-    cards = browser.run(
-        "return [...document.querySelectorAll('#entry .answer')].map((card) => ({"
+def test_group_has_its_completions_side_by_side(grounding):
+    set_filter(grounding, view="training", sort="largest reward spread", signal="rewards differ")
+    assert all(entry["spread"] > 0 for entry in get_entries(grounding))
+    entry = get_entries(grounding)[0]
+    cards = grounding.get(
+        "[...document.querySelectorAll('#entry .answer')].map((card) => ({"
         "top: card.getBoundingClientRect().top, text: card.textContent,"
         "picture: Boolean(card.querySelector('.picture .marks img')) }))"
     )
@@ -405,75 +368,63 @@ def test_group_has_its_completions_side_by_side(browser, runs):
         assert "advantage" in card["text"]
         assert all(name.replace("_", " ") in card["text"] for name in answer["rewards"])
         assert card["picture"] == bool(answer["marks"])
-    set_filter(browser, "signal", "rewards equal")
-    assert all(entry["spread"] == 0 for entry in get_entries(browser))
+    set_filter(grounding, signal="rewards equal")
+    assert all(entry["spread"] == 0 for entry in get_entries(grounding))
 
 
-def test_image_is_enlarged(browser, runs):
-    browser.open(runs / "grounding-0" / "report.html")
-    width = "document.querySelector('{} img').getBoundingClientRect().width"
-    small = browser.run(f"return {width.format('.entry-side .picture')}")
-    browser.run("document.querySelector('.entry-side .picture').focus()")
-    browser.press("Enter")
-    wait_until(browser, "document.querySelector('dialog[open]')")
-    assert browser.run(f"return {width.format('dialog .picture')}") > 1.5 * small
-    assert browser.run("return document.querySelectorAll('dialog .marks img').length") >= 1
+def test_image_is_enlarged(grounding):
+    width = "document.querySelector('{} .picture img').getBoundingClientRect().width"
+    small = grounding.get(width.format(".entry-side"))
+    grounding.run("document.querySelector('.entry-side .picture').focus()")
+    grounding.press("Enter")
+    wait_until(grounding, "document.querySelector('dialog[open]')")
+    assert grounding.get(width.format("dialog")) > 1.5 * small
+    assert grounding.count("dialog .marks img") >= 1
     bottom = "document.querySelector('dialog .picture').getBoundingClientRect().bottom"
-    assert browser.run(f"return {bottom} <= innerHeight")
-    browser.run("document.querySelector('dialog button').click()")
-    wait_until(browser, "!document.querySelector('dialog')")
-
-
-def answer_every_third(remainder: int) -> Callable[..., str]:
-    """Return a policy whose answers are wrong on every third example."""
-
-    def answer(task: Task, example: Example, skill: float, generator: Random) -> str:
-        number = int(example.id.rpartition("-")[2])
-        return task.gold(example) if number % 3 != remainder else f"{example.id} is not a box"
-
-    return answer
+    assert grounding.get(f"{bottom} <= innerHeight")
+    grounding.click("dialog button")
+    wait_until(grounding, "!document.querySelector('dialog')")
 
 
 def test_flipped_examples_are_listed_with_both_answers(browser, tmp_path):
-    a, b = (
-        make_run(
-            tmp_path, "grounding", steps=2, held_out=9, seed=seed, policy=answer_every_third(seed)
-        )
-        for seed in (0, 1)
-    )
+    def run(remainder: int):
+        """Write a run whose answers are wrong on every third example."""
+
+        def answer(task: Task, example: Example, skill: float, generator: Random) -> str:
+            is_wrong = int(example.id.rpartition("-")[2]) % 3 == remainder
+            return f"{example.id} is not a box" if is_wrong else task.gold(example)
+
+        given = {"steps": 2, "held_out": 9, "seed": remainder, "policy": answer}
+        return make_run(tmp_path, "grounding", **given)
+
+    a, b = map(run, (0, 1))
     browser.open(compare_runs([a, b]))
-    pair = browser.run("return findPair(0, 1)")
-    shown = browser.run(
-        "return [...document.querySelectorAll('.flip-list')].map((list) => ({"
+    pair = browser.get("findPair(0, 1)")
+    worse, better = browser.get(
+        "[...document.querySelectorAll('.flip-list')].map((list) => ({"
         "title: list.querySelector('h3').textContent,"
         "cards: [...list.querySelectorAll('.flip')].map((card) => ({ text: card.textContent,"
         "pictures: card.querySelectorAll('.picture > img').length })) }))"
     )
-    assert shown[0]["title"] == f"right → wrong {pair['worse']}"
-    assert shown[1]["title"] == f"wrong → right {pair['better']}"
-    assert len(shown[0]["cards"]) == len(shown[1]["cards"]) == pair["worse"] == 3  # of nine
+    assert worse["title"] == f"right → wrong {pair['worse']}"
+    assert better["title"] == f"wrong → right {pair['better']}"
+    assert len(worse["cards"]) == len(better["cards"]) == pair["worse"] == 3  # of nine
     outputs = {row["id"]: row["output"] for row in read_last_evaluation(a)}
     first = next(flip for flip in pair["flips"] if not flip["better"])
-    assert outputs[first["id"]] in shown[0]["cards"][0]["text"]
-    assert shown[0]["cards"][0]["pictures"] == 2  # one for each answer
-    browser.run("document.querySelector('#pairs button').click()")  # B against A
-    flipped = "return [...document.querySelectorAll('.flip-list.better .flip')]"
-    swapped = browser.run(f"{flipped}.map((card) => card.textContent)")
+    assert outputs[first["id"]] in worse["cards"][0]["text"]
+    assert worse["cards"][0]["pictures"] == 2  # one for each answer
+    browser.click("#pairs button")  # B against A
+    swapped = browser.read(".flip-list.better .flip")
     assert len(swapped) == 3
     assert all("is not a box" in text.partition("B · ")[0] for text in swapped)  # A is wrong
-    assert browser.read_log() == []
 
 
-def test_runs_are_switched_in_all_charts(browser, runs):
-    browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
-    names = "return [...document.querySelectorAll('#runs span')].map((s) => s.textContent)"
-    assert browser.run(names) == ["grounding-0", "grounding-1"]
-    shown = "return charts.map((c) => c.shown.map((l) => l.series))"
-    assert all(series == [0, 1] for series in browser.run(shown))
-    browser.run("document.querySelector('#runs button').click()")
-    assert all(series == [1] for series in browser.run(shown))
-    browser.run(
-        "document.querySelector('#runs button')"
-        ".dispatchEvent(new MouseEvent('click', { shiftKey: true }))"
-    )
-    assert all(series == [0] for series in browser.run(shown))  # alone
+def test_runs_are_switched_in_all_charts(compared):
+    assert compared.read("#runs span") == ["grounding-0", "grounding-1"]
+    shown = "charts.map((c) => c.shown.map((l) => l.series))"
+    assert all(series == [0, 1] for series in compared.get(shown))
+    compared.click("#runs button")
+    assert all(series == [1] for series in compared.get(shown))
+    alone = "new MouseEvent('click', { shiftKey: true })"
+    compared.run(f"document.querySelector('#runs button').dispatchEvent({alone})")
+    assert all(series == [0] for series in compared.get(shown))

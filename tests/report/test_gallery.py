@@ -1,7 +1,5 @@
 """The gallery stays within its size limit and reads thumbnails only."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -47,8 +45,16 @@ def test_held_out_examples_over_the_limit_are_omitted(counting_run):
     assert {entry["view"] for entry in gallery.entries} == {"held-out"}
 
 
+COUNTING = load_task("counting")
+(EXAMPLE,) = load_few_examples("counting", COUNTING)
+
+
 def write_group(
-    folder: Path, task: Task, example: Example, texts: list[str] | Group, step: int = 0
+    folder: Path,
+    texts: list[str] | Group,
+    step: int = 0,
+    task: Task = COUNTING,
+    example: Example = EXAMPLE,
 ) -> Path:
     """Write the samples of one group, and return their file."""
     group = make_group(task, example, texts) if isinstance(texts, list) else texts
@@ -64,8 +70,7 @@ def read_entries(folder: Path) -> list[Entry]:
 
 def test_rows_cannot_read_other_files(tmp_path):
     (tmp_path / "secret.webp").write_bytes(b"secret")
-    task = load_task("counting")
-    path = write_group(tmp_path, task, load_few_examples("counting", task)[0], ["1"])
+    path = write_group(tmp_path, ["1"])
     row = json.loads(path.read_text())
     row["pictures"] = ["../../secret.webp"]
     row["gold_marks"] = str(tmp_path / "secret.webp")
@@ -88,23 +93,16 @@ def test_training_entry_has_the_answers_of_its_group(counting_run):
 
 def test_kind_of_an_answer(tmp_path):
     task = load_task("counting", tags=True)
-    example = load_few_examples("counting", task)[0]
-    texts = {
-        "correct": task.gold(example),
-        "incorrect": "<answer>99</answer>",
-        "no answer": "many",
-        "truncated": "<answer>",
-    }
-    sampled = make_group(task, example, list(texts.values()))
-    stopped = replace(sampled.completions[2], stop="eos")
-    completions = (*sampled.completions[:2], stopped, sampled.completions[3])
-    broken = replace(sampled.scores[0], total=None, rewards={"exact": None})
-    sampled = replace(sampled, completions=completions)
-    unscorable = replace(sampled, scores=(broken, *sampled.scores[1:]))
-    for kinds, group in ((list(texts), sampled), (["unscorable"], unscorable)):
-        write_group(tmp_path, task, example, group)
-        (entry,) = read_entries(tmp_path)
-        assert [answer["kind"] for answer in entry["answers"]][: len(kinds)] == kinds
+    texts = [task.gold(EXAMPLE), "<answer>99</answer>", "many", "<answer>", ""]
+    sampled = make_group(task, EXAMPLE, texts)
+    first, second, third, *others = sampled.completions
+    completions = (first, second, replace(third, stop="eos"), *others)
+    broken = replace(sampled.scores[-1], total=None, rewards={"exact": None})
+    scores = (*sampled.scores[:-1], broken)
+    write_group(tmp_path, replace(sampled, completions=completions, scores=scores), task=task)
+    (entry,) = read_entries(tmp_path)
+    kinds = ["correct", "incorrect", "no answer", "truncated", "unscorable"]
+    assert [answer["kind"] for answer in entry["answers"]] == kinds
 
 
 def test_change_from_the_first_evaluation_to_the_last(counting_run):
@@ -128,11 +126,9 @@ def test_change_from_one_run_to_the_other(tmp_path):
 
 
 def test_change_of_an_example_sampled_twice(tmp_path):
-    task = load_task("counting")
-    example = load_few_examples("counting", task)[0]
-    right, wrong = task.gold(example), "99"
+    right, wrong = COUNTING.gold(EXAMPLE), "99"
     for step, texts in ((0, [right, wrong]), (5, [right, right])):
-        write_group(tmp_path, task, example, texts, step)
+        write_group(tmp_path, texts, step)
     changes = [entry["change"] for entry in read_entries(tmp_path)]
     assert changes == [None, 0.5]  # from half right to all
 
@@ -142,8 +138,7 @@ def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path):
     task = load_task("ocr", thinking_tags=tags)
     chat = Turn("system", "Be brief."), Turn("user", "Hello?"), Turn("assistant", "Hi.")
     example = Example("plain", (), "What is written?", "A", history=chat)
-    texts = ["An A?[/THINK]A", "An A?"]
-    write_group(tmp_path, task, example, texts)
+    write_group(tmp_path, ["An A?[/THINK]A", "An A?"], task=task, example=example)
     (entry,) = read_entries(tmp_path)
     turns = ["system: Be brief.", "user: Hello?", "assistant: Hi.", "user: What is written?"]
     assert entry["question"] == "\n\n".join(turns)
@@ -169,10 +164,8 @@ def test_completion_is_split_into_parts(text, parts):
 
 
 def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path):
-    task = load_task("ocr")
-    example = load_few_examples("ocr", task)[0]
     texts = ["a\u2028b", "a\x85b", "a\ud800b", "x" * 100_000]
-    write_group(tmp_path, task, example, texts)
+    write_group(tmp_path, texts)
     assert read_run(tmp_path).unreadable == 0
     (entry,) = read_entries(tmp_path)
     shown = [answer["parts"][0][1] for answer in entry["answers"]]

@@ -1,7 +1,5 @@
 """What the console, the page and a comparison say of a mixture comes from the same numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,27 +1,13 @@
 """Progress is live in a terminal and plain in a pipe."""
 
-from __future__ import annotations
-
 import re
 
-from commands import run
+from commands import RECIPE, run
 from rich.text import Text
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.report.progress import Progress
 from vlm_grpo.utils.timing import Stopwatch
-
-SETTINGS = (
-    "optim.max_steps=3",
-    "optim.warmup_steps=0",
-    "optim.prompts_per_step=2",
-    "rollout.num_generations=2",
-    "data.train_limit=8",
-    "data.eval_limit=8",
-    "evaluation.every=1",
-    "logging.trackers=[]",
-    "name=run",
-)
 
 
 def test_the_live_line_has_the_phase_and_the_last_step(monkeypatch):
@@ -45,19 +31,19 @@ def test_the_live_line_has_the_phase_and_the_last_step(monkeypatch):
 
 
 def test_a_pipe_gets_plain_lines(tmp_path, capsys):
-    status, out, err = run(capsys, "train", "quickstart", *SETTINGS, f"output_dir={tmp_path}")
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    given = [tmp_path / "tiny.yaml", f"output_dir={tmp_path}", "evaluation.every=1"]
+    status, out, err = run(capsys, "train", *given)
     assert status == 0
     assert "\x1b" not in out + err
     assert "\r" not in out + err
     (line,) = [line for line in err.splitlines() if line.startswith("step ")]
-    assert re.match(
-        r"step 3/3  reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left$", line
-    )
-    starts = ["model", "task", "data", "images", "rewards", "step", "attention"]
-    starts += ["optimizer", "loss", "reference", "note"]
-    starts += ["run folder", "before", "after", "change", "best", "report", "samples"]
-    starts += ["checkpoint", "next", ""]
+    parts = r"reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left"
+    assert re.fullmatch(f"step 2/2  {parts}", line)
+    starts = ["model", "task", "data", "images", "rewards", "step", "attention", "optimizer"]
+    starts += ["loss", "reference", "note", "run folder", "before", "after", "change", "best"]
+    starts += ["report", "samples", "checkpoint", "next", ""]
     lines = out.splitlines()
     assert [text[:11].strip() for text in lines] == starts
     assert " vlm-grpo evaluate " in lines[-2]
-    assert (tmp_path / "run/report.html").is_file()
+    assert (tmp_path / "tiny/report.html").is_file()

@@ -1,7 +1,5 @@
 """Run folders are read as far as possible, and their results agree with the evaluations."""
 
-from __future__ import annotations
-
 import json
 import math
 

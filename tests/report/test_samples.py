@@ -1,7 +1,5 @@
 """Thumbnails and drawings of the sampled answers."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 
@@ -23,12 +21,10 @@ from vlm_grpo.types import ImageRef
 
 def test_a_drawing_is_the_tasks_own(tmp_path):
     task = load_task("grounding")
-    example = load_few_examples("grounding", task)[0]
+    (example,), thumbnails = load_few_examples("grounding", task), ThumbnailStore(tmp_path)
     (x1, y1, x2, y2), *_ = task.gold_answer(example)
-    thumbnails = ThumbnailStore(tmp_path)
     name = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
-    assert name is not None
-    with Image.open(tmp_path / "images" / name) as image:
+    with Image.open(tmp_path / "images" / str(name)) as image:
         drawn = image.convert("RGBA")
     assert drawn.size == example.images[0].size  # small enough to be kept unchanged
     red, green, blue = (int(GOLD_COLOR[i : i + 2], 16) for i in (1, 3, 5))
@@ -61,12 +57,10 @@ def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path):
 
 
 def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path):
-    task = load_task("ocr")
-    example = load_few_examples("ocr", task)[0]
+    (example,) = load_few_examples("ocr", load_task("ocr"))
     thumbnails = ThumbnailStore(tmp_path)
-    assert thumbnails.add_drawing(task, example, "ABC", GOLD_COLOR) is None
-    grounding = load_task("grounding")
-    assert thumbnails.add_drawing(grounding, example, "no boxes", GOLD_COLOR) is None
+    for name, answer in {"ocr": "ABC", "grounding": "no boxes"}.items():
+        assert thumbnails.add_drawing(load_task(name), example, answer, GOLD_COLOR) is None
     assert list(thumbnails.folder.iterdir()) == []
 
 
@@ -77,8 +71,7 @@ def test_a_thumbnail_is_small_and_written_once(tmp_path):
     thumbnails = ThumbnailStore(tmp_path)
     ref = ImageRef("noise", (1600, 1200), (1600, 1200), path=path)
     name = thumbnails.add_image(ref)
-    assert name is not None
-    kept = thumbnails.folder / name
+    kept = thumbnails.folder / str(name)
     assert kept.stat().st_size <= THUMBNAIL_BYTES
     with Image.open(kept) as image:
         assert max(image.size) <= THUMBNAIL_SIDE

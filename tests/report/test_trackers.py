@@ -1,7 +1,5 @@
 """Trackers receive metrics and images, and one that fails is dropped without ending the run."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -71,10 +69,8 @@ def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path):
 class Service:
     """A tracker of a service, which records its calls and fails in one of them."""
 
-    name, fails_in = "wandb", ""
-
-    def __init__(self, **_: Any) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self, name: str, fails_in: str = "") -> None:
+        self.name, self.fails_in, self.calls = name, fails_in, list[tuple[Any, ...]]()
 
     def __getattr__(self, method: str) -> Any:
         def call(*arguments: Any, step: int | None = None) -> None:
@@ -90,8 +86,7 @@ METHODS = ("start", "store_init_configuration", "log", "log_images", "finish")
 
 @pytest.mark.parametrize("point", METHODS)
 def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monkeypatch, caplog):
-    service = Service()
-    service.fails_in = point
+    service = Service("wandb", point)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", lambda **_: service)
     with caplog.at_level(logging.WARNING):
         trackers = start_trackers(["wandb", "tensorboard"], tmp_path)
@@ -107,18 +102,9 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monk
     assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
 
 
-class Image_:
-    """An image as trackers with tables hold it."""
-
-    def __init__(self, value: Image.Image) -> None:
-        self.value = value
-
-
-class Table:
-    """A table with the arguments that Weights & Biases and trackio have in common."""
-
-    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
-        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+def build_table(columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+    """Return rows from the arguments that tables of Weights & Biases and trackio have in common."""
+    return [dict(zip(columns, row, strict=True)) for row in data]
 
 
 def log_completions(trackers: Trackers, texts: list[str]) -> Example:
@@ -133,11 +119,10 @@ def log_completions(trackers: Trackers, texts: list[str]) -> Example:
 
 
 def test_trackers_with_tables_get_the_completions_with_their_image(tmp_path, monkeypatch):
-    service = Service()
-    service.name = "trackio"
+    service = Service("trackio")
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", lambda **_: service)
     library = ModuleType("trackio")
-    library.__dict__.update(Table=Table, Image=Image_)
+    vars(library).update(Table=build_table, Image=lambda image: ("shown", image.size))
     monkeypatch.setitem(sys.modules, "trackio", library)
     trackers = start_trackers(["trackio", "tensorboard"], tmp_path)
     assert trackers.takes_tables
@@ -146,15 +131,14 @@ def test_trackers_with_tables_get_the_completions_with_their_image(tmp_path, mon
 
     ((step, logged),) = [call[1:] for call in service.calls if call[0] == "log"]
     assert step == 1
-    first, second = logged["completions"].rows
-    assert first["id"] == example.id
-    assert first["gold"] == str(example.answer)
+    first, second = logged["completions"]
+    assert (first["id"], first["gold"]) == (example.id, str(example.answer))
     assert first["completion"] == "<answer>[1, 2, 30, 40]</answer>"
     assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
     assert second["truncated"]  # the helper's text has no closing tag
     assert {"prompt", "reward", "tokens", "step"} <= set(first)
     assert any(name.startswith("rewards/") for name in first)
-    assert first["image"].value.size == (84, 84)  # the embedded scenes
+    assert first["image"] == ("shown", (84, 84))  # the embedded scenes
     assert not start_trackers(["tensorboard"], tmp_path / "other").takes_tables
 
 

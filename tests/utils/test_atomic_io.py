@@ -1,7 +1,5 @@
 """Atomic and durable writes, including on a disk that is really full."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

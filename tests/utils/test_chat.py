@@ -1,7 +1,5 @@
 """The parts of a turn, and the places of images in a chat."""
 
-from __future__ import annotations
-
 import pytest
 
 from vlm_grpo.utils.chat import Turn, place_images

@@ -1,7 +1,5 @@
 """The lock on a folder, between real processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging
@@ -20,12 +18,21 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.utils.folder_lock import check_lock, lock_folder
 
 HOLD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from vlm_grpo.utils.folder_lock import lock_folder
-with lock_folder(Path(sys.argv[1])):
+folder = Path(sys.argv[1])
+with lock_folder(folder):
+    (folder / ".lock").open().close()  # a record lock would be gone
+    ready, tell = os.pipe()
+    if os.fork() == 0:
+        os.close(1)
+        os.write(tell, b"x")
+        time.sleep(60)
+    os.read(ready, 1)
     print("held", flush=True)
-    time.sleep(60)
+    input()
+    os._exit(0)  # before the child
 """
 RACE = """
 import fcntl, os, random, sys, time
@@ -63,12 +70,12 @@ for _ in range(8):
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """A function that starts a process that holds the lock of ``tmp_path / "run"``."""
-    processes = []
+    """A function that starts a process, and a fork of it, that hold ``tmp_path / "run"``."""
+    processes, pipe = [], subprocess.PIPE
 
     def hold() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-W", "ignore", "-c", HOLD, str(tmp_path / "run")]
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0)
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -76,11 +83,11 @@ def hold(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
     yield hold
     for process in processes:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-def test_a_second_process_is_told_who_holds_the_folder_and_since_when(tmp_path, hold):
+def test_a_second_process_is_told_who_holds_the_folder_until_that_ends(tmp_path, hold):
     process = hold()
     with pytest.raises(UserError) as caught, lock_folder(tmp_path / "run"):
         pass
@@ -90,6 +97,10 @@ def test_a_second_process_is_told_who_holds_the_folder_and_since_when(tmp_path, 
         r"stop it, or start another run with another name=…"
     )
     assert re.fullmatch(expected, str(caught.value))
+    process.communicate("\n")
+    assert process.returncode == 0
+    with lock_folder(tmp_path / "run"):  # its fork does not keep it
+        pass
 
 
 def test_a_holder_that_is_killed_or_a_zombie_frees_the_folder_at_once(tmp_path, hold):
@@ -172,38 +183,3 @@ def test_only_the_holder_removes_its_lock_and_never_that_of_another_run(tmp_path
         folder.rename(tmp_path / "renamed")
         hold()
     assert (folder / ".lock").exists()
-
-
-FORK = """
-import os, sys, time
-from pathlib import Path
-from vlm_grpo.utils.folder_lock import lock_folder
-folder = Path(sys.argv[1])
-with lock_folder(folder):
-    (folder / ".lock").open().close()  # a record lock would be gone
-    ready, tell = os.pipe()
-    if os.fork() == 0:
-        os.close(1)
-        os.write(tell, b"x")
-        time.sleep(60)
-    os.read(ready, 1)
-    print("held", flush=True)
-    input()
-    os._exit(0)  # before the child
-"""
-
-
-def test_only_the_end_of_the_holder_frees_a_folder_and_no_fork_keeps_it(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match="is in use by process"), lock_folder(tmp_path):
-            pass
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.wait() == 0
-        with lock_folder(tmp_path):
-            os.killpg(process.pid, signal.SIGKILL)

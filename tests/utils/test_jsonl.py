@@ -1,7 +1,5 @@
 """Files to which a run appends are read after a crash, and errors in them name the line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Phases, time limits of calls, and stopping the program with real signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -74,14 +72,10 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(tmp_path, model_fol
 
 def test_the_time_limit_includes_loading(tmp_path, model_folder, monkeypatch):
     limited = small_run(tmp_path, model_folder, checkpoint={"max_hours": 1.0})
-    started = time.monotonic()
+    clock, later = "vlm_grpo.utils.timing.time.monotonic", time.monotonic() + 7200
     # Loading takes two hours, so the limit expires before the first step.
-    monkeypatch.setattr(
-        "vlm_grpo.training.trainer.set_seed",
-        lambda _: monkeypatch.setattr(
-            "vlm_grpo.utils.timing.time.monotonic", lambda: started + 7200
-        ),
-    )
+    set_seed = "vlm_grpo.training.trainer.set_seed"
+    monkeypatch.setattr(set_seed, lambda _: monkeypatch.setattr(clock, lambda: later))
     message = r"stopped by the time limit \(checkpoint.max_hours\) after step 0 of 4"
     with pytest.raises(Stopped, match=message) as stopped:
         train(limited)
@@ -174,15 +168,12 @@ def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted()
         with pytest.raises(CallTimeout):
             call(re.match, r"(a+)+$", "a" * 40 + "b")  # backtracks 2^40 times
 
+    with ThreadPoolExecutor() as pool:  # only the main thread can interrupt
+        assert (can_interrupt(), pool.submit(can_interrupt).result()) == (True, False)
     before = signal.getsignal(signal.SIGALRM)
     with time_limit(None) as call:  # calls directly
         assert call(divmod, 7, 2) == (3, 1)
         assert signal.getsignal(signal.SIGALRM) == before
-
-
-def test_only_the_main_thread_can_interrupt():
-    with ThreadPoolExecutor() as pool:
-        assert (can_interrupt(), pool.submit(can_interrupt).result()) == (True, False)
 
 
 def test_a_signal_names_the_work_that_it_waits_for(capsys):

@@ -1,7 +1,5 @@
 """Which code that a file names is refused, however the file writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
