@@ -67,20 +67,17 @@ def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
 
 
 def open_table(tmp_path: Path, form: str) -> Any:
+    images = [{"bytes": png(8 + n, 6), "path": None} for n in range(3)]
     rows = [
-        {
-            "image": {"bytes": png(8 + n, 6), "path": None},
-            "problem": "How many?",
-            "solution": f"<answer> {n} </answer>",
-        }
-        for n in range(3)
+        {"image": image, "problem": "How many?", "solution": f"<answer> {n} </answer>"}
+        for n, image in enumerate(images)
     ]
-    if form == "shards":
-        for n in range(2):
+    if form in ("parquet", "shards"):
+        for n in range(1 + (form == "shards")):
             write_table(tmp_path / f"train-{n}.parquet", rows)
-        return str(tmp_path / "train-*.parquet")
-    if form == "parquet":
-        return str(write_table(tmp_path / "rows.parquet", rows))
+        return str(
+            tmp_path / "train-*.parquet" if form == "shards" else tmp_path / "train-0.parquet"
+        )
     dataset = datasets.Dataset.from_list(rows)
     if form == "lists":
         dataset = dataset.map(lambda row: {"image": [row["image"], row["image"]]})

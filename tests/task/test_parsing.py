@@ -97,10 +97,9 @@ def test_written_integers_are_parsed(number):
     assert parse_integer(f"{number:,} apples") == number
     assert parse_integer(f"-{number}") is None
     assert parse_integer(f"{number}.5") is None
-    assert parse_integer(f"{number} or {number + 1}") is None
     assert parse_integer(f"{number}.0") == number
     assert parse_integer(f"{number} ({number})") == number
-    for form in ("{} ({})", "{}: {}", "{}, {}", "{} {}", "{}; {}"):
+    for form in ("{} or {}", "{} ({})", "{}: {}", "{}, {}", "{} {}", "{}; {}"):
         assert parse_integer(form.format(number, number + 1)) is None
 
 
@@ -200,66 +199,44 @@ def test_the_length_of_an_answer_is_limited():
 
 
 N = 100_000
-ADVERSARIAL = {
-    "open brackets": "[" * N,
-    "open objects": '{"a":' * (N // 5),
-    "nested lists": "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
-    "nested boxes": '{"bbox":' * 900 + "[1,2,3,4]" + "}" * 900,
-    "nested pairs": '["a",' * 900 + "[1,2,3,4]" + "]" * 900,
-    "nested objects": '{"a":' * 3000 + "1" + "}" * 3000,
-    "digits": "1" * N,
-    "a number of 19,000 digits": "[" + "1" * 19_000 + ",2,3,4]",
-    "a long fraction": "[1." + "1" * 19_000 + ",2,3,4]",
-    "a long exponent": "[1e" + "1" * 19_000 + ",2,3,4]",
-    "NaN": "[NaN, NaN, NaN, NaN]",
-    "infinity": "[-Infinity, 1, Infinity, 2]",
-    "white space": " " * N,
-    "line breaks and a number": "\n" * N + "3",
-    "start tags": "<answer>" * (N // 8),
-    "tag pairs": "<answer></answer>" * (N // 17),
-    "partial tags": "<answ" * (N // 5) + "er>",
-    "thinking": "<think>" * (N // 7),
-    "location tokens": "<loc0001>" * (N // 9),
-    "location boxes": "<loc0001><loc0001><loc0002><loc0002>;" * 500,
-    "box tags": "<box>" * 4000,
-    "box pairs": "<box>[[1,2,3,4]]</box>" * 900,
-    "references": "<ref>" * 3900 + "<box>",
-    "box tokens": "<|box_start|>" * 1500,
-    "boxes in tokens": "<|box_start|>(1,2),(3,4)<|box_end|>" * 550,
-    "references in tokens": "<|box_start|>" + "<|object_ref_start|>" * 900,
-    "parentheses": "( " * 9000,
-    "boxes": "[" + ",".join(["[1,2,3,4]"] * MAX_ITEMS) + "]",
-    "too many boxes": "[" + ",".join(["[1,2,3,4]"] * 1900) + "]",
-    "points": "[" + ",".join(["[1,2]"] * MAX_ITEMS) + "]",
-    "one long list": "[" + ",".join(["1"] * 9000) + "]",
-    "lists of a long list": "[[" + ",".join(["1"] * 9000) + "]]",
-    "quotes": "'" * MAX_CHARACTERS,
-    "escapes": '["' + "\\" * 19_000 + '"]',
-    "lone surrogates": '["' + "\\ud800" * 3000 + '"]',
-    "null characters": "\x00" * N,
-    "combining marks": "a\u0300" * (N // 2),
-    "one character that expands to 18": "\ufdfa" * N,
-    "separators": "1" + ",111" * 240,
-    "number words": "three " * 160,
-    "numbers and spaces": "1 " * 500,
-    "numbers and brackets": "1 (" * 330,
-    "words that deny": "no " * 330 + "3",
-    "empty lists": "[] " * 6000,
-    "equal boxes": "[1,2,3,4] " * 1900,
-    "round brackets": "(1,2,3,4)" * 2000,
-    "open round brackets": "(1,2,3," * 2800,
-    "sizes": "640 x 480 " * 2000,
-    "minus signs": "-" * 999,
-}
+REPEATED = (
+    *("[", '{"a":', "1", " ", "'", "-", "\x00", "( ", "1 ", "1 (", "[] ", "three ", "640 x 480 "),
+    *("<answer>", "<answer></answer>", "<answ", "<think>", "<loc0001>", "<box>", "<|box_start|>"),
+    *("<loc0001><loc0001><loc0002><loc0002>;", "<box>[[1,2,3,4]]</box>", "(1,2,3,4)", "(1,2,3,"),
+    *("<|box_start|>(1,2),(3,4)<|box_end|>", "[1,2,3,4] ", "a\u0300"),
+    "\ufdfa",  # one character that expands to 18
+)
+ADVERSARIAL = [
+    *(piece * (N // len(piece)) for piece in REPEATED),
+    *(piece * min(MAX_ITEMS, MAX_CHARACTERS // len(piece)) for piece in REPEATED),
+    "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
+    '{"bbox":' * 900 + "[1,2,3,4]" + "}" * 900,
+    '["a",' * 900 + "[1,2,3,4]" + "]" * 900,
+    '{"a":' * 3000 + "1" + "}" * 3000,
+    *(f"[{number},2,3,4]" for number in ("1" * 19_000, "1." + "1" * 19_000, "1e" + "1" * 19_000)),
+    "[NaN, NaN, NaN, NaN]",
+    "[-Infinity, 1, Infinity, 2]",
+    "\n" * N + "3",
+    "<ref>" * 3900 + "<box>",
+    "<|box_start|>" + "<|object_ref_start|>" * 900,
+    *(f"[{','.join(['[1,2,3,4]'] * count)}]" for count in (MAX_ITEMS, 1900)),
+    "[" + ",".join(["[1,2]"] * MAX_ITEMS) + "]",
+    "[" + ",".join(["1"] * 9000) + "]",
+    "[[" + ",".join(["1"] * 9000) + "]]",
+    '["' + "\\" * 19_000 + '"]',
+    '["' + "\\ud800" * 3000 + '"]',
+    "1" + ",111" * 240,
+    "no " * 330 + "3",
+]
 
 
 @pytest.mark.no_cover  # traced, a parser takes three times as long
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
 def test_adversarial_texts_take_linear_time(parser):
-    for name, text in ADVERSARIAL.items():
+    for text in ADVERSARIAL:
         # Also truncated to the limits, where the real work begins.
         for version in (text, text[:MAX_CHARACTERS], text[:1000]):
-            assert measure_scans(parser, version) < MAX_SCANS, name
+            assert measure_scans(parser, version) < MAX_SCANS, text[:80]
 
 
 MAX_SCANS = 15
@@ -273,13 +250,13 @@ def scan(text: str) -> int:
     return len(re.findall(r"(?<!\w)\w+", unicodedata.normalize("NFKC", text).lower()))
 
 
-def measure_scans(parser, text: str, attempts: int = 20) -> float:
+def measure_scans(parser, text: str) -> float:
     """Return a parser's CPU time for a text as a multiple of one scan, at the fastest attempts.
 
     Other load only adds time, and a slower machine slows both.
     """
     parsing = scanning = float("inf")
-    for _ in range(attempts):
+    for _ in range(20):
         parsing = min(parsing, measure(parser, text))
         scanning = min(scanning, measure(scan, LONG_TEXT))
         if parsing < MAX_SCANS * scanning:

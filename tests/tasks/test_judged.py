@@ -74,16 +74,14 @@ def test_the_request_holds_question_reference_and_answer(monkeypatch):
 
 def test_the_request_holds_the_turns_before_the_question():
     chat = Turn("user", "Is this <image> a sign?"), Turn("assistant", "Yes.")
-    task, candidate = load(), Candidate("Stop", ROW, "Stop", None, 0)
-    assert isinstance(task, Judged)
-    first, second = (
-        task.build_request(replace(candidate, example=replace(ROW, history=turns)))["messages"][1]
+    task: Any = load()
+    alone, after = (
+        task.build_request(Candidate("Stop", replace(ROW, history=turns), "Stop", None, 0))
         for turns in ((), chat)
     )
-    texts = [message["content"][-1]["text"] for message in (first, second)]
-    assert texts[1] == (
-        f"Earlier turns:\nuser: Is this <image> a sign?\nassistant: Yes.\n\n{texts[0]}"
-    )
+    alone, after = (request["messages"][1]["content"][-1]["text"] for request in (alone, after))
+    earlier = "Earlier turns:\nuser: Is this <image> a sign?\nassistant: Yes.\n\n"
+    assert after == earlier + alone
 
 
 def test_images_and_the_key_are_sent_only_on_request_and_a_range_is_scaled():
@@ -137,13 +135,9 @@ def test_a_verdict_in_another_form_is_none(reply):
         (Reply("A fine answer."), "must have one line 'Score: N'"),
         (Reply(body=b'{"error": "overloaded"}'), "the judge's response has no text"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
-        (Reply(status=500), "2 attempts failed, the last with status 500"),
-        (
-            Reply("Score: 5", seconds=1.0),
-            "2 attempts failed, the last with no response within 0.5 s",
-        ),
+        (Reply(seconds=1.0), "2 attempts failed, the last with no response within 0.5 s"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["out of range", "no verdict", "no choices", "null", "late"],
 )
 def test_a_failed_verdict_is_a_failure_and_not_a_score(reply, reason):
     def respond(body: Any) -> Reply:
@@ -237,23 +231,13 @@ def test_validate_asks_the_judge_about_few_rows(tmp_path):
 def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder):
     verdicts = random.Random(0)
 
-    def judge_at_random(body: Any) -> Reply:
-        return Reply(f"Score: {verdicts.randint(0, 10)}")
-
-    def settings(address: str, **changes: Any) -> Any:
+    def settings(address: str, resume: bool = False) -> Any:
         options = {"address": address, "judge_model": "judge"}
-        data = {"eval": "embedded:ocr", "eval_limit": 4}
-        return small_run(
-            tmp_path,
-            model_folder,
-            task="judged",
-            task_options=options,
-            data=data,
-            checkpoint={"every": 2},
-            **changes,
-        )
+        changes = {"data": {"eval": "embedded:ocr", "eval_limit": 4}, "checkpoint": {"every": 2}}
+        changes |= {"task": "judged", "task_options": options, "resume": resume}
+        return small_run(tmp_path, model_folder, **changes)
 
-    with run_judge(judge_at_random) as server:
+    with run_judge(lambda body: Reply(f"Score: {verdicts.randint(0, 10)}")) as server:
         run = settings(server.address)
         train(run)
     rows = read_metrics(run.run_dir)
@@ -270,11 +254,3 @@ def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder
     assert_same_run(before, run.run_dir)
 
 
-def test_a_run_ends_with_one_message_if_the_judge_is_down(tmp_path, model_folder):
-    with run_judge(lambda body: Reply(status=503)) as server:
-        options = {"address": server.address, "judge_model": "judge", "retries": 0}
-        run = small_run(tmp_path, model_folder, task="judged", task_options=options)
-        with pytest.raises(UserError, match=r"judge failed on every completion .*status 503") as e:
-            train(run)
-    assert len(server.requests) <= 12  # one step of three prompts with four completions
-    assert "resume=true" in str(e.value)
