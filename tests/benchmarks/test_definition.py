@@ -1,7 +1,5 @@
 """Definitions of benchmarks: all in the package are valid, errors are named, tasks adapted."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from dataclasses import field

@@ -1,7 +1,5 @@
 """Outputs scored as by the official scripts, where these read more or less than the rewards do."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -186,6 +184,7 @@ def test_objects_are_read_in_every_grammar(frame, output):
 
 
 LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
+CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": '
 
 
 @pytest.mark.parametrize(
@@ -198,13 +197,9 @@ LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
         ("permille", '{"action": "left_click", "coordinate": [500, 250]}', (0.5, 0.25)),
         ("gemma4", '{"point": [250, 500]}', (0.5, 0.25)),
         # Forms of single models, whose echoed instructions may have digits.
-        (
-            "original",
-            'Layer 2 <tool_call>\n{"name": "use", "arguments": {"coordinate": [12, 30]}}\n</tool_call>',
-            (12, 30),
-        ),
-        ("original", '<tool_call>\n{"arguments": {"coordinate": [10, 20, 30, 40]}}', (20, 30)),
-        ("original", '<tool_call>\n{"arguments": {"coordinate": "12"}}\n</tool_call>', None),
+        ("original", f"Layer 2 {CALL}[12, 30]}}}}\n</tool_call>", (12, 30)),
+        ("original", f"{CALL}[10, 20, 30, 40]}}}}", (20, 30)),
+        ("original", f'{CALL}"12"}}}}\n</tool_call>', None),
         ("qwen2_vl", f"{LAYER}<|box_start|>(400,200),(600,300)<|box_end|>", (0.5, 0.25)),
         ("fraction", "<|box_start|>[[400, 200], [600, 300]]<|box_end|>", (0.5, 0.25)),
         ("fraction", "<|box_start|>(400,200),(600,1300)<|box_end|>", None),

@@ -1,8 +1,6 @@
 """Official metrics and rules of benchmarks, against values by hand from their scripts, definitions
 written down again here, and jiwer."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any
@@ -274,7 +272,9 @@ def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
         found.append([*near, draw_box(rng)])
         golds.append(gold)
     columns = [zip(*gold, strict=True) for gold in golds]
-    rows = [make_example({"boxes": [*b], "labels": [f"L{n}" for n in names]}) for b, names in columns]
+    rows = [
+        make_example({"boxes": [*b], "labels": [f"L{n}" for n in names]}) for b, names in columns
+    ]
     answers = [tuple((box, f"l{label}") for box, label in boxes) for boxes in found]
     kept = [suppress_as_the_script(*pair) for pair in zip(found, golds, strict=True)]
     expected = coco_average_precision(kept, golds)["ap"]

@@ -4,8 +4,6 @@
 that take code are here.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

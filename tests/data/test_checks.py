@@ -1,7 +1,5 @@
 """Checks of datasets: bad rows, unreadable images, boxes outside, and duplicates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

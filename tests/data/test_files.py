@@ -1,7 +1,5 @@
 """JSON Lines, JSON arrays and CSV files: the same examples, and every malformed line named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Published formats are read without conversion."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables: Parquet files and what ``datasets`` reads from a local folder."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Images and clips of a dataset: every form of reference, and why each bad one is refused."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

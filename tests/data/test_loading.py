@@ -1,7 +1,5 @@
 """Loading of sources: limits, embedded datasets, bad rows, mixtures; the examples of a run."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import random

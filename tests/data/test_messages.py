@@ -1,7 +1,5 @@
 """Chats in the forms of other trainers, and every broken form with its line."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks and rows that are Python objects: how settings name them, and which objects are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of rows in every supported form, and the reason why each bad row is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

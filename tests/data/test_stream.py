@@ -1,7 +1,5 @@
 """The shuffled stream of training examples."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

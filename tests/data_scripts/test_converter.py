@@ -1,7 +1,5 @@
 """Tests of the command line shared by all converters: row checks, resuming, sampling, atomicity."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

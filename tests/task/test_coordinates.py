@@ -1,7 +1,5 @@
 """Conversion and round trips of boxes in all coordinate frames, and the check of gold boxes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Boxes, points and captions on a copy of an image."""
 
-from __future__ import annotations
-
 from PIL import Image, ImageChops
 
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR, draw_boxes, draw_caption, draw_points

@@ -1,7 +1,5 @@
 """Parsers: accepted and rejected forms, robustness against any text, and linear time."""
 
-from __future__ import annotations
-
 import re
 import time
 import unicodedata

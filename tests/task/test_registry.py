@@ -1,7 +1,5 @@
 """Tasks by name, file and entry point, with real files and package metadata; names in settings."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The base class of tasks: scores, failures, refused names, prompts and the optional rewards."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

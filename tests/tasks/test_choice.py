@@ -1,7 +1,5 @@
 """Tests of the task choice: the order of the options, and metrics of position."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

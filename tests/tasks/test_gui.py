@@ -1,7 +1,5 @@
 """Tests of the task gui: rewards against their definitions, several screens, bad options."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The judge's request and verdict, its failures, and a run that resumes from recorded verdicts."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -252,5 +250,3 @@ def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder
         train(settings(broken.address, resume=True))
     assert broken.requests == []
     assert_same_run(before, run.run_dir)
-
-
