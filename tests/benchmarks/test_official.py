@@ -39,7 +39,6 @@ def compute_metric(task: Task, output: str, example: Example) -> Any:
         ("super_clevr_200", 8, "<answer> 8 </answer>", 1),
         ("super_clevr_200", 8, "<think>4</think><answer>\n8\n</answer>", 1),
         ("super_clevr_200", 8, "<answer>A. 8</answer>", 0),  # the reward's parser reads 8
-        ("super_clevr_200", 8, "<answer>eight</answer>", 0),
         ("super_clevr_200", 8, "<answer>x</answer><answer>8</answer>", 1),  # the first with digits
         ("super_clevr_200", 8, "<answer>8", 0),
         ("super_clevr_200", 8, "8", 0),
@@ -53,16 +52,12 @@ def compute_metric(task: Task, output: str, example: Example) -> Any:
         ("lisa_grounding", BOX, BOX_JSON, 0),  # no tags
         # The first box in the grammar of the model.
         ("refcoco", BOX, HALF_JSON, 1),  # an IoU of at least 0.5
-        ("refcoco", BOX, f"[{BOX_JSON}, {BOX_JSON}]", 1),
         ("refcoco", BOX, f"[{BOX_JSON}, [500, 500, 600, 600]]", 1),
         ("refcoco", BOX, f"The 2 dogs: {BOX_JSON}", 1),
         ("refcoco", BOX, '{"bbox_2d": [0, 0, 10, 10], "lab', 1),
-        ("refcoco", BOX, f'{{"object": {BOX_JSON}}}', 1),
-        ("refcoco", BOX, f"<answer>{BOX_JSON}</answer>", 1),
         ("refcoco", BOX, f"<think>[1, 2, 3, 4]</think>{BOX_JSON}", 1),
         ("refcoco", BOX, "[0 0 10 10]", 0),
         ("refcoco", BOX, "[10, 10, 0, 0]", 0),
-        ("refcoco", BOX, "(0,0),(10,10)", 0),
         ("refcoco qwen2_vl", BOX, "It is <|box_start|>(0,0),(10,10)<|box_end|>", 1),
         # Qwen-VL's pattern allows no blank between corners and begins at the first parenthesis.
         ("refcoco qwen2_vl", BOX, "(0, 0), (10, 10)", 0),
@@ -77,13 +72,12 @@ def compute_metric(task: Task, output: str, example: Example) -> Any:
         ("refcoco glm", BOX, "at <0, 0, 10, 10>", 1),
         ("refcoco", BOX, "(0, 0, 10, 10)", 0),
         ("refcoco paligemma", BOX, "<loc0000><loc0000><loc0010><loc0010>", 1),
-        # A number alone; the reward's parser reads "7.", "#7" and "There are 7 apples" too.
+        # A number alone; the reward's parser reads "7." and "There are 7 apples" too.
         ("tallyqa", 7, "7", 1),
         ("tallyqa", 7, "Seven", 1),
         ("tallyqa", 0, "none", 1),
         ("tallyqa", 7, "<answer>7</answer>", 1),
         ("tallyqa", 7, "7.", 0),
-        ("tallyqa", 7, "#7", 0),
         ("tallyqa", 7, "There are 7 apples", 0),
         ("tallyqa", 7, "07", 0),
         ("tallyqa", 21, "twenty-one", 0),

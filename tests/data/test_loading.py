@@ -16,16 +16,8 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.loading import (
-    Mixed,
-    filter_examples,
-    get_held_out_task,
-    load_data,
-    load_examples,
-    load_run_task,
-    load_split,
-    split_by_image,
-)
+from vlm_grpo.data import loading
+from vlm_grpo.data.loading import Mixed, load_examples, load_run_task, split_by_image
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
@@ -123,8 +115,6 @@ def test_a_source_that_cannot_be_read_is_named():
     assert "rows.txt is not a data source" in get_load_error("rows.txt")
 
 
-# Mixtures: each example is asked, scored and drawn by the task of its source.
-
 COUNT = Example("count/a", (), "How many cups?", 3, source="count")
 READ = Example("read/a", (), "Which word?", "exit", source="read")
 
@@ -220,7 +210,7 @@ BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, 
 def test_rows_may_name_their_tasks(tmp_path):
     settings = build_settings(tmp_path, *ROWS, **BY_ROW)
     task = load_run_task(settings)
-    examples = load_split(settings, task, "train")
+    examples = loading.load_split(settings, task, "train")
     assert [e.source for e in examples] == ["mix/counting", "mix/ocr"]
     assert [e.id for e in examples] == ["mix/row-1", "mix/row-2"]
     assert [type(task.resolve(e)[1]).__name__ for e in examples] == ["Counting", "OCR"]
@@ -240,11 +230,9 @@ def test_rows_may_name_their_tasks(tmp_path):
 def test_rows_that_name_no_known_task_are_refused(tmp_path, row, message):
     settings = build_settings(tmp_path, ROWS[0], row, **BY_ROW)
     with pytest.raises(UserError) as caught:
-        load_split(settings, load_run_task(settings), "train")
+        loading.load_split(settings, load_run_task(settings), "train")
     assert message in str(caught.value)
 
-
-# The task of held-out examples: that of the run, or of a benchmark.
 
 CUPS = Example("a", (), "How many cups?", 3)
 
@@ -267,7 +255,7 @@ def run_task() -> Task:
 
 
 def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_task):
-    task = get_held_out_task(benchmarked, run_task)
+    task = loading.get_held_out_task(benchmarked, run_task)
     assert task.prompt(CUPS) == f"Look. {run_task.prompt(CUPS)}"
     assert (task.tags, task.frame.name) == (True, "permille")
     assert task.read("4?[/THINK]<answer>3</answer>", CUPS) == 3
@@ -281,12 +269,12 @@ def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_
 
 def test_a_benchmark_of_another_task_gets_the_common_options(benchmarked, run_task):
     other = benchmarked.model_copy(update={"task": "ocr", "task_options": {"tags": True, "x": 1}})
-    assert get_held_out_task(other, run_task).tags
+    assert loading.get_held_out_task(other, run_task).tags
 
 
 def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark():
     plain = load_settings("counting", ["evaluation.benchmark=super_clevr_200"])
-    task = get_held_out_task(plain, COUNTING)
+    task = loading.get_held_out_task(plain, COUNTING)
     assert (task.tags, task.thinking) == (False, False)
     assert load_benchmark("super_clevr_200").load_task().tags
 
@@ -297,7 +285,7 @@ EXAMPLES = [Example(str(n), (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for 
 def choose(text: str, difficulty: str | Path | None = None) -> list[str]:
     given = {"train": "rows.jsonl", "filter": text, "difficulty": difficulty}
     data = DataSettings.model_validate(given)
-    return [example.id for example in filter_examples(EXAMPLES, data)[0]]
+    return [example.id for example in loading.filter_examples(EXAMPLES, data)[0]]
 
 
 def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):
@@ -332,15 +320,15 @@ def test_only_training_examples_are_chosen_and_counted(tmp_path, caplog, monkeyp
     source = {"train": write_rows(tmp_path, *rows), "eval_share": 0.3}
     filtered = {**source, "filter": "pass_rate > 0.5"}
     every, some = (Settings(task="counting", model="x", data=data) for data in (source, filtered))
-    train, held_out = load_data(every, COUNTING)
-    chosen, same = load_data(some, COUNTING)
+    train, held_out = loading.load_data(every, COUNTING)
+    chosen, same = loading.load_data(some, COUNTING)
     assert list(same) == list(held_out)
     assert list(chosen) == [example for example in train if example.answer > 4]
     (record,) = caplog.records
     assert record.levelname == "INFO"
     assert f"keeps {len(chosen)} of {len(train)} training examples" in record.message
     monkeypatch.setenv("RANK", "1")
-    load_data(some, COUNTING)
+    loading.load_data(some, COUNTING)
     assert caplog.records == [record]  # one process says it
 
 

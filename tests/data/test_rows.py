@@ -185,7 +185,6 @@ def test_an_answer_of_another_toolkit_has_several_readings(value, candidates):
         (make_row(images=["data:image/png;base64,AAAA"]), "rows.jsonl:2 image 1 cannot be read"),
         (make_row(images=["data:image/png,PNG"]), "is no data:image/…;base64,… URL: "),
         (make_row(answer="three"), "the answer 'three' must be an integer"),
-        (make_row(answer=True), "must be an integer of at least 0"),
         (make_row(answer="3"), "must be an integer of at least 0"),  # the canonical form is strict
         (make_row(answer=...), "it has no answer"),
         (make_row(question=...), "it has no question"),

@@ -135,9 +135,6 @@ def test_wrong_dials_are_one_clear_error(dials, message):
         draw(dials, 1)
 
 
-# Held-out compositions: pairs of attributes that training never has.
-
-
 def describe_relations(row: Example) -> tuple[str, ...]:
     """Return (relation, color) next to the named shape: "the shape left of the red square"."""
     (found,) = re.findall(r"the shape ((?:(?!the).)+) the (\w+) \w+$", row.question)
@@ -187,9 +184,6 @@ def test_training_scenes_contain_no_held_out_pair(world, key):
     new = {("red", "circle"), ("blue", "triangle"), ("yellow", "square")}
     assert (len(train), train & new) == (9, set())  # (first + second) % 4 = 0
     assert new < other
-
-
-# Shapes.
 
 
 def classify(mask: np.ndarray) -> str:
@@ -286,9 +280,6 @@ def test_a_box_is_that_of_the_visible_part():
             assert fill_box(find_color(row, shape["color"]), shape["box"])
 
 
-# Charts.
-
-
 def read_bars(example: Example) -> dict[str, int]:
     """Measure the bars of a chart without noise, of at most 6 units, by their highest pixel."""
     unit, floor, found = (SIDE - 8) // 6, SIDE - 3, {}
@@ -338,9 +329,6 @@ def test_the_evaluation_asks_about_other_bars():
         assert {color for color, _ in held_out} <= {color for color, _ in train}
 
 
-# Clips.
-
-
 def get_clip(example: Example) -> VideoRef:
     (clip,) = example.images
     assert isinstance(clip, VideoRef)
@@ -371,9 +359,6 @@ def test_written_clips_are_read_back(tmp_path):
         assert all(found.tobytes() == expected.tobytes() for found, expected in pairs)
 
 
-# Screens.
-
-
 @pytest.mark.parametrize("dials", ["easy", "medium", "hard,noise=0", "columns=4,rows=3"])
 def test_one_button_fits_and_holds_its_icon(dials):
     for row in draw(f"screens:{dials}", 100, 1, "eval"):
@@ -389,9 +374,6 @@ def test_one_button_fits_and_holds_its_icon(dials):
         assert xs.max() < x2 - x1 - 3
         assert ys.max() < y2 - y1 - 3
         assert len({tuple(pixels[y, x]) for x, y in ((x1, y1), (x2 - 1, y2 - 1))}) == 1  # its edge
-
-
-# Tables.
 
 
 def read_columns(example: Example) -> list[tuple[str, str]]:
@@ -416,9 +398,6 @@ def test_a_table_fits_its_image_and_the_task(level):
         assert task.score(task.gold(example), example).total == 1.0
         rows = [row.split("|") for row in example.answer.split("\n")]
         assert example.images[0].size == (len(rows[0]) * CELL[0], len(rows) * CELL[1])
-
-
-# Words.
 
 
 @pytest.mark.parametrize(
@@ -456,9 +435,6 @@ def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
     make_words.load_digits.cache_clear()
     with pytest.raises(UserError, match=r"scikit-learn: pip install 'vlm-grpo\[handwriting\]'"):
         make_words.draw_examples("handwriting", 1)
-
-
-# Dials.
 
 
 SCENE = "size=12,spread=4,distractors=1,noise=0,clutter=0,occlusion=0"

@@ -12,14 +12,8 @@ from dataset_files import encode_image
 from PIL import ExifTags, Image
 
 from vlm_grpo.data.images import MediaReader
-from vlm_grpo.media.images import (
-    FORMATS,
-    MAX_NOISE_STEPS,
-    DiffusionNoise,
-    PatchMask,
-    decode_image,
-    read_size,
-)
+from vlm_grpo.media import images
+from vlm_grpo.media.images import MAX_NOISE_STEPS, DiffusionNoise, PatchMask, decode_image
 
 # 3 x 2: red, green, blue over black, white, yellow.
 COLORS = np.array(
@@ -38,7 +32,7 @@ def pixels(image: Image.Image) -> list:
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
 def test_lossless_formats_keep_all_pixels(kind):
-    assert read_size(encode(SMALL, kind)) == (3, 2)
+    assert images.read_size(encode(SMALL, kind)) == (3, 2)
     for image in (SMALL, SMALL.quantize(6).convert("P") if kind == "PNG" else SMALL):
         assert pixels(decode_image(encode(image, kind))) == COLORS.tolist()
 
@@ -78,7 +72,7 @@ def test_the_exif_orientation_is_applied(kind, orientation):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     file = encode(image, kind, exif=exif, **({"quality": 95} if kind != "TIFF" else {}))
-    size = read_size(file)
+    size = images.read_size(file)
     shown = decode_image(file)
     # The upright corners by orientation: EXIF 2.3 names the sides that row 0 and column 0 show.
     turned = corners.transpose(1, 0, 2)
@@ -93,7 +87,7 @@ def test_the_exif_orientation_is_applied(kind, orientation):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage that it ignores
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", images.FORMATS)
 def test_a_damaged_file_decodes_or_is_named(kind):
     """Damage 200 files of each format; only a ValueError may be raised, and sizes must match."""
     rng = random.Random(kind)

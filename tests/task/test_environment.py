@@ -49,17 +49,14 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "not a number": (look("[NaN, 1]"), "not JSON (Out of range"),
     "more digits than Python reads": (look(f"[{'9' * 5000}, 1]"), "not JSON"),
     "three numbers": (crop([1, 2, 3]), "bbox_2d must be a list of 4 numbers"),
-    "nested": (crop([[1, 2, 3, 4]]), "bbox_2d must be a list of 4 numbers"),
     "truth values": (crop([True, False, 3, 4]), "bbox_2d must be a list of 4 numbers"),
     "a text": (crop("1, 2, 3, 4"), "bbox_2d must be a list of 4 numbers"),
     "a point outside": (write("look", at=[201, 50]), "at is outside the image"),
     "boxes that are none": (write("join", boxes=[1, 2, 3, 4]), "boxes must be a list of 4 numbers"),
     "one box for several": (write("join", boxes=3), "boxes must be a list of lists"),
     "a wrong type": (write("look", at=[1, 1], times="often"), "times: input should be a valid int"),
-    "a number for a text": (write("crop", bbox_2d=[1, 1, 9, 9], label=5), "label: input should be"),
     "an unknown tool": (write("format_disk"), "no tool 'format_disk'; there is crop, look, join"),
     "a method that is no tool": (write("reset", example=1), "there is no tool 'reset'"),
-    "a private attribute": (write("__class__"), "there is no tool '__class__'"),
     "a long name": (write("x" * 10_000), "there is no tool 'xxx"),
     "a place of an image as a name": (write(IMAGE), "there is no tool"),
     "an unknown argument": (write("look", at=[1, 1], self=1), "look has no argument 'self'"),
@@ -75,7 +72,6 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "no end": (wrap(f"<function=say>{'<parameter=a>' * 1500}</function>"), "needs"),
     "a function without an end": (wrap("<function=say>"), "the call is not JSON"),
     "only the end of a call": ("x" * 10**6 + TAGS[1], "the call does not begin with <tool_call>"),
-    "an end before the begin": (f"{TAGS[1]}{TAGS[0]}", "the call does not begin with <tool_call>"),
 }
 
 
@@ -98,7 +94,6 @@ READ: dict[str, tuple[str, str, str]] = {
     "y first": ("gemma4", write("look", at=[500, 100]), "20 50 1 0"),
     # 100 x 100 pixels for the model, 200 x 100 in the original
     "resized": ("resized", write("look", at=[10, 50]), "20 50 1 0"),
-    "fractions": ("fraction", write("look", at=[0.1, 0.5]), "20 50 1 0"),
     "lists of boxes": (
         "gemma4",
         write("join", boxes=[[0, 100, 500, 1000]], within=[0, 0, 1000, 1000]),

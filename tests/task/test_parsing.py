@@ -8,23 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.task.parsing import (
-    MAX_CHARACTERS,
-    MAX_COORDINATE,
-    MAX_ITEMS,
-    extract_answer,
-    parse_boxes,
-    parse_integer,
-    parse_points,
-)
+from vlm_grpo.task import parsing
+from vlm_grpo.task.parsing import MAX_CHARACTERS, MAX_ITEMS, parse_boxes, parse_integer
 from vlm_grpo.task.sentences import unwrap
 
 PARSERS = {
-    "extract_answer with tags": lambda text: extract_answer(text, tags=True),
-    "extract_answer": lambda text: extract_answer(text, tags=False),
+    "extract_answer with tags": lambda text: parsing.extract_answer(text, tags=True),
+    "extract_answer": lambda text: parsing.extract_answer(text, tags=False),
     "parse_integer": parse_integer,
     "parse_boxes": parse_boxes,
-    "parse_points": parse_points,
+    "parse_points": parsing.parse_points,
 }
 
 
@@ -52,8 +45,8 @@ PARSERS = {
     ],
 )
 def test_an_answer_is_extracted_with_and_without_tags(text, tagged, untagged):
-    assert extract_answer(text, tags=True) == tagged
-    assert extract_answer(text, tags=False) == untagged
+    assert parsing.extract_answer(text, tags=True) == tagged
+    assert parsing.extract_answer(text, tags=False) == untagged
 
 
 @pytest.mark.parametrize(
@@ -111,7 +104,7 @@ def test_a_breakdown_must_add_up(first, second, total):
     assert parse_integer(f"{total} dogs ({first} black, {second} white)") == total
 
 
-COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
+COORDINATES = st.floats(-parsing.MAX_COORDINATE, parsing.MAX_COORDINATE, allow_nan=False).map(
     lambda value: round(value, 3)
 )
 
@@ -123,7 +116,7 @@ def test_four_numbers_are_a_box_if_it_has_an_area(x1, y1, x2, y2):
     assert parse_boxes(f"[{', '.join(plain)}]") == expected
     token = f"<|box_start|>({plain[0]},{plain[1]}),({plain[2]},{plain[3]})<|box_end|>"
     assert parse_boxes(token) == expected
-    assert parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
+    assert parsing.parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
@@ -133,7 +126,7 @@ def test_only_the_size_of_the_prompt_may_be_repeated(w, h, x, y):
     assert parsed == ([((1, 2, 3, 4), None)] if (x, y) == (w, h) else None)
     assert parse_boxes(f"In the {w} × {h} image: (1, 2, 3, 4)", units) == [((1, 2, 3, 4), None)]
     assert parse_boxes(f"In the {w}x{h} image: (1, 2, 3, 4)") is None
-    assert parse_points(f"{w}x{h}: [1, 2]", units) == [(1, 2)]
+    assert parsing.parse_points(f"{w}x{h}: [1, 2]", units) == [(1, 2)]
 
 
 def test_repeated_boxes_must_agree():

@@ -5,17 +5,12 @@ import sys
 from typing import Any
 
 import pytest
+from dataset_files import write_files
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.task import registry
 from vlm_grpo.task.coordinates import PERMILLE
-from vlm_grpo.task.registry import (
-    get_options,
-    get_short_name,
-    get_task_name,
-    load_task,
-    load_task_class,
-    task_names,
-)
+from vlm_grpo.task.registry import get_task_name, load_task, load_task_class
 from vlm_grpo.tasks.counting import Counting
 
 PARITY = '''
@@ -59,13 +54,12 @@ def install(tmp_path, monkeypatch):
     """Install a package with a task as an entry point, in the layout of pip."""
 
     def _install(package: str, name: str, module_text: str = PARITY, value: str = ":Parity"):
-        site = tmp_path / f"site-{package}"
-        metadata = site / f"{package}-1.0.dist-info"
-        metadata.mkdir(parents=True)
-        (site / f"{package}.py").write_text(module_text)
-        (metadata / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[vlm_grpo.tasks]\n{name} = {package}{value}\n")
-        monkeypatch.syspath_prepend(site)
+        files = {
+            f"{package}.py": module_text,
+            f"{package}-1.0.dist-info/METADATA": f"Name: {package}\nVersion: 1.0\n",
+            f"{package}-1.0.dist-info/entry_points.txt": f"[vlm_grpo.tasks]\n{name} = {package}{value}",
+        }
+        monkeypatch.syspath_prepend(write_files(tmp_path / f"site-{package}", files))
 
     return _install
 
@@ -95,7 +89,7 @@ def test_options_are_the_fields_that_the_constructor_takes(parity):
     changed = load_task(task, lenient=False, share=0.25)
     assert vars(task) == vars(task_class(lenient=True, tags=True))
     assert vars(changed) == vars(task_class(tags=True, share=0.25))
-    assert get_options(changed) == {"tags": True, "share": 0.25}
+    assert registry.get_options(changed) == {"tags": True, "share": 0.25}
     for name in ("lenientt", "total"):
         with pytest.raises(UserError, match=f"unknown option {name}"):
             load_task(task, **{name: 2.0})
@@ -152,7 +146,7 @@ def test_a_wrong_task_file_is_reported(parity, text, expected):
     ("name", "options", "expected"),
     [
         ("none.py", {}, "no task file"),
-        ("countin", {}, f"did you mean counting?): give one of {', '.join(task_names())}, or"),
+        ("countin", {}, f"counting?): give one of {', '.join(registry.task_names())}, or"),
         ("counting", {"tag": True, "thinking": 3}, "tag (did you mean tags?)\n  - thinking=3"),
         ("counting", {"tags": "yes"}, "tags='yes' should be true or false"),
         ("counting", {"weights": {"exact": "much"}}, "should be a list or be a number"),
@@ -177,7 +171,7 @@ def test_a_file_may_change_defaults_and_takes_whole_numbers_for_floats(parity):
 @pytest.mark.parametrize("value", [":Parity", ""])
 def test_a_task_of_another_package_is_found_by_its_entry_point(install, value):
     install(f"parity_package_{len(value)}", "parity", value=value)
-    assert "parity" in task_names()
+    assert "parity" in registry.task_names()
     assert type(load_task("parity")).__name__ == "Parity"
 
 
@@ -204,20 +198,14 @@ def test_a_broken_package_is_named(install, text, expected):
     assert expected in get_error("parity")
 
 
-def test_a_class_of_a_package_is_named_by_its_import_path(tmp_path, monkeypatch):
-    (tmp_path / "zoo").mkdir()
-    (tmp_path / "zoo/__init__.py").touch()
-    (tmp_path / "zoo/parity.py").write_text(PARITY)
+def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monkeypatch):
+    files = {"zoo/__init__.py": "", "zoo/parity.py": PARITY, "parity_file.py": PARITY}
+    write_files(tmp_path, files)
     monkeypatch.syspath_prepend(tmp_path)
     task = importlib.import_module("zoo.parity").Parity
     assert get_task_name(task) == "zoo.parity:Parity"
     assert load_task_class("zoo.parity:Parity") is task
     assert get_task_name(Counting) == "counting"
-
-
-def test_a_class_of_a_file_is_named_by_the_files_path(tmp_path, monkeypatch):
-    (tmp_path / "parity_file.py").write_text(PARITY)
-    monkeypatch.syspath_prepend(tmp_path)
     imported = importlib.import_module("parity_file").Parity
     loaded = load_task_class(str(tmp_path / "parity_file.py"))
     for task in (imported, loaded):
@@ -239,7 +227,7 @@ def test_a_class_of_a_file_is_named_by_the_files_path(tmp_path, monkeypatch):
     ],
 )
 def test_the_short_name_is_that_of_the_class_or_file(task, name):
-    assert get_short_name(task) == name
+    assert registry.get_short_name(task) == name
 
 
 def test_a_module_that_is_missing_is_named_with_the_remedy():

@@ -288,9 +288,6 @@ def test_the_completions_of_all_ranks_count(failing):
         FailureGuard().check(failing, [], [], other_fails)
 
 
-# Batch rules: what they see, what a failure affects, and that workers agree.
-
-
 @pytest.fixture(scope="module")
 def source(tasks: Path) -> str:
     return f"{tasks}:Batched"

@@ -9,19 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.ops import box_iou, generalized_box_iou
 
-from vlm_grpo.task.scores import (
-    Box,
-    anls,
-    coco_average_precision,
-    error_rate,
-    f1,
-    giou_matrix,
-    iou,
-    iou_matrix,
-    match,
-    matched_mean,
-    repeated_share,
-)
+from vlm_grpo.task import scores
+from vlm_grpo.task.scores import Box, coco_average_precision, error_rate, f1, iou, matched_mean
 
 
 def random_boxes(rng: random.Random, count: int) -> list[Box]:
@@ -34,21 +23,22 @@ def test_iou_and_giou_equal_those_of_torchvision():
     predicted, gold = random_boxes(rng, 60), random_boxes(rng, 40)
     tensors = torch.tensor(predicted, dtype=torch.float64), torch.tensor(gold, dtype=torch.float64)
     # 1e-9: both are a few float64 operations on numbers of about 1,000.
-    np.testing.assert_allclose(iou_matrix(predicted, gold), box_iou(*tensors), atol=1e-9)
+    np.testing.assert_allclose(scores.iou_matrix(predicted, gold), box_iou(*tensors), atol=1e-9)
     giou_expected = generalized_box_iou(*tensors)
-    np.testing.assert_allclose(giou_matrix(predicted, gold), giou_expected, atol=1e-9)
-    assert iou(predicted[0], gold[0]) == iou_matrix(predicted, gold)[0, 0]
+    np.testing.assert_allclose(scores.giou_matrix(predicted, gold), giou_expected, atol=1e-9)
+    assert iou(predicted[0], gold[0]) == scores.iou_matrix(predicted, gold)[0, 0]
 
 
 def test_the_mean_of_the_best_matching_is_over_the_larger_side():
-    scores = np.array([[0.9, 0.8], [0.7, 0.1], [0.2, 0.3]])
-    assert match(scores) == [(0, 1), (1, 0)]  # 0.8 + 0.7; the largest value is not part of it
-    assert matched_mean(scores) == matched_mean(scores.T) == pytest.approx(1.5 / 3)
+    matrix = np.array([[0.9, 0.8], [0.7, 0.1], [0.2, 0.3]])
+    # 0.8 + 0.7; the largest value is not part of it.
+    assert scores.match(matrix) == [(0, 1), (1, 0)]
+    assert matched_mean(matrix) == matched_mean(matrix.T) == pytest.approx(1.5 / 3)
 
 
 def test_scores_of_nothing():
     box = (0.0, 0.0, 1.0, 1.0)
-    for matrix in (iou_matrix, giou_matrix):
+    for matrix in (scores.iou_matrix, scores.giou_matrix):
         assert (matrix([], [box]).shape, matrix([box], []).shape) == ((0, 1), (1, 0))
     # Both say that there are none.
     assert matched_mean(np.zeros((0, 0))) == f1(0, 0, 0) == 1.0
@@ -91,7 +81,7 @@ def test_anls_equals_the_definition_in_its_paper(predicted, gold):
         distance = edit_distance(plain(predicted), accepted)
         normalized = distance / max(len(plain(predicted)), len(accepted))
         best = max(best, 1 - normalized if normalized < 0.5 else 0.0)
-    assert anls(predicted, gold) == pytest.approx(best)
+    assert scores.anls(predicted, gold) == pytest.approx(best)
 
 
 def test_coco_average_precision_of_special_cases(capsys):
@@ -123,4 +113,4 @@ def test_coco_average_precision_of_special_cases(capsys):
     ],
 )
 def test_repeated_share(text, share):
-    assert repeated_share(text) == pytest.approx(share)
+    assert scores.repeated_share(text) == pytest.approx(share)

@@ -57,11 +57,9 @@ def test_corpus_metrics_show_a_bias_of_position():
         {"majority_baseline": 2 / 3, "exact_of_A": 0.5, "exact_of_B": 0.0}
     )
     assert task.corpus_metrics([], []) == {}
-    scores = [task.score("A", example).metrics["first"] for example in examples]
-    assert scores == [1, 1, 1]
-
-
-def test_corpus_metrics_name_the_letter_that_is_shown():
-    task = load_task("choice")
+    assert [task.score("A", example).metrics["first"] for example in examples] == [1, 1, 1]
+    task = load_task("choice")  # the letter that is shown
     example = next(e for e in map(make_example, "abcdef") if task.gold(e) == "C")
     assert task.corpus_metrics([0], [example]) == {"majority_baseline": 1.0, "exact_of_C": 1.0}
+
+

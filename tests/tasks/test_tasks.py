@@ -263,9 +263,6 @@ def test_an_example_without_an_image_is_an_error():
         load_task("temporal").check(make_example([1, 2]))
 
 
-# Corpus metrics against their definitions; test_reward_hacking.py has uninformed answers.
-
-
 def make_example(answer: Any, image: Any = IMAGE) -> Example:
     return Example("1", (image,), "?", answer)
 

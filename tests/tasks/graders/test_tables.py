@@ -9,23 +9,7 @@ from rapidfuzz.distance import Levenshtein
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.tasks.graders import tables
-from vlm_grpo.tasks.graders.tables import (
-    MAX_CHARACTERS,
-    MAX_PLACES,
-    MAX_STEPS,
-    Grid,
-    Place,
-    Tree,
-    build_markdown_tree,
-    count_steps,
-    drop_texts,
-    import_extra,
-    read_grids,
-    read_html_rows,
-    read_html_tree,
-    read_markdown_rows,
-    teds,
-)
+from vlm_grpo.tasks.graders.tables import Grid, Tree, read_grids, read_html_tree, teds
 
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 SPANS = (
@@ -34,7 +18,7 @@ SPANS = (
 )
 
 
-def get_texts(grid: Grid, places: set[Place]) -> set[str]:
+def get_texts(grid: Grid, places: set[tables.Place]) -> set[str]:
     return {grid.cells[place].text for place in places}
 
 
@@ -59,7 +43,7 @@ def test_headings_are_found_over_other_cells():
 def test_markdown_tables_are_adjoining_lines_with_bars():
     text = "a|b\n---|---\n1|2\n\nText\n| x | |\n|:--|--:|\n|| y |\nend\n1|2"
     first, second = [["a", "b"], ["1", "2"]], [["x", ""], ["", "y"]]
-    assert read_markdown_rows(text) == [first, second, [["1", "2"]]]
+    assert tables.read_markdown_rows(text) == [first, second, [["1", "2"]]]
     grids = read_grids(text)
     assert len(grids) == 2  # the last has one line
     assert get_texts(grids[1], grids[1].neighbors((1, 1), *UP)) == {""}
@@ -76,11 +60,11 @@ def test_markdown_tables_are_adjoining_lines_with_bars():
     ],
 )
 def test_malformed_html_is_repaired(text, cells):
-    assert read_html_rows(text) == cells
+    assert tables.read_html_rows(text) == cells
     assert read_html_tree(text) is not None
 
 
-@pytest.mark.parametrize("text", ["", "<p>a</p>", "<table>" + "x" * MAX_CHARACTERS])
+@pytest.mark.parametrize("text", ["", "<p>a</p>", "<table>" + "x" * tables.MAX_CHARACTERS])
 def test_a_text_without_a_table_has_no_tree(text):
     assert read_html_tree(text) is None
 
@@ -98,7 +82,7 @@ def test_a_text_without_a_table_has_no_tree(text):
 )
 def test_hostile_tables_are_bounded(text):
     for grid in read_grids(text):
-        assert len(grid.cells) <= MAX_PLACES
+        assert len(grid.cells) <= tables.MAX_PLACES
         grid.find_headings((0, 0), *DOWN)
 
 
@@ -110,7 +94,7 @@ def test_rows_0_is_all_that_follow():
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(tables, "import_module", lambda name: __import__("no_such_module_here"))
     with pytest.raises(UserError, match=r"needs lxml: pip install 'vlm-grpo\[documents\]'"):
-        import_extra("lxml.etree")
+        tables.import_extra("lxml.etree")
 
 
 Nested = tuple[tuple[str, int, int], str, tuple["Nested", ...]]
@@ -180,12 +164,12 @@ def test_tags_within_cells_beyond_the_gold_tables_do_not_raise_the_score():
     padded = read("<table><tr><td>x</td><td>" + "<b></b>" * 97 + "</td></tr></table>")
     assert teds(wrong, gold) == teds(padded, gold) == pytest.approx(1 / 3)
     assert teds(padded, gold, most_inline=1000) == pytest.approx(0.98)  # as the script: 1 − 2 / 100
-    assert teds(drop_texts(padded), drop_texts(gold)) == 1.0
+    assert teds(tables.drop_texts(padded), tables.drop_texts(gold)) == 1.0
 
 
 def test_a_markdown_table_is_the_tree_of_rows_and_cells():
     html = "<table><tr><td>a</td><td>b</td></tr><tr><td>1</td></tr></table>"
-    assert build_markdown_tree([["a", "b"], ["1"]]) == read(html)
+    assert tables.build_markdown_tree([["a", "b"], ["1"]]) == read(html)
 
 
 def write_rows(rows: int, columns: int, text: str = "1") -> str:
@@ -216,8 +200,8 @@ def test_the_steps_of_teds_are_counted_and_bounded(text, fits, monkeypatch):
 
     monkeypatch.setattr(tables, "_compare_forests", count)
     score = teds(answer, gold)
-    steps = min(count_steps(answer, gold), count_steps(gold, answer))
-    assert (steps <= MAX_STEPS) == fits
+    steps = min(tables.count_steps(answer, gold), tables.count_steps(gold, answer))
+    assert (steps <= tables.MAX_STEPS) == fits
     pairs = 4 * len(answer.kinds) * len(gold.kinds)
     assert done == (steps - pairs if fits else 0)
     assert 0 <= score < 0.6
