@@ -204,11 +204,8 @@ def test_a_bad_row_is_named_with_file_line_and_reason(folder, bad, reason):
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("imagess", [1]),
-        ("Image", None),
-        ("photo", "frames/a.JPG"),
-        ("photos", ["a.png", "b.png"]),
-        ("picture", {"bytes": b"PNG", "path": None}),
+        *(("imagess", [1]), ("Image", None), ("photo", "frames/a.JPG")),
+        *(("photos", ["a.png", "b.png"]), ("picture", {"bytes": b"PNG", "path": None})),
         ("pixels", Image.new("RGB", (2, 2))),
     ],
 )

@@ -106,12 +106,9 @@ def make_sound() -> bytes:
 
 
 OTHERS = {
-    "empty": b"",
-    "zeros": b"\x00" * 4096,
-    "cut off": make_video()[:300],
+    **{"empty": b"", "zeros": b"\x00" * 4096, "cut off": make_video()[:300]},
     "playlist": b"#EXTM3U\n#EXT-X-VERSION:3\n#EXTINF:1,\nfile:///etc/passwd\n",
-    "list of files": b"ffconcat version 1.0\nfile /etc/passwd\n",
-    "sound": make_sound(),
+    **{"list of files": b"ffconcat version 1.0\nfile /etc/passwd\n", "sound": make_sound()},
 }
 
 

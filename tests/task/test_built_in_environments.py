@@ -100,14 +100,12 @@ def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
             short = task.score("KUQ", example, turns=turns[:-1])
             assert (short.rewards["goal"], short.metrics["moves"]) == (0.0, len(turns) - 1)
             assert task.score("KUQ", example).rewards["goal"] == 0.0
-            walls = runner.step([start.state] * 4, [write("move", direction=d) for d in DIRECTIONS])
+            ways = ("up", "down", "left", "right")
+            walls = runner.step([start.state] * 4, [write("move", direction=way) for way in ways])
             blocked = [EpisodeTurn("", call, seen) for _, call, seen in walls if see(seen).is_error]
             assert 1 <= len(blocked) <= 3
             assert task.score("", example, turns=blocked).metrics["moves"] is None
     assert len({*starts}) > 1
-
-
-DIRECTIONS = ("up", "down", "left", "right")
 
 
 def test_tasks_are_checked_with_their_environment():

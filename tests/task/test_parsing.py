@@ -49,37 +49,28 @@ def test_an_answer_is_extracted_with_and_without_tags(text, tagged, untagged):
     assert parsing.extract_answer(text, tags=False) == untagged
 
 
-@pytest.mark.parametrize(
-    ("text", "inner"),
-    [
-        ("**Answer:** $\\boxed{\\text{B}}$.", "B"),
-        ("# Final answer\n\nB", "B"),
-        ('```json\n{"answer": "B"}\n```', "B"),
-        ("```13 12```", "13 12"),  # its first word is no name of a language
-        ("The final answer is: **14**", "14"),
-        ("\\(12\\)", "12"),
-        ('"a" or "b"', '"a" or "b"'),
-        ("\\boxed{a} or \\boxed{b}", "\\boxed{a} or \\boxed{b}"),
-        ('{"answer": 1, "other": 2}', '{"answer": 1, "other": 2}'),
-        ("answer", "answer"),
-    ],
-)
+WRAPPED = {
+    **{"**Answer:** $\\boxed{\\text{B}}$.": "B", "# Final answer\n\nB": "B", "\\(12\\)": "12"},
+    **{'```json\n{"answer": "B"}\n```': "B", "The final answer is: **14**": "14"},
+    "```13 12```": "13 12",  # its first word is no name of a language
+}
+WHOLE = ['"a" or "b"', "\\boxed{a} or \\boxed{b}", '{"answer": 1, "other": 2}', "answer"]
+
+
+@pytest.mark.parametrize(("text", "inner"), [*WRAPPED.items(), *zip(WHOLE, WHOLE, strict=True)])
 def test_what_stands_around_an_answer_is_taken_off(text, inner):
     assert unwrap(text) == inner
     assert unwrap(inner) == inner
 
 
 def test_number_words_are_parsed():
-    words = (
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen twenty"
-    )
-    assert [parse_integer(word) for word in words.split()] == list(range(21))
+    units = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    teens = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
     for join in ("-", " "):
-        compounds = [f"{ten}{join}{unit}" for ten in tens for unit in words.split()[1:10]]
-        expected = [10 * ten + unit for ten in range(2, 10) for unit in range(1, 10)]
-        assert [parse_integer(word) for word in compounds] == expected
+        compounds = [[ten, *(f"{ten}{join}{unit}" for unit in units[1:])] for ten in tens]
+        words = [*units, *teens.split(), *(word for ten in compounds for word in ten)]
+        assert [parse_integer(word) for word in words] == list(range(100))
 
 
 @given(st.integers(0, 10**18 - 1))
@@ -143,19 +134,14 @@ def test_boxes_truncated_at_any_length_are_rejected():
     assert [n for n in range(len(text)) if parse_boxes(text[:n]) is not None] == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}',
-        "<box>[[1,2,1,4]]</box>",
-        "<box>cat</box>",
-        "<box></box>",
-        "<|box_start|>(1,2),(3,x)<|box_end|>",
-        "<|box_start|>(1,2)<|box_end|>",
-        "<loc1><loc1><loc2><loc2>",
-        "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
-    ],
-)
+MALFORMED = [
+    *('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}', "<box>[[1,2,1,4]]</box>", "<box></box>"),
+    *("<box>cat</box>", "<|box_start|>(1,2),(3,x)<|box_end|>", "<|box_start|>(1,2)<|box_end|>"),
+    *("<loc1><loc1><loc2><loc2>", "<loc0001><loc0001><loc0002><loc0002> 3 <loc"),
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_boxes_are_rejected(text):
     assert parse_boxes(text) is None
 

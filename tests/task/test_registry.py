@@ -54,11 +54,9 @@ def install(tmp_path, monkeypatch):
     """Install a package with a task as an entry point, in the layout of pip."""
 
     def _install(package: str, name: str, module_text: str = PARITY, value: str = ":Parity"):
-        files = {
-            f"{package}.py": module_text,
-            f"{package}-1.0.dist-info/METADATA": f"Name: {package}\nVersion: 1.0\n",
-            f"{package}-1.0.dist-info/entry_points.txt": f"[vlm_grpo.tasks]\n{name} = {package}{value}",
-        }
+        folder, points = f"{package}-1.0.dist-info", f"[vlm_grpo.tasks]\n{name} = {package}{value}"
+        files = {f"{package}.py": module_text, f"{folder}/entry_points.txt": points}
+        files[f"{folder}/METADATA"] = f"Name: {package}\nVersion: 1.0\n"
         monkeypatch.syspath_prepend(write_files(tmp_path / f"site-{package}", files))
 
     return _install
@@ -217,13 +215,9 @@ def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monke
 @pytest.mark.parametrize(
     ("task", "name"),
     [
-        (Counting, "counting"),
-        (Counting(), "counting"),
-        ("counting", "counting"),
-        ("tasks/clock.py", "clock"),
-        ("tasks/clock.py:Hands", "clock"),
-        ("zoo.clock:Hands", "hands"),
-        ("<class test.<locals>.Hands>", "hands"),
+        *((Counting, "counting"), (Counting(), "counting"), ("counting", "counting")),
+        *(("tasks/clock.py", "clock"), ("tasks/clock.py:Hands", "clock")),
+        *(("zoo.clock:Hands", "hands"), ("<class test.<locals>.Hands>", "hands")),
     ],
 )
 def test_the_short_name_is_that_of_the_class_or_file(task, name):

@@ -259,7 +259,9 @@ def test_a_reward_that_fails_on_everything_is_an_error(failing, texts):
 @pytest.mark.parametrize("texts", [(*["raises"] * 4, "good"), ("raises", "", ""), ()])
 def test_other_failures_are_only_counted(failing, texts):
     check(FailureGuard(), failing, *texts)
-    check(FailureGuard(), load_task(failing, weights={"trouble": 0}), "raises")  # only logged
+    logged = load_task(failing, weights={"trouble": 0})
+    check(FailureGuard(), logged, "raises")
+    assert logged.score("raises", EXAMPLE).total == 0.0
 
 
 def test_failures_are_counted_over_rounds_until_the_reward_works(failing):

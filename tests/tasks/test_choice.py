@@ -61,5 +61,3 @@ def test_corpus_metrics_show_a_bias_of_position():
     task = load_task("choice")  # the letter that is shown
     example = next(e for e in map(make_example, "abcdef") if task.gold(e) == "C")
     assert task.corpus_metrics([0], [example]) == {"majority_baseline": 1.0, "exact_of_C": 1.0}
-
-

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import random
 import re
 import shutil
@@ -15,7 +14,6 @@ from judge_server import Reply, run_judge
 from PIL import Image
 from small_runs import assert_same_run, read_metrics, small_run
 
-from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
@@ -58,7 +56,6 @@ def test_the_request_holds_question_reference_and_answer(monkeypatch):
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer sk-1")
     assert (body["model"], body["max_tokens"]) == ("judge", 100)
     system, user = body["messages"]
-    assert system["role"] == "system"
     assert "from 0 (worst) to 10 (best)" in system["content"]
     image, text = user["content"]
     kind, _, data = image["image_url"]["url"].partition(",")
@@ -130,12 +127,11 @@ def test_a_verdict_in_another_form_is_none(reply):
     ("reply", "reason"),
     [
         (Reply("Score: 11"), "score 11 is not from 0 to 10"),
-        (Reply("A fine answer."), "must have one line 'Score: N'"),
         (Reply(body=b'{"error": "overloaded"}'), "the judge's response has no text"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
         (Reply(seconds=1.0), "2 attempts failed, the last with no response within 0.5 s"),
     ],
-    ids=["out of range", "no verdict", "no choices", "null", "late"],
+    ids=["out of range", "no choices", "null", "late"],
 )
 def test_a_failed_verdict_is_a_failure_and_not_a_score(reply, reason):
     def respond(body: Any) -> Reply:
@@ -156,8 +152,7 @@ def test_a_missing_key_is_named_and_no_key_is_told(monkeypatch):
     missing = "the environment variable JUDGE_KEY holds no API key"
     assert missing in task.score("x", ROW).failures["judge"]
     monkeypatch.setenv("JUDGE_KEY", "sk-1\nX-Other: 2")
-    failure = task.score("x", ROW).failures["judge"]
-    assert missing in failure
+    assert missing in (failure := task.score("x", ROW).failures["judge"])
     assert "sk-1" not in failure
 
 
@@ -181,9 +176,8 @@ def test_wrong_options_are_refused(options, message):
 
 def test_an_answer_and_a_reference_have_a_limited_length():
     task = load(longest=5)
-    assert [task.parse(text, ROW) for text in ("", " \n", " four ", "sixsix")] == [
-        *(None, None, "four", None)
-    ]
+    parsed = {"": None, " \n": None, " four ": "four", "sixsix": None}
+    assert {text: task.parse(text, ROW) for text in parsed} == parsed
     task.check(Example("1", (), "?", "five!"))
     for answer in (None, 3, "", "sixsix"):
         with pytest.raises(ValueError, match="no reference answer: a text of 1 to 5"):
@@ -204,10 +198,8 @@ def test_the_judge_is_a_second_base_class_of_another_task():
     assert "Reference answer: 3\n" in server.texts[0]
 
 
-def test_validate_asks_the_judge_about_few_rows(tmp_path):
-    rows = [{"id": str(n), "question": "?", "answer": f"word {n}"} for n in range(50)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_validate_asks_the_judge_about_few_rows():
+    rows = [Example(str(n), (), "?", f"word {n}") for n in range(50)]
 
     def respond(body: Any) -> Reply:
         text = body["messages"][1]["content"][-1]["text"]
@@ -216,8 +208,7 @@ def test_validate_asks_the_judge_about_few_rows(tmp_path):
         return Reply(f"Score: {9 if read_answer(text) == reference[1] else 0}")
 
     with run_judge(respond) as server:
-        task = load(server.address)
-        lines = list(check_task(task, load_examples(str(data), task)))
+        lines = list(check_task(load(server.address), rows))
     assert "judge scores batches: checked on the first 20 examples" in lines
     assert "gold answers earn 0.900 of the full reward, at least 0.900" in lines
     assert "in a group of 4 equal completions, the gold answer earns 0.900" in lines

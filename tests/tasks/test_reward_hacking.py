@@ -53,7 +53,6 @@ class Scenes:
 
 
 def draw(maker: Any, name: str) -> Callable[[], Sequence[Example]]:
-    """Return a function that draws examples of a synthetic dataset."""
     return lambda: maker.draw_examples(name, COUNT, seed=5)
 
 
@@ -73,7 +72,6 @@ PUZZLES = {"rows": 2, "columns": 2, "joined": True}
 
 
 def draw_puzzles() -> Sequence[Example]:
-    """Draw jigsaws of four tiles."""
     task = load_task("self_supervised", **PUZZLES)
     return [task.pose(e) for e in make_pictures.draw_examples("pictures", COUNT, seed=5)]
 
@@ -177,7 +175,6 @@ def spoil(text: str, rng: Rng) -> str:
 
 
 def jitter_all(objects: Sequence[tuple[Box, Any]], rng: Rng) -> tuple:
-    """Return objects with inexact boxes."""
     return tuple((jitter(box, rng), label) for box, label in objects)
 
 
@@ -186,12 +183,11 @@ def find_half(objects: Sequence[Any]) -> Sequence[Any]:
 
 
 def click_near(gold: Any, rng: Rng) -> Any:
-    """Return a click in the inexact box."""
     x1, y1, x2, y2 = jitter(gold.box, rng)
     return gold._replace(point=(x1 + rng.random() * (x2 - x1), y1 + rng.random() * (y2 - y1)))
 
 
-def choose(share: float, wrong: Callable[[Any], Any]) -> Callable[[Any, Rng], Any]:
+def choose(share: float, wrong: Callable[[Any], Any] = "{}0".format) -> Callable[[Any, Rng], Any]:
     """Return a policy that is right with a probability."""
     return lambda gold, rng: gold if rng.random() < share else wrong(gold)
 
@@ -277,21 +273,21 @@ SCENES = {
         draw(make_charts, "charts"),
         ("2", "1 or 2", "1-6", "red or blue", "1 2 3 4", "2 ± 2", "{question}", "{prompt}"),
         lambda rng: rng.choice(["red", "blue", *"123456"]),
-        choose(0.7, lambda gold: f"{gold}0"),
+        choose(0.7),
         kind=lambda example: example.meta["kind"],
     ),
     "numeric, years and shares": Scenes(
         lambda: make_examples(COUNT, draw_figure),
         ("2000", "1960-2024", "50%", "0-100%", "4.5", "1e5", "nan", "inf", "1e999", "{question}"),
         lambda rng: rng.choice(["1990", "2010", "25%", "75%", "2.5", "300,000"]),
-        choose(0.5, lambda gold: f"{gold}0"),
+        choose(0.5),
         kind=lambda example: example.question,
     ),
     "spatial": Scenes(
         lambda: make_examples(COUNT, draw_estimate),
         ("1", "2 m", "1-3 m", "100 cm", "about 5", "0.5 or 5", "{question}", "1e999", "4 chairs"),
         lambda rng: f"{rng.uniform(0.2, 5):.1f}",
-        choose(0.6, lambda gold: f"{gold}0"),
+        choose(0.6),
         kind=lambda example: example.question,
     ),
     "math": Scenes(
