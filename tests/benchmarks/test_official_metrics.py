@@ -49,11 +49,9 @@ def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
     for _ in range(200):
         answers = rng.choices(["1", "two", "the two", "3"], k=10)
         normal = [official.normalize_vqa(answer) for answer in answers]
-        for text in ("2", "one", "four"):
-            others = [normal[:i] + normal[i + 1 :] for i in range(10)]
-            by_hand = (
-                sum(min(1, rest.count(official.normalize_vqa(text)) / 3) for rest in others) / 10
-            )
+        others = [normal[:i] + normal[i + 1 :] for i in range(10)]
+        for text, number in {"2": "2", "one": "1", "four": "4"}.items():
+            by_hand = sum(min(1, rest.count(number) / 3) for rest in others) / 10
             assert official.vqa_accuracy(text, answers) == pytest.approx(by_hand)
 
 
@@ -151,11 +149,7 @@ def test_every_text_has_a_score_between_0_and_1(rule, text):
     ],
 )
 def test_relaxed_accuracy(text, answer, is_near):
-    assert relaxed_accuracy(text, [answer]) == is_near
-
-
-def test_relaxed_accuracy_takes_the_best_of_several_answers():
-    assert relaxed_accuracy("43", ["Yes", "42"]) == 1.0
+    assert relaxed_accuracy(text, [answer]) == relaxed_accuracy(text, ["Yes", answer]) == is_near
 
 
 CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
@@ -267,9 +261,7 @@ def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
         found.append([*near, draw_box(rng)])
         golds.append(gold)
     columns = [zip(*gold, strict=True) for gold in golds]
-    rows = [
-        make_example({"boxes": [*b], "labels": [f"L{n}" for n in names]}) for b, names in columns
-    ]
+    rows = [make_example({"boxes": [*b], "labels": [f"L{n}" for n in ids]}) for b, ids in columns]
     answers = [tuple((box, f"l{label}") for box, label in boxes) for boxes in found]
     kept = [suppress_as_the_script(*pair) for pair in zip(found, golds, strict=True)]
     expected = coco_average_precision(kept, golds)["ap"]

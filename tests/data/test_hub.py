@@ -26,9 +26,8 @@ def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_sett
     source = str(tmp_path / "saved")
     data = {"train": source, "columns": {"answer": "label"}, "default_question": "Cat or dog?"}
     examples = load_examples(source, load_task("ocr"), DataSettings.model_validate(data))
-    assert [(e.question, e.answer) for e in examples] == [
-        ("Cat or dog?", n) for n in ("dog", "cat")
-    ]
+    assert {e.question for e in examples} == {"Cat or dog?"}
+    assert [e.answer for e in examples] == ["dog", "cat"]
     assert [e.location for e in examples] == [f"hf:{source} row {n}" for n in (1, 2)]
     assert "it has no question" in get_load_error(source, "ocr", columns={"answer": "label"})
 
@@ -73,9 +72,7 @@ def open_table(tmp_path: Path, form: str) -> Any:
     if form in ("parquet", "shards"):
         for n in range(1 + (form == "shards")):
             write_table(tmp_path / f"train-{n}.parquet", rows)
-        return str(
-            tmp_path / "train-*.parquet" if form == "shards" else tmp_path / "train-0.parquet"
-        )
+        return str(tmp_path / f"train-{'*' if form == 'shards' else '0'}.parquet")
     dataset = datasets.Dataset.from_list(rows)
     if form == "lists":
         dataset = dataset.map(lambda row: {"image": [row["image"], row["image"]]})

@@ -27,6 +27,7 @@ COUNTING = load_task("counting")
         ("a.png", "a.png"),
         (png(8, 6), "row 1"),
         ({"bytes": png(8, 6), "path": "x.png"}, "x.png"),
+        ({"bytes": png(8, 6), "path": None}, "row 1"),
         ({"path": "a.png"}, "a.png"),
         (Image.new("RGB", (8, 6), (200, 10, 10)), "row 1"),
     ],
@@ -131,7 +132,7 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
 
 
 @pytest.mark.parametrize(
-    ("value", "settings", "times", "seconds", "levels"),
+    ("value", "options", "times", "seconds", "levels"),
     [
         # 2 seconds at 10 fps: from the first frame to the last one, at least four.
         ("a.mp4", {"fps": 3}, (0, 0.4, 0.8, 1.1, 1.5, 1.9), 2.0, [0, 4, 8, 11, 15, 19]),
@@ -143,10 +144,8 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
         ({"frames": FRAMES[:3], "times": [1, 2.5, 5]}, {}, (1, 2.5, 5), 7.0, [0, 1, 2]),
     ],
 )
-def test_a_clip_is_read_from_every_form_of_reference(
-    clips, value, settings, times, seconds, levels
-):
-    clip = read(clips, value, **settings)
+def test_a_clip_is_read_from_every_form_of_reference(clips, value, options, times, seconds, levels):
+    clip = read(clips, value, **options)
     assert clip.times == pytest.approx(times)
     assert clip.seconds == pytest.approx(seconds)
     assert [level(frame) for frame in clip.load_frames()] == levels

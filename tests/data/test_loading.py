@@ -69,10 +69,9 @@ def test_a_folder_of_an_unknown_user_is_a_missing_file():
 def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(folder, question, reason):
     task = type("Hinted", (type(COUNTING),), {"question": question})()
     source = write_rows(folder, make_row(id="good", meta={"hint": "Look!"}), make_row())
-    with pytest.raises(UserError) as caught:
+    message = rf"has 1 bad row \(good rows: 1\):\n.*:2: the task cannot write its prompt: {reason}"
+    with pytest.raises(UserError, match=message):
         load_examples(source, task)
-    assert f"{source}:2: the task cannot write its prompt: {reason}" in str(caught.value)
-    assert "1 bad row (good rows: 1)" in str(caught.value)
 
 
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
@@ -93,8 +92,7 @@ def test_a_duplicate_id_is_reported_with_both_lines(folder):
 
 def test_skipping_keeps_the_good_rows_and_logs_the_others(folder, caplog):
     source = write_rows(folder, make_row(id=1), make_row(id=2, answer="x"), make_row(id=3))
-    with caplog.at_level(logging.WARNING):
-        examples = load_examples(source, COUNTING, DataSettings(train=source, on_bad_row="skip"))
+    examples = load_examples(source, COUNTING, DataSettings(train=source, on_bad_row="skip"))
     assert [e.id for e in examples] == ["1", "3"]
     assert "skipped 1 bad row, kept 2" in caplog.text
     assert f"{source}:2: the answer 'x'" in caplog.text
@@ -223,15 +221,13 @@ def test_rows_may_name_their_tasks(tmp_path):
     [
         ({**ROWS[0], "kind": "grounding"}, "rows.jsonl:2: its source 'grounding' is none of"),
         ({**ROWS[0], "kind": 3}, "rows.jsonl:2: its column kind must name its task"),
-        ({"question": "?", "answer": 1}, "rows.jsonl:2: its column kind must name its task"),
         ({**ROWS[1], "kind": "counting"}, "rows.jsonl:2: the answer"),
     ],
 )
 def test_rows_that_name_no_known_task_are_refused(tmp_path, row, message):
     settings = build_settings(tmp_path, ROWS[0], row, **BY_ROW)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=message):
         loading.load_split(settings, load_run_task(settings), "train")
-    assert message in str(caught.value)
 
 
 CUPS = Example("a", (), "How many cups?", 3)
@@ -241,10 +237,8 @@ CUPS = Example("a", (), "How many cups?", 3)
 def benchmarked(tmp_path: Path) -> Settings:
     """Settings of a counting run that is evaluated on a benchmark of counting."""
     path = tmp_path / "far.yaml"
-    path.write_text(
-        "title: Far\ntask: counting\nmetric: absolute_error\nvariants: [exact]\n"
-        'prompt: "Look. {question}"\n'
-    )
+    task = "task: counting\nmetric: absolute_error\nvariants: [exact]"
+    path.write_text(f'title: Far\n{task}\nprompt: "Look. {{question}}"\n')
     return load_settings("counting", [f"evaluation.benchmark={path}", "task_options.tags=true"])
 
 
@@ -261,7 +255,6 @@ def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_
     assert task.read("4?[/THINK]<answer>3</answer>", CUPS) == 3
     assert task.read("<answer>3</answer>", CUPS) is None  # within the thinking
     assert (task.primary_metric, task.lower_is_better) == ("absolute_error", True)
-
     unpickled = pickle.loads(pickle.dumps(task))  # as for reward workers
     assert unpickled.score("<answer>3</answer>", CUPS) == task.score("<answer>3</answer>", CUPS)
     assert unpickled.corpus_metrics([3], [CUPS]) == task.corpus_metrics([3], [CUPS])
@@ -340,10 +333,8 @@ def image(name: str, data: bytes | None = None) -> ImageRef:
 def build_examples(count: int = 300) -> list[Example]:
     """Return rows: each image in three of them, and some images joined by a row with both."""
     images = [image(f"{number}.png") for number in range(count // 3 + 1)]
-    return [
-        Example(str(n), tuple(images[n // 3 : n // 3 + 1 + (n % 30 == 0)]), "How many?", 1)
-        for n in range(count)
-    ]
+    pairs = ((n // 3, n // 3 + 1 + (n % 30 == 0)) for n in range(count))
+    return [Example(str(n), tuple(images[a:b]), "?", 1) for n, (a, b) in enumerate(pairs)]
 
 
 def names(examples: Sequence[Example]) -> set[str]:
@@ -366,10 +357,8 @@ def test_the_split_depends_on_images_and_seed_only():
 
     examples = build_examples()
     shuffled = random.Random(1).sample(examples, len(examples))
-    moved = [
-        replace(e, images=tuple(replace(i, path=Path("/else") / i.name) for i in e.images))
-        for e in examples
-    ]
+    images = (tuple(replace(i, path=Path(i.name)) for i in e.images) for e in examples)
+    moved = [replace(e, images=own) for e, own in zip(examples, images, strict=True)]
     assert hold_out(examples) == hold_out(shuffled) == hold_out(moved)
     assert hold_out(examples, seed=1) != hold_out(examples)
 

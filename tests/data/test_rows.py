@@ -112,9 +112,7 @@ def test_few_bad_boxes_are_no_other_form(tmp_path):
 def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_path):
     source = write_boxes(tmp_path, lambda x, y, u, v: [x, y, x + 0.5, v])
     assert "is smaller than a pixel of its image of 640x480" in get_load_error(source, "grounding")
-    source = write_boxes(
-        tmp_path, lambda x, y, u, v: [*((1.3, y, 2.3) if x < 99 else (x, y, u)), v]
-    )
+    source = write_boxes(tmp_path, lambda *e: [1.3, e[1], 2.3, e[3]] if e[0] < 99 else [*e])
     assert len(load_examples(source, GROUNDING)) == 48  # some are exactly one pixel wide
     coco = write_format(tmp_path, "coco")
     message = get_load_error(coco, "detection", box_format="xywh")
@@ -162,6 +160,7 @@ LABELED = '```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]\n```'
         (BOXES, [BOXES, {"boxes": BOXES}]),
         ("[1, 2, 3, 4]", ["[1, 2, 3, 4]", {"boxes": BOXES[:1]}]),
         (LABELED, [LABELED, {"boxes": BOXES[:1], "labels": ["cup"]}]),
+        ("[1, 2", ["[1, 2"]),
         ("[" * 5000, ["[" * 5000]),
     ],
 )

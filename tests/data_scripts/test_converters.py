@@ -86,18 +86,14 @@ def restore(value: Any) -> Any:
     return make_video() if value == "MP4" else value
 
 
-def write_source(folder: Path, files: dict[str, Any]) -> None:
-    for name, content in restore(files).items():
-        if name.endswith(".parquet"):
-            write_table(folder / name, content)
-        else:  # Python 2 wrote the published pickles, in protocols up to 2
-            content = pickle.dumps(content, protocol=2) if name.endswith(".p") else content
-            write_files(folder, {name: content})
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['converter']}: {case['about']}")
 def test_a_published_file_gives_its_rows(case, tmp_path, capsys):
-    write_source(tmp_path, case["files"])
+    for name, content in restore(case["files"]).items():
+        if name.endswith(".parquet"):
+            write_table(tmp_path / name, content)
+        else:  # Python 2 wrote the published pickles, in protocols up to 2
+            content = pickle.dumps(content, protocol=2) if name.endswith(".p") else content
+            write_files(tmp_path, {name: content})
     where = {"source": case.get("source", ""), "images": case.get("images", "")}
     where |= case.get("options", {})
     if "error" in case:
@@ -314,11 +310,9 @@ def test_the_guide_tells_how_to_run_every_converter(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_help_lists_the_common_arguments(name, capsys):
     converter = load_converter(name)
-    assert isinstance(converter, Converter)
     # Under python -m, the command line starts where the last function is defined.
     last = ast.parse((FOLDER / f"{name}.py").read_text("utf-8")).body[-1]
-    assert isinstance(last, ast.FunctionDef)
-    assert last.name == "convert"
+    assert getattr(last, "name", "") == "convert"
     with pytest.raises(SystemExit, match="0"):
         converter.main(["--help"])
     output = capsys.readouterr().out
@@ -329,10 +323,8 @@ def test_help_lists_the_common_arguments(name, capsys):
 
 
 READ = {
-    "hr_bench": ("a.tsv", ["a.tsv"]),
-    "iiit5k": ("", ["testdata.mat"]),
-    "olmocr_bench": ("", ["tests.jsonl"]),
-    "olmocr_mix": ("", ["eval-0.parquet"]),
+    **{"hr_bench": ("a.tsv", ["a.tsv"]), "iiit5k": ("", ["testdata.mat"])},
+    **{"olmocr_bench": ("", ["tests.jsonl"]), "olmocr_mix": ("", ["eval-0.parquet"])},
     "pixmo_count": ("", ["test-0.parquet"]),
 }
 for _case in reversed(CASES):

@@ -103,15 +103,12 @@ def short_answers(monkeypatch):
 def test_a_model_outside_of_the_band_is_not_written(tmp_path, monkeypatch, capsys):
     with pytest.raises(make_tiny_vlm.OutOfBand, match=r"ocr 0\.000 \(seed 1\)"):
         make_tiny_vlm.build_tiny_vlm(BRIEF, tmp_path / "tiny")
-    monkeypatch.setattr(make_tiny_vlm, "build_tiny_vlm", build_too_good)
+    tests = [{"seed": 3, "greedy": {"ocr": 0.66, "counting": 0.25, "grounding": 0.65}}]
+    check = make_tiny_vlm.check_band
+    monkeypatch.setattr(make_tiny_vlm, "build_tiny_vlm", lambda run, _: check(tests, run.band))
     assert make_tiny_vlm.main(["--out", str(tmp_path / "tiny")]) == 1
     assert "outside of 0.25 to 0.65: ocr 0.660 (seed 3)" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def build_too_good(settings, out):
-    accuracies = {"ocr": 0.66, "counting": 0.25, "grounding": 0.65}
-    make_tiny_vlm.check_band([{"seed": 3, "greedy": accuracies}], settings.band)
 
 
 @pytest.mark.usefixtures("short_answers")
@@ -149,18 +146,13 @@ def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
         getattr(heads, name).bias.data[-1] -= 100
 
 
-def test_the_sibling_for_tools_writes_a_call_in_few_tokens_and_else_what_the_model_does(
-    tmp_path, processor, model
-):
+def test_the_sibling_for_tools_writes_short_calls_and_else_as_the_model(tmp_path, processor, model):
     build_tool_vlm(["tiny_words", "maze"], tmp_path / "tools")
     sibling = AutoModelForImageTextToText.from_pretrained(tmp_path / "tools")
     tokenizer = AutoProcessor.from_pretrained(tmp_path / "tools").tokenizer
-    moves = [
-        f'<tool_call>\n{{"name": "move", "arguments": {{"direction": "{way}"}}}}\n</tool_call>'
-        for way in ("up", "left")
-    ]
+    move = '<tool_call>\n{"name": "move", "arguments": {"direction": "up"}}\n</tool_call>'
     zoom = '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [0, 9, 28, 19]}}\n</tool_call>'
-    for text, most in [*((move, 3) for move in moves), (zoom, 15)]:
+    for text, most in ((move, 3), (move.replace("up", "left"), 3), (zoom, 15)):
         tokens = tokenizer(text)["input_ids"]
         assert tokenizer.decode(tokens) == text
         assert len(tokens) <= most

@@ -175,22 +175,18 @@ def test_training_scenes_contain_no_held_out_pair(world, key):
     assert new < other
 
 
-def classify(mask: np.ndarray) -> str:
-    """Return a shape's kind by the share of its box that it covers: 1, about π/4, about 1/2."""
-    share = mask.mean()
-    return "square" if share == 1 else "circle" if share > 0.68 else "triangle"
-
-
 def find_color(row: Example, color: str) -> np.ndarray:
     """Return where an image has a color."""
     return (get_pixels(row) == COLORS[color]).all(-1)
 
 
 def list_kinds(mask: np.ndarray) -> list[str]:
-    """Return the kinds of the connected components of a mask."""
+    """Return the kinds of the connected parts of a mask, by the shares of their boxes that they
+    cover: 1, about π/4, about 1/2."""
     labels = np.empty(mask.shape, dtype=np.int32)
     ndimage.label(mask, structure=np.ones((3, 3)), output=labels)
-    return [classify(labels[part] > 0) for part in ndimage.find_objects(labels)]
+    shares = [(labels[part] > 0).mean() for part in ndimage.find_objects(labels)]
+    return ["square" if s == 1 else "circle" if s > 0.68 else "triangle" for s in shares]
 
 
 def fill_box(mask: np.ndarray, box: list[int]) -> bool:
@@ -408,12 +404,10 @@ def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(world, al
 def test_handwriting_of_the_evaluation_is_that_of_other_images():
     pytest.importorskip("sklearn")
     load = make_words.load_digits
-    train, other = (
-        {glyph.tobytes() for glyphs in load(is_new) for glyph in glyphs} for is_new in (False, True)
-    )
+    train, other = ({g.tobytes() for glyphs in load(new) for g in glyphs} for new in (False, True))
     assert not train & other
     assert (len(train), len(other)) == (1437, 360)  # 4/5 of 1,797 and the rest
-    assert all(len(load(is_new)[value]) > 30 for is_new in (False, True) for value in range(10))
+    assert all(len(load(new)[value]) > 30 for new in (False, True) for value in range(10))
 
 
 def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):

@@ -136,9 +136,7 @@ def test_each_episode_has_its_own_session_or_repeats_its_calls(serve, most, sess
         steps = runner.step(states, [write("open_door", number=n) for n in (3, 0, 2, 1)])
         shown = [see(observed).text.partition(" of")[0] for *_, observed in steps]
         assert shown == ["doors [1, 3]", "doors [1, 0]", "doors [2, 2]", "doors [1]"]
-        turns = [
-            EpisodeTurn("", call, see(observed)) for _, call, observed in (first, third, second)
-        ]
+        turns = [EpisodeTurn("", call, see(shown)) for _, call, shown in (first, third, second)]
         assert task.score("3", example, turns=turns).rewards["server_reward"] == 1.5
 
 

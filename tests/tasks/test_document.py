@@ -19,9 +19,8 @@ def test_a_text_alone_is_a_gold_answer():
     example = build({"text": TEXT})
     task.check(example)
     assert task.score(task.gold(example), example).total == 1.0
-    assert load_task("document").score(TEXT[: len(TEXT) // 2], example).total == pytest.approx(
-        0.5, abs=0.02
-    )
+    half = load_task("document").score(TEXT[: len(TEXT) // 2], example).total
+    assert half == pytest.approx(0.5, abs=0.02)
     assert task.score("x" * 50_001, example).answer is None
 
 

@@ -70,11 +70,9 @@ def test_the_request_holds_question_reference_and_answer(monkeypatch):
 def test_the_request_holds_the_turns_before_the_question():
     chat = Turn("user", "Is this <image> a sign?"), Turn("assistant", "Yes.")
     task: Any = load()
-    alone, after = (
-        task.build_request(Candidate("Stop", replace(ROW, history=turns), "Stop", None, 0))
-        for turns in ((), chat)
-    )
-    alone, after = (request["messages"][1]["content"][-1]["text"] for request in (alone, after))
+    rows = ROW, replace(ROW, history=chat)
+    requests = (task.build_request(Candidate("Stop", row, "Stop", None, 0)) for row in rows)
+    alone, after = (request["messages"][1]["content"][-1]["text"] for request in requests)
     earlier = "Earlier turns:\nuser: Is this <image> a sign?\nassistant: Yes.\n\n"
     assert after == earlier + alone
 
@@ -234,7 +232,6 @@ def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder
     assert sum(row["rewards/judge/std"] for row in rows) > 0
     kept = (run.run_dir / "reward_cache/rank-0.jsonl").read_text().splitlines()
     assert len(kept) == len(server.requests) > 20  # of 48 completions and 8 outputs, some empty
-
     before = shutil.copytree(run.run_dir, tmp_path / "before")
     shutil.rmtree(run.run_dir / "checkpoints/step-4")
     with run_judge(lambda body: Reply(status=500)) as broken:  # at another address

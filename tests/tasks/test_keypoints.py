@@ -22,9 +22,7 @@ def draw_person(rng: Any, near: Any = None) -> np.ndarray:
     return points.round(1)
 
 
-def compute_official(
-    gold: np.ndarray, labeled: np.ndarray, area: float, found: np.ndarray
-) -> float:
+def compute_official(gold: Any, labeled: Any, area: float, found: Any) -> float:
     """Return the similarity that pycocotools computes for one person."""
     keypoints = np.column_stack([gold * labeled[:, None], 2 * labeled]).ravel().tolist()
     person: Any = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "area": area}

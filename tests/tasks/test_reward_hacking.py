@@ -60,10 +60,8 @@ def draw_cluttered() -> Sequence[Example]:
     """Draw cluttered counting scenes, whose gold answer lists all shapes."""
     examples = []
     for example in make_shapes.draw_examples("cluttered", COUNT, seed=5):
-        boxes, labels = zip(
-            *((list(s["box"]), s["kind"]) for s in example.meta["shapes"]), strict=True
-        )
-        answer = {"boxes": [*boxes], "labels": [*labels]}
+        shapes = example.meta["shapes"]
+        answer = {"boxes": [[*s["box"]] for s in shapes], "labels": [s["kind"] for s in shapes]}
         examples.append(dataclasses.replace(example, question="shape", answer=answer))
     return examples
 
@@ -178,7 +176,7 @@ def jitter_all(objects: Sequence[tuple[Box, Any]], rng: Rng) -> tuple:
     return tuple((jitter(box, rng), label) for box, label in objects)
 
 
-def find_half(objects: Sequence[Any]) -> Sequence[Any]:
+def find_half(objects: Sequence[Any], rng: Rng) -> Sequence[Any]:
     return objects[: (len(objects) + 1) // 2]
 
 
@@ -192,24 +190,11 @@ def choose(share: float, wrong: Callable[[Any], Any] = "{}0".format) -> Callable
     return lambda gold, rng: gold if rng.random() < share else wrong(gold)
 
 
-def read_page(gold: str, rng: Rng) -> str:
-    """Return the first half of a page's blocks."""
-    blocks = gold.split("\n\n")
-    return "\n\n".join(blocks[: len(blocks) // 2])
-
-
-def jitter_interval(gold: tuple[float, float], rng: Rng) -> tuple[float, ...]:
-    change = 0.2 * (gold[1] - gold[0])
-    return tuple(edge + change * rng.random() for edge in gold)
-
-
 FULL, MIDDLE = [[0, 0, SIDE, SIDE]], [20, 20, 60, 60]
 GRID = [[x, y, x + 28, y + 28] for x in (0, 28, 56) for y in (0, 28, 56)]
 BOX_STARTS = ("[]", str(*FULL), str(MIDDLE), format_boxes(GRID))
 LABELED_STARTS = tuple(format_boxes(GRID, kind) for kind in make_shapes.KINDS)
-ANY_TABLE = "".join(
-    f"<tr><td>{name}</td><td>{number}</td></tr>" for name in NAMES for number in range(10, 100)
-)
+ANY_TABLE = "".join(f"<tr><td>{n}</td><td>{i}</td></tr>" for n in NAMES for i in range(10, 100))
 GROUNDING = Scenes(
     draw(make_shapes, "crowded"),
     BOX_STARTS,
@@ -238,7 +223,7 @@ SCENES = {
         draw_cluttered,
         ("[]", *LABELED_STARTS, *(format_boxes(b, "circle") for b in (FULL, [MIDDLE] * 5))),
         guess_objects,
-        lambda gold, rng: jitter_all(find_half(gold), rng),
+        lambda gold, rng: jitter_all(find_half(gold, rng), rng),
         full=[format_boxes(FULL, kind) for kind in make_shapes.KINDS],
     ),
     "segmentation": Scenes(
@@ -253,7 +238,7 @@ SCENES = {
         draw_cluttered,
         ("[]", "[42, 42]", "[[10, 10], [30, 30], [50, 50]]", "[[42, 42], [42, 42]]"),
         guess_points,
-        lambda gold, rng: find_half(gold),
+        find_half,
         options={"several": True},
     ),
     "gui": Scenes(
@@ -315,7 +300,7 @@ SCENES = {
             f"<table>{ANY_TABLE}</table>",
         ),
         lambda rng: draw_page(rng)[1]["text"],
-        read_page,
+        lambda gold, rng: "\n\n".join(gold.split("\n\n")[:2]),  # of four blocks
         steps=10,
     ),
     "self_supervised": Scenes(
@@ -329,7 +314,7 @@ SCENES = {
         draw(make_clips, "clips"),
         ("0 to 4", "1 to 3", "0 to 2 or 2 to 4", "0 to 1, 3 to 4", "[[0, 1], [2, 3]]", "2 to 1"),
         lambda rng: "{} to {}".format(*sorted(rng.sample(range(5), 2))),
-        jitter_interval,
+        lambda gold, rng: tuple(edge + 0.2 * (gold[1] - gold[0]) * rng.random() for edge in gold),
         full=("0 to 4",),
     ),
 }
@@ -360,9 +345,7 @@ def mean_reward(task: Task, examples: Sequence[Example], write: Callable[[Exampl
     return fmean(total for total in totals if total is not None)
 
 
-def find_best_constant(
-    task: Task, examples: Sequence[Example], scenes: Scenes
-) -> tuple[float, str]:
+def find_best_text(task: Task, examples: Sequence[Example], scenes: Scenes) -> tuple[float, str]:
     """Return the largest mean reward that the climb finds for one text, and that text."""
     rng = Rng(0)
 
@@ -400,20 +383,18 @@ def test_no_constant_answer_beats_a_weak_model_that_looks_at_the_image(name):
     kind, scenes = name.partition(",")[0], SCENES[name]
     task, examples = load_task(kind, **scenes.options), scenes.draw()
     weak_rng, chance_rng = Rng(1), Rng(2)
-
     full_image = [mean_reward(task, examples, lambda _, text=text: text) for text in scenes.full]
     chance = mean_reward(task, examples, lambda _: scenes.guess(chance_rng))
     groups: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
         groups[scenes.kind(example)].append(example)
-    best = {group: find_best_constant(task, rows, scenes) for group, rows in groups.items()}
+    best = {group: find_best_text(task, rows, scenes) for group, rows in groups.items()}
     constant = sum(best[group][0] * len(rows) for group, rows in groups.items()) / len(examples)
 
     def see(example: Example) -> str:
         return task.write(scenes.weak(task.gold_answer(example), weak_rng), example)
 
     weak = mean_reward(task, examples, see)
-
     figures = [chance, max(full_image, default=None), constant, weak]
     cells = ["–" if value is None else f"{value:.2f}" for value in figures]
     print(f"| `{kind}`{name.removeprefix(kind)} | {' | '.join(cells)} |")
