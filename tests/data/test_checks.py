@@ -24,12 +24,8 @@ def rows(*images: str, answer: object = 1, **others: object) -> list[dict]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    files = {
-        "a.png": encode_image(photo(0)),
-        "copy.bmp": encode_image(photo(0), "BMP"),
-        "b.png": encode_image(photo(1)),
-        "truncated.png": encode_image(photo(2))[:3000],
-    }
+    files = {"a.png": encode_image(photo(0)), "copy.bmp": encode_image(photo(0), "BMP")}
+    files |= {"b.png": encode_image(photo(1)), "truncated.png": encode_image(photo(2))[:3000]}
     return write_files(tmp_path, files)
 
 

@@ -15,9 +15,7 @@ from vlm_grpo.task.sentences import unwrap
 PARSERS = {
     "extract_answer with tags": lambda text: parsing.extract_answer(text, tags=True),
     "extract_answer": lambda text: parsing.extract_answer(text, tags=False),
-    "parse_integer": parse_integer,
-    "parse_boxes": parse_boxes,
-    "parse_points": parsing.parse_points,
+    **{"integer": parse_integer, "boxes": parse_boxes, "points": parsing.parse_points},
 }
 
 

@@ -99,14 +99,10 @@ def test_images_without_a_clear_answer_are_refused_and_counted(tmp_path, caplog)
     gray.resize((192, 180)).save(again, "JPEG", quality=80)
     half = np.asarray(paint(2)).copy()
     half[:30, :64] = 90  # two of the nine tiles
-    rows = [
-        {"id": "good", "images": [gray]},
-        {"id": "flat", "images": [flat]},
-        {"id": "again", "images": [again.getvalue()]},
-        {"id": "sky", "images": [Image.fromarray(half)]},
-        {"id": "small", "images": [paint(3, 60, 60)]},
-        {"id": "two", "images": [paint(4), paint(5)]},
-    ]
+    images = {"good": [gray], "flat": [flat], "again": [again.getvalue()]}
+    images |= {"sky": [Image.fromarray(half)], "small": [paint(3, 60, 60)]}
+    images["two"] = [paint(4), paint(5)]
+    rows = [{"id": name, "images": own} for name, own in images.items()]
     assert [example.id for example in load(rows, "jigsaw", skips=True)] == ["good"]
     assert "skipped 5 bad rows, kept 1" in caplog.text
     with pytest.raises(UserError) as caught:
