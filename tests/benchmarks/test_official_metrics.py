@@ -95,14 +95,6 @@ def test_word_recognition_reads_letters_and_digits_alone():
     assert [official.word_recognition(text, ["Star24"]) for text in texts] == [1, 1, 0, 0]
 
 
-def test_error_rates_divide_sums_over_the_dataset():
-    # 1 substitution of 2 characters, 3 insertions of 1: 4 / 3; the mean of the two rates is 1.75.
-    assert error_rate(["ax", "cdef"], ["ab", "c"]) == pytest.approx(4 / 3)
-    assert error_rate(["no exit"], ["no way out"], words=True) == pytest.approx(2 / 3)
-    with pytest.raises(ValueError, match="gold texts are empty"):
-        error_rate(["a"], [""])
-
-
 @pytest.mark.parametrize(("words", "peer"), [(False, "cer"), (True, "wer")])
 def test_error_rates_agree_with_jiwer(words, peer):
     rng = random.Random(1)
@@ -113,6 +105,8 @@ def test_error_rates_agree_with_jiwer(words, peer):
 
     golds, texts = ([draw() for _ in range(100)] for _ in range(2))
     assert error_rate(texts, golds, words) == pytest.approx(getattr(jiwer, peer)(golds, texts))
+    with pytest.raises(ValueError, match="gold texts are empty"):
+        error_rate(["a"], [""], words)
 
 
 @pytest.mark.parametrize(

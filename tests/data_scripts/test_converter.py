@@ -15,7 +15,7 @@ from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
 def build(read: Any, expected: Any = None, task: str = "counting") -> Converter:
     """Return a converter of rows, or of what a function yields."""
-    rows = read if callable(read) else lambda _: read
+    rows: Any = read if callable(read) else lambda _: read
     return Converter("rows", rows, tasks=(task,), splits={"test": expected, "train": None})
 
 

@@ -50,7 +50,9 @@ def test_tables_of_gold_and_answer_are_drawn_side_by_side():
     image = Image.new("RGB", (200, 100), "gray")
     gold = draw_table(image, [["a", "b"], ["c"]], GOLD_COLOR)
     answer = draw_table(image, [["a", "b"], ["c"]], PREDICTED_COLOR)
-    left, right = (ImageChops.difference(drawn, image).getbbox() or () for drawn in (gold, answer))
+    left, right = (
+        ImageChops.difference(drawn, image).getbbox() or (0,) * 4 for drawn in (gold, answer)
+    )
     assert (left[0], right[0]) == (0, 100)
     assert left[2] <= 100
     assert draw_table(image, [], GOLD_COLOR).tobytes() == image.tobytes()
