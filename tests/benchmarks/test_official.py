@@ -1,7 +1,5 @@
 """Outputs scored as by the official scripts, where these read more or less than the rewards do."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -28,10 +26,7 @@ def load_task(benchmark: str, frame: str = "original") -> Task:
     return load_benchmark(benchmark).load_task(FRAMES[frame])
 
 
-def compute_metric(
-    benchmark: str, frame: str = "original", *, output: str, example: Example
-) -> Any:
-    task = load_task(benchmark, frame)
+def compute_metric(task: Task, output: str, example: Example) -> Any:
     score = task.score(output, example)
     assert task.primary_metric not in score.failures
     return {**score.rewards, **score.metrics}[task.primary_metric]
@@ -44,7 +39,6 @@ def compute_metric(
         ("super_clevr_200", 8, "<answer> 8 </answer>", 1),
         ("super_clevr_200", 8, "<think>4</think><answer>\n8\n</answer>", 1),
         ("super_clevr_200", 8, "<answer>A. 8</answer>", 0),  # the reward's parser reads 8
-        ("super_clevr_200", 8, "<answer>eight</answer>", 0),
         ("super_clevr_200", 8, "<answer>x</answer><answer>8</answer>", 1),  # the first with digits
         ("super_clevr_200", 8, "<answer>8", 0),
         ("super_clevr_200", 8, "8", 0),
@@ -58,16 +52,12 @@ def compute_metric(
         ("lisa_grounding", BOX, BOX_JSON, 0),  # no tags
         # The first box in the grammar of the model.
         ("refcoco", BOX, HALF_JSON, 1),  # an IoU of at least 0.5
-        ("refcoco", BOX, f"[{BOX_JSON}, {BOX_JSON}]", 1),
         ("refcoco", BOX, f"[{BOX_JSON}, [500, 500, 600, 600]]", 1),
         ("refcoco", BOX, f"The 2 dogs: {BOX_JSON}", 1),
         ("refcoco", BOX, '{"bbox_2d": [0, 0, 10, 10], "lab', 1),
-        ("refcoco", BOX, f'{{"object": {BOX_JSON}}}', 1),
-        ("refcoco", BOX, f"<answer>{BOX_JSON}</answer>", 1),
         ("refcoco", BOX, f"<think>[1, 2, 3, 4]</think>{BOX_JSON}", 1),
         ("refcoco", BOX, "[0 0 10 10]", 0),
         ("refcoco", BOX, "[10, 10, 0, 0]", 0),
-        ("refcoco", BOX, "(0,0),(10,10)", 0),
         ("refcoco qwen2_vl", BOX, "It is <|box_start|>(0,0),(10,10)<|box_end|>", 1),
         # Qwen-VL's pattern allows no blank between corners and begins at the first parenthesis.
         ("refcoco qwen2_vl", BOX, "(0, 0), (10, 10)", 0),
@@ -82,13 +72,12 @@ def compute_metric(
         ("refcoco glm", BOX, "at <0, 0, 10, 10>", 1),
         ("refcoco", BOX, "(0, 0, 10, 10)", 0),
         ("refcoco paligemma", BOX, "<loc0000><loc0000><loc0010><loc0010>", 1),
-        # A number alone; the reward's parser reads "7.", "#7" and "There are 7 apples" too.
+        # A number alone; the reward's parser reads "7." and "There are 7 apples" too.
         ("tallyqa", 7, "7", 1),
         ("tallyqa", 7, "Seven", 1),
         ("tallyqa", 0, "none", 1),
         ("tallyqa", 7, "<answer>7</answer>", 1),
         ("tallyqa", 7, "7.", 0),
-        ("tallyqa", 7, "#7", 0),
         ("tallyqa", 7, "There are 7 apples", 0),
         ("tallyqa", 7, "07", 0),
         ("tallyqa", 21, "twenty-one", 0),
@@ -111,7 +100,7 @@ def compute_metric(
     ],
 )
 def test_an_output_is_scored_as_by_the_script(benchmark, gold, output, expected):
-    found = compute_metric(*benchmark.split(), output=output, example=make_example(gold))
+    found = compute_metric(load_task(*benchmark.split()), output, make_example(gold))
     assert found == pytest.approx(expected)
 
 
@@ -131,7 +120,7 @@ def test_an_output_is_scored_as_by_the_script(benchmark, gold, output, expected)
     ],
 )  # fmt: skip
 def test_an_output_is_scored_with_the_columns_of_its_row(benchmark, gold, output, meta):
-    assert compute_metric(benchmark, output=output, example=make_example(gold, **meta)) == 1
+    assert compute_metric(load_task(benchmark), output, make_example(gold, **meta)) == 1
 
 
 def test_super_clevr_without_tags_in_the_prompt_reads_digits():
@@ -142,11 +131,11 @@ def test_super_clevr_without_tags_in_the_prompt_reads_digits():
 
 def test_an_output_without_a_count_is_a_count_of_0_in_fsc_147():
     task = load_task("fsc147")
-    examples = [make_example(8), make_example(3)]
-    scores = [task.score(text, row) for text, row in zip(["8", "many"], examples, strict=True)]
+    first, second = make_example(8), make_example(3)
+    scores = [task.score("8", first), task.score("many", second)]
     assert [score.metrics["mae"] for score in scores] == [0, 3]
     assert scores[1].metrics["absolute_error"] is None
-    corpus = task.corpus_metrics([score.answer for score in scores], examples)
+    corpus = task.corpus_metrics([score.answer for score in scores], [first, second])
     assert corpus["rmse_all"] == pytest.approx((9 / 2) ** 0.5)  # 3² over two images
     assert corpus["rmse"] == 0.0  # over the one with a count
 
@@ -188,6 +177,10 @@ def test_objects_are_read_in_every_grammar(frame, output):
     assert task.read("I see a cup.", make_example(BOX)) is None
 
 
+LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
+CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": '
+
+
 @pytest.mark.parametrize(
     ("frame", "output", "expected"),
     [
@@ -198,20 +191,10 @@ def test_objects_are_read_in_every_grammar(frame, output):
         ("permille", '{"action": "left_click", "coordinate": [500, 250]}', (0.5, 0.25)),
         ("gemma4", '{"point": [250, 500]}', (0.5, 0.25)),
         # Forms of single models, whose echoed instructions may have digits.
-        (
-            "original",
-            'Layer 2 <tool_call>\n{"name": "computer_use", "arguments": {"action": '
-            '"left_click", "coordinate": [12, 30]}}\n</tool_call>',
-            (12, 30),
-        ),
-        ("original", '<tool_call>\n{"arguments": {"coordinate": [10, 20, 30, 40]}}', (20, 30)),
-        ("original", '<tool_call>\n{"arguments": {"coordinate": "12"}}\n</tool_call>', None),
-        (
-            "qwen2_vl",
-            "<|object_ref_start|>Layer 2<|object_ref_end|><|box_start|>(400,200),(600,300)"
-            "<|box_end|>",
-            (0.5, 0.25),
-        ),
+        ("original", f"Layer 2 {CALL}[12, 30]}}}}\n</tool_call>", (12, 30)),
+        ("original", f"{CALL}[10, 20, 30, 40]}}}}", (20, 30)),
+        ("original", f'{CALL}"12"}}}}\n</tool_call>', None),
+        ("qwen2_vl", f"{LAYER}<|box_start|>(400,200),(600,300)<|box_end|>", (0.5, 0.25)),
         ("fraction", "<|box_start|>[[400, 200], [600, 300]]<|box_end|>", (0.5, 0.25)),
         ("fraction", "<|box_start|>(400,200),(600,1300)<|box_end|>", None),
         ("fraction", "<box>(400,200),(600,300)</box>", (0.5, 0.25)),  # divided by 1,000
@@ -230,9 +213,11 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
     example = make_example(BOX)
     answer = READERS["click"](output, example, load_task("screenspot", frame))
     if expected is not None and frame != "original":  # expected are shares of the sides
-        width, height = example.images[0].size
-        expected = (expected[0] * width, expected[1] * height)
+        expected = tuple(1000 * share for share in expected)
     assert (answer and answer.point) == expected
+
+
+CAT_OR_DOG = make_example({"options": ["cat", "dog"], "answer": "dog"})
 
 
 @pytest.mark.parametrize(
@@ -241,8 +226,7 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
     + [(output, None) for output in ("C", "It", "", "[A]")],
 )
 def test_a_choice_is_the_first_letter(output, expected):
-    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
-    assert READERS["first_letter"](output, example, load_task("cv_bench")) == expected
+    assert READERS["first_letter"](output, CAT_OR_DOG, load_task("cv_bench")) == expected
 
 
 @pytest.mark.parametrize(
@@ -259,10 +243,9 @@ def test_a_choice_is_the_first_letter(output, expected):
     ],
 )
 def test_a_choice_of_visual_search_is_read_as_its_scripts_do(output, letter, option):
-    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
     task = load_task("hr_bench_4k")
-    assert READERS["any_letter"](output, example, task) == letter
-    assert READERS["only_option"](output, example, task) == option
+    assert READERS["any_letter"](output, CAT_OR_DOG, task) == letter
+    assert READERS["only_option"](output, CAT_OR_DOG, task) == option
 
 
 def test_the_letter_of_a_word_is_told_from_a_letter():
@@ -272,14 +255,9 @@ def test_the_letter_of_a_word_is_told_from_a_letter():
 
 def test_boxes_with_y_first_are_read_in_order():
     example, task = make_example(BOX), load_task("refcoco", "gemma4")
-    size = example.images[0].size
-    box = (0.1 * size[0], 0.2 * size[1], 0.3 * size[0], 0.5 * size[1])
-    written = FRAMES["gemma4"].write_all([box], size, size, ["cup"])
-    first = READERS["first_box"](written, example, task)
-    objects = READERS["objects"](written, example, task)
-    assert first is not None
-    assert objects == ((first[0], "cup"),)
-    assert first[0] == pytest.approx(box, abs=max(size) / 1000)  # a unit of the frame
+    written = '[{"box_2d": [200, 100, 500, 300], "label": "cup"}]'
+    assert READERS["first_box"](written, example, task) == ((100, 200, 300, 500),)
+    assert READERS["objects"](written, example, task) == (((100, 200, 300, 500), "cup"),)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -294,10 +272,11 @@ def test_no_reader_raises(name, output):
 
 
 def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
-    outputs = ["<answer>a</answer> <answer> b </answer>", "x</think> c ", " d", "<answer>e", "f "]
-    outputs += ["<s> A", "A. <|im_end|>\n", "a<s>"]
-    found = ["b", "c", " d", "<answer>e", "f ", "A", "A.", "a<s>"]
-    assert [unwrap(output) for output in outputs] == found
+    found = {
+        **{"<answer>a</answer> <answer> b </answer>": "b", "x</think> c ": "c", " d": " d"},
+        **{"<answer>e": "<answer>e", "<s> A": "A", "A. <|im_end|>\n": "A.", "a<s>": "a<s>"},
+    }
+    assert {output: unwrap(output) for output in found} == found
 
 
 @pytest.mark.parametrize(
@@ -311,6 +290,4 @@ def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
     ],
 )
 def test_the_last_box_is_read(text, answer):
-    task = load_benchmark("mathvista").load_task()
-    example = Example("1", (), "?", "4")
-    assert READERS["last_boxed"](text, example, task) == answer
+    assert READERS["last_boxed"](text, make_example("4"), load_task("mathvista")) == answer

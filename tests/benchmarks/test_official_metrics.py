@@ -1,8 +1,6 @@
 """Official metrics and rules of benchmarks, against values by hand from their scripts, definitions
 written down again here, and jiwer."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any
@@ -13,19 +11,12 @@ import pytest
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.task.scores import anls, coco_average_precision, iou
+from vlm_grpo.tasks.graders import official_metrics as official
 from vlm_grpo.tasks.graders.official_metrics import (
     CORPUS_RULES,
     RULES,
-    anls_rrc,
     error_rate,
-    get_group,
-    mathvista,
-    mean_over_groups,
-    normalize_vqa,
-    ocrbench,
     relaxed_accuracy,
-    vqa_accuracy,
-    word_recognition,
 )
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
@@ -50,47 +41,36 @@ def make_example(answer: object, **meta: object) -> Example:
     ],
 )
 def test_ocrbench(text, answers, dataset, expected):
-    assert ocrbench(text, answers, dataset) == expected
+    assert official.ocrbench(text, answers, dataset) == expected
 
 
 def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
     rng = random.Random(0)
     for _ in range(200):
         answers = rng.choices(["1", "two", "the two", "3"], k=10)
-        normal = [normalize_vqa(answer) for answer in answers]
-        for text in ("2", "one", "four"):
-            others = [normal[:i] + normal[i + 1 :] for i in range(10)]
-            by_hand = sum(min(1, rest.count(normalize_vqa(text)) / 3) for rest in others) / 10
-            assert vqa_accuracy(text, answers) == pytest.approx(by_hand)
+        normal = [official.normalize_vqa(answer) for answer in answers]
+        others = [normal[:i] + normal[i + 1 :] for i in range(10)]
+        for text, number in {"2": "2", "one": "1", "four": "4"}.items():
+            by_hand = sum(min(1, rest.count(number) / 3) for rest in others) / 10
+            assert official.vqa_accuracy(text, answers) == pytest.approx(by_hand)
 
 
 def test_vqa_accuracy_counts_annotators_with_a_missing_answer():
     # Three of ten: (3·2 + 7·3)/30; with nine annotators it would be (3·2 + 6·3)/27.
-    assert vqa_accuracy("nokia", ["nokia"] * 3 + ["x"] * 6) == pytest.approx(0.9)
+    assert official.vqa_accuracy("nokia", ["nokia"] * 3 + ["x"] * 6) == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize(
-    ("text", "normal"),
-    [
-        ("A dog", "dog"),
-        ("none", "0"),
-        ("Ten", "10"),
-        ("1,000", "1000"),
-        ("3.5", "3.5"),
-        ("end. of", "end of"),
-        ("7-11", "7 11"),
-        ("(yes)", "yes"),
-        ("it's", "it 's"),
-        ("isnt", "isn't"),
-        ("couldn'tve", "couldn't've"),
-        ("'ows'at", "'ow's'at"),
-        ("a\nb", "b"),
-        ("x @home", "x home"),
-        ("me@home", "me home"),
-    ],
-)
-def test_vqa_normalization(text, normal):
-    assert normalize_vqa(text) == normal
+NORMALIZED = {
+    **{"A dog": "dog", "none": "0", "Ten": "10", "1,000": "1000", "3.5": "3.5", "a\nb": "b"},
+    **{"end. of": "end of", "7-11": "7 11", "(yes)": "yes", "it's": "it 's", "isnt": "isn't"},
+    **{"couldn'tve": "couldn't've", "'ows'at": "'ow's'at", "x @home": "x home"},
+    "me@home": "me home",
+}
+
+
+@pytest.mark.parametrize("text", NORMALIZED)
+def test_vqa_normalization(text):
+    assert official.normalize_vqa(text) == NORMALIZED[text]
 
 
 @pytest.mark.parametrize(
@@ -107,48 +87,35 @@ def test_vqa_normalization(text, normal):
 )
 def test_anls_of_the_paper_and_of_the_script(text, answers, paper, rrc):
     assert anls(text, answers) == pytest.approx(paper)
-    assert anls_rrc(text, answers) == pytest.approx(rrc)
+    assert official.anls_rrc(text, answers) == pytest.approx(rrc)
 
 
-@pytest.mark.parametrize(
-    ("text", "answers", "expected"),
-    [
-        ("STARBUCKS", ["Starbucks"], 1),
-        ("star-bucks!", ["Starbucks"], 1),
-        ("starbuck", ["Starbucks"], 0),
-        ("24/7", ["247"], 1),
-        ("it says: exit", ["exit"], 0),
-    ],
-)
-def test_word_recognition(text, answers, expected):
-    assert word_recognition(text, answers) == expected
-
-
-def test_error_rates_divide_sums_over_the_dataset():
-    # 1 substitution of 2 characters, 3 insertions of 1: 4 / 3; the mean of the two rates is 1.75.
-    assert error_rate(["ax", "cdef"], ["ab", "c"]) == pytest.approx(4 / 3)
-    assert error_rate(["no exit"], ["no way out"], words=True) == pytest.approx(2 / 3)
-    with pytest.raises(ValueError, match="gold texts are empty"):
-        error_rate(["a"], [""])
+def test_word_recognition_reads_letters_and_digits_alone():
+    texts = ("STAR24", "star-24!", "star2", "it says: star24")
+    assert [official.word_recognition(text, ["Star24"]) for text in texts] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("words", "peer"), [(False, "cer"), (True, "wer")])
 def test_error_rates_agree_with_jiwer(words, peer):
     rng = random.Random(1)
-    golds = ["".join(rng.choices("abc ", k=rng.randint(3, 20))).strip() or "a" for _ in range(100)]
-    texts = ["".join(rng.choices("abc ", k=rng.randint(1, 20))).strip() or "b" for _ in range(100)]
-    golds = [" ".join(gold.split()) for gold in golds]  # jiwer merges spaces first
-    texts = [" ".join(text.split()) for text in texts]
+
+    def draw() -> str:
+        text = "".join(rng.choices("abc ", k=rng.randint(1, 20)))
+        return " ".join(text.split()) or "a"  # jiwer merges spaces first
+
+    golds, texts = ([draw() for _ in range(100)] for _ in range(2))
     assert error_rate(texts, golds, words) == pytest.approx(getattr(jiwer, peer)(golds, texts))
+    with pytest.raises(ValueError, match="gold texts are empty"):
+        error_rate(["a"], [""], words)
 
 
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda text: ocrbench(text, ["a"], "IIIT5K"),
-        lambda text: vqa_accuracy(text, ["a"] * 10),
-        lambda text: anls_rrc(text, ["a"]),
-        lambda text: word_recognition(text, ["a"]),
+        lambda text: official.ocrbench(text, ["a"], "IIIT5K"),
+        lambda text: official.vqa_accuracy(text, ["a"] * 10),
+        lambda text: official.anls_rrc(text, ["a"]),
+        lambda text: official.word_recognition(text, ["a"]),
     ],
 )
 @pytest.mark.parametrize("text", ["", "9" * 100_000, "a " * 50_000, "\x00", "٣", "-" * 100_000])
@@ -176,11 +143,7 @@ def test_every_text_has_a_score_between_0_and_1(rule, text):
     ],
 )
 def test_relaxed_accuracy(text, answer, is_near):
-    assert relaxed_accuracy(text, [answer]) == is_near
-
-
-def test_relaxed_accuracy_takes_the_best_of_several_answers():
-    assert relaxed_accuracy("43", ["Yes", "42"]) == 1.0
+    assert relaxed_accuracy(text, [answer]) == relaxed_accuracy(text, ["Yes", answer]) == is_near
 
 
 CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
@@ -207,7 +170,7 @@ CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
     ],
 )
 def test_mathvista(text, answer, meta, expected):
-    assert mathvista(text, answer, meta) == expected
+    assert official.mathvista(text, answer, meta) == expected
 
 
 @pytest.mark.parametrize(
@@ -231,12 +194,10 @@ def test_accuracy_at_least_and_above(box, at_least, above, mean_above):
 
 
 def test_a_missing_answer_earns_nothing_by_any_rule():
-    golds = {True: {"boxes": [[0, 0, 10, 10]]}, False: ["b"]}
     for name in RULES.keys() - {"mae"}:
-        row = make_example(
-            golds[name.startswith(("accuracy", "mean_accuracy"))], type="science QA en"
-        )
-        assert RULES[name](None, row) == 0.0
+        of_boxes = name.startswith(("accuracy", "mean_accuracy"))
+        gold = {"boxes": [[0, 0, 10, 10]]} if of_boxes else ["b"]
+        assert RULES[name](None, make_example(gold, type="science QA en")) == 0.0
 
 
 def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():
@@ -251,11 +212,8 @@ def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():
 
 def test_a_circle_is_right_if_all_its_rotations_are():
     turned = [["a", "b"], ["b", "a"]]
-    rows = [
-        make_example({"options": options, "answer": "b"}, circle=circle)
-        for circle in (7, 8)
-        for options in turned
-    ]
+    golds = [{"options": options, "answer": "b"} for options in turned]
+    rows = [make_example(gold, circle=circle) for circle in (7, 8) for gold in golds]
     assert CORPUS_RULES["circular"]([1, 0, 1, 1], rows) == 0.5
     assert CORPUS_RULES["circular"]([1, None, 1, 0], rows) == 0.5
     twins = make_example({"options": ["a", "a", "b"], "answer": "a"}, circle=1)
@@ -269,17 +227,13 @@ def test_error_rates_count_a_missing_answer_as_an_empty_text():
 
 def test_groups_of_examples_by_size_answer_and_meta():
     row = make_example({"boxes": [[0, 0, 32, 32]]}, split="val")
-    assert [get_group(name, row) for name in ("size", "size_128", "split", "lost")] == [
-        "small",  # 32² is COCO's largest small area
-        "small",
-        "val",
-        "unknown",
-    ]
+    found = [official.get_group(name, row) for name in ("size", "split", "lost")]
+    assert found == ["small", "val", "unknown"]  # 32² is COCO's largest small area
     sides = {127: "small", 128: "medium", 256: "medium", 257: "large"}
     for side, size in sides.items():
-        assert get_group("size_128", make_example({"boxes": [[0, 0, side, side]]})) == size
-    assert get_group("answer", make_example(3)) == "3"
-    assert get_group("size", make_example({"boxes": []})) == "0 boxes"
+        assert official.get_group("size_128", make_example({"boxes": [[0, 0, side, side]]})) == size
+    assert official.get_group("answer", make_example(3)) == "3"
+    assert official.get_group("size", make_example({"boxes": []})) == "0 boxes"
 
 
 def suppress_as_the_script(boxes: list, gold: list) -> list:
@@ -300,10 +254,8 @@ def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
         near = [(shift_randomly(rng, box), rng.randrange(3)) for box, _ in gold for _ in range(2)]
         found.append([*near, draw_box(rng)])
         golds.append(gold)
-    rows = [
-        make_example({"boxes": [b for b, _ in gold], "labels": [f"L{label}" for _, label in gold]})
-        for gold in golds
-    ]
+    columns = [zip(*gold, strict=True) for gold in golds]
+    rows = [make_example({"boxes": [*b], "labels": [f"L{n}" for n in ids]}) for b, ids in columns]
     answers = [tuple((box, f"l{label}") for box, label in boxes) for boxes in found]
     kept = [suppress_as_the_script(*pair) for pair in zip(found, golds, strict=True)]
     expected = coco_average_precision(kept, golds)["ap"]
@@ -332,7 +284,7 @@ def shift_randomly(rng: random.Random, box: list[float]) -> list[float]:
 def test_a_mean_over_groups_weights_groups_equally():
     # (1 + 1 + 0) / 3 in the first group and 0 in the second.
     rows = [make_example("a", kind=kind) for kind in "aaab"]
-    assert mean_over_groups([1, 1, 0, 0], rows, "kind") == pytest.approx(1 / 3)
+    assert official.mean_over_groups([1, 1, 0, 0], rows, "kind") == pytest.approx(1 / 3)
 
 
 CLIP = VideoRef("clip", (64, 48), (64, 48), times=(0.0, 1.0), seconds=30.0)
@@ -344,10 +296,9 @@ PIECES = [
 
 def expect(output: str, start: float, end: float) -> dict[str, float]:
     """Return the metrics by their definition, from the last pair that the script would find."""
-    pairs = re.findall(r"(\d+\.?\d*) (to|and) (\d+\.?\d*)", output)
     iou = 0.0
-    if pairs:
-        first, last = float(pairs[-1][0]), float(pairs[-1][2])
+    if pairs := re.findall(r"(\d+\.?\d*) (?:to|and) (\d+\.?\d*)", output):
+        first, last = map(float, pairs[-1])
         shared = min(end, last) - max(start, first)
         iou = max(0.0, shared / (max(end, last) - min(start, first)))
     recalls = {f"recall_{limit}": float(iou >= limit / 100) for limit in (30, 50, 70)}
@@ -372,20 +323,17 @@ def test_metrics_of_charades_sta_are_those_of_the_definition():
     assert earned > 200
 
 
-@pytest.mark.parametrize(
-    ("gold", "output", "threshold"),
-    [
-        ([0.2, 1.2], "0.9 to 1.2", 30),
-        ([0.1, 5.3], "2.7 to 5.3", 50),
-        ([1.3, 2.3], "1.6 to 2.3", 70),
-    ],
-)
-def test_an_iou_that_is_rounded_below_its_threshold_is_no_hit(gold, output, threshold):
+def test_an_iou_that_is_rounded_below_its_threshold_is_no_hit():
     # The IoU is the threshold, but 0.29999999999999993 and so on in the script's arithmetic.
-    example = Example("a", (CLIP,), "", gold)
-    score = load_benchmark("charades_sta").load_task().score(output, example)
-    assert score.metrics[f"recall_{threshold}"] == 0.0
-    assert score.rewards["iou"] == pytest.approx(threshold / 100)
+    task = load_benchmark("charades_sta").load_task()
+    for limit, gold, output in (
+        (30, [0.2, 1.2], "0.9 to 1.2"),
+        (50, [0.1, 5.3], "2.7 to 5.3"),
+        (70, [1.3, 2.3], "1.6 to 2.3"),
+    ):
+        score = task.score(output, Example("a", (CLIP,), "", gold))
+        assert score.metrics[f"recall_{limit}"] == 0.0
+        assert score.rewards["iou"] == pytest.approx(limit / 100)
 
 
 def test_the_score_of_vsi_bench_is_that_of_its_script():

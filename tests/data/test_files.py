@@ -1,11 +1,7 @@
 """JSON Lines, JSON arrays and CSV files: the same examples, and every malformed line named."""
 
-from __future__ import annotations
-
-import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dataset_files import get_load_error, make_row, write_rows
@@ -17,12 +13,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 
 COUNTING = load_task("counting")
-
-
-def write_csv(path: Path, *rows: list[Any]) -> str:
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        csv.writer(file).writerows(rows)
-    return str(path)
 
 
 def test_a_json_array_is_read_like_json_lines(folder):
@@ -38,25 +28,23 @@ def test_a_json_array_is_read_like_json_lines(folder):
     [
         ('{"images": []}', "must be a JSON array of objects or have COCO's images and annotations"),
         ('{"id": 1}\n{"id": 2}', "it is not JSON: Extra data at line 2, column 1; a file with one"),
-        ("[1, NaN]", "it is not JSON: it contains NaN"),
         ('{"answer": 1, "answer": 2}', "it is not JSON: the key 'answer' is repeated"),
         ("[3]", "row 1: it must be a JSON object, not a int"),
         ("[]", "has no examples"),
-        ("\udcff", "it is not UTF-8"),
     ],
 )
 def test_a_json_file_of_another_form_is_named(folder, content, reason):
     path = folder / "rows.json"
-    path.write_bytes(content.encode(errors="surrogateescape"))
+    path.write_text(content)
     message = get_load_error(str(path))
     assert str(path) in message
     assert reason in message
 
 
 def test_csv_cells_are_read_as_the_task_needs_them(folder):
-    header = ["image", "question", "answer", "level"]
-    cells = ["a.png", 'How many, "roughly"?', 3, ""]
-    source = write_csv(folder / "rows.csv", header, cells, ["", "How\nmany?", 4, "hard"])
+    lines = ["\ufeffimage,question,answer,level", 'a.png,"How many, ""roughly""?",3,']
+    (folder / "rows.csv").write_text("\n".join([*lines, ',"How\nmany?",4,hard']))
+    source = str(folder / "rows.csv")
     first, second = load_examples(source, COUNTING)
     assert (first.id, first.question, first.answer) == ("row-1", 'How many, "roughly"?', 3)
     assert (first.images[0].size, first.meta["level"]) == ((8, 6), None)
@@ -72,12 +60,13 @@ def test_csv_cells_are_read_as_the_task_needs_them(folder):
 def test_rows_have_the_location_of_their_line(tmp_path):
     source = write_rows(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": ', '{"a": 2}')
     rows = list(read_jsonl(Path(source)))
-    assert [(row.location, row.number) for row in rows] == [
-        (f"{source}:{line}", line) for line in (1, 4, 5)
-    ]
+    places = [(f"{source}:{line}", line) for line in (1, 4, 5)]
+    assert [(row.location, row.number) for row in rows] == places
     assert [row.values for row in rows] == [{"a": 1}, {}, {"a": 2}]
     assert [row.problem is None for row in rows] == [True, False, True]
     assert rows[0].strict
+    with pytest.raises(UserError, match=r"none\.jsonl cannot be read: No such file"):
+        list(read_jsonl(tmp_path / "none.jsonl"))
 
 
 def test_the_maximum_depth_is_accepted():
@@ -90,7 +79,5 @@ def test_the_maximum_depth_is_accepted():
 def test_a_line_beyond_the_limit_is_one_bad_row_and_reading_continues(folder):
     source = write_rows(folder, '{"id": "' + "x" * (2 * MAX_LINE_BYTES) + '"}', make_row())
     assert f"{source}:1: the line is longer than" in get_load_error(source)
-    with pytest.raises(UserError, match=r"none\.jsonl cannot be read: No such file"):
-        list(read_jsonl(folder / "none.jsonl"))
     data = DataSettings(train=source, on_bad_row="skip")
     assert [e.id for e in load_examples(source, load_task("counting"), data)] == ["a"]

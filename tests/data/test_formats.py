@@ -1,8 +1,6 @@
 """Published formats are read without conversion."""
 
-from __future__ import annotations
-
-import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,11 +46,8 @@ def test_a_task_asks_about_the_boxes_of_every_detection_format(tmp_path, name, c
     assert describe(load(source, POINTING)) == every
     assert describe(load(source, GROUNDING)) == [every[0], every[2]]  # which book is ambiguous
     text = 'How many instances of "{}" are in the image?'
-    assert describe(load(source, COUNTING)) == [
-        (a, text.format("cup"), 1),
-        (a, text.format("book"), 2),
-        (b, text.format("cup"), 1),
-    ]
+    counts = [(size, text.format(name), len(boxes)) for size, name, boxes in every]
+    assert describe(load(source, COUNTING)) == counts
     first, second = load(source, DETECTION)
     assert first.answer["labels"] == ["cup", "book", "book"]
     assert describe([first, second])[0][2] == [cup, *books]
@@ -62,24 +57,21 @@ def test_a_task_asks_about_the_boxes_of_every_detection_format(tmp_path, name, c
     assert not caplog.text
 
 
+def write_coco(folder: Path, annotations: list[Any]) -> str:
+    return write_format(folder, "coco", {"instances.json": COCO | {"annotations": annotations}})
+
+
 def test_images_about_which_a_task_does_not_ask_are_counted(tmp_path, caplog):
-    annotations = COCO["annotations"][1:]
-    source = write_format(
-        tmp_path, "coco", {"instances.json": {**COCO, "annotations": annotations}}
-    )
-    with caplog.at_level(logging.WARNING):
-        (example,) = load(source, GROUNDING)
+    source = write_coco(tmp_path, COCO["annotations"][1:])
+    (example,) = load(source, GROUNDING)
     assert (example.id, example.meta["image_id"]) == ("8-1", "8")
     assert "1 images give no row: Grounding asks about none of their objects" in caplog.text
     assert "OCR cannot ask about labeled boxes: define ask_about" in get_load_error(source, "ocr")
 
 
 def test_a_crowd_is_no_answer(tmp_path):
-    annotations = [dict(annotation) for annotation in COCO["annotations"]]
-    annotations[2]["iscrowd"] = 1
-    source = write_format(
-        tmp_path, "coco", {"instances.json": {**COCO, "annotations": annotations}}
-    )
+    first, second, third, fourth = COCO["annotations"]
+    source = write_coco(tmp_path, [first, second, third | {"iscrowd": 1}, fourth])
     assert [e.question for e in load(source, EVERY)] == ["cup", "cup"]
     first, _ = load(source, DETECTION)
     assert first.answer["labels"] == ["cup", "book"]
@@ -102,16 +94,9 @@ def test_coco_images_are_found_where_its_tools_place_them(tmp_path, place):
 
 def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_path):
     xml = voc_xml("a").replace("Unknown", "The VOC2007 Database")
-    difficult = xml.replace("<difficult>0", "<difficult>1", 1)
-    lists = {"train": "a\n", "val": "b -1\n"}
-    source = write_format(
-        tmp_path,
-        "voc",
-        {
-            "Annotations/a.xml": difficult,
-            **{f"ImageSets/Main/{name}.txt": text for name, text in lists.items()},
-        },
-    )
+    files = {"Annotations/a.xml": xml.replace("<difficult>0", "<difficult>1", 1)}
+    files |= {"ImageSets/Main/train.txt": "a\n", "ImageSets/Main/val.txt": "b -1\n"}
+    source = write_format(tmp_path, "voc", files)
     (train,) = load(source, DETECTION)
     assert train.answer["boxes"] == [[19, 7, 36, 20], [39, 7, 56, 20.5]]
     assert train.meta["crowd"] == {"boxes": [[3, 5, 14, 26]], "labels": ["cup"]}
@@ -128,17 +113,12 @@ def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_pat
     ids=["Roboflow", "Ultralytics", "lists"],
 )
 def test_yolo_splits_are_read(tmp_path, config, prefix):
-    images = {"train": "a", "valid": "b"}
-    labels = prefix.replace("images", "labels")
-    write_files(
-        tmp_path,
-        {
-            "data.yaml": config,
-            **{f"{prefix.format(s)}{n}.png": IMAGES[n] for s, n in images.items()},
-            **{f"{labels.format(s)}{n}.txt": "0 .5 .5 .5 .5\n" for s, n in images.items()},
-            **{f"{s}.txt": f"./images/{s}/{n}.png\n" for s, n in images.items()},
-        },
-    )
+    files: dict[str, Any] = {"data.yaml": config}
+    for split, name in (("train", "a"), ("valid", "b")):
+        path = f"{prefix.format(split)}{name}"
+        files |= {f"{path}.png": IMAGES[name], f"{split}.txt": f"./images/{split}/{name}.png\n"}
+        files[f"{path.replace('images', 'labels')}.txt"] = "0 .5 .5 .5 .5\n"
+    write_files(tmp_path, files)
     for source in (tmp_path / "data.yaml", tmp_path):
         (train,) = load(str(source), GROUNDING)
         (held_out,) = load(str(source), GROUNDING, "eval")
@@ -181,10 +161,8 @@ def test_labels_without_a_data_yaml_have_no_names(tmp_path):
 
 def test_image_folders_are_read(tmp_path):
     source = write_format(tmp_path / "metadata", "metadata")
-    assert describe(load(source, COUNTING)) == [
-        ((64, 48), "How many cups?", 1),
-        ((40, 30), "How many cups?", 1),
-    ]
+    expected = [(size, "How many cups?", 1) for size in ((64, 48), (40, 30))]
+    assert describe(load(source, COUNTING)) == expected
     for split, name in (("train", "b"), ("test", "a")):
         files = {f"{split}/cup/{name}.png": IMAGES[name], f"{split}/book/a.png": IMAGES["a"]}
         write_files(tmp_path / "classes", files)
@@ -238,19 +216,15 @@ def test_several_files_are_one_source(tmp_path, pattern):
 
 def test_rows_of_several_files_are_numbered_on(tmp_path):
     write_files(tmp_path, {f"{n}.jsonl": [make_row(id=..., images=[])] * 2 for n in range(2)})
-    assert [e.id for e in load(str(tmp_path / "*.jsonl"), COUNTING)] == [
-        f"row-{number}" for number in range(1, 5)
-    ]
+    ids = [example.id for example in load(str(tmp_path / "*.jsonl"), COUNTING)]
+    assert ids == [f"row-{number}" for number in range(1, 5)]
     message = get_load_error(str(tmp_path / "2*.jsonl"))
     assert message == f"there is no data file {tmp_path / '2*.jsonl'}"
 
 
 def test_an_image_is_searched_in_the_image_root_and_beside_the_file(folder, tmp_path):
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root/a.png").write_bytes(png(9, 9))
-    (tmp_path / "root/b.png").write_bytes(png(9, 9))
-    rows = [make_row(id=name, images=[f"{name}.png"]) for name in "ab"]
-    source = write_rows(folder, *rows)
+    write_files(tmp_path / "root", {"a.png": png(9, 9), "b.png": png(9, 9)})
+    source = write_rows(folder, *(make_row(id=name, images=[f"{name}.png"]) for name in "ab"))
     root: dict[str, Any] = {"image_root": tmp_path / "root"}
     assert [e.images[0].size for e in load(source, COUNTING, **root)] == [(9, 9), (9, 9)]
     (tmp_path / "root/a.png").unlink()

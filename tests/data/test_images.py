@@ -1,14 +1,12 @@
 """Images and clips of a dataset: every form of reference, and why each bad one is refused."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from dataset_files import encode_image, get_load_error, make_row, png, write_rows
+from dataset_files import encode_image, get_load_error, make_row, png, write_files, write_rows
 from PIL import ExifTags, Image, ImageOps
 from video_files import level, make_video
 
@@ -87,17 +85,16 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (np.zeros((90, 90, 3)), "numpy.ndarray: use Image.fromarray"),
-        (io.BytesIO(), "_io.BytesIO"),
+        (np.zeros((90, 90, 3)), r"numpy\.ndarray: use Image\.fromarray"),
+        (io.BytesIO(), r"_io\.BytesIO"),
         ((path for path in ["a.png"]), "generator"),
         (None, "None"),
     ],
 )
 def test_the_type_of_what_is_not_an_image_is_named(value, name):
-    with pytest.raises(ValueError, match="an image must be") as caught:
+    problem = f"^an image must be a path, encoded bytes or a PIL image, not {name}$"
+    with pytest.raises(ValueError, match=problem):
         MediaReader(None, 100).read(value, "row 1")
-    problem = f"an image must be a path, encoded bytes or a PIL image, not {name}"
-    assert str(caught.value) == problem
 
 
 def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
@@ -115,18 +112,16 @@ def test_the_pixel_limit_is_a_setting(folder):
     assert load_examples(source, COUNTING, DataSettings(train=source, max_image_pixels=48))
 
 
+FRAMES = [f"frames/{number}.png" for number in range(5)]
+
+
 @pytest.fixture
 def clips(tmp_path: Path) -> Path:
-    (tmp_path / "a.mp4").write_bytes(make_video())
-    (tmp_path / "still.mp4").write_bytes(make_video(count=1))
-    (tmp_path / "cut.mp4").write_bytes(make_video()[:300])
-    (tmp_path / "a.txt").write_text("no video")
-    (tmp_path / "frames").mkdir()
-    for number in range(5):
-        pixels = Image.new("RGB", (8, 6), (10 * number,) * 3)
-        pixels.save(tmp_path / "frames" / f"{number}.png")
-    (tmp_path / "other.png").write_bytes(png(9, 6))
-    return tmp_path
+    frames = (Image.new("RGB", (8, 6), (10 * number,) * 3) for number in range(5))
+    files: dict[str, Any] = dict(zip(FRAMES, map(encode_image, frames), strict=True))
+    files |= {"a.mp4": make_video(), "still.mp4": make_video(count=1), "a.txt": "no video"}
+    files |= {"cut.mp4": make_video()[:300], "other.png": png(9, 6)}
+    return write_files(tmp_path, files)
 
 
 def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
@@ -136,14 +131,10 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
     return clip
 
 
-FRAMES = [f"frames/{number}.png" for number in range(5)]
-
-
 @pytest.mark.parametrize(
-    ("value", "settings", "times", "seconds", "levels"),
+    ("value", "options", "times", "seconds", "levels"),
     [
         # 2 seconds at 10 fps: from the first frame to the last one, at least four.
-        ("a.mp4", {}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
         ("a.mp4", {"fps": 3}, (0, 0.4, 0.8, 1.1, 1.5, 1.9), 2.0, [0, 4, 8, 11, 15, 19]),
         ("a.mp4", {"fps": 30, "max_frames": 2}, (0, 1.9), 2.0, [0, 19]),
         ({"bytes": make_video(), "path": None}, {}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
@@ -153,10 +144,8 @@ FRAMES = [f"frames/{number}.png" for number in range(5)]
         ({"frames": FRAMES[:3], "times": [1, 2.5, 5]}, {}, (1, 2.5, 5), 7.0, [0, 1, 2]),
     ],
 )
-def test_a_clip_is_read_from_every_form_of_reference(
-    clips, value, settings, times, seconds, levels
-):
-    clip = read(clips, value, **settings)
+def test_a_clip_is_read_from_every_form_of_reference(clips, value, options, times, seconds, levels):
+    clip = read(clips, value, **options)
     assert clip.times == pytest.approx(times)
     assert clip.seconds == pytest.approx(seconds)
     assert [level(frame) for frame in clip.load_frames()] == levels
@@ -178,9 +167,10 @@ def test_a_clip_is_read_from_every_form_of_reference(
         (FRAMES[:1], {}, "has 1 frames; it must have at least 2"),
         ([*FRAMES, "other.png"], {}, r"frames of unequal sizes, such as other\.png"),
         ([*FRAMES, "gone.png"], {}, r"image gone\.png is missing"),
-        ({"frames": FRAMES, "times": [0, 1]}, {}, "an ascending time in seconds for each frame"),
-        ({"frames": FRAMES, "times": [0, 1, 1, 2, 3]}, {}, "an ascending time in seconds"),
-        ({"frames": FRAMES, "times": [0, 1, float("nan"), 2, 3]}, {}, "an ascending time in sec"),
+        *(
+            ({"frames": FRAMES, "times": times}, {}, "an ascending time in seconds for each frame")
+            for times in ([0, 1], [0, 1, 1, 2, 3], [0, 1, float("nan"), 2, 3])
+        ),
         ({"frames": FRAMES, "fps": 0}, {}, "a positive number as fps, not 0"),
         ({"frames": 3}, {}, "a list of frames or an object with frames, not int"),
         (3, {}, "a list of frames or an object with frames, not int"),
@@ -193,8 +183,7 @@ def test_bad_clips_are_refused(clips, value, settings, reason):
 
 
 def test_frames_of_a_folder_are_sorted_by_their_numbers(clips):
-    for number in range(5, 12):
-        (clips / "frames" / f"{number}.png").write_bytes(png(8, 6))
+    write_files(clips, {f"frames/{number}.png": png(8, 6) for number in range(5, 12)})
     clip = read(clips, "frames")
     assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
 
@@ -214,9 +203,8 @@ def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
     return [*load_examples(write_rows(folder, *rows), COUNTING)]
 
 
-def describe(example: Example) -> tuple[str, list[str]]:
-    texts = [turn.text for turn in example.history] + [example.question]
-    return " | ".join(texts), [image.name.rpartition("/")[2] for image in example.images]
+def ask(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
@@ -233,20 +221,12 @@ VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
             ["a.mp4", "other.png"],
         ),
         (
-            {
-                "messages": [{"role": "user", "content": "In <video>, is <image>?"}],
-                "videos": ["frames"],
-                "images": ["other.png"],
-            },
+            {**ask("In <video>, is <image>?"), "videos": ["frames"], "images": ["other.png"]},
             "In <image>, is <image>?",
             ["frames", "other.png"],
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": [VIDEO_PART, {"type": "text", "text": "How many?"}]}
-                ]
-            },
+            ask([VIDEO_PART, {"type": "text", "text": "How many?"}]),
             "How many?",
             ["rows.jsonl:1 image 1"],
         ),
@@ -254,7 +234,8 @@ VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 )
 def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
     (example,) = load(clips, {"answer": 3, **row})  # through a store on disk
-    assert describe(example) == (text, names)
+    assert (example.history, example.question) == ((), text)
+    assert [image.name.rpartition("/")[2] for image in example.images] == names
     kinds = [image.kind for image in example.images]
     assert kinds.count("video") == 1
     clip = example.images[kinds.index("video")]

@@ -1,7 +1,5 @@
 """Chats in the forms of other trainers, and every broken form with its line."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from typing import Any
@@ -67,8 +65,7 @@ def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_an
     row = {"messages": turns("How many?", "<answer> 12 </answer>"), "images": ["a.png"], "id": 7}
     example = load(folder, row, COUNTING)
     assert (example.id, example.answer) == ("7", 12)
-    named = {"chat": row["messages"], "prompt": "kept"}
-    source = write_rows(folder, named)
+    source = write_rows(folder, {"chat": row["messages"], "prompt": "kept"})
     data = DataSettings(train=source, columns={"messages": "chat"})
     (example,) = load_examples(source, COUNTING, data)
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
@@ -111,11 +108,7 @@ def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, questio
     [
         (("What is at <bbox>?", "a dog"), TWO, "it has a <bbox> before the answer"),
         (("Find it.", "<bbox>"), TWO, "its answer has 1 <bbox> and objects.bbox 2 boxes"),
-        (
-            ("Two <ref-object>s and <ref-object>", "x"),
-            {**TWO, "ref": ["a"]},
-            "it has more <ref-obj",
-        ),
+        (("<ref-object> and <ref-object>", "x"), {**TWO, "ref": ["a"]}, "it has more <ref-obj"),
         (("Find it.", "<bbox><bbox>"), {**TWO, "image_id": [0, 1]}, "must be on the first image"),
         (("Find it.",), {**TWO, "bbox_type": "norm9"}, "must be real or norm1, not 'norm9'"),
         (("Find it.",), {**TWO, "bbox": {"x": 1}}, "must be lists"),

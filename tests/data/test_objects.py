@@ -1,14 +1,12 @@
 """Tasks and rows that are Python objects: how settings name them, and which objects are refused."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
@@ -21,6 +19,7 @@ from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
 
 ROWS = [{"question": "How many?", "answer": number} for number in range(3)]
+EXAMPLE = Example("1", (), "?", 1)
 
 
 class Parity(Counting):
@@ -59,7 +58,6 @@ def test_a_class_of_a_function_cannot_be_loaded_again():
         marker: Any = None
 
     named = Objects(Local(marker=[object()])).name_in(make_settings())
-
     assert (str(named.task)[:7], named.run_dir) == ("<class ", Path("runs/local"))
     assert named.task_options == {"marker": ["<object object>"]}
     for settings in (named, make_settings()):
@@ -94,11 +92,7 @@ def test_rows_take_the_place_of_a_source(rows):
         ({"task": 3}, r"task=3 should be text: give an object as an argument"),
         ({"task_options": {"marker": object()}}, "options.marker must be text, .* the task its"),
         ({"data": {"train": ROWS}}, r"data\.train=.* give rows as an argument, train\(settings, d"),
-        (
-            {"data": {"train": [Example("1", (), "?", 1)]}},
-            "data.train must be text, not Example: give rows",
-        ),
-        ({"data": {"train": {"hf": "lab/data"}}}, "names no dataset: write hf:NAME"),
+        ({"data": {"train": [EXAMPLE]}}, "data.train must be text, not Example: give rows"),
         # YAML reads them as mappings.
         (["data.train=hf:"], r"data\.train=.* names no dataset: write hf:NAME"),
         (["data.train=hf: lab/data"], r"data\.train=.* names no dataset: write hf:NAME"),
@@ -119,16 +113,14 @@ def test_objects_in_settings_are_refused(values, message):
         ({"question": ["?"], "answer": [1]}, r"or Dataset\.from_dict\(columns\)"),
         (3, "a Dataset, or Examples, not int"),
         (["a"], "a Dataset, or Examples, not list"),
-        (iter(ROWS), "not list_iterator"),
     ],
 )
 def test_other_objects_are_not_rows(source, remedy):
-    for call in (
-        lambda: Objects(train=source).name_in(make_settings()),
-        lambda: load_examples(source, Counting()),
-    ):
-        with pytest.raises(UserError, match=f"should be a list of rows .*{remedy}"):
-            call()
+    message = f"should be a list of rows .*{remedy}"
+    with pytest.raises(UserError, match=message):
+        Objects(train=source).name_in(make_settings())
+    with pytest.raises(UserError, match=message):
+        load_examples(source, Counting())
     with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
         Objects(source).name_in(make_settings())
 
@@ -155,15 +147,13 @@ def test_numpy_scalars_are_accepted_in_rows():
         ({"id": 1}, "id must be non-empty text, not 1"),
         ({"question": None}, "question must be text, not None"),
         ({"images": ("ok.png",)}, "images must be a tuple of ImageRef: give rows .* instead"),
-        ({"images": (Image.new("RGB", (2, 2)),)}, "images must be a tuple of ImageRef"),
         ({"images": None}, "images must be a tuple of ImageRef"),
         ({"meta": None}, "meta must be a mapping, not None"),
     ],
 )
 def test_an_example_with_a_wrong_field_is_a_bad_row(fields, reason):
-    example = Example(**{"id": "a", "images": (), "question": "?", "answer": 1, **fields})
     with pytest.raises(UserError, match=f"data.eval row 1: an Example's {reason}"):
-        load_examples([example], Counting())
+        load_examples([replace(EXAMPLE, **fields)], Counting())
 
 
 def test_bad_rows_in_memory_are_named():

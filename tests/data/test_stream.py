@@ -1,7 +1,5 @@
 """The shuffled stream of training examples."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -21,11 +19,11 @@ def test_every_epoch_contains_every_example_once_in_another_order():
 
 
 def test_an_example_depends_only_on_the_seed_and_the_index():
+    streams = (ExampleStream(EXAMPLES, seed) for seed in (7, 7, 8))
+    in_order, same, other = ([stream[index].id for index in range(60)] for stream in streams)
     stream = ExampleStream(EXAMPLES, seed=7)
-    in_order = [stream[index].id for index in range(60)]
-    assert [ExampleStream(EXAMPLES, seed=7)[index].id for index in range(60)] == in_order
-    assert [stream[index].id for index in reversed(range(60))] == in_order[::-1]
-    assert [ExampleStream(EXAMPLES, seed=8)[index].id for index in range(60)] != in_order
+    assert in_order == same == [stream[index].id for index in reversed(range(60))][::-1]
+    assert other != in_order
 
 
 @pytest.mark.parametrize(

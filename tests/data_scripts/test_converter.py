@@ -1,9 +1,8 @@
 """Tests of the command line shared by all converters: row checks, resuming, sampling, atomicity."""
 
-from __future__ import annotations
-
 import json
 import os
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,78 +14,98 @@ from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
 
 def build(read: Any, expected: Any = None, task: str = "counting") -> Converter:
-    return Converter("rows", read, tasks=(task,), splits={"test": expected, "train": None})
+    """Return a converter of rows, or of what a function yields."""
+    rows: Any = read if callable(read) else lambda _: read
+    return Converter("rows", rows, tasks=(task,), splits={"test": expected, "train": None})
 
 
-def make_converter(count: int, stop_after: int | None = None) -> Converter:
-    """Return a converter of ``count`` rows that is interrupted after ``stop_after`` rows."""
+def make_rows(count: int) -> list[ConvertedRow]:
+    return [ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i) for i in range(count)]
+
+
+def stop(rows: Sequence[ConvertedRow], error: BaseException) -> Converter:
+    """Return a converter that fails after some rows."""
 
     def read(request):
-        for i in range(count):
-            if i == stop_after:
-                raise KeyboardInterrupt
-            yield ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i)
+        yield from rows
+        raise error
 
     return build(read)
 
 
+class Command:
+    """A converter's command line in a folder, and what it has printed and written there."""
+
+    def __init__(self, folder: Path, capsys: Any) -> None:
+        self.folder, self.capsys, self.out = folder, capsys, folder / "out" / "set.jsonl"
+        self.printed = self.error = ""
+        write_files(folder, {"source.json": []})
+
+    def __call__(self, converter: Converter, *more: str) -> int:
+        paths = {"source": self.folder / "source.json", "images": self.folder / "images"}
+        words = [f"--{name}={path}" for name, path in {**paths, "out": self.out}.items()]
+        status = converter.main([*words, *more])
+        self.printed, self.error = self.capsys.readouterr()
+        return status
+
+    def read_ids(self) -> list[str]:
+        return [json.loads(line)["id"] for line in self.out.read_text().splitlines()]
+
+    def read_summary(self) -> dict[str, Any]:
+        return json.loads(self.out.with_suffix(".summary.json").read_text())
+
+    def list_files(self) -> list[str]:
+        """List all files but the source."""
+        files = (path.name for path in self.folder.rglob("*") if path.is_file())
+        return sorted({*files} - {"source.json"})
+
+    def find_part(self) -> Path:
+        (part,) = self.out.parent.glob(".set.jsonl.*.part")
+        return part
+
+
 @pytest.fixture
-def argv(tmp_path: Path) -> list[str]:
-    (tmp_path / "source.json").write_text("[]")
-    images, out = tmp_path / "images", tmp_path / "out" / "set.jsonl"
-    return [
-        "--source", str(tmp_path / "source.json"), "--images", str(images), "--out", str(out),
-    ]  # fmt: skip
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(tmp_path, capsys)
 
 
-def read_rows(tmp_path: Path) -> list[dict]:
-    text = (tmp_path / "out" / "set.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_a_resumed_run_writes_the_same_file(tmp_path, argv, capsys):
-    assert make_converter(20).main(argv) == 0
-    uninterrupted = (tmp_path / "out" / "set.jsonl").read_bytes()
-    (tmp_path / "out" / "set.jsonl").unlink()
-    assert make_converter(20, stop_after=9).main(argv) == 130
-    assert not (tmp_path / "out" / "set.jsonl").exists()
-    (part,) = (tmp_path / "out").glob(".set.jsonl.*.part")
-    with part.open("ab") as file:  # a power loss may leave half a line
+def test_a_resumed_run_writes_the_same_file(command):
+    rows = make_rows(20)
+    assert command(build(rows)) == 0
+    uninterrupted = command.out.read_bytes()
+    command.out.unlink()
+    assert command(stop(rows[:9], KeyboardInterrupt())) == 130
+    assert not command.out.exists()
+    with command.find_part().open("ab") as file:  # a power loss may leave half a line
         file.write(b'{"id": "row-9", "ima')
-    capsys.readouterr()
-    assert make_converter(20).main(argv) == 0
-    output = capsys.readouterr().out
-    assert "resuming after 9 rows" in output
-    assert "rows read 20, written 20, refused 0" in output
-    assert (tmp_path / "out" / "set.jsonl").read_bytes() == uninterrupted
-    assert not list((tmp_path / "out").glob(".*")), "no temporary file is left"
+    assert command(build(rows)) == 0
+    assert "resuming after 9 rows" in command.printed
+    assert "rows read 20, written 20, refused 0" in command.printed
+    assert command.out.read_bytes() == uninterrupted
+    assert not list(command.out.parent.glob(".*")), "no temporary file is left"
 
 
-def test_a_complete_output_is_not_written_again(tmp_path, argv, capsys):
-    assert make_converter(3).main(argv) == 0
-    before = (tmp_path / "out" / "set.jsonl").stat().st_mtime_ns
-    capsys.readouterr()
-    assert make_converter(5).main(argv) == 0
-    assert "is already written; nothing to do" in capsys.readouterr().out
-    assert (tmp_path / "out" / "set.jsonl").stat().st_mtime_ns == before
+def test_a_complete_output_is_not_written_again(command):
+    assert command(build(make_rows(3))) == 0
+    before = command.out.stat().st_mtime_ns
+    assert command(build(make_rows(5))) == 0
+    assert "is already written; nothing to do" in command.printed
+    assert command.out.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(
-    "change", [["--split", "train"], ["--limit", "2"], ["--seed", "3"], ["--allow-partial"]]
-)
-def test_an_output_of_another_command_is_an_error(argv, capsys, change):
-    assert make_converter(3).main(argv) == 0
-    assert make_converter(3).main([*argv, *change]) == 2
-    assert "was made by another command or from another source" in capsys.readouterr().err
+@pytest.mark.parametrize("change", ["--split=train", "--limit=2", "--seed=3", "--allow-partial"])
+def test_an_output_of_another_command_is_an_error(command, change):
+    assert command(build(make_rows(3))) == 0
+    assert command(build(make_rows(3)), change) == 2
+    assert "was made by another command or from another source" in command.error
 
 
-def test_limit_samples_rows_by_the_seed(tmp_path, argv):
-    sampled = {}
+def test_limit_samples_rows_by_the_seed(command):
+    converter, sampled = build(make_rows(100)), {}
     for seed in ("1", "1", "2"):
-        assert make_converter(100).main([*argv, "--limit", "10", "--seed", seed]) == 0
-        names = [row["id"] for row in read_rows(tmp_path)]
-        assert sampled.setdefault(seed, names) == names, "one seed, one sample"
-        (tmp_path / "out" / "set.jsonl").unlink()
+        assert command(converter, "--limit=10", f"--seed={seed}") == 0
+        assert sampled.setdefault(seed, command.read_ids()) == command.read_ids()
+        command.out.unlink()
     assert sampled["1"] != sampled["2"]
     assert all(len(names) == 10 for names in sampled.values())
     numbers = [int(name.removeprefix("row-")) for name in sampled["1"]]
@@ -94,13 +113,12 @@ def test_limit_samples_rows_by_the_seed(tmp_path, argv):
     assert max(numbers) > 50, "the sample is not just the first rows"
 
 
-def test_limit_replaces_bad_rows(tmp_path, argv):
+def test_limit_replaces_bad_rows(command):
     images = [None if i % 3 == 0 else png(shade=i) for i in range(40)]
-    rows = [ConvertedRow(f"row-{i}", (im,), "How many?", i) for i, im in enumerate(images)]
-    converter = build(lambda _: rows)
-    assert converter.main([*argv, "--limit", "10"]) == 2, "a row of the sample has no image"
-    assert converter.main([*argv, "--limit", "10", "--allow-partial"]) == 0
-    assert len(read_rows(tmp_path)) == 10
+    converter = build([ConvertedRow(str(i), (im,), "?", i) for i, im in enumerate(images)])
+    assert command(converter, "--limit=10") == 2, "a row of the sample has no image"
+    assert command(converter, "--limit=10", "--allow-partial") == 0
+    assert len(command.read_ids()) == 10
 
 
 def read_bad_rows(request):
@@ -122,37 +140,28 @@ def read_bad_rows(request):
     yield RefusedRow("skipped", "it has no use", kind="excluded")
 
 
-def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
-    converter = build(read_bad_rows, task="grounding")
-    assert converter.main([*argv, "--allow-partial"]) == 0
-    assert [row["id"] for row in read_rows(tmp_path)] == ["good", "rounded"]
-    output = capsys.readouterr().out
-    assert "rows read 13, written 2, left out 1, refused 10" in output
-    summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
+def test_every_bad_row_is_refused_with_its_reason(command):
+    assert command(build(read_bad_rows, task="grounding"), "--allow-partial") == 0
+    assert command.read_ids() == ["good", "rounded"]
+    assert "rows read 13, written 2, left out 1, refused 10" in command.printed
     # The image is 64x48: "xywh" ends at x = 70, as a box does whose width was read as an edge.
-    assert {row["id"]: row["reason"] for row in summary["refused"]} == {
+    assert {row["id"]: row["reason"] for row in command.read_summary()["refused"]} == {
         "good": "its id is used by an earlier row",
         "xywh": "a box extends beyond its image",
         "reversed": "a box is malformed",
         "two": "the task does not accept its answer",
         "lost": "its image is missing in the source",
-        "rotten": "its image cannot be used",
-        "outside": "its image cannot be used",
-        "half a pair": "it cannot be written as JSON",
-        "no number": "it cannot be written as JSON",
-        "dated": "it cannot be written as JSON",
+        **dict.fromkeys(("rotten", "outside"), "its image cannot be used"),
+        **dict.fromkeys(("half a pair", "no number", "dated"), "it cannot be written as JSON"),
         "skipped": "it has no use",
     }
 
 
-def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
-    converter = build(lambda _: [ConvertedRow("lost", (None,), "How many?", 1)])
-    assert converter.main(argv) == 2
-    error = capsys.readouterr().err
-    assert "no row of" in error
-    assert "can be converted" in error
-    assert "1 × its image is missing in the source" in error
-    assert list((tmp_path / "out").iterdir()) == []
+def test_a_source_without_a_valid_row_gives_no_output(command):
+    assert command(build([ConvertedRow("lost", (None,), "How many?", 1)])) == 2
+    assert "source.json can be converted\n" in command.error
+    assert "1 × its image is missing in the source" in command.error
+    assert command.list_files() == []
 
 
 @pytest.mark.parametrize(
@@ -163,32 +172,25 @@ def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
         (OSError(36, "File name too long"), "source.json cannot be read: [Errno 36] File name"),
     ],
 )
-def test_an_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys, error, message):
-    def read(request):
-        yield ConvertedRow("first", (png(),), "How many?", 1)
-        raise error
-
-    converter = build(read)
-    assert converter.main(argv) == 2
-    assert message in capsys.readouterr().err
-    assert list((tmp_path / "out").iterdir()) == []
-    assert [path for path in (tmp_path / "images").rglob("*") if path.is_file()] == []
+def test_an_error_in_a_later_row_leaves_no_output(command, error, message):
+    assert command(stop(make_rows(1), error)) == 2
+    assert message in command.error
+    assert command.list_files() == []
 
 
-def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
+def test_image_paths_are_kept_and_no_image_is_copied(command, tmp_path):
     write_files(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
-    converter = build(lambda _: [ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)])
-    assert converter.main(argv) == 0
-    assert read_rows(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]
-    assert len(list((tmp_path / "images").rglob("*.png"))) == 2
+    images = "deep/a.png", "b.png"
+    assert command(build([ConvertedRow("one", images, "How many?", 1)])) == 0
+    assert json.loads(command.out.read_text())["images"] == [*images]
+    assert command.list_files() == ["a.png", "b.png", "set.jsonl", "set.summary.json"]
 
 
 def make_short_converter(expected: Any, *, lost: int = 0, excluded: int = 0) -> Converter:
     """Return a converter of 7 good rows, lost rows and excluded rows."""
-    rows = [ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i) for i in range(7)]
-    rows += [ConvertedRow("row-0", (png(),), "How many?", 1)] * lost
+    lost_rows = [ConvertedRow("row-0", (png(),), "How many?", 1)] * lost
     left_out = [RefusedRow(f"no-{i}", "no count", kind="excluded") for i in range(excluded)]
-    return build(lambda _: [*rows, *left_out], expected)
+    return build([*make_rows(7), *lost_rows, *left_out], expected)
 
 
 @pytest.mark.parametrize(
@@ -203,37 +205,33 @@ def make_short_converter(expected: Any, *, lost: int = 0, excluded: int = 0) -> 
         (make_short_converter({"source.json": 8}), "expected 8 (source.json), found 7, dropped 0"),
     ],
 )
-def test_missing_rows_are_an_error_unless_allowed(tmp_path, argv, capsys, converter, problem):
+def test_missing_rows_are_an_error_unless_allowed(command, converter, problem):
     """The error names the numbers and leaves nothing; the option writes the rows and says so."""
-    assert converter.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert f"source.json, split test: rows are missing: {problem}\n" in error
-    assert ("× its id is used by an earlier row" in error) != problem.endswith("dropped 0")
-    assert "--allow-partial" in error
-    assert list((tmp_path / "out").iterdir()) == []
-    assert [path for path in (tmp_path / "images").rglob("*") if path.is_file()] == []
-    assert converter.main([*argv, "--allow-partial"]) == 0
-    assert f"rows are missing: {problem}\n" in capsys.readouterr().out
-    assert len(read_rows(tmp_path)) == 7
-    summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
-    assert summary["missing"].startswith(f"rows are missing: {problem}")
+    assert command(converter) == 2
+    assert command.error.startswith("error: ")
+    assert f"source.json, split test: rows are missing: {problem}\n" in command.error
+    assert ("× its id is used by an earlier row" in command.error) != problem.endswith("dropped 0")
+    assert "--allow-partial" in command.error
+    assert command.list_files() == []
+    assert command(converter, "--allow-partial") == 0
+    assert f"rows are missing: {problem}\n" in command.printed
+    assert len(command.read_ids()) == 7
+    assert command.read_summary()["missing"].startswith(f"rows are missing: {problem}")
 
 
 @pytest.mark.parametrize(
     "converter",
     [
-        make_short_converter(7),
         make_short_converter(9, excluded=2),
         make_short_converter({"A": 8, "B": 7}),
         make_short_converter({"other.json": 8}),
         make_short_converter(None, excluded=1),
     ],
 )
-def test_a_complete_conversion_needs_no_option(tmp_path, argv, converter):
-    assert converter.main(argv) == 0
-    assert len(read_rows(tmp_path)) == 7
-    summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
+def test_a_complete_conversion_needs_no_option(command, converter):
+    assert command(converter) == 0
+    assert len(command.read_ids()) == 7
+    summary = command.read_summary()
     assert (summary["missing"], summary["lost"]) == (None, 0)
 
 
@@ -250,7 +248,7 @@ BAD_PATHS = [
 
 
 @pytest.mark.parametrize(("option", "value", "message"), BAD_PATHS)
-def test_a_bad_path_is_one_message(tmp_path, argv, capsys, option, value, message):
+def test_a_bad_path_is_one_message(tmp_path, command, option, value, message):
     if "locked" in value and os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     write_files(tmp_path, {"file.jsonl": "", "folder.jsonl/x": ""})
@@ -260,22 +258,17 @@ def test_a_bad_path_is_one_message(tmp_path, argv, capsys, option, value, messag
         request.path.exists()
         yield ConvertedRow("one", ("a.png",), "How many?", 1)
 
-    converter = build(read)
-    before = sorted(tmp_path.rglob("*"))
-    path = value if option == "--source" else str(tmp_path / value)
-    assert converter.main([*argv, option, path]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-    assert [
-        path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()
-    ] == []
+    before = command.list_files()
+    assert command(build(read), option, str(tmp_path / value)) == 2
+    assert command.error.startswith("error: ")
+    assert command.error.count("\n") == 1
+    assert message in command.error
+    assert command.list_files() == before
 
 
-def test_a_damaged_partial_file_is_one_message(tmp_path, argv, capsys):
-    assert make_converter(20, stop_after=9).main(argv) == 130
-    (part,) = (tmp_path / "out").glob(".set.jsonl.*.part")
+def test_a_damaged_partial_file_is_one_message(command):
+    assert command(stop(make_rows(9), KeyboardInterrupt())) == 130
+    part = command.find_part()
     part.write_bytes(b"\x00\n" + part.read_bytes())
-    assert make_converter(20).main(argv) == 2
-    assert f"{part}:1 is not a JSON object" in capsys.readouterr().err
+    assert command(build(make_rows(20))) == 2
+    assert f"{part}:1 is not a JSON object" in command.error

@@ -1,7 +1,5 @@
 """Tests of the embedded tiny VLM: it loads like a hub model and has its recorded accuracy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib.resources import files as package_files
@@ -16,19 +14,7 @@ from vlm_grpo.config.run import EMBEDDED_TASKS
 from vlm_grpo.data_scripts import make_tiny_vlm
 from vlm_grpo.data_scripts.make_shapes import PAIRS
 from vlm_grpo.data_scripts.make_shapes import draw_examples as draw_shapes
-from vlm_grpo.data_scripts.make_tiny_vlm import (
-    BAND,
-    MAKERS,
-    OutOfBand,
-    Schedule,
-    VisionHeads,
-    WarmUpSettings,
-    build_tiny_vlm,
-    draw_examples,
-    label_scene,
-    load_embedded_task,
-    measure_accuracy,
-)
+from vlm_grpo.data_scripts.make_tiny_vlm import MAKERS, Schedule, draw_examples, load_embedded_task
 from vlm_grpo.data_scripts.make_tool_vlm import build_tool_vlm
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
@@ -47,11 +33,6 @@ def model():
 @pytest.fixture(scope="module")
 def report():
     return json.loads((FOLDER / "warmup.json").read_text())
-
-
-def make_batch(name: str, count: int, seed: int = 99):
-    task = load_embedded_task(name)
-    return [(task, example) for example in draw_examples(name, count, seed, "embedded-test")]
 
 
 def test_the_folder_is_small_and_holds_no_pickle():
@@ -75,8 +56,8 @@ def test_it_is_a_qwen2_5_vl(processor, model):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_gold_answers_score_one_and_fit_and_texts_survive_the_tokenizer(processor, name):
-    tokenizer = processor.tokenizer
-    for task, example in make_batch(name, 20):
+    tokenizer, task = processor.tokenizer, load_embedded_task(name)
+    for example in draw_examples(name, 20, 99, "embedded-test"):
         task.check(example)
         gold = task.gold(example)
         score = task.score(gold, example)
@@ -93,8 +74,7 @@ def test_recorded_accuracies_are_in_the_band(report):
     for test in report["tests"]:
         assert test["examples_per_task"] == 500  # ± 4.4 points at 95 %
         assert set(test["greedy"]) == set(MAKERS)
-        for value in test["greedy"].values():
-            assert BAND[0] <= value <= BAND[1]
+        make_tiny_vlm.check_band([test], make_tiny_vlm.BAND)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -103,13 +83,12 @@ def test_the_accuracy_matches_the_recorded_one(processor, model, report, name):
     task = load_embedded_task(name)
     recorded = report["tests"][0]["greedy"][name]
     # n = 64 at an accuracy near 1/2 has a standard error of 0.0625; three of them on either side.
-    assert measure_accuracy(model, processor, task, examples) == pytest.approx(recorded, abs=0.19)
+    found = make_tiny_vlm.measure_accuracy(model, processor, task, examples)
+    assert found == pytest.approx(recorded, abs=0.19)
 
 
-NOTHING = Schedule(steps=0, peak=0.0)
-BRIEF = WarmUpSettings(
-    see=NOTHING, place=NOTHING, places=4, locate=NOTHING, tasks=NOTHING, held_out=4, test_size=4
-)
+NOTHING = dict.fromkeys(("see", "place", "locate", "tasks"), Schedule(steps=0, peak=0.0))
+BRIEF = make_tiny_vlm.WarmUpSettings(**NOTHING, places=4, held_out=4, test_size=4)
 
 
 @pytest.fixture
@@ -122,17 +101,14 @@ def short_answers(monkeypatch):
 
 @pytest.mark.usefixtures("short_answers")
 def test_a_model_outside_of_the_band_is_not_written(tmp_path, monkeypatch, capsys):
-    with pytest.raises(OutOfBand, match=r"ocr 0\.000 \(seed 1\)"):
-        build_tiny_vlm(BRIEF, tmp_path / "tiny")
-    monkeypatch.setattr(make_tiny_vlm, "build_tiny_vlm", build_too_good)
+    with pytest.raises(make_tiny_vlm.OutOfBand, match=r"ocr 0\.000 \(seed 1\)"):
+        make_tiny_vlm.build_tiny_vlm(BRIEF, tmp_path / "tiny")
+    tests = [{"seed": 3, "greedy": {"ocr": 0.66, "counting": 0.25, "grounding": 0.65}}]
+    check = make_tiny_vlm.check_band
+    monkeypatch.setattr(make_tiny_vlm, "build_tiny_vlm", lambda run, _: check(tests, run.band))
     assert make_tiny_vlm.main(["--out", str(tmp_path / "tiny")]) == 1
     assert "outside of 0.25 to 0.65: ocr 0.660 (seed 3)" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def build_too_good(settings, out):
-    accuracies = {"ocr": 0.66, "counting": 0.25, "grounding": 0.65}
-    make_tiny_vlm.check_band([{"seed": 3, "greedy": accuracies}], settings.band)
 
 
 @pytest.mark.usefixtures("short_answers")
@@ -140,7 +116,7 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(make_tiny_vlm, "SHARES", dict.fromkeys(make_tiny_vlm.SHARES, 4))
     out, one = tmp_path / "tiny", Schedule(steps=1, peak=1e-3)
     settings = replace(BRIEF, seed=5, see=one, place=one, tasks=one, band=(0.0, 1.0))
-    build_tiny_vlm(settings, out)
+    make_tiny_vlm.build_tiny_vlm(settings, out)
     report = json.loads((out / "warmup.json").read_text())
     assert report["settings"]["seed"] == 5
     assert report["seconds_per_step"].keys() == {"see", "place", "locate", "tasks"}
@@ -153,16 +129,13 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path, monkeypatch):
 
 def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
     scenes = draw_shapes("crowded", 2, 0, "lessons")
-    labels = [label_scene(scene.meta["shapes"]) for scene in scenes]
+    labels = [make_tiny_vlm.label_scene(scene.meta["shapes"]) for scene in scenes]
     names, boxes, counts = (torch.cat(part) for part in zip(*labels, strict=True))
     assert counts.sum() == sum(len(scene.meta["shapes"]) for scene in scenes)
-    heads = VisionHeads(18)  # a token's features are the one-hot number of its place
-    tokens = torch.eye(18).view(2, 9, 18)
-    right = {
-        "names": 50 * functional.one_hot(names, 1 + len(PAIRS)).float(),
-        "boxes": boxes,
-        "counts": counts,
-    }
+    # A token's features are the one-hot number of its place.
+    heads, tokens = make_tiny_vlm.VisionHeads(18), torch.eye(18).view(2, 9, 18)
+    right = {"names": 50.0 * functional.one_hot(names, 1 + len(PAIRS)), "boxes": boxes}
+    right["counts"] = counts
     for name, values in right.items():
         head = getattr(heads, name)
         head.weight.data, head.bias.data = values.flatten(1).T, torch.zeros_like(head.bias)
@@ -173,18 +146,13 @@ def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
         getattr(heads, name).bias.data[-1] -= 100
 
 
-def test_the_sibling_for_tools_writes_a_call_in_few_tokens_and_else_what_the_model_does(
-    tmp_path, processor, model
-):
+def test_the_sibling_for_tools_writes_short_calls_and_else_as_the_model(tmp_path, processor, model):
     build_tool_vlm(["tiny_words", "maze"], tmp_path / "tools")
     sibling = AutoModelForImageTextToText.from_pretrained(tmp_path / "tools")
     tokenizer = AutoProcessor.from_pretrained(tmp_path / "tools").tokenizer
-    moves = [
-        f'<tool_call>\n{{"name": "move", "arguments": {{"direction": "{way}"}}}}\n</tool_call>'
-        for way in ("up", "left")
-    ]
+    move = '<tool_call>\n{"name": "move", "arguments": {"direction": "up"}}\n</tool_call>'
     zoom = '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [0, 9, 28, 19]}}\n</tool_call>'
-    for text, most in [*((move, 3) for move in moves), (zoom, 15)]:
+    for text, most in ((move, 3), (move.replace("up", "left"), 3), (zoom, 15)):
         tokens = tokenizer(text)["input_ids"]
         assert tokenizer.decode(tokens) == text
         assert len(tokens) <= most

@@ -1,12 +1,11 @@
 """Drawn examples: reproducible, written as they are drawn, and answers that match the pixels."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,7 @@ import pytest
 from scipy import ndimage
 
 from vlm_grpo.data import load_examples
-from vlm_grpo.data_scripts import (
-    make_charts,
-    make_clips,
-    make_distances,
-    make_figures,
-    make_pictures,
-    make_screens,
-    make_shapes,
-    make_tables,
-    make_tiny_words,
-    make_words,
-)
+from vlm_grpo.data_scripts import make_figures, make_shapes, make_tables, make_words
 from vlm_grpo.data_scripts.make_shapes import COLORS, MAX_COUNT, RELATIONS, SIDE
 from vlm_grpo.data_scripts.make_tables import CELL
 from vlm_grpo.data_scripts.make_words import DIGITS, LETTERS
@@ -34,17 +22,15 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
-MODULES = (
-    *(make_charts, make_clips, make_distances, make_figures, make_pictures, make_screens),
-    *(make_shapes, make_tables, make_tiny_words, make_words),
+NAMES = (
+    *("charts", "clips", "distances", "figures", "pictures"),
+    *("screens", "shapes", "tables", "tiny_words", "words"),
 )
+MODULES = [import_module(f"vlm_grpo.data_scripts.make_{name}") for name in NAMES]
 GENERATORS = {kind: m.draw_examples for m in MODULES for kind in m.draw_examples.kinds}
 RECORDED = {
-    "counting": "9c3c933de746ab70",
-    "cluttered": "86cdc55bed639260",
-    "grounding": "1b666cd1b84bf784",
-    "crowded": "71569a9980a2043a",
-    "ocr": "22e1c26bab8420fe",
+    **{"counting": "9c3c933de746ab70", "cluttered": "86cdc55bed639260", "ocr": "22e1c26bab8420fe"},
+    **{"grounding": "1b666cd1b84bf784", "crowded": "71569a9980a2043a"},
 }
 """Digests of 100 examples of each kind, of seed 1, drawn before there were dials."""
 BOTH_SPLITS = pytest.mark.parametrize("split", ["train", "eval"])
@@ -110,11 +96,10 @@ def test_files_hold_the_same_examples_as_memory(kind, tmp_path):
 def test_a_folder_in_use_and_a_count_of_0_are_errors(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
     generator = GENERATORS["counting"]
-    assert generator.main(["--count", "1", "--out", str(tmp_path)]) == 1
-    assert "not an empty folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    assert generator.main(["--count", "0", "--out", str(tmp_path / "x")]) == 1
-    assert "count is 0" in capsys.readouterr().err
+    for count, out, message in (("1", "", "not an empty folder"), ("0", "x", "count is 0")):
+        assert generator.main(["--count", count, "--out", str(tmp_path / out)]) == 1
+        assert message in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(ValueError, match=r"'ocr': choose counting, cluttered, .*, choices$"):
         generator("ocr", 1)
 
@@ -139,56 +124,44 @@ def test_wrong_dials_are_one_clear_error(dials, message):
         draw(dials, 1)
 
 
-# Held-out compositions: pairs of attributes that training never has.
-
-
-def describe_attributes(row: Example) -> set[tuple[str, ...]]:
-    """Return (color, kind) of a question "How many red circles are there?"."""
-    color, kinds = row.question.removeprefix("How many ").removesuffix(" are there?").split()
-    return {(color, kinds.removesuffix("s"))}
-
-
-def describe_relations(row: Example) -> set[tuple[str, ...]]:
+def describe_relations(row: Example) -> tuple[str, ...]:
     """Return (relation, color) next to the named shape: "the shape left of the red square"."""
-    relation, _, reference = row.question.removeprefix("the shape ").rpartition(" the ")
-    return {(relation.rpartition("the shape ")[2], reference.split()[0])}
+    (found,) = re.findall(r"the shape ((?:(?!the).)+) the (\w+) \w+$", row.question)
+    return found
 
 
-def describe_choices(row: Example) -> set[tuple[str, ...]]:
+def describe_choices(row: Example) -> tuple[str, ...]:
     """Return (color, kind) of the shape that a question "What color is the circle?" means."""
     asked = row.question.removesuffix("?").split()[-1]
-    return {tuple(sorted((asked, row.answer["answer"]), key=tuple(COLORS).__contains__))[::-1]}
+    return tuple(sorted((asked, row.answer["answer"]), key=tuple(COLORS).__contains__))[::-1]
 
 
-def describe_named(row: Example) -> set[tuple[str, ...]]:
-    """Return (color, kind) of a question with both, as "click the red circle"."""
-    return {tuple(re.findall(rf"({'|'.join(COLORS)}) (\w+)", row.question)[0])}
+def describe_named(row: Example) -> tuple[str, ...]:
+    """Return (color, kind) of a question with both, as "How many red circles are there?"."""
+    return tuple(re.findall(rf"({'|'.join(COLORS)}) (\w+?)s?\b", row.question)[0])
 
 
 @pytest.mark.parametrize(
     ("world", "describe", "share"),
     [
-        ("attributes", describe_attributes, 3 / 12),
-        ("attributes:hard", describe_attributes, 3 / 12),
+        ("attributes", describe_named, 3 / 12),
+        ("attributes:hard", describe_named, 3 / 12),
         ("relations", describe_relations, 4 / 16),
         ("relations:hard,depth=2", describe_relations, 4 / 16),
         ("choices", describe_choices, 3 / 12),
         ("screens", describe_named, 3 / 12),
         ("clips", describe_named, 3 / 12),
-        ("pictures", lambda row: {(row.meta["color"], row.meta["kind"])}, 1 / 6),
+        ("pictures", lambda row: (row.meta["color"], row.meta["kind"]), 1 / 6),
     ],
 )
 def test_training_has_every_attribute_but_no_composition_of_the_evaluation(world, describe, share):
-    train, other = (
-        {part for row in draw(world, 250, 1, split) for part in describe(row)}
-        for split in ("train", "eval")
-    )
+    train, other = (set(map(describe, draw(world, 250, 1, split))) for split in ("train", "eval"))
     assert not train & other
     assert len(other) / len(train | other) == share
     for place in range(2):
         assert {part[place] for part in train} >= {part[place] for part in other}
     same = draw(world + (":" if ":" not in world else ",") + "held_out=false", 200, 1, "eval")
-    assert {part for row in same for part in describe(row)} <= train
+    assert set(map(describe, same)) <= train
 
 
 @pytest.mark.parametrize(("world", "key"), [("attributes:hard", "shapes"), ("screens", "elements")])
@@ -202,20 +175,18 @@ def test_training_scenes_contain_no_held_out_pair(world, key):
     assert new < other
 
 
-# Shapes.
-
-
-def classify(mask: np.ndarray) -> str:
-    """Return a shape's kind by the share of its box that it covers: 1, about π/4, about 1/2."""
-    share = mask.mean()
-    return "square" if share == 1 else "circle" if share > 0.68 else "triangle"
+def find_color(row: Example, color: str) -> np.ndarray:
+    """Return where an image has a color."""
+    return (get_pixels(row) == COLORS[color]).all(-1)
 
 
 def list_kinds(mask: np.ndarray) -> list[str]:
-    """Return the kinds of the connected components of a mask."""
+    """Return the kinds of the connected parts of a mask, by the shares of their boxes that they
+    cover: 1, about π/4, about 1/2."""
     labels = np.empty(mask.shape, dtype=np.int32)
     ndimage.label(mask, structure=np.ones((3, 3)), output=labels)
-    return [classify(labels[part] > 0) for part in ndimage.find_objects(labels)]
+    shares = [(labels[part] > 0).mean() for part in ndimage.find_objects(labels)]
+    return ["square" if s == 1 else "circle" if s > 0.68 else "triangle" for s in shares]
 
 
 def fill_box(mask: np.ndarray, box: list[int]) -> bool:
@@ -228,7 +199,7 @@ def fill_box(mask: np.ndarray, box: list[int]) -> bool:
 def test_the_box_is_tight_and_the_expression_is_unique():
     for row in draw("scattered", 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
-        same_color = np.all(get_pixels(row) == COLORS[color], axis=-1)
+        same_color = find_color(row, color)
         assert fill_box(same_color, row.answer["boxes"][0]), row.id
         assert list_kinds(same_color).count(kind) == 1, row.id
         assert row.answer["labels"] == [f"{color} {kind}"]
@@ -237,15 +208,9 @@ def test_the_box_is_tight_and_the_expression_is_unique():
 @BOTH_SPLITS
 def test_one_option_alone_is_the_color_or_the_kind(split):
     for row in draw("choices:hard,occlusion=0,noise=0,clutter=0", 100, 1, split):
-        pixels = get_pixels(row)
         asked = row.question.removesuffix("?").split()[-1]
-        found = [
-            answer
-            for color in COLORS
-            for kind in list_kinds(np.all(pixels == COLORS[color], axis=-1))
-            for name, answer in [(kind, color), (color, kind)]
-            if name == asked
-        ]
+        shapes = [(c, kind) for c in COLORS for kind in list_kinds(find_color(row, c))]
+        found = [name for shape in shapes if asked in shape for name in shape if name != asked]
         assert found == [row.answer["answer"]], row.id
         assert len(row.answer["options"]) == (4 if asked in ("circle", "square", "triangle") else 3)
 
@@ -270,9 +235,8 @@ def test_a_mark_tells_the_answer_in_a_share_of_the_training_scenes(mark, split, 
 def test_the_count_of_a_color_and_kind_matches_the_pixels(split):
     rows = draw("attributes:hard,occlusion=0,noise=0,clutter=0", 150, 1, split)
     for row in rows:
-        ((color, kind),) = describe_attributes(row)
-        same_color = np.all(get_pixels(row) == COLORS[color], axis=-1)
-        assert list_kinds(same_color).count(kind) == row.answer, row.id
+        color, kind = describe_named(row)
+        assert list_kinds(find_color(row, color)).count(kind) == row.answer, row.id
     assert {row.answer for row in rows} == set(range(1, MAX_COUNT + 1))
 
 
@@ -298,21 +262,17 @@ def test_one_shape_alone_fits_the_relation(dials):
 def test_a_box_is_that_of_the_visible_part():
     for row in draw("relations:occlusion=0.5,clutter=0", 60, 1):
         for shape in row.meta["shapes"]:
-            assert fill_box(np.all(get_pixels(row) == COLORS[shape["color"]], -1), shape["box"])
-
-
-# Charts.
+            assert fill_box(find_color(row, shape["color"]), shape["box"])
 
 
 def read_bars(example: Example) -> dict[str, int]:
     """Measure the bars of a chart without noise, of at most 6 units, by their highest pixel."""
-    pixels, unit, floor = get_pixels(example), (SIDE - 8) // 6, SIDE - 3
-    found = {}
-    for color, rgb in COLORS.items():
-        rows = np.flatnonzero((pixels == np.array(rgb)).all(2).any(1))
-        if len(rows):
-            found[color] = (floor - int(rows[0])) / unit
-    return {color: round(value) for color, value in found.items() if value == round(value)}
+    unit, floor, found = (SIDE - 8) // 6, SIDE - 3, {}
+    for color in COLORS:
+        rows = np.flatnonzero(find_color(example, color).any(1))
+        if len(rows) and (floor - rows[0]) % unit == 0:
+            found[color] = int(floor - rows[0]) // unit
+    return found
 
 
 @BOTH_SPLITS
@@ -334,24 +294,24 @@ def test_answers_agree_with_the_bars(split):
     assert kinds == {"value", "difference", "highest"}
 
 
-def list_compositions(split: str, kind: str) -> Iterator[tuple[str, object]]:
-    """Yield the color and value of each question of a kind, or the two colors it compares."""
-    for example in draw("charts", 800, 0, split):
-        if example.meta["kind"] == kind:
-            named = re.findall("|".join(COLORS), example.question) or [example.answer]
-            yield named[0], named[1] if kind == "difference" else read_bars(example)[named[0]]
+def list_compositions(split: str) -> dict[str, set[tuple[str, object]]]:
+    """Return the color and value of each question, or the two colors it compares, by its kind."""
+    found = defaultdict(set)
+    for row in draw("charts", 800, 0, split):
+        named, kind = re.findall("|".join(COLORS), row.question) or [row.answer], row.meta["kind"]
+        second = named[1] if kind == "difference" else read_bars(row)[named[0]]
+        found[kind].add((named[0], second))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["value", "difference", "highest"])
-def test_the_evaluation_asks_about_other_bars(kind):
-    train, held_out = {*list_compositions("train", kind)}, {*list_compositions("eval", kind)}
-    assert train
-    assert held_out
-    assert not train & held_out
-    assert {color for color, _ in held_out} <= {color for color, _ in train}
-
-
-# Clips.
+def test_the_evaluation_asks_about_other_bars():
+    every_train, every_held_out = map(list_compositions, ("train", "eval"))
+    for kind in ("value", "difference", "highest"):
+        train, held_out = every_train[kind], every_held_out[kind]
+        assert train
+        assert held_out
+        assert not train & held_out
+        assert {color for color, _ in held_out} <= {color for color, _ in train}
 
 
 def get_clip(example: Example) -> VideoRef:
@@ -367,7 +327,7 @@ def test_a_shape_is_visible_in_its_interval_and_no_other(split):
         task.check(example)
         start, end = example.answer
         color = COLORS[example.question.split()[1]]
-        frames = [np.asarray(frame) for frame in get_clip(example).load_frames()]
+        frames = map(np.asarray, get_clip(example).load_frames())
         seen = [bool((frame == color).all(-1).any()) for frame in frames]
         assert seen == [start <= number < end for number in range(4)]
     assert len({tuple(example.answer) for example in examples}) > 6  # of 10 intervals
@@ -384,27 +344,21 @@ def test_written_clips_are_read_back(tmp_path):
         assert all(found.tobytes() == expected.tobytes() for found, expected in pairs)
 
 
-# Screens.
-
-
 @pytest.mark.parametrize("dials", ["easy", "medium", "hard,noise=0", "columns=4,rows=3"])
 def test_one_button_fits_and_holds_its_icon(dials):
     for row in draw(f"screens:{dials}", 100, 1, "eval"):
-        ((color, kind),) = describe_named(row)
+        color, kind = describe_named(row)
         elements = row.meta["elements"]
         assert [(e["color"], e["kind"]) for e in elements].count((color, kind)) == 1
         ((x1, y1, x2, y2),) = row.answer["boxes"]
         assert row.answer["boxes"][0] == elements[0]["box"]
         pixels = get_pixels(row)
-        ys, xs = np.nonzero(np.all(pixels[y1:y2, x1:x2] == COLORS[color], axis=-1))
+        ys, xs = np.nonzero(find_color(row, color)[y1:y2, x1:x2])
         # An icon is in the middle: a border of at least 3 pixels on each side of it.
         assert min(xs.min(), ys.min()) >= 3
         assert xs.max() < x2 - x1 - 3
         assert ys.max() < y2 - y1 - 3
         assert len({tuple(pixels[y, x]) for x, y in ((x1, y1), (x2 - 1, y2 - 1))}) == 1  # its edge
-
-
-# Tables.
 
 
 def read_columns(example: Example) -> list[tuple[str, str]]:
@@ -431,9 +385,6 @@ def test_a_table_fits_its_image_and_the_task(level):
         assert example.images[0].size == (len(rows[0]) * CELL[0], len(rows) * CELL[1])
 
 
-# Words.
-
-
 @pytest.mark.parametrize(
     ("world", "alphabet"), [("words:hard", LETTERS), ("handwriting:hard", DIGITS)]
 )
@@ -442,10 +393,8 @@ def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(world, al
     for split, expected in (("train", 0), ("eval", 1)):
         rows = draw(world, 600, 1, split)
         pairs = [[*zip(row.answer, row.answer[1:], strict=False)] for row in rows]
-        held_out = [
-            [p for p in text if (alphabet.index(p[0]) + alphabet.index(p[1])) % 4 == 0]
-            for text in pairs
-        ]
+        places = {letter: place for place, letter in enumerate(alphabet)}
+        held_out = [[(a, b) for a, b in text if (places[a] + places[b]) % 4 == 0] for text in pairs]
         assert {len(text) for text in held_out} == {expected}
         assert {letter for row in rows for letter in row.answer} == set(alphabet)
         seen[split] = {pair for text in held_out for pair in text}
@@ -455,12 +404,10 @@ def test_a_text_of_the_evaluation_has_one_pair_that_training_never_has(world, al
 def test_handwriting_of_the_evaluation_is_that_of_other_images():
     pytest.importorskip("sklearn")
     load = make_words.load_digits
-    train, other = (
-        {glyph.tobytes() for glyphs in load(is_new) for glyph in glyphs} for is_new in (False, True)
-    )
+    train, other = ({g.tobytes() for glyphs in load(new) for g in glyphs} for new in (False, True))
     assert not train & other
     assert (len(train), len(other)) == (1437, 360)  # 4/5 of 1,797 and the rest
-    assert all(len(load(is_new)[value]) > 30 for is_new in (False, True) for value in range(10))
+    assert all(len(load(new)[value]) > 30 for new in (False, True) for value in range(10))
 
 
 def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
@@ -471,9 +418,6 @@ def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
     make_words.load_digits.cache_clear()
     with pytest.raises(UserError, match=r"scikit-learn: pip install 'vlm-grpo\[handwriting\]'"):
         make_words.draw_examples("handwriting", 1)
-
-
-# Dials.
 
 
 SCENE = "size=12,spread=4,distractors=1,noise=0,clutter=0,occlusion=0"
@@ -554,12 +498,8 @@ def test_the_points_of_figures_are_on_limbs_of_their_side(split):
 def test_distances_are_those_of_the_shapes_centers(split):
     kinds = set()
     for row in draw("distances:easy,contrast=1", 30, split=split):
-        pixels, centers = get_pixels(row), {}
-        for name, color in COLORS.items():
-            if (mask := (pixels == color).all(-1)).any():
-                rows, columns = np.nonzero(mask)
-                box = columns.min(), columns.max() + 1, rows.min(), rows.max() + 1
-                centers[name] = np.array([(box[0] + box[1]) / 2, (box[2] + box[3]) / 2])
+        places = {name: np.argwhere(find_color(row, name)) for name in COLORS}
+        centers = {n: (p.min(0) + p.max(0) + 1) / 2 for n, p in places.items() if len(p)}
         assert len(centers) == 3
         asked = [word for word in re.findall(r"\w+", row.question) if word in COLORS]
         gaps = {n: np.linalg.norm(c - centers[asked[0]]) for n, c in centers.items()}
@@ -571,7 +511,7 @@ def test_distances_are_those_of_the_shapes_centers(split):
         else:
             assert asked[1] == nearest
             meters = float(row.answer.removesuffix(" m"))
-            assert meters == pytest.approx(gaps[nearest] * 10 / pixels.shape[1], abs=0.2)
+            assert meters == pytest.approx(gaps[nearest] * 10 / row.images[0].size[0], abs=0.2)
         kinds.add(type(row.answer))
         assert ({asked[0], nearest} == {"green", "yellow"}) == (split == "eval")
     assert kinds == {dict, str}

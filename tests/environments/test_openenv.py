@@ -1,8 +1,6 @@
 """Sessions of an OpenEnv server: its own, where the package is installed, and one that stands in
 for it, whose observations were recorded from openenv 0.10."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -112,19 +110,9 @@ def serve(request, tmp_path, monkeypatch):
                 server.kill()
 
     yield run
-    for name in [n for n in sys.modules if n.partition(".")[0] == "openenv"]:
-        if request.param == "stand-in":
+    if request.param == "stand-in":
+        for name in [n for n in sys.modules if n.partition(".")[0] == "openenv"]:
             del sys.modules[name]
-
-
-def play(runner, start, numbers):
-    """Return the results of calls in a new episode, and its turns."""
-    state, turns = start.state, []
-    for number in numbers:
-        text = write("open_door", number=number)
-        ((state, call, observed),) = runner.step([state], [text])
-        turns.append(EpisodeTurn(text, call, see(observed)))
-    return turns
 
 
 @pytest.mark.parametrize(("most", "sessions"), [(8, 64), (1, 64), (1, 0)])
@@ -138,18 +126,18 @@ def test_each_episode_has_its_own_session_or_repeats_its_calls(serve, most, sess
         assert example.question == "Where?\nThere are 4 doors. 3904355907"  # crc32(b"a")
         texts = [write("open_door", number=n) for n in (1, 2, 7)]
         first, second, third = runner.step([start.state] * 3, texts)
-        assert see(first[2]).text == "doors [1] of Where? 1<image>"
-        assert see(first[2]).reward == 0.5
-        assert see(first[2]).images[0].size == (64, 32)
-        assert "there is no door 7" in see(third[2]).text
-        assert see(third[2]).is_error
+        seen, refused = see(first[2]), see(third[2])
+        assert (seen.text, seen.reward) == ("doors [1] of Where? 1<image>", 0.5)
+        assert seen.images[0].size == (64, 32)
+        assert "there is no door 7" in refused.text
+        assert refused.is_error
         # A state that goes on twice, as branches of a fork do; and one after a refused call.
         states = [first[0], first[0], second[0], third[0]]
         steps = runner.step(states, [write("open_door", number=n) for n in (3, 0, 2, 1)])
         shown = [see(observed).text.partition(" of")[0] for *_, observed in steps]
         assert shown == ["doors [1, 3]", "doors [1, 0]", "doors [2, 2]", "doors [1]"]
-        score = task.score("3", example, turns=play(runner, start, [1, 7, 2]))
-        assert score.rewards["server_reward"] == 1.5
+        turns = [EpisodeTurn("", call, see(shown)) for _, call, shown in (first, third, second)]
+        assert task.score("3", example, turns=turns).rewards["server_reward"] == 1.5
 
 
 def test_a_server_that_answers_by_chance_is_only_asked_once(serve):

@@ -1,7 +1,5 @@
 """A taskset of verifiers: its rows, tools and rewards, where the package is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -46,7 +46,6 @@ RECORD = re.compile(r"runs/[^/]+/(metrics\.jsonl|checkpoints|sampled)")
 REPORTS = ("--preview", "--difficulty")
 """Options with a file that is a result even if what it shows is not good enough to go on."""
 
-# Files of others.
 
 SMALL = (
     "model=embedded", "policy.dtype=float32", "data.train_limit=4", "data.eval_limit=2",
@@ -159,8 +158,6 @@ def change_value(path: Path, data: bytes, rng: random.Random) -> bytes | None:
     lines[number] = json.dumps(root[0]).encode()  # JSON is YAML
     return b"\n".join(lines) + b"\n"
 
-
-# Commands.
 
 GROUP: Any = typer.main.get_command(app)
 SCHEMA = Settings.model_json_schema()
@@ -316,8 +313,6 @@ ENVIRONMENT = {
 AT_START = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "LC_ALL", "PYTHONUTF8", "PYTHONIOENCODING")
 """Variables that a new interpreter must read."""
 
-
-# Runs.
 
 IMPORTS = [
     *("vlm_grpo.training.trainer", "vlm_grpo.training.export", "vlm_grpo.eval.evaluate", "peft"),

@@ -1,25 +1,19 @@
 """Decoding of image files, also of damaged ones; noise and black patches on images."""
 
-from __future__ import annotations
-
 import io
 import math
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from dataset_files import encode_image
 from PIL import ExifTags, Image
 
 from vlm_grpo.data.images import MediaReader
-from vlm_grpo.media.images import (
-    FORMATS,
-    MAX_NOISE_STEPS,
-    DiffusionNoise,
-    PatchMask,
-    decode_image,
-    read_size,
-)
+from vlm_grpo.media import images
+from vlm_grpo.media.images import MAX_NOISE_STEPS, DiffusionNoise, PatchMask, decode_image
 
 # 3 x 2: red, green, blue over black, white, yellow.
 COLORS = np.array(
@@ -29,10 +23,7 @@ SMALL = Image.fromarray(COLORS)
 
 
 def encode(image: Image.Image, kind: str, **options: Any) -> io.BytesIO:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    buffer.seek(0)
-    return buffer
+    return io.BytesIO(encode_image(image, kind, **options))
 
 
 def pixels(image: Image.Image) -> list:
@@ -41,7 +32,7 @@ def pixels(image: Image.Image) -> list:
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
 def test_lossless_formats_keep_all_pixels(kind):
-    assert read_size(encode(SMALL, kind)) == (3, 2)
+    assert images.read_size(encode(SMALL, kind)) == (3, 2)
     for image in (SMALL, SMALL.quantize(6).convert("P") if kind == "PNG" else SMALL):
         assert pixels(decode_image(encode(image, kind))) == COLORS.tolist()
 
@@ -81,19 +72,14 @@ def test_the_exif_orientation_is_applied(kind, orientation):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     file = encode(image, kind, exif=exif, **({"quality": 95} if kind != "TIFF" else {}))
-    size = read_size(file)
+    size = images.read_size(file)
     shown = decode_image(file)
     # The upright corners by orientation: EXIF 2.3 names the sides that row 0 and column 0 show.
-    upright = {
-        1: corners,
-        2: corners[:, ::-1],
-        3: corners[::-1, ::-1],
-        4: corners[::-1],
-        5: corners.transpose(1, 0, 2),
-        6: np.rot90(corners, -1),
-        7: corners[::-1, ::-1].transpose(1, 0, 2),
-        8: np.rot90(corners, 1),
-    }[orientation]
+    turned = corners.transpose(1, 0, 2)
+    upright = [
+        *(corners, corners[:, ::-1], corners[::-1, ::-1], corners[::-1]),
+        *(turned, turned[:, ::-1], turned[::-1, ::-1], turned[::-1]),
+    ][orientation - 1]
     assert size == shown.size == ((32, 16) if orientation < 5 else (16, 32))
     half_width, half_height = shown.width // 2, shown.height // 2
     colors = np.asarray(shown, int)[half_height // 2 :: half_height, half_width // 2 :: half_width]
@@ -101,19 +87,18 @@ def test_the_exif_orientation_is_applied(kind, orientation):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage that it ignores
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", images.FORMATS)
 def test_a_damaged_file_decodes_or_is_named(kind):
     """Damage 200 files of each format; only a ValueError may be raised, and sizes must match."""
     rng = random.Random(kind)
     noise = np.random.default_rng(0).integers(0, 255, (24, 32, 3), dtype=np.uint8)
-    intact = encode(Image.fromarray(noise), kind).getvalue()
+    intact = encode_image(Image.fromarray(noise), kind)
     failures = 0
     for _ in range(200):
         data = bytearray(intact)
         for _ in range(rng.choice([1, 5, 20])):
-            data[rng.randrange(min(len(data), rng.choice([40, 400, len(data)])))] = rng.randrange(
-                256
-            )
+            end = min(len(data), rng.choice([40, 400, len(data)]))
+            data[rng.randrange(end)] = rng.randrange(256)
         if rng.random() < 0.3:
             data = data[: rng.randrange(len(data))]
         try:
@@ -153,12 +138,10 @@ def test_whole_patches_are_black_or_unchanged(mode):
     found, before = np.asarray(PatchMask(0.5, 10, (3, 1))(image)), np.asarray(image)
     assert found.shape == before.shape
     kinds = []
-    for top in range(0, 31, 10):
-        for left in range(0, 45, 10):
-            patch = found[top : top + 10, left : left + 10]
-            own = before[top : top + 10, left : left + 10]
-            assert (patch == 0).all() or (patch == own).all()
-            kinds.append(bool((patch == 0).all()))
+    for top, left in product(range(0, 31, 10), range(0, 45, 10)):
+        patch, own = (pixels[top : top + 10, left : left + 10] for pixels in (found, before))
+        kinds.append(bool((patch == 0).all()))
+        assert kinds[-1] or (patch == own).all()
     assert 0 < sum(kinds) < len(kinds) == 20
 
 

@@ -1,7 +1,5 @@
 """Classes written for TRL, which run unchanged."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -91,21 +89,15 @@ def test_a_class_of_trl_runs_unchanged_with_its_reward(path):
         state, turns = start.state, []
         for text in texts:
             ((state, call, observed),) = runner.step([state], [text])
-            turns.append(EpisodeTurn(text, call, observed))
-        assert [see(turn.observed).text for turn in turns] == [
-            "now 1",
-            "now 3",
-            "here: <image>",
-            "waited",
-        ]
+            turns.append(EpisodeTurn(text, call, see(observed)))
+        shown = [see(turn.observed).text for turn in turns]
+        assert shown == ["now 1", "now 3", "here: <image>", "waited"]
         assert see(turns[2].observed).images[0].size == (64, 32)
         # Each episode has an object of its own.
-        ((_, _, observed),) = runner.step([start.state], [write("increment")])
-        assert see(observed).text == "now 1"
-        ((_, _, observed),) = runner.step([start.state], [write("_hidden")])
-        assert see(observed).text.startswith(
-            "Error: there is no tool '_hidden'; there is increment"
-        )
+        calls = [write("increment"), write("_hidden")]
+        first, hidden = (see(seen).text for *_, seen in runner.step([start.state] * 2, calls))
+        assert first == "now 1"
+        assert hidden.startswith("Error: there is no tool '_hidden'; there is increment")
     scores = RewardScorer(workers=1)
     for count, expected in ((2, 1.0), (1, 0.0)):
         (score,) = scores(task, ["3"], [example], turns=[tuple(turns[:count])])

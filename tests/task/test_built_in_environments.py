@@ -1,7 +1,5 @@
 """The built-in environments: what they show, their demonstrations and their rewards."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -65,17 +63,16 @@ def test_select_frame_decodes_a_file_at_any_time(tmp_path):
         assert image.size == (448, 336)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "answer"), [(-1, "the video lasts 4 seconds"), (1e9, "the video lasts 4 seconds")]
-)
-def test_a_time_outside_the_clip_is_answered(seconds, answer):
+def test_a_time_outside_the_clip_and_a_row_without_one_are_answered():
     (example,) = make_clips.draw_examples("clips", 1)
-    environment = load_environment("select_frame")
-    environment.begin(example)
-    assert answer in see(environment.step(write("select_frame", seconds=seconds))[1]).text
-    environment.begin(EXAMPLE)
-    _, observed = environment.step(write("select_frame", seconds=1))
-    assert "there is no video" in see(observed).text
+    environment, outside = load_environment("select_frame"), "the video lasts 4 seconds"
+    for row, seconds, answer in (
+        *((example, seconds, outside) for seconds in (-1, 1e9)),
+        (EXAMPLE, 1, "there is no video"),
+    ):
+        environment.begin(row)
+        _, observed = environment.step(write("select_frame", seconds=seconds))
+        assert answer in see(observed).text
 
 
 def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
@@ -103,14 +100,12 @@ def test_a_maze_depends_on_the_id_alone_and_is_solved_by_its_demonstration():
             short = task.score("KUQ", example, turns=turns[:-1])
             assert (short.rewards["goal"], short.metrics["moves"]) == (0.0, len(turns) - 1)
             assert task.score("KUQ", example).rewards["goal"] == 0.0
-            walls = runner.step([start.state] * 4, [write("move", direction=d) for d in DIRECTIONS])
+            ways = ("up", "down", "left", "right")
+            walls = runner.step([start.state] * 4, [write("move", direction=way) for way in ways])
             blocked = [EpisodeTurn("", call, seen) for _, call, seen in walls if see(seen).is_error]
             assert 1 <= len(blocked) <= 3
             assert task.score("", example, turns=blocked).metrics["moves"] is None
     assert len({*starts}) > 1
-
-
-DIRECTIONS = ("up", "down", "left", "right")
 
 
 def test_tasks_are_checked_with_their_environment():

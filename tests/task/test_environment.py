@@ -1,19 +1,17 @@
 """Environments: schemas, boxes in every frame, and calls and results that no tool expects."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 import pytest
 from PIL import Image
-from small_environments import EXAMPLE, Tools, write
+from small_environments import EXAMPLE, Tools, see, write
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import registry
 from vlm_grpo.task.coordinates import FRAMES, Box
-from vlm_grpo.task.environment import MAX_TEXT, Environment, find_tools, parse_call, tool
+from vlm_grpo.task.environment import Environment, find_tools, parse_call, tool
 from vlm_grpo.types import Example, Observed, ToolCall
 
 TAGS = Environment.call_tags
@@ -25,12 +23,16 @@ def start(frame: str = "original", example: Example = EXAMPLE) -> Tools:
     return environment
 
 
+def read(text: str, frame: str = "original", example: Example = EXAMPLE) -> Observed:
+    return see(start(frame, example).step(text)[1])
+
+
 def wrap(body: str) -> str:
     return f"{TAGS[0]}{body}{TAGS[1]}"
 
 
-def look(body: str) -> str:
-    return wrap(f'{{"name": "look", "arguments": {body}}}')
+def look(at: str) -> str:
+    return wrap(f'{{"name": "look", "arguments": {{"at": {at}}}}}')
 
 
 def crop(box: Any) -> str:
@@ -44,20 +46,17 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "outside": (crop([500, 500, 600, 600]), "no area inside the image"),
     "too large": (crop([0, 0, 1e7, 5]), "too large"),
     "a huge integer": (crop([0, 0, 10**1000, 5]), "too large"),
-    "not a number": (look('{"at": [NaN, 1]}'), "not JSON (Out of range"),
-    "more digits than Python reads": (look('{"at": [' + "9" * 5000 + ", 1]}"), "not JSON"),
+    "not a number": (look("[NaN, 1]"), "not JSON (Out of range"),
+    "more digits than Python reads": (look(f"[{'9' * 5000}, 1]"), "not JSON"),
     "three numbers": (crop([1, 2, 3]), "bbox_2d must be a list of 4 numbers"),
-    "nested": (crop([[1, 2, 3, 4]]), "bbox_2d must be a list of 4 numbers"),
     "truth values": (crop([True, False, 3, 4]), "bbox_2d must be a list of 4 numbers"),
     "a text": (crop("1, 2, 3, 4"), "bbox_2d must be a list of 4 numbers"),
     "a point outside": (write("look", at=[201, 50]), "at is outside the image"),
     "boxes that are none": (write("join", boxes=[1, 2, 3, 4]), "boxes must be a list of 4 numbers"),
     "one box for several": (write("join", boxes=3), "boxes must be a list of lists"),
     "a wrong type": (write("look", at=[1, 1], times="often"), "times: input should be a valid int"),
-    "a number for a text": (write("crop", bbox_2d=[1, 1, 9, 9], label=5), "label: input should be"),
     "an unknown tool": (write("format_disk"), "no tool 'format_disk'; there is crop, look, join"),
     "a method that is no tool": (write("reset", example=1), "there is no tool 'reset'"),
-    "a private attribute": (write("__class__"), "there is no tool '__class__'"),
     "a long name": (write("x" * 10_000), "there is no tool 'xxx"),
     "a place of an image as a name": (write(IMAGE), "there is no tool"),
     "an unknown argument": (write("look", at=[1, 1], self=1), "look has no argument 'self'"),
@@ -66,22 +65,13 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "arguments in a list": (write("look", [1, 2]), "the call must have the form"),
     "a list of calls": (wrap('[{"name": "look", "arguments": {}}]'), "the call must have the form"),
     "a name that is no text": (write(7), "the call must have the form"),
-    "nothing": (wrap(""), "the call is not JSON"),
     "Python": (wrap("look(at=(1, 1))"), "the call is not JSON"),
-    "two objects": (wrap('{"name": "look"} {"name": "look"}'), "the call is not JSON"),
     "deep JSON": (look(DEEP), "the call has more than 200 lists and objects"),
-    "deep parameters": (
-        wrap(f"<function=say><parameter=text>{DEEP}</parameter></function>"),
-        "200",
-    ),
+    "deep values": (wrap(f"<function=say><parameter=text>{DEEP}</parameter></function>"), "200"),
     "a megabyte": (write("say", text="x" * 2**20), "characters, more than 20000"),
-    "parameters without an end": (
-        wrap(f"<function=say>{'<parameter=a>' * 1500}</function>"),
-        "needs",
-    ),
+    "no end": (wrap(f"<function=say>{'<parameter=a>' * 1500}</function>"), "needs"),
     "a function without an end": (wrap("<function=say>"), "the call is not JSON"),
     "only the end of a call": ("x" * 10**6 + TAGS[1], "the call does not begin with <tool_call>"),
-    "an end before the begin": (f"{TAGS[1]}{TAGS[0]}", "the call does not begin with <tool_call>"),
 }
 
 
@@ -97,7 +87,6 @@ def test_a_hostile_call_is_answered_in_text(text, answer):
     json.dumps(call and dict(call.arguments), allow_nan=False)
 
 
-OFF_PAGE = [-50, -50, 1000, 20]
 READ: dict[str, tuple[str, str, str]] = {
     "a point": ("original", write("look", at=[10, 20.5]), "10 20.5 1 0"),
     "a number as text": ("original", write("look", at=[1, 2], times="3"), "1 2 3 0"),
@@ -105,7 +94,6 @@ READ: dict[str, tuple[str, str, str]] = {
     "y first": ("gemma4", write("look", at=[500, 100]), "20 50 1 0"),
     # 100 x 100 pixels for the model, 200 x 100 in the original
     "resized": ("resized", write("look", at=[10, 50]), "20 50 1 0"),
-    "fractions": ("fraction", write("look", at=[0.1, 0.5]), "20 50 1 0"),
     "lists of boxes": (
         "gemma4",
         write("join", boxes=[[0, 100, 500, 1000]], within=[0, 0, 1000, 1000]),
@@ -114,7 +102,7 @@ READ: dict[str, tuple[str, str, str]] = {
     "no box": ("permille", write("join", boxes=[], within=None), "[] None"),
     "over the edge": (
         "original",
-        write("join", boxes=[OFF_PAGE]),
+        write("join", boxes=[[-50, -50, 1000, 20]]),
         "[(0.0, 0.0, 200.0, 20.0)] None",
     ),
     "parameters": (
@@ -124,7 +112,6 @@ READ: dict[str, tuple[str, str, str]] = {
     ),
     "the last of two begins": ("original", f"{TAGS[0]}no {write('say', text='b')}", "b"),
     "the first of two calls": ("original", write("say", text="a") + write("say", text="b"), "a"),
-    "a call in the thinking": ("original", f"<think>{write('say', text='a')}", "a"),
     "unicode": ("original", write("say", text="日本 🦊 \u202e"), "日本 🦊 \u202e"),
     "half a surrogate pair": ("original", write("say", text="a\ud800b"), "a?b"),
     "a place of an image": ("original", write("say", text="<im<image>age>"), "<im age>"),
@@ -134,7 +121,7 @@ READ: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize(("frame", "text", "answer"), READ.values(), ids=READ)
 def test_an_odd_call_that_can_be_read_is_answered(frame, text, answer):
-    assert start(frame).step(text)[1] == Observed(answer)
+    assert read(text, frame) == Observed(answer)
 
 
 @pytest.mark.parametrize("text", ["", "The answer is 7.", TAGS[0], write("say")[:-2], "x" * 10**6])
@@ -143,7 +130,7 @@ def test_a_text_without_a_whole_call_ends_the_episode(text):
 
 
 def test_a_box_needs_an_image():
-    _, observed = start(example=Example("a", (), "", None)).step(crop([1, 1, 9, 9]))
+    observed = read(crop([1, 1, 9, 9]), example=Example("a", (), "", None))
     assert observed == Observed("Error: there is no image for bbox_2d", is_error=True)
 
 
@@ -152,27 +139,8 @@ def test_a_turned_photograph_is_turned_once(tmp_path):
     exif[0x0112] = 6  # its left side is up
     Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
     reference = EXAMPLE.images[0].__class__("a", (20, 40), (20, 40), path=tmp_path / "a.jpg")
-    environment = start(example=Example("a", (reference,), "", None))
-    _, observed = environment.step(crop([0, 0, 20, 30]))
-    assert observed is not None
+    observed = read(crop([0, 0, 20, 30]), example=Example("a", (reference,), "", None))
     assert observed.images[0].size == (20, 30)
-
-
-SHOWN = {
-    "a long text": "x" * MAX_TEXT,
-    "long texts": "x" * MAX_TEXT,
-    "surrogates": "a?b",
-    "placeholders": "< im age>".replace("< im", " <im"),
-}
-
-
-@pytest.mark.parametrize(("how", "text"), SHOWN.items(), ids=SHOWN)
-def test_odd_results_are_shown_or_refused_in_text(how, text):
-    _, observed = start().step(write("fail", how=how))
-    assert observed is not None
-    assert observed.text.startswith(text)
-    assert len(observed.text) <= MAX_TEXT
-    assert observed.text.count(IMAGE) == len(observed.images) == 0
 
 
 def test_a_tool_is_described_by_its_hints_and_its_docstring():
@@ -195,9 +163,7 @@ def test_calls_that_are_written_are_read():
     boxes = [(20.0, 10.0, 100.0, 60.0), (0.0, 0.0, 200.0, 100.0)]
     call = ToolCall("join", {"boxes": boxes, "within": boxes[0]})
     for name, frame in FRAMES.items():
-        environment = start(name)
-        _, observed = environment.step(environment.write(call))
-        assert observed is not None
+        observed = read(start(name).write(call), name)
         found = [float(number) for number in re.findall(r"[\d.]+", observed.text)]
         # Numbers are rounded to the frame's units: 1 in 1000 of 200 pixels, here.
         assert found == pytest.approx([*boxes[0], *boxes[1], *boxes[0]], abs=0.2), frame
@@ -208,15 +174,13 @@ def test_wrong_tools_are_refused_when_their_class_is_defined():
         with pytest.raises(TypeError, match=re.escape(message)):
             tool(*arguments)
 
-    def silent(self, a: int): ...
-
     def bare(self, a):
         """Do it."""
 
     def many(self, *a: int):
         """Do it."""
 
-    refuse("has no docstring", silent)
+    refuse("has no docstring", lambda self: None)
     refuse("the argument a has no type hint", bare)
     refuse("write each argument instead of", many)
     with pytest.raises(TypeError, match=r"Odd\.step: a tool cannot have this name"):

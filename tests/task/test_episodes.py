@@ -1,7 +1,5 @@
 """The runner of environments: whatever a tool does, the others go on and the state is kept."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -12,7 +10,7 @@ import small_environments
 from small_environments import EXAMPLE, FAILURES, see, write
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.environment import Environment, tool
+from vlm_grpo.task.environment import MAX_TEXT, Environment, tool
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.registry import load_environment
 from vlm_grpo.utils.chat import Turn
@@ -43,6 +41,10 @@ ENDINGS = {
     "many images": "more than 8 images",
 }
 """What the model reads of the failures that are answered in text."""
+SHOWN = {
+    **dict.fromkeys(("a long text", "long texts"), "x" * MAX_TEXT),
+    **{"surrogates": "a?b", "placeholders": " <im age>"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,8 @@ def test_a_failing_tool_costs_one_call(runner, how):
         assert failed is start.state  # as it was before the call
     else:
         assert not observed.is_error
+        assert observed.text.startswith(SHOWN.get(how, ""))
+    assert len(observed.text) <= MAX_TEXT
     assert observed.text.count("<image>") == len(observed.images)
     # Episodes with equal states do not see each other, nor what a call did to its process.
     _, _, second = runner.step([counted], [write("count")])[0]

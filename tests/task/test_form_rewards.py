@@ -1,7 +1,5 @@
 """Thinking in each family's own tags; the penalty ``overlong``, and settings that defeat it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

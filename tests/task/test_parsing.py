@@ -1,7 +1,5 @@
 """Parsers: accepted and rejected forms, robustness against any text, and linear time."""
 
-from __future__ import annotations
-
 import re
 import time
 import unicodedata
@@ -10,23 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.task.parsing import (
-    MAX_CHARACTERS,
-    MAX_COORDINATE,
-    MAX_ITEMS,
-    extract_answer,
-    parse_boxes,
-    parse_integer,
-    parse_points,
-)
+from vlm_grpo.task import parsing
+from vlm_grpo.task.parsing import MAX_CHARACTERS, MAX_ITEMS, parse_boxes, parse_integer
 from vlm_grpo.task.sentences import unwrap
 
 PARSERS = {
-    "extract_answer with tags": lambda text: extract_answer(text, tags=True),
-    "extract_answer": lambda text: extract_answer(text, tags=False),
-    "parse_integer": parse_integer,
-    "parse_boxes": parse_boxes,
-    "parse_points": parse_points,
+    "extract_answer with tags": lambda text: parsing.extract_answer(text, tags=True),
+    "extract_answer": lambda text: parsing.extract_answer(text, tags=False),
+    **{"integer": parse_integer, "boxes": parse_boxes, "points": parsing.parse_points},
 }
 
 
@@ -54,41 +43,32 @@ PARSERS = {
     ],
 )
 def test_an_answer_is_extracted_with_and_without_tags(text, tagged, untagged):
-    assert extract_answer(text, tags=True) == tagged
-    assert extract_answer(text, tags=False) == untagged
+    assert parsing.extract_answer(text, tags=True) == tagged
+    assert parsing.extract_answer(text, tags=False) == untagged
 
 
-@pytest.mark.parametrize(
-    ("text", "inner"),
-    [
-        ("**Answer:** $\\boxed{\\text{B}}$.", "B"),
-        ("# Final answer\n\nB", "B"),
-        ('```json\n{"answer": "B"}\n```', "B"),
-        ("```13 12```", "13 12"),  # its first word is no name of a language
-        ("The final answer is: **14**", "14"),
-        ("\\(12\\)", "12"),
-        ('"a" or "b"', '"a" or "b"'),
-        ("\\boxed{a} or \\boxed{b}", "\\boxed{a} or \\boxed{b}"),
-        ('{"answer": 1, "other": 2}', '{"answer": 1, "other": 2}'),
-        ("answer", "answer"),
-    ],
-)
+WRAPPED = {
+    **{"**Answer:** $\\boxed{\\text{B}}$.": "B", "# Final answer\n\nB": "B", "\\(12\\)": "12"},
+    **{'```json\n{"answer": "B"}\n```': "B", "The final answer is: **14**": "14"},
+    "```13 12```": "13 12",  # its first word is no name of a language
+}
+WHOLE = ['"a" or "b"', "\\boxed{a} or \\boxed{b}", '{"answer": 1, "other": 2}', "answer"]
+
+
+@pytest.mark.parametrize(("text", "inner"), [*WRAPPED.items(), *zip(WHOLE, WHOLE, strict=True)])
 def test_what_stands_around_an_answer_is_taken_off(text, inner):
     assert unwrap(text) == inner
     assert unwrap(inner) == inner
 
 
 def test_number_words_are_parsed():
-    words = (
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen twenty"
-    )
-    assert [parse_integer(word) for word in words.split()] == list(range(21))
+    units = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    teens = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
     for join in ("-", " "):
-        compounds = [f"{ten}{join}{unit}" for ten in tens for unit in words.split()[1:10]]
-        expected = [10 * ten + unit for ten in range(2, 10) for unit in range(1, 10)]
-        assert [parse_integer(word) for word in compounds] == expected
+        compounds = [[ten, *(f"{ten}{join}{unit}" for unit in units[1:])] for ten in tens]
+        words = [*units, *teens.split(), *(word for ten in compounds for word in ten)]
+        assert [parse_integer(word) for word in words] == list(range(100))
 
 
 @given(st.integers(0, 10**18 - 1))
@@ -97,10 +77,9 @@ def test_written_integers_are_parsed(number):
     assert parse_integer(f"{number:,} apples") == number
     assert parse_integer(f"-{number}") is None
     assert parse_integer(f"{number}.5") is None
-    assert parse_integer(f"{number} or {number + 1}") is None
     assert parse_integer(f"{number}.0") == number
     assert parse_integer(f"{number} ({number})") == number
-    for form in ("{} ({})", "{}: {}", "{}, {}", "{} {}", "{}; {}"):
+    for form in ("{} or {}", "{} ({})", "{}: {}", "{}, {}", "{} {}", "{}; {}"):
         assert parse_integer(form.format(number, number + 1)) is None
 
 
@@ -114,7 +93,7 @@ def test_a_breakdown_must_add_up(first, second, total):
     assert parse_integer(f"{total} dogs ({first} black, {second} white)") == total
 
 
-COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
+COORDINATES = st.floats(-parsing.MAX_COORDINATE, parsing.MAX_COORDINATE, allow_nan=False).map(
     lambda value: round(value, 3)
 )
 
@@ -126,7 +105,7 @@ def test_four_numbers_are_a_box_if_it_has_an_area(x1, y1, x2, y2):
     assert parse_boxes(f"[{', '.join(plain)}]") == expected
     token = f"<|box_start|>({plain[0]},{plain[1]}),({plain[2]},{plain[3]})<|box_end|>"
     assert parse_boxes(token) == expected
-    assert parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
+    assert parsing.parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
@@ -136,7 +115,7 @@ def test_only_the_size_of_the_prompt_may_be_repeated(w, h, x, y):
     assert parsed == ([((1, 2, 3, 4), None)] if (x, y) == (w, h) else None)
     assert parse_boxes(f"In the {w} × {h} image: (1, 2, 3, 4)", units) == [((1, 2, 3, 4), None)]
     assert parse_boxes(f"In the {w}x{h} image: (1, 2, 3, 4)") is None
-    assert parse_points(f"{w}x{h}: [1, 2]", units) == [(1, 2)]
+    assert parsing.parse_points(f"{w}x{h}: [1, 2]", units) == [(1, 2)]
 
 
 def test_repeated_boxes_must_agree():
@@ -153,19 +132,14 @@ def test_boxes_truncated_at_any_length_are_rejected():
     assert [n for n in range(len(text)) if parse_boxes(text[:n]) is not None] == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}',
-        "<box>[[1,2,1,4]]</box>",
-        "<box>cat</box>",
-        "<box></box>",
-        "<|box_start|>(1,2),(3,x)<|box_end|>",
-        "<|box_start|>(1,2)<|box_end|>",
-        "<loc1><loc1><loc2><loc2>",
-        "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
-    ],
-)
+MALFORMED = [
+    *('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}', "<box>[[1,2,1,4]]</box>", "<box></box>"),
+    *("<box>cat</box>", "<|box_start|>(1,2),(3,x)<|box_end|>", "<|box_start|>(1,2)<|box_end|>"),
+    *("<loc1><loc1><loc2><loc2>", "<loc0001><loc0001><loc0002><loc0002> 3 <loc"),
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_boxes_are_rejected(text):
     assert parse_boxes(text) is None
 
@@ -200,66 +174,44 @@ def test_the_length_of_an_answer_is_limited():
 
 
 N = 100_000
-ADVERSARIAL = {
-    "open brackets": "[" * N,
-    "open objects": '{"a":' * (N // 5),
-    "nested lists": "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
-    "nested boxes": '{"bbox":' * 900 + "[1,2,3,4]" + "}" * 900,
-    "nested pairs": '["a",' * 900 + "[1,2,3,4]" + "]" * 900,
-    "nested objects": '{"a":' * 3000 + "1" + "}" * 3000,
-    "digits": "1" * N,
-    "a number of 19,000 digits": "[" + "1" * 19_000 + ",2,3,4]",
-    "a long fraction": "[1." + "1" * 19_000 + ",2,3,4]",
-    "a long exponent": "[1e" + "1" * 19_000 + ",2,3,4]",
-    "NaN": "[NaN, NaN, NaN, NaN]",
-    "infinity": "[-Infinity, 1, Infinity, 2]",
-    "white space": " " * N,
-    "line breaks and a number": "\n" * N + "3",
-    "start tags": "<answer>" * (N // 8),
-    "tag pairs": "<answer></answer>" * (N // 17),
-    "partial tags": "<answ" * (N // 5) + "er>",
-    "thinking": "<think>" * (N // 7),
-    "location tokens": "<loc0001>" * (N // 9),
-    "location boxes": "<loc0001><loc0001><loc0002><loc0002>;" * 500,
-    "box tags": "<box>" * 4000,
-    "box pairs": "<box>[[1,2,3,4]]</box>" * 900,
-    "references": "<ref>" * 3900 + "<box>",
-    "box tokens": "<|box_start|>" * 1500,
-    "boxes in tokens": "<|box_start|>(1,2),(3,4)<|box_end|>" * 550,
-    "references in tokens": "<|box_start|>" + "<|object_ref_start|>" * 900,
-    "parentheses": "( " * 9000,
-    "boxes": "[" + ",".join(["[1,2,3,4]"] * MAX_ITEMS) + "]",
-    "too many boxes": "[" + ",".join(["[1,2,3,4]"] * 1900) + "]",
-    "points": "[" + ",".join(["[1,2]"] * MAX_ITEMS) + "]",
-    "one long list": "[" + ",".join(["1"] * 9000) + "]",
-    "lists of a long list": "[[" + ",".join(["1"] * 9000) + "]]",
-    "quotes": "'" * MAX_CHARACTERS,
-    "escapes": '["' + "\\" * 19_000 + '"]',
-    "lone surrogates": '["' + "\\ud800" * 3000 + '"]',
-    "null characters": "\x00" * N,
-    "combining marks": "a\u0300" * (N // 2),
-    "one character that expands to 18": "\ufdfa" * N,
-    "separators": "1" + ",111" * 240,
-    "number words": "three " * 160,
-    "numbers and spaces": "1 " * 500,
-    "numbers and brackets": "1 (" * 330,
-    "words that deny": "no " * 330 + "3",
-    "empty lists": "[] " * 6000,
-    "equal boxes": "[1,2,3,4] " * 1900,
-    "round brackets": "(1,2,3,4)" * 2000,
-    "open round brackets": "(1,2,3," * 2800,
-    "sizes": "640 x 480 " * 2000,
-    "minus signs": "-" * 999,
-}
+REPEATED = (
+    *("[", '{"a":', "1", " ", "'", "-", "\x00", "( ", "1 ", "1 (", "[] ", "three ", "640 x 480 "),
+    *("<answer>", "<answer></answer>", "<answ", "<think>", "<loc0001>", "<box>", "<|box_start|>"),
+    *("<loc0001><loc0001><loc0002><loc0002>;", "<box>[[1,2,3,4]]</box>", "(1,2,3,4)", "(1,2,3,"),
+    *("<|box_start|>(1,2),(3,4)<|box_end|>", "[1,2,3,4] ", "a\u0300"),
+    "\ufdfa",  # one character that expands to 18
+)
+ADVERSARIAL = [
+    *(piece * (N // len(piece)) for piece in REPEATED),
+    *(piece * min(MAX_ITEMS, MAX_CHARACTERS // len(piece)) for piece in REPEATED),
+    "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
+    '{"bbox":' * 900 + "[1,2,3,4]" + "}" * 900,
+    '["a",' * 900 + "[1,2,3,4]" + "]" * 900,
+    '{"a":' * 3000 + "1" + "}" * 3000,
+    *(f"[{number},2,3,4]" for number in ("1" * 19_000, "1." + "1" * 19_000, "1e" + "1" * 19_000)),
+    "[NaN, NaN, NaN, NaN]",
+    "[-Infinity, 1, Infinity, 2]",
+    "\n" * N + "3",
+    "<ref>" * 3900 + "<box>",
+    "<|box_start|>" + "<|object_ref_start|>" * 900,
+    *(f"[{','.join(['[1,2,3,4]'] * count)}]" for count in (MAX_ITEMS, 1900)),
+    "[" + ",".join(["[1,2]"] * MAX_ITEMS) + "]",
+    "[" + ",".join(["1"] * 9000) + "]",
+    "[[" + ",".join(["1"] * 9000) + "]]",
+    '["' + "\\" * 19_000 + '"]',
+    '["' + "\\ud800" * 3000 + '"]',
+    "1" + ",111" * 240,
+    "no " * 330 + "3",
+]
 
 
 @pytest.mark.no_cover  # traced, a parser takes three times as long
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
 def test_adversarial_texts_take_linear_time(parser):
-    for name, text in ADVERSARIAL.items():
+    for text in ADVERSARIAL:
         # Also truncated to the limits, where the real work begins.
         for version in (text, text[:MAX_CHARACTERS], text[:1000]):
-            assert measure_scans(parser, version) < MAX_SCANS, name
+            assert measure_scans(parser, version) < MAX_SCANS, text[:80]
 
 
 MAX_SCANS = 15
@@ -273,13 +225,13 @@ def scan(text: str) -> int:
     return len(re.findall(r"(?<!\w)\w+", unicodedata.normalize("NFKC", text).lower()))
 
 
-def measure_scans(parser, text: str, attempts: int = 20) -> float:
+def measure_scans(parser, text: str) -> float:
     """Return a parser's CPU time for a text as a multiple of one scan, at the fastest attempts.
 
     Other load only adds time, and a slower machine slows both.
     """
     parsing = scanning = float("inf")
-    for _ in range(attempts):
+    for _ in range(20):
         parsing = min(parsing, measure(parser, text))
         scanning = min(scanning, measure(scan, LONG_TEXT))
         if parsing < MAX_SCANS * scanning:

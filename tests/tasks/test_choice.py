@@ -1,7 +1,5 @@
 """Tests of the task choice: the order of the options, and metrics of position."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -29,38 +27,26 @@ def test_the_order_depends_on_the_id_only_and_favors_no_position():
     assert len({tuple(task.order(example)) for example in examples}) == 24  # all orders occur
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["Point A", "Point B"],
-        ["A", "B", "C"],
-        ["one", "two", "none of the above"],
-        ["cat", "dog", "Both A and B"],
-        ["the second image", "all of them"],
-    ],
-)
-def test_options_that_refer_to_letters_or_others_keep_their_order(options):
-    task = load_task("choice")
-    orders = {tuple(task.order(make_example(f"e{number}", options))) for number in range(20)}
-    assert orders == {tuple(range(len(options)))}
+KEPT = [
+    *(["Point A", "Point B"], ["A", "B", "C"], ["one", "two", "none of the above"]),
+    *(["cat", "dog", "Both A and B"], ["the second image", "all of them"]),
+]
+SHUFFLED = [["A cat", "a dog"], ["left", "right"], ["image 1", "image 2"]]
 
 
-@pytest.mark.parametrize("options", [["A cat", "a dog"], ["left", "right"], ["image 1", "image 2"]])
-def test_other_options_are_shuffled(options):
+@pytest.mark.parametrize("options", [*KEPT, *SHUFFLED], ids=", ".join)
+def test_options_are_shuffled_unless_they_refer_to_letters_or_others(options):
     task = load_task("choice")
     orders = {tuple(task.order(make_example(f"e{number}", options))) for number in range(20)}
-    assert len(orders) == 2
+    assert (orders == {tuple(range(len(options)))}) == (options in KEPT)
 
 
 def test_the_prompt_shows_the_options_in_that_order():
-    example = make_example("e1")
-    shown = [OPTIONS[number] for number in load_task("choice").order(example)]
-    lines = load_task("choice").prompt(example).splitlines()
-    assert lines == [
-        "Which one?",
-        *(f"{letter}. {option}" for letter, option in zip("ABCD", shown, strict=True)),
-        "Answer with the letter of the right option alone.",
-    ]
+    task, example = load_task("choice"), make_example("e1")
+    first, *shown, last = task.prompt(example).splitlines()
+    order = [OPTIONS[number] for number in task.order(example)]
+    assert shown == [f"{letter}. {text}" for letter, text in zip("ABCD", order, strict=True)]
+    assert (first, last) == ("Which one?", "Answer with the letter of the right option alone.")
 
 
 def test_corpus_metrics_show_a_bias_of_position():
@@ -71,11 +57,7 @@ def test_corpus_metrics_show_a_bias_of_position():
         {"majority_baseline": 2 / 3, "exact_of_A": 0.5, "exact_of_B": 0.0}
     )
     assert task.corpus_metrics([], []) == {}
-    scores = [task.score("A", example).metrics["first"] for example in examples]
-    assert scores == [1, 1, 1]
-
-
-def test_corpus_metrics_name_the_letter_that_is_shown():
-    task = load_task("choice")
+    assert [task.score("A", example).metrics["first"] for example in examples] == [1, 1, 1]
+    task = load_task("choice")  # the letter that is shown
     example = next(e for e in map(make_example, "abcdef") if task.gold(e) == "C")
     assert task.corpus_metrics([0], [example]) == {"majority_baseline": 1.0, "exact_of_C": 1.0}

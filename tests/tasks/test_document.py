@@ -1,7 +1,5 @@
 """The task document: gold answers of tests and texts, and metrics over examples."""
 
-from __future__ import annotations
-
 import pytest
 
 from vlm_grpo.task.registry import load_task
@@ -21,9 +19,8 @@ def test_a_text_alone_is_a_gold_answer():
     example = build({"text": TEXT})
     task.check(example)
     assert task.score(task.gold(example), example).total == 1.0
-    assert load_task("document").score(TEXT[: len(TEXT) // 2], example).total == pytest.approx(
-        0.5, abs=0.02
-    )
+    half = load_task("document").score(TEXT[: len(TEXT) // 2], example).total
+    assert half == pytest.approx(0.5, abs=0.02)
     assert task.score("x" * 50_001, example).answer is None
 
 
@@ -46,10 +43,3 @@ def test_metrics_are_means_over_the_examples_that_have_them():
     assert values == {"category_mean": 0.75, "edit_distance": 0.0, "order_distance": 0.0}
     assert task.corpus_metrics([None], examples[1:2])["order_distance"] == 1.0
     assert "edit_distance" not in task.corpus_metrics([None], examples[:1])
-
-
-def test_a_page_must_contain_something_that_is_asked_for():
-    task = load_task("document")
-    example = build({"tests": [PRESENT, {"type": "absent", "text": "page"}]})
-    assert task.score("e", example).total == 0.0
-    assert task.score("The first block of a page", example).total == 0.5

@@ -1,7 +1,5 @@
 """Tests of the task gui: rewards against their definitions, several screens, bad options."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -29,14 +27,9 @@ def draw_box(rng: random.Random) -> list[int]:
 
 def reward_by_matrices(found: list[int], gold: list[int], spread: float) -> tuple[float, float]:
     """Return the point and the coverage reward of GUI-G², with means and covariance matrices."""
-    (mean, cov), (other, gold_cov) = (
-        (
-            np.array([box[0] + box[2], box[1] + box[3]]) / 2,
-            np.diag([(spread * (box[2] - box[0])) ** 2, (spread * (box[3] - box[1])) ** 2]),
-        )
-        for box in (found, gold)
-    )
-    shift = mean - other
+    starts, ends = np.reshape((found, gold), (2, 2, 2)).swapaxes(0, 1)  # of both boxes
+    cov, gold_cov = map(np.diag, (spread * (ends - starts)) ** 2)
+    shift = np.subtract(*(starts + ends) / 2)
     point = math.exp(-0.5 * shift @ np.linalg.inv(gold_cov) @ shift)
     average = (cov + gold_cov) / 2
     det = np.linalg.det

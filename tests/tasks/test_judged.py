@@ -1,10 +1,7 @@
 """The judge's request and verdict, its failures, and a run that resumes from recorded verdicts."""
 
-from __future__ import annotations
-
 import base64
 import io
-import json
 import random
 import re
 import shutil
@@ -17,7 +14,6 @@ from judge_server import Reply, run_judge
 from PIL import Image
 from small_runs import assert_same_run, read_metrics, small_run
 
-from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
@@ -60,7 +56,6 @@ def test_the_request_holds_question_reference_and_answer(monkeypatch):
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer sk-1")
     assert (body["model"], body["max_tokens"]) == ("judge", 100)
     system, user = body["messages"]
-    assert system["role"] == "system"
     assert "from 0 (worst) to 10 (best)" in system["content"]
     image, text = user["content"]
     kind, _, data = image["image_url"]["url"].partition(",")
@@ -74,16 +69,12 @@ def test_the_request_holds_question_reference_and_answer(monkeypatch):
 
 def test_the_request_holds_the_turns_before_the_question():
     chat = Turn("user", "Is this <image> a sign?"), Turn("assistant", "Yes.")
-    task, candidate = load(), Candidate("Stop", ROW, "Stop", None, 0)
-    assert isinstance(task, Judged)
-    first, second = (
-        task.build_request(replace(candidate, example=replace(ROW, history=turns)))["messages"][1]
-        for turns in ((), chat)
-    )
-    texts = [message["content"][-1]["text"] for message in (first, second)]
-    assert texts[1] == (
-        f"Earlier turns:\nuser: Is this <image> a sign?\nassistant: Yes.\n\n{texts[0]}"
-    )
+    task: Any = load()
+    rows = ROW, replace(ROW, history=chat)
+    requests = (task.build_request(Candidate("Stop", row, "Stop", None, 0)) for row in rows)
+    alone, after = (request["messages"][1]["content"][-1]["text"] for request in requests)
+    earlier = "Earlier turns:\nuser: Is this <image> a sign?\nassistant: Yes.\n\n"
+    assert after == earlier + alone
 
 
 def test_images_and_the_key_are_sent_only_on_request_and_a_range_is_scaled():
@@ -134,16 +125,11 @@ def test_a_verdict_in_another_form_is_none(reply):
     ("reply", "reason"),
     [
         (Reply("Score: 11"), "score 11 is not from 0 to 10"),
-        (Reply("A fine answer."), "must have one line 'Score: N'"),
         (Reply(body=b'{"error": "overloaded"}'), "the judge's response has no text"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
-        (Reply(status=500), "2 attempts failed, the last with status 500"),
-        (
-            Reply("Score: 5", seconds=1.0),
-            "2 attempts failed, the last with no response within 0.5 s",
-        ),
+        (Reply(seconds=1.0), "2 attempts failed, the last with no response within 0.5 s"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["out of range", "no choices", "null", "late"],
 )
 def test_a_failed_verdict_is_a_failure_and_not_a_score(reply, reason):
     def respond(body: Any) -> Reply:
@@ -164,8 +150,7 @@ def test_a_missing_key_is_named_and_no_key_is_told(monkeypatch):
     missing = "the environment variable JUDGE_KEY holds no API key"
     assert missing in task.score("x", ROW).failures["judge"]
     monkeypatch.setenv("JUDGE_KEY", "sk-1\nX-Other: 2")
-    failure = task.score("x", ROW).failures["judge"]
-    assert missing in failure
+    assert missing in (failure := task.score("x", ROW).failures["judge"])
     assert "sk-1" not in failure
 
 
@@ -189,9 +174,8 @@ def test_wrong_options_are_refused(options, message):
 
 def test_an_answer_and_a_reference_have_a_limited_length():
     task = load(longest=5)
-    assert [task.parse(text, ROW) for text in ("", " \n", " four ", "sixsix")] == [
-        *(None, None, "four", None)
-    ]
+    parsed = {"": None, " \n": None, " four ": "four", "sixsix": None}
+    assert {text: task.parse(text, ROW) for text in parsed} == parsed
     task.check(Example("1", (), "?", "five!"))
     for answer in (None, 3, "", "sixsix"):
         with pytest.raises(ValueError, match="no reference answer: a text of 1 to 5"):
@@ -212,10 +196,8 @@ def test_the_judge_is_a_second_base_class_of_another_task():
     assert "Reference answer: 3\n" in server.texts[0]
 
 
-def test_validate_asks_the_judge_about_few_rows(tmp_path):
-    rows = [{"id": str(n), "question": "?", "answer": f"word {n}"} for n in range(50)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_validate_asks_the_judge_about_few_rows():
+    rows = [Example(str(n), (), "?", f"word {n}") for n in range(50)]
 
     def respond(body: Any) -> Reply:
         text = body["messages"][1]["content"][-1]["text"]
@@ -224,8 +206,7 @@ def test_validate_asks_the_judge_about_few_rows(tmp_path):
         return Reply(f"Score: {9 if read_answer(text) == reference[1] else 0}")
 
     with run_judge(respond) as server:
-        task = load(server.address)
-        lines = list(check_task(task, load_examples(str(data), task)))
+        lines = list(check_task(load(server.address), rows))
     assert "judge scores batches: checked on the first 20 examples" in lines
     assert "gold answers earn 0.900 of the full reward, at least 0.900" in lines
     assert "in a group of 4 equal completions, the gold answer earns 0.900" in lines
@@ -237,23 +218,13 @@ def test_validate_asks_the_judge_about_few_rows(tmp_path):
 def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder):
     verdicts = random.Random(0)
 
-    def judge_at_random(body: Any) -> Reply:
-        return Reply(f"Score: {verdicts.randint(0, 10)}")
-
-    def settings(address: str, **changes: Any) -> Any:
+    def settings(address: str, resume: bool = False) -> Any:
         options = {"address": address, "judge_model": "judge"}
-        data = {"eval": "embedded:ocr", "eval_limit": 4}
-        return small_run(
-            tmp_path,
-            model_folder,
-            task="judged",
-            task_options=options,
-            data=data,
-            checkpoint={"every": 2},
-            **changes,
-        )
+        changes = {"data": {"eval": "embedded:ocr", "eval_limit": 4}, "checkpoint": {"every": 2}}
+        changes |= {"task": "judged", "task_options": options, "resume": resume}
+        return small_run(tmp_path, model_folder, **changes)
 
-    with run_judge(judge_at_random) as server:
+    with run_judge(lambda body: Reply(f"Score: {verdicts.randint(0, 10)}")) as server:
         run = settings(server.address)
         train(run)
     rows = read_metrics(run.run_dir)
@@ -261,20 +232,9 @@ def test_a_run_resumes_from_recorded_verdicts_bit_for_bit(tmp_path, model_folder
     assert sum(row["rewards/judge/std"] for row in rows) > 0
     kept = (run.run_dir / "reward_cache/rank-0.jsonl").read_text().splitlines()
     assert len(kept) == len(server.requests) > 20  # of 48 completions and 8 outputs, some empty
-
     before = shutil.copytree(run.run_dir, tmp_path / "before")
     shutil.rmtree(run.run_dir / "checkpoints/step-4")
     with run_judge(lambda body: Reply(status=500)) as broken:  # at another address
         train(settings(broken.address, resume=True))
     assert broken.requests == []
     assert_same_run(before, run.run_dir)
-
-
-def test_a_run_ends_with_one_message_if_the_judge_is_down(tmp_path, model_folder):
-    with run_judge(lambda body: Reply(status=503)) as server:
-        options = {"address": server.address, "judge_model": "judge", "retries": 0}
-        run = small_run(tmp_path, model_folder, task="judged", task_options=options)
-        with pytest.raises(UserError, match=r"judge failed on every completion .*status 503") as e:
-            train(run)
-    assert len(server.requests) <= 12  # one step of three prompts with four completions
-    assert "resume=true" in str(e.value)

@@ -1,7 +1,5 @@
 """Object keypoint similarity as pycocotools computes it, and rows that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -24,17 +22,11 @@ def draw_person(rng: Any, near: Any = None) -> np.ndarray:
     return points.round(1)
 
 
-def compute_official(
-    gold: np.ndarray, labeled: np.ndarray, area: float, found: np.ndarray
-) -> float:
+def compute_official(gold: Any, labeled: Any, area: float, found: Any) -> float:
     """Return the similarity that pycocotools computes for one person."""
     keypoints = np.column_stack([gold * labeled[:, None], 2 * labeled]).ravel().tolist()
     person: Any = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "area": area}
-    person |= {
-        "bbox": [0, 0, 640, 480],
-        "keypoints": keypoints,
-        "num_keypoints": int(labeled.sum()),
-    }
+    person |= {"bbox": [0, 0, 640, 480], "keypoints": keypoints, "num_keypoints": labeled.sum()}
     coco: Any = COCO()
     coco.dataset = {"images": [{"id": 1}], "categories": [{"id": 1}], "annotations": [person]}
     coco.createIndex()
@@ -53,9 +45,8 @@ def test_the_similarity_is_that_of_coco():
         labeled = rng.random(17) < 0.6
         labeled[0] = True
         area, found = float(rng.uniform(500, 90_000)), draw_person(rng, gold)
-        points = {
-            name: p.tolist() for name, p, seen in zip(PARTS, gold, labeled, strict=True) if seen
-        }
+        parts = zip(PARTS, gold, labeled, strict=True)
+        points = {name: point.tolist() for name, point, seen in parts if seen}
         answer = {"names": PARTS, "points": points, "area": area}
         example = Example(str(number), (IMAGE,), "the person", answer)
         task.check(example)

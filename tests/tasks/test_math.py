@@ -1,9 +1,8 @@
 """The task ``math``: its limits; what it reads is in ``tests/conformance/math*.jsonl``."""
 
-from __future__ import annotations
-
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import pytest
@@ -17,8 +16,7 @@ TOWER = r"\boxed{9^{9^{9^{9}}}}"
 """An answer whose comparison does not end, inside compiled code."""
 
 
-def example(gold="4") -> Example:
-    return Example("1", (), "?", gold)
+EXAMPLE = Example("1", (), "?", "4")
 
 
 @pytest.fixture
@@ -31,39 +29,35 @@ def module(monkeypatch: pytest.MonkeyPatch):
 def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module):
     task = load_task("math")
     texts = [TOWER, r"\boxed{\sqrt{16}}"]
-    assert task.score(r"\boxed{3+1}", example()).total == 1.0  # starts the process
+    assert task.score(r"\boxed{3+1}", EXAMPLE).total == 1.0  # starts the process
     started = time.monotonic()
-    assert [task.score(text, example()).total for text in texts] == [0.0, 1.0]
+    assert [task.score(text, EXAMPLE).total for text in texts] == [0.0, 1.0]
     # A comparison times out after half a second, and starting a process takes longer.
     assert time.monotonic() - started < 60
 
 
 def test_other_threads_compare_too(module):
-    task, totals = load_task("math"), []
-    threads = [
-        threading.Thread(
-            target=lambda: totals.append(task.score(r"\boxed{\frac{8}{2}}", example()).total)
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert totals == [1.0] * 4
+    task, gate = load_task("math"), threading.Barrier(4)
+
+    def score(_: int) -> float | None:
+        gate.wait()
+        return task.score(r"\boxed{\frac{8}{2}}", EXAMPLE).total
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(score, range(4))] == [1.0] * 4
 
 
 def test_reward_workers_compare_in_their_own_process():
     texts = [r"\boxed{\frac{8}{2}}", r"\boxed{5}", r"\boxed{4^{1}}"]
     with RewardScorer(workers=1) as scorer:
-        scores = scorer(load_task("math"), texts, [example()] * 3)
+        scores = scorer(load_task("math"), texts, [EXAMPLE] * 3)
     assert [score.total for score in scores] == [1.0, 0.0, 1.0]
 
 
 def test_slow_code_in_a_reward_worker_is_interrupted(module, monkeypatch):
     monkeypatch.setattr(module, "is_worker", lambda: True)
     monkeypatch.setattr(module, "compare", lambda gold, answer: time.sleep(60) or True)
-    assert load_task("math").score(r"\boxed{3+1}", example()).total == 0.0
+    assert load_task("math").score(r"\boxed{3+1}", EXAMPLE).total == 0.0
 
 
 def test_the_missing_library_names_the_extra(module, monkeypatch):

@@ -8,8 +8,6 @@ it, and each kind of question has a text of its own. The best texts must earn le
 that looks at the image. docs/tasks.md has the table of these figures; ``-s`` prints its rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -18,6 +16,7 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,7 +45,7 @@ class Scenes:
     draw: Callable[[], Sequence[Example]]
     starts: Sequence[str]  # texts that the climb starts from
     guess: Callable[[Rng], str]  # returns a random answer in the correct format
-    weak: Callable[[Task, Any, Example, Rng], str]  # a poor model that looks at the image
+    weak: Callable[[Any, Rng], Any]  # what a poor model sees, by the gold answer
     options: Mapping[str, Any] = field(default_factory=dict)  # of the task
     full: Sequence[str] = ()  # boxes around the full image
     kind: Callable[[Example], str] = lambda example: ""  # of the example's question
@@ -54,7 +53,6 @@ class Scenes:
 
 
 def draw(maker: Any, name: str) -> Callable[[], Sequence[Example]]:
-    """Return a function that draws examples of a synthetic dataset."""
     return lambda: maker.draw_examples(name, COUNT, seed=5)
 
 
@@ -62,8 +60,8 @@ def draw_cluttered() -> Sequence[Example]:
     """Draw cluttered counting scenes, whose gold answer lists all shapes."""
     examples = []
     for example in make_shapes.draw_examples("cluttered", COUNT, seed=5):
-        pairs = [(list(shape["box"]), shape["kind"]) for shape in example.meta["shapes"]]
-        answer = dict(zip(("boxes", "labels"), map(list, zip(*pairs, strict=True)), strict=True))
+        shapes = example.meta["shapes"]
+        answer = {"boxes": [[*s["box"]] for s in shapes], "labels": [s["kind"] for s in shapes]}
         examples.append(dataclasses.replace(example, question="shape", answer=answer))
     return examples
 
@@ -72,7 +70,6 @@ PUZZLES = {"rows": 2, "columns": 2, "joined": True}
 
 
 def draw_puzzles() -> Sequence[Example]:
-    """Draw jigsaws of four tiles."""
     task = load_task("self_supervised", **PUZZLES)
     return [task.pose(e) for e in make_pictures.draw_examples("pictures", COUNT, seed=5)]
 
@@ -133,18 +130,14 @@ def draw_page(rng: Rng) -> tuple[str, Any]:
 
 
 def format_boxes(boxes: Sequence[Sequence[int]], label: str | None = None) -> str:
-    items = [
-        f'{{"bbox_2d": {[*box]}' + (f', "label": "{label}"}}' if label else "}") for box in boxes
-    ]
-    return f"[{', '.join(items)}]"
+    more = {"label": label} if label else {}
+    return json.dumps([{"bbox_2d": [*box], **more} for box in boxes])
 
 
 def format_parts(boxes: Sequence[Sequence[int]]) -> str:
-    items = [
-        {"bbox_2d": [*box], "point_2d": [(box[0] + box[2]) // 2, (box[1] + box[3]) // 2]}
-        for box in boxes
-    ]
-    return json.dumps(items)
+    centers = [[(x1 + x2) // 2, (y1 + y2) // 2] for x1, y1, x2, y2 in boxes]
+    pairs = zip(boxes, centers, strict=True)
+    return json.dumps([{"bbox_2d": [*box], "point_2d": center} for box, center in pairs])
 
 
 def jitter(box: Box, rng: Rng) -> Box:
@@ -179,49 +172,34 @@ def spoil(text: str, rng: Rng) -> str:
     return f"{text[:index]}?{text[index + 1 :]}"
 
 
-def jitter_all(task: Task, gold: Any, example: Example, rng: Rng) -> str:
-    """Write the first half of the objects, with inexact boxes."""
-    half = gold[: (len(gold) + 1) // 2]
-    return task.write(tuple((jitter(box, rng), label) for box, label in half), example)
+def jitter_all(objects: Sequence[tuple[Box, Any]], rng: Rng) -> tuple:
+    return tuple((jitter(box, rng), label) for box, label in objects)
 
 
-def click_near(task: Task, gold: Any, example: Example, rng: Rng) -> str:
-    """Write a point in the inexact box."""
+def find_half(objects: Sequence[Any], rng: Rng) -> Sequence[Any]:
+    return objects[: (len(objects) + 1) // 2]
+
+
+def click_near(gold: Any, rng: Rng) -> Any:
     x1, y1, x2, y2 = jitter(gold.box, rng)
-    return str([round(x1 + rng.random() * (x2 - x1)), round(y1 + rng.random() * (y2 - y1))])
+    return gold._replace(point=(x1 + rng.random() * (x2 - x1), y1 + rng.random() * (y2 - y1)))
 
 
-def choose(share: float, wrong: Callable[[Any, Rng], Any]) -> Callable[..., str]:
+def choose(share: float, wrong: Callable[[Any], Any] = "{}0".format) -> Callable[[Any, Rng], Any]:
     """Return a policy that is right with a probability."""
-    return lambda task, gold, example, rng: task.write(
-        gold if rng.random() < share else wrong(gold, rng), example
-    )
-
-
-def read_page(task: Task, gold: str, example: Example, rng: Rng) -> str:
-    """Write the first half of a page's blocks."""
-    blocks = gold.split("\n\n")
-    return "\n\n".join(blocks[: len(blocks) // 2])
-
-
-def jitter_interval(task: Task, gold: Any, example: Example, rng: Rng) -> str:
-    start, end = gold
-    change = 0.2 * (end - start)
-    return task.write((start + change * rng.random(), end + change * rng.random()), example)
+    return lambda gold, rng: gold if rng.random() < share else wrong(gold)
 
 
 FULL, MIDDLE = [[0, 0, SIDE, SIDE]], [20, 20, 60, 60]
 GRID = [[x, y, x + 28, y + 28] for x in (0, 28, 56) for y in (0, 28, 56)]
 BOX_STARTS = ("[]", str(*FULL), str(MIDDLE), format_boxes(GRID))
 LABELED_STARTS = tuple(format_boxes(GRID, kind) for kind in make_shapes.KINDS)
-ANY_TABLE = "".join(
-    f"<tr><td>{name}</td><td>{number}</td></tr>" for name in NAMES for number in range(10, 100)
-)
+ANY_TABLE = "".join(f"<tr><td>{n}</td><td>{i}</td></tr>" for n in NAMES for i in range(10, 100))
 GROUNDING = Scenes(
     draw(make_shapes, "crowded"),
     BOX_STARTS,
     lambda rng: str(guess_box(rng)),
-    lambda task, gold, example, rng: task.write((jitter(gold[0], rng),), example),
+    lambda gold, rng: (jitter(gold[0], rng),),
     full=(str(*FULL),),
 )
 SCENES = {
@@ -229,7 +207,7 @@ SCENES = {
         draw(make_shapes, "counting"),
         ("1 or 2", "1 2 3 4 5 6", "3-4", "three (3)", "0", "at least 1", "999"),
         lambda rng: str(rng.randint(0, 9)),
-        choose(0.4, lambda gold, rng: gold + 1),
+        choose(0.4, lambda gold: gold + 1),
     ),
     "grounding": GROUNDING,
     "grounding, the recipe's scenes": dataclasses.replace(
@@ -239,22 +217,20 @@ SCENES = {
         draw(make_words, "ocr"),
         ("E", "ABCDE", "A B C", string.ascii_uppercase, "EEEE", "What does the text say?"),
         guess_word,
-        lambda task, gold, example, rng: spoil(gold, rng),
+        spoil,
     ),
     "detection": Scenes(
         draw_cluttered,
         ("[]", *LABELED_STARTS, *(format_boxes(b, "circle") for b in (FULL, [MIDDLE] * 5))),
         guess_objects,
-        jitter_all,
+        lambda gold, rng: jitter_all(find_half(gold, rng), rng),
         full=[format_boxes(FULL, kind) for kind in make_shapes.KINDS],
     ),
     "segmentation": Scenes(
         draw(make_shapes, "crowded"),
         ("[]", *(format_parts(boxes) for boxes in ([MIDDLE], FULL, GRID, [[10, 10, 40, 40]]))),
         lambda rng: format_parts([guess_box(rng)]),
-        lambda task, gold, example, rng: task.write(
-            tuple((jitter(box, rng), point) for box, point in gold), example
-        ),
+        jitter_all,
         options={"canvas": 840},
         full=(format_parts(FULL),),
     ),
@@ -262,7 +238,7 @@ SCENES = {
         draw_cluttered,
         ("[]", "[42, 42]", "[[10, 10], [30, 30], [50, 50]]", "[[42, 42], [42, 42]]"),
         guess_points,
-        lambda task, gold, example, rng: task.write(gold[: (len(gold) + 1) // 2], example),
+        find_half,
         options={"several": True},
     ),
     "gui": Scenes(
@@ -276,27 +252,27 @@ SCENES = {
         draw(make_shapes, "choices"),
         ("A", "A or B", "ABCD", "A. B. C.", "{question}", "{prompt}", "A. {prompt}", "red"),
         lambda rng: rng.choice("ABC"),
-        choose(0.7, lambda gold, rng: 1 - min(gold, 1)),
+        choose(0.7, lambda gold: 1 - min(gold, 1)),
     ),
     "numeric": Scenes(
         draw(make_charts, "charts"),
         ("2", "1 or 2", "1-6", "red or blue", "1 2 3 4", "2 ± 2", "{question}", "{prompt}"),
         lambda rng: rng.choice(["red", "blue", *"123456"]),
-        choose(0.7, lambda gold, rng: f"{gold}0"),
+        choose(0.7),
         kind=lambda example: example.meta["kind"],
     ),
     "numeric, years and shares": Scenes(
         lambda: make_examples(COUNT, draw_figure),
         ("2000", "1960-2024", "50%", "0-100%", "4.5", "1e5", "nan", "inf", "1e999", "{question}"),
         lambda rng: rng.choice(["1990", "2010", "25%", "75%", "2.5", "300,000"]),
-        choose(0.5, lambda gold, rng: f"{gold}0"),
+        choose(0.5),
         kind=lambda example: example.question,
     ),
     "spatial": Scenes(
         lambda: make_examples(COUNT, draw_estimate),
         ("1", "2 m", "1-3 m", "100 cm", "about 5", "0.5 or 5", "{question}", "1e999", "4 chairs"),
         lambda rng: f"{rng.uniform(0.2, 5):.1f}",
-        choose(0.6, lambda gold, rng: f"{gold}0"),
+        choose(0.6),
         kind=lambda example: example.question,
     ),
     "math": Scenes(
@@ -306,14 +282,14 @@ SCENES = {
             *("\\boxed{\\mathbb{R}}", "\\boxed{x > 0}", "A, B, C", "\\infty", "=", "%", "1e999"),
         ),
         lambda rng: str(rng.randint(1, 60)),
-        choose(0.5, lambda gold, rng: f"{gold}+1"),
+        choose(0.5, lambda gold: f"{gold}+1"),
         steps=3,
     ),
     "table": Scenes(
         draw(make_tables, "tables"),
         ("A|B\n1|2", "|||\n|||", "EE|EE\n11|11", "|" * 40, "A|B|C\n1|2|3\n1|2|3", "{question}"),
         lambda rng: f"{guess_word(rng)[:2]}|{guess_word(rng)[:1]}\n{rng.randint(0, 99)}|7",
-        lambda task, gold, example, rng: spoil(gold, rng),
+        spoil,
         options={"form": "markdown"},
         steps=8,
     ),
@@ -324,21 +300,21 @@ SCENES = {
             f"<table>{ANY_TABLE}</table>",
         ),
         lambda rng: draw_page(rng)[1]["text"],
-        read_page,
+        lambda gold, rng: "\n\n".join(gold.split("\n\n")[:2]),  # of four blocks
         steps=10,
     ),
     "self_supervised": Scenes(
         draw_puzzles,
         ("1, 2, 3, 4", "1 2 3 4 or 4 3 2 1", "4", "1, 1, 1, 1", "1, 2, 3, 4, 1, 2, 3, 4"),
         lambda rng: ", ".join(map(str, rng.sample(range(1, 5), 4))),
-        choose(0.5, lambda gold, rng: gold[::-1]),
+        choose(0.5, lambda gold: gold[::-1]),
         options=PUZZLES,
     ),
     "temporal": Scenes(
         draw(make_clips, "clips"),
         ("0 to 4", "1 to 3", "0 to 2 or 2 to 4", "0 to 1, 3 to 4", "[[0, 1], [2, 3]]", "2 to 1"),
         lambda rng: "{} to {}".format(*sorted(rng.sample(range(5), 2))),
-        jitter_interval,
+        lambda gold, rng: tuple(edge + 0.2 * (gold[1] - gold[0]) * rng.random() for edge in gold),
         full=("0 to 4",),
     ),
 }
@@ -369,18 +345,16 @@ def mean_reward(task: Task, examples: Sequence[Example], write: Callable[[Exampl
     return fmean(total for total in totals if total is not None)
 
 
-def find_best_constant(
-    task: Task, examples: Sequence[Example], scenes: Scenes
-) -> tuple[float, str]:
+def find_best_text(task: Task, examples: Sequence[Example], scenes: Scenes) -> tuple[float, str]:
     """Return the largest mean reward that the climb finds for one text, and that text."""
     rng = Rng(0)
 
-    def earn(text: str) -> tuple[float, str]:
-        def fill(example: Example) -> str:
-            filled = text.replace("{question}", example.question)
-            return filled.replace("{prompt}", task.prompt(example))
+    def fill(text: str, example: Example) -> str:
+        filled = text.replace("{question}", example.question)
+        return filled.replace("{prompt}", task.prompt(example))
 
-        return mean_reward(task, examples, fill), text
+    def earn(text: str) -> tuple[float, str]:
+        return mean_reward(task, examples, partial(fill, text)), text
 
     golds = [task.write(task.gold_answer(example), example) for example in examples]
     texts = [*scenes.starts, *(text for text, _ in Counter(golds).most_common(5))]
@@ -409,18 +383,18 @@ def test_no_constant_answer_beats_a_weak_model_that_looks_at_the_image(name):
     kind, scenes = name.partition(",")[0], SCENES[name]
     task, examples = load_task(kind, **scenes.options), scenes.draw()
     weak_rng, chance_rng = Rng(1), Rng(2)
-
     full_image = [mean_reward(task, examples, lambda _, text=text: text) for text in scenes.full]
     chance = mean_reward(task, examples, lambda _: scenes.guess(chance_rng))
     groups: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
         groups[scenes.kind(example)].append(example)
-    best = {group: find_best_constant(task, rows, scenes) for group, rows in groups.items()}
+    best = {group: find_best_text(task, rows, scenes) for group, rows in groups.items()}
     constant = sum(best[group][0] * len(rows) for group, rows in groups.items()) / len(examples)
-    weak = mean_reward(
-        task, examples, lambda e: scenes.weak(task, task.gold_answer(e), e, weak_rng)
-    )
 
+    def see(example: Example) -> str:
+        return task.write(scenes.weak(task.gold_answer(example), weak_rng), example)
+
+    weak = mean_reward(task, examples, see)
     figures = [chance, max(full_image, default=None), constant, weak]
     cells = ["–" if value is None else f"{value:.2f}" for value in figures]
     print(f"| `{kind}`{name.removeprefix(kind)} | {' | '.join(cells)} |")

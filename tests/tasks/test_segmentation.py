@@ -1,7 +1,5 @@
 """Masks of annotations, SAM 2's of answers, and the metrics of datasets."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 
@@ -61,18 +59,14 @@ def test_the_metrics_of_a_dataset_are_those_of_lisa_and_grefcoco(monkeypatch):
     target = {"boxes": [[0, 0, 20, 10]], "masks": [encode_mask(block(0, 0, 20, 10))]}
     nothing: dict[str, Any] = {"boxes": []}
     ignored = {"ignored_mask": encode_mask(block(10, 0, 40, 10))}
-    examples = [
-        *(Example(str(n), (IMAGE,), "cup", target) for n in range(3)),
-        *(Example(str(n), (IMAGE,), "cup", nothing) for n in range(3, 6)),
-        Example("6", (IMAGE,), "cup", target, ignored),
-        Example("7", (IMAGE,), "cup", target, {"ignored_mask": encode_mask(block(0, 0, 40, 10))}),
-    ]
+    all_ignored = {"ignored_mask": encode_mask(block(0, 0, 40, 10))}
+    rows = [*[(target, {})] * 3, *[(nothing, {})] * 3, (target, ignored), (target, all_ignored)]
+    examples = [Example(str(n), (IMAGE,), "cup", *row) for n, row in enumerate(rows)]
 
-    def answer(*box: int) -> Any:
-        return ((tuple(map(float, box)), (1.0, 1.0)),)
+    def answer(width: int, height: int = 10) -> Any:
+        return (((0.0, 0.0, float(width), float(height)), (1.0, 1.0)),)
 
-    answers = [answer(0, 0, 10, 10), (), None, (), answer(0, 0, 5, 10), None, answer(0, 0, 20, 10)]
-    answers.append(answer(0, 0, 9, 9))
+    answers = [answer(10), (), None, (), answer(5), None, answer(20), answer(9, 9)]
     values = task.corpus_metrics(answers, examples)
     # IoU: 1/2, 0, 0; nothing to find: 1, 0, 0; without the ignored half, 1; all of it ignored, 1.
     assert values["mask_giou"] == pytest.approx((0.5 + 1 + 1 + 1) / 8)
@@ -115,23 +109,20 @@ def test_sam_2_of_transformers_makes_the_masks_of_an_answer(tmp_path):
     folder = str(tmp_path)
     torch.manual_seed(0)
     Sam2Model(config).save_pretrained(folder)
-    size = {"height": 64, "width": 64}
-    Sam2Processor(
-        Sam2ImageProcessor(size=size, mask_size={"height": 16, "width": 16})
-    ).save_pretrained(folder)
+    size, mask_size = ({"height": side, "width": side} for side in (64, 16))
+    Sam2Processor(Sam2ImageProcessor(size=size, mask_size=mask_size)).save_pretrained(folder)
     boxes, points = [(4.0, 4.0, 30.0, 30.0), (20.0, 10.0, 60.0, 40.0)], [(9.0, 9.0), (40.0, 20.0)]
     image = IMAGE.load()
     both = segment(folder, image, boxes, points)
-    each = [segment(folder, image, [b], [p]) for b, p in zip(boxes, points, strict=True)]
-    assert both.shape == (48, 64)
-    assert both.dtype == bool
-    assert (both == (each[0] | each[1])).mean() > 0.99  # a batch of two rounds otherwise
+    first, second = (segment(folder, image, [b], [p]) for b, p in zip(boxes, points, strict=True))
+    assert (both.shape, both.dtype) == ((48, 64), bool)
+    assert (both == (first | second)).mean() > 0.99  # a batch of two rounds otherwise
     assert not segment(folder, image, [], []).any()
-    answer = {"boxes": [[4, 4, 30, 30]], "masks": [encode_mask(each[0] | block(0, 0, 1, 1))]}
+    gold = first | block(0, 0, 1, 1)
+    answer = {"boxes": [[4, 4, 30, 30]], "masks": [encode_mask(gold)]}
     task: Any = load_task("segmentation", segmenter=folder, weights={"mask_iou": 1.0})
     example = Example("1", (IMAGE,), "cup", answer)
     score = task.score('[{"bbox_2d": [4, 4, 30, 30], "point_2d": [9, 9]}]', example)
     assert not score.failures
-    assert 0 < each[0].mean() < 1
-    area = each[0].sum()
-    assert score.rewards["mask_iou"] == pytest.approx(area / (each[0] | block(0, 0, 1, 1)).sum())
+    assert 0 < first.mean() < 1
+    assert score.rewards["mask_iou"] == pytest.approx(first.sum() / gold.sum())

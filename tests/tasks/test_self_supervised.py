@@ -1,7 +1,5 @@
 """Puzzles made of images: what they show, which images are refused, that they can be repeated."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from typing import Any
@@ -42,12 +40,8 @@ def test_the_gold_order_of_a_jigsaw_restores_the_image(joined):
         task: Any = load_task("self_supervised", rows=3, columns=2, joined=joined)
         tiles = [get_pixels(image) for image in example.images]
         if joined:
-            height, width = tiles[0].shape[0] // 3, tiles[0].shape[1] // 2
-            tiles = [
-                tiles[0][y * height : (y + 1) * height, x * width : (x + 1) * width]
-                for y in range(3)
-                for x in range(2)
-            ]
+            halves = (np.split(row, 2, axis=1) for row in np.split(tiles[0], 3))
+            tiles = [tile for row in halves for tile in row]
         order = task.gold_answer(example)
         found = [np.hstack([tiles[n - 1] for n in order[y : y + 2]]) for y in (0, 2, 4)]
         whole = np.vstack(found)
@@ -105,22 +99,16 @@ def test_images_without_a_clear_answer_are_refused_and_counted(tmp_path, caplog)
     gray.resize((192, 180)).save(again, "JPEG", quality=80)
     half = np.asarray(paint(2)).copy()
     half[:30, :64] = 90  # two of the nine tiles
-    rows = [
-        {"id": "good", "images": [gray]},
-        {"id": "flat", "images": [flat]},
-        {"id": "again", "images": [again.getvalue()]},
-        {"id": "sky", "images": [Image.fromarray(half)]},
-        {"id": "small", "images": [paint(3, 60, 60)]},
-        {"id": "two", "images": [paint(4), paint(5)]},
-    ]
+    images = {"good": [gray], "flat": [flat], "again": [again.getvalue()]}
+    images |= {"sky": [Image.fromarray(half)], "small": [paint(3, 60, 60)]}
+    images["two"] = [paint(4), paint(5)]
+    rows = [{"id": name, "images": own} for name, own in images.items()]
     assert [example.id for example in load(rows, "jigsaw", skips=True)] == ["good"]
     assert "skipped 5 bad rows, kept 1" in caplog.text
     with pytest.raises(UserError) as caught:
         load(rows, "jigsaw")
-    for text in (
-        *("its parts 1 and 2 look alike", "it repeats example good", "a side of 20 pixels"),
-        "a puzzle is made of one image; the row has 2",
-    ):
+    reasons = ["its parts 1 and 2 look alike", "it repeats example good", "a side of 20 pixels"]
+    for text in (*reasons, "a puzzle is made of one image; the row has 2"):
         assert text in str(caught.value)
     turned = np.vstack([np.asarray(paint(6))[:42], np.asarray(paint(6))[:42][::-1, ::-1]])
     with pytest.raises(UserError, match="look alike"):

@@ -1,7 +1,5 @@
 """Formulas in LaTeX: spellings that look alike, those that do not, parts, and malformed ones."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

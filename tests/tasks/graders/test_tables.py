@@ -1,8 +1,6 @@
 """Tables: malformed and hostile texts, neighbors and headings of cells; TEDS against an independent
 tree edit distance."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 
@@ -11,23 +9,7 @@ from rapidfuzz.distance import Levenshtein
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.tasks.graders import tables
-from vlm_grpo.tasks.graders.tables import (
-    MAX_CHARACTERS,
-    MAX_PLACES,
-    MAX_STEPS,
-    Grid,
-    Place,
-    Tree,
-    build_markdown_tree,
-    count_steps,
-    drop_texts,
-    import_extra,
-    read_grids,
-    read_html_rows,
-    read_html_tree,
-    read_markdown_rows,
-    teds,
-)
+from vlm_grpo.tasks.graders.tables import Grid, Tree, read_grids, read_html_tree, teds
 
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 SPANS = (
@@ -36,26 +18,18 @@ SPANS = (
 )
 
 
-def get_texts(grid: Grid, places: set[Place]) -> set[str]:
+def get_texts(grid: Grid, places: set[tables.Place]) -> set[str]:
     return {grid.cells[place].text for place in places}
 
 
-@pytest.mark.parametrize(
-    ("place", "direction", "texts"),
-    [
-        ((1, 0), RIGHT, {"b", "d"}),
-        ((1, 0), UP, {"H"}),
-        ((1, 0), DOWN, set()),
-        ((1, 0), LEFT, set()),
-        ((0, 0), DOWN, {"a", "b"}),
-        ((0, 0), RIGHT, {"I"}),
-        ((2, 1), LEFT, {"a"}),
-        ((2, 2), UP, {"c"}),
-    ],
-)
-def test_neighbors_of_cells_with_spans(place, direction, texts):
+def test_neighbors_of_cells_with_spans():
     (grid,) = read_grids(SPANS)
-    assert get_texts(grid, grid.neighbors(place, *direction)) == texts
+    neighbors = {
+        **{((1, 0), RIGHT): "bd", ((1, 0), UP): "H", ((1, 0), DOWN): "", ((1, 0), LEFT): ""},
+        **{((0, 0), DOWN): "ab", ((0, 0), RIGHT): "I", ((2, 1), LEFT): "a", ((2, 2), UP): "c"},
+    }
+    for (place, direction), texts in neighbors.items():
+        assert get_texts(grid, grid.neighbors(place, *direction)) == {*texts}, (place, direction)
 
 
 def test_headings_are_found_over_other_cells():
@@ -68,12 +42,8 @@ def test_headings_are_found_over_other_cells():
 
 def test_markdown_tables_are_adjoining_lines_with_bars():
     text = "a|b\n---|---\n1|2\n\nText\n| x | |\n|:--|--:|\n|| y |\nend\n1|2"
-    first, second, third = read_markdown_rows(text)
-    assert (first, second, third) == (
-        [["a", "b"], ["1", "2"]],
-        [["x", ""], ["", "y"]],
-        [["1", "2"]],
-    )
+    first, second = [["a", "b"], ["1", "2"]], [["x", ""], ["", "y"]]
+    assert tables.read_markdown_rows(text) == [first, second, [["1", "2"]]]
     grids = read_grids(text)
     assert len(grids) == 2  # the last has one line
     assert get_texts(grids[1], grids[1].neighbors((1, 1), *UP)) == {""}
@@ -90,11 +60,11 @@ def test_markdown_tables_are_adjoining_lines_with_bars():
     ],
 )
 def test_malformed_html_is_repaired(text, cells):
-    assert read_html_rows(text) == cells
+    assert tables.read_html_rows(text) == cells
     assert read_html_tree(text) is not None
 
 
-@pytest.mark.parametrize("text", ["", "<p>a</p>", "<table>" + "x" * MAX_CHARACTERS])
+@pytest.mark.parametrize("text", ["", "<p>a</p>", "<table>" + "x" * tables.MAX_CHARACTERS])
 def test_a_text_without_a_table_has_no_tree(text):
     assert read_html_tree(text) is None
 
@@ -112,7 +82,7 @@ def test_a_text_without_a_table_has_no_tree(text):
 )
 def test_hostile_tables_are_bounded(text):
     for grid in read_grids(text):
-        assert len(grid.cells) <= MAX_PLACES
+        assert len(grid.cells) <= tables.MAX_PLACES
         grid.find_headings((0, 0), *DOWN)
 
 
@@ -124,7 +94,7 @@ def test_rows_0_is_all_that_follow():
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(tables, "import_module", lambda name: __import__("no_such_module_here"))
     with pytest.raises(UserError, match=r"needs lxml: pip install 'vlm-grpo\[documents\]'"):
-        import_extra("lxml.etree")
+        tables.import_extra("lxml.etree")
 
 
 Nested = tuple[tuple[str, int, int], str, tuple["Nested", ...]]
@@ -161,17 +131,15 @@ def forest_distance(first: tuple[Nested, ...], second: tuple[Nested, ...]) -> fl
 
 
 def draw_table(rng: random.Random) -> str:
-    def draw_row() -> str:
-        texts = rng.choices(["", "a", "ab", "abc", "<b>a</b>"], k=rng.randint(0, 3))
-        cells = (f"<td{rng.choice(['', '', ' colspan=2'])}>{text}" for text in texts)
-        return f"<tr>{''.join(cells)}</tr>"
-
-    parts = []
+    text = "<table>"
     for _ in range(rng.randint(0, 3)):
-        rows = "".join(draw_row() for _ in range(rng.randint(0, 2)))
-        section = rng.choice(["", "thead", "tbody"])
-        parts.append(f"<{section}>{rows}</{section}>" if section else rows)
-    return f"<table>{''.join(parts)}</table>"
+        text += rng.choice(["", "<thead>", "<tbody>"])
+        for _ in range(rng.randint(0, 2)):
+            text += "<tr>"
+            for _ in range(rng.randint(0, 3)):
+                text += rng.choice(["<td>", "<td>", "<td colspan=2>"])
+                text += rng.choice(["", "a", "ab", "abc", "<b>a</b>"])
+    return text
 
 
 def read(text: str) -> Tree:
@@ -196,12 +164,12 @@ def test_tags_within_cells_beyond_the_gold_tables_do_not_raise_the_score():
     padded = read("<table><tr><td>x</td><td>" + "<b></b>" * 97 + "</td></tr></table>")
     assert teds(wrong, gold) == teds(padded, gold) == pytest.approx(1 / 3)
     assert teds(padded, gold, most_inline=1000) == pytest.approx(0.98)  # as the script: 1 − 2 / 100
-    assert teds(drop_texts(padded), drop_texts(gold)) == 1.0
+    assert teds(tables.drop_texts(padded), tables.drop_texts(gold)) == 1.0
 
 
 def test_a_markdown_table_is_the_tree_of_rows_and_cells():
     html = "<table><tr><td>a</td><td>b</td></tr><tr><td>1</td></tr></table>"
-    assert build_markdown_tree([["a", "b"], ["1"]]) == read(html)
+    assert tables.build_markdown_tree([["a", "b"], ["1"]]) == read(html)
 
 
 def write_rows(rows: int, columns: int, text: str = "1") -> str:
@@ -232,8 +200,8 @@ def test_the_steps_of_teds_are_counted_and_bounded(text, fits, monkeypatch):
 
     monkeypatch.setattr(tables, "_compare_forests", count)
     score = teds(answer, gold)
-    steps = min(count_steps(answer, gold), count_steps(gold, answer))
-    assert (steps <= MAX_STEPS) == fits
+    steps = min(tables.count_steps(answer, gold), tables.count_steps(gold, answer))
+    assert (steps <= tables.MAX_STEPS) == fits
     pairs = 4 * len(answer.kinds) * len(gold.kinds)
     assert done == (steps - pairs if fits else 0)
     assert 0 <= score < 0.6
