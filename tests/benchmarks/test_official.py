@@ -40,6 +40,7 @@ def compute_metric(task: Task, output: str, example: Example) -> Any:
         ("super_clevr_200", 8, "<think>4</think><answer>\n8\n</answer>", 1),
         ("super_clevr_200", 8, "<answer>A. 8</answer>", 0),  # the reward's parser reads 8
         ("super_clevr_200", 8, "<answer>x</answer><answer>8</answer>", 1),  # the first with digits
+        ("super_clevr_200", 8, "<answer>8 apples</answer>", 0),
         ("super_clevr_200", 8, "<answer>8", 0),
         ("super_clevr_200", 8, "8", 0),
         # The last integer box in tags.
