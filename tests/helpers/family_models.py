@@ -1,7 +1,5 @@
 """Small random models of each family's real architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -259,9 +257,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "glm4v_moe": _glm("glm4v_moe", "glm4v", first_k_dense_replace=1),
     "glm_ocr": _glm("glm_ocr", "glm46v"),
     "paddleocr_vl": _model(
-        "paddleocr_vl",
-        {"rope_parameters": MROPE, "head_dim": 8},
-        vision_config={"image_size": 56},
+        "paddleocr_vl", {"rope_parameters": MROPE, "head_dim": 8}, vision_config={"image_size": 56}
     ),
     "internvl": _model("internvl", QWEN2, image_seq_length=1),
     "idefics3": _model("idefics3", LLAMA),
@@ -325,11 +321,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "mllama": _build_mllama,
     "ovis2": _model(
-        "ovis2",
-        QWEN2,
-        {"image": "<IMG_ATOM>"},
-        vision_config={"vocab_size": 64},
-        hidden_size=32,
+        "ovis2", QWEN2, {"image": "<IMG_ATOM>"}, vision_config={"vocab_size": 64}, hidden_size=32
     ),
     "cohere2_vision": _model("cohere2_vision", COHERE2, alignment_intermediate_size=48, **SIGLIP),
     "aya_vision": _model("aya_vision", COHERE2, {"image": "<|IMG_PATCH|>"}, **SIGLIP),

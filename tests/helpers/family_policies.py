@@ -1,7 +1,5 @@
 """Policies of the small random models of every family, and their comparison with transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

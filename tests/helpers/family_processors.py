@@ -1,7 +1,5 @@
 """Small processors of every family, with the texts that stand for their images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -165,9 +163,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "pixtral": lambda: _pixtral(1),
     "mistral3": lambda: _pixtral(2),
     "gemma3": lambda: hf.Gemma3Processor(
-        hf.Gemma3ImageProcessor(size=SQUARE),
-        tiny_tokenizer(**GEMMA),
-        image_seq_length=4,
+        hf.Gemma3ImageProcessor(size=SQUARE), tiny_tokenizer(**GEMMA), image_seq_length=4
     ),
     "gemma4": lambda: hf.Gemma4Processor(
         hf.Gemma4AudioFeatureExtractor(),

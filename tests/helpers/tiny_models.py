@@ -1,7 +1,5 @@
 """Small random models of each family's real architecture, their prompts and their completions."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

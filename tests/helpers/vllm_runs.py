@@ -1,7 +1,5 @@
 """Servers of vLLM, and settings of short runs that sample with them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

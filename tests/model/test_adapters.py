@@ -1,7 +1,5 @@
 """Adapters: frozen parts, adapted layers, and every variant exact in passes, files and resumes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from tiny_models import (
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted, freeze_parts
+from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
@@ -153,10 +151,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(sources, name, tmp_path
 
 # The others differ from plain LoRA in their first values or their scale only.
 @pytest.mark.no_shapes
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("dora", "float32"), ("modules", "bfloat16")],
-)
+@pytest.mark.parametrize(("name", "dtype"), [("dora", "float32"), ("modules", "bfloat16")])
 def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_path):
     changes: Any = {
         "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **VARIANTS[name]}},
@@ -169,19 +164,9 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_pat
     assert_resumes(whole, stopped, (3, 2), last="step-3")
 
 
-def test_the_projector_inside_the_vision_module_is_a_part_of_its_own():
-    model, _ = tiny_model("qwen3_vl")
-    freeze_parts(model, ["vision"])
-    for name, weight in model.named_parameters():
-        assert weight.requires_grad == ("visual" not in name or "merger" in name), name
-
-
 @pytest.mark.parametrize(
     ("target", "adapts_vision", "suffixes"),  # of the default: families/test_facts.py
-    [
-        ("all", True, {"q_proj", "qkv", "proj"}),
-        (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
-    ],
+    [("all", True, {"q_proj", "qkv", "proj"}), (("q_proj", "v_proj"), False, {"q_proj", "v_proj"})],
 )
 def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
     model, _ = tiny_model("qwen2_5_vl")
@@ -202,22 +187,12 @@ def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
     [
         ({"init_lora_weights": "eva"}, r"start from its folder \(policy\.lora\.adapter\)"),
         ({"init_lora_weights": "pissa"}, "should be 'default', 'gaussian' or 'orthogonal'"),
-    ],
-)
-def test_settings_that_are_not_valid_are_errors(settings, message):
-    with pytest.raises(UserError, match=message):
-        LoraSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         ({"modules_to_save": ["mergr"]}, r"called mergr; the projector .* model\.visual\.merger$"),
         ({"modules_to_save": ["embed_tokens"]}, "train full weights instead"),
         ({"modules_to_save": ["language_model"]}, "train full weights instead"),
     ],
 )
-def test_settings_without_an_effect_on_the_model_are_errors(settings, message):
+def test_settings_that_are_not_valid_or_without_an_effect_are_errors(settings, message):
     model, _ = tiny_model("qwen2_5_vl")
     with pytest.raises(UserError, match=message):
         apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(**settings)))

@@ -1,7 +1,5 @@
 """A shared form that does not compute what transformers does is noticed, and given up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -77,10 +75,7 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(monkeypatch, caplog):
         # What is wrong in a call is a defect, which slower training would hide.
         (TypeError("forward() got 'attend'"), r"^forward\(\) got 'attend'$"),
         (AttributeError("no layers"), "^no layers$"),
-        (
-            ValueError("a shape\nin detail"),
-            r"\(ValueError: a shape\): set policy\.engine=rep",
-        ),
+        (ValueError("a shape\nin detail"), r"\(ValueError: a shape\): set policy\.engine=rep"),
     ],
 )
 def test_a_model_that_fails_ends_the_run(error, shown, monkeypatch):

@@ -1,7 +1,5 @@
 """Loading models, also by one process for all: dropout, damaged files and the pixel budget."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,19 +1,11 @@
 """The policy's prompts, samples, scores and counters, on small random models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from family_policies import build_family_policy
-from tiny_models import (
-    make_prompt,
-    noise_example,
-    pack_groups,
-    sample_groups,
-    tiny_policy,
-)
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module

@@ -1,7 +1,5 @@
 """Prompts: control tokens, unusable images, and every way in which a prompt cannot be built."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits: what is quantized, and that all forms compute with the same matrices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +10,7 @@ from bitsandbytes.autograd._functions import matmul_4bit
 from family_models import BUILDERS
 from family_policies import build_family_model, build_prompts, make_batch
 from gradients import relative_distance, use_float64_recurrence
-from small_runs import (
-    assert_resumes,
-    load_weights,
-    make_trainer,
-    small_run,
-)
+from small_runs import assert_resumes, load_weights, make_trainer, small_run
 from tiny_models import pack_groups, sample_groups, sampled_logprobs
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig

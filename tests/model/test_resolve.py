@@ -1,7 +1,5 @@
 """Names of models: missing ones, and the best checkpoint by a truncated metrics file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

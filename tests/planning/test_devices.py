@@ -1,7 +1,5 @@
 """Tests of the table of GPUs and of this machine's device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

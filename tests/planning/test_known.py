@@ -1,7 +1,5 @@
 """Plans of known models: their configurations and stored shapes, and the table in the guide."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the workload against the micro-batches of the update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The client of a chat-completions server: its requests, and what each failure says."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

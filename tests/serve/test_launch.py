@@ -1,7 +1,5 @@
 """The commands that start vLLM servers, and the choices that depend on the device."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs whose servers work, fail, and are stopped."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -103,7 +101,7 @@ def find_whole(settings: Any, whole_runs: Any, tmp_path_factory: Any, model_fold
     return find
 
 
-@pytest.mark.parametrize(("fault", "ahead"), [("die", 0), ("die", 1), ("hang", 0), ("500", 1)])
+@pytest.mark.parametrize(("fault", "ahead"), [("hang", 0), ("die", 1)])
 def test_a_server_that_fails_in_mid_rollout_is_restarted(
     settings, fake, find_whole, caplog, fault, ahead
 ):

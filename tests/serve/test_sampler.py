@@ -1,7 +1,5 @@
 """Sampling by servers that share the prompts, fail, and are given new weights."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -148,7 +146,6 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
     ("path", "fault"),
     [
         (GENERATE, "500"),
-        (GENERATE, "503"),
         (GENERATE, "404"),  # such as for an adapter that a restarted server does not have
         (GENERATE, "abort"),
         (GENERATE, "hang"),
@@ -192,15 +189,9 @@ def test_a_server_that_is_gone_is_dropped(start, prompts, expected, caplog):
     assert versions(sample(servers.sampler, prompts)) == {1}
 
 
-def test_the_last_server_is_lost(start, prompts):
-    servers = start({"faults": {GENERATE: {"3": "die"}}})
-    with pytest.raises(UserError, match=r"the last vLLM server failed: .*continue with resume"):
-        sample(servers.sampler, prompts)
-
-
 def test_failures_are_counted_until_a_rollout_is_finished(start, prompts):
     servers = start({"faults": {GENERATE: {"1": "400", "*": "500"}}}, max_restarts=2)
-    with pytest.raises(UserError, match=r"the last vLLM server failed: .*status 500"):
+    with pytest.raises(UserError, match=r"the last vLLM .*status 500.*continue with resume"):
         sample(servers.sampler, prompts[:1])
     assert servers.paths().count(GENERATE) == 3
     servers = start({"faults": {GENERATE: dict.fromkeys("246", "500")}}, max_restarts=1)

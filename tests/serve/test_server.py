@@ -1,7 +1,5 @@
 """A vLLM server: its HTTP interface, its process and the one that guards it, and its memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A model behind a vLLM server gives the outputs of the same model in this process."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Completions of a real vLLM server, compared with those of the policy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

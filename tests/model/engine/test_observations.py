@@ -1,8 +1,6 @@
 """Completions behind images and clips, also with observed tokens and images between their own,
 equal plain transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

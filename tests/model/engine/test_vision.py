@@ -1,7 +1,5 @@
 """Micro-batches that share an image share its pass through a trained vision tower."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

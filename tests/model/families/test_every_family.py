@@ -1,7 +1,5 @@
 """Every family: the forms of sampling and scoring compute what plain transformers computes."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each family's parts, special tokens and image sizes, on small models of real architectures."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import cache

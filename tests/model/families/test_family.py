@@ -1,7 +1,5 @@
 """The base family: tokens of answers, and the shared form of any model, also of unknown ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
