@@ -15,12 +15,9 @@ SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'
 
 
-def test_a_truncated_last_line_does_not_hide_the_evaluations_before_it(tmp_path):
+def test_a_truncated_last_line_hides_no_evaluations_and_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(ROWS + '{"step": 3, "eval/exa')
     assert read_held_out_values(tmp_path, "exact") == {1: 0.25}
-
-
-def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("oops\n" + ROWS)
     with pytest.raises(UserError, match=r"metrics\.jsonl:1 is not a JSON object"):
         read_held_out_values(tmp_path, "exact")
