@@ -372,9 +372,9 @@ def test_automatic_micro_batches_take_the_free_memory_of_a_gpu(seven_billion):
     for memory in (16, 24, 32, 80, 192):
         planner = Planner(settings, Device("GPU", memory * GIB))
         step = planner.estimate_step(settings)
-        budget = sizes[memory] = step.work.update_budget
+        sizes[memory] = step.work.update_budget
         assert planner.device.holds(step.memory.backward) == (memory > 16)
-        assert f"micro-batches of at most {budget:,}" in str(planner.plan())
+    assert f"micro-batches of at most {sizes[192]:,}" in str(planner.plan())
     assert sizes[16] == 1024 < sizes[32] < sizes[80] < 16_384 < sizes[192]
     # Four fifths of what the rest of the step leaves, gradients of all weights included.
     for own, size in ((settings, 80), (with_changes(settings, "policy", lora=None), 192)):

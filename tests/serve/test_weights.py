@@ -31,13 +31,6 @@ from vlm_grpo.serve import sampler, weights
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import Server
-from vlm_grpo.serve.weights import (
-    DirectTransfer,
-    FileTransfer,
-    IpcChannel,
-    NcclChannel,
-    group_by_layer,
-)
 from vlm_grpo.training.update import build_updater
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -50,7 +43,7 @@ def strategy(settings: Any, request: pytest.FixtureRequest) -> Any:
 
 def test_the_last_versions_have_files_of_their_own(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a server has another folder of its own
-    transfer, calls = FileTransfer(strategy, Path("files")), []
+    transfer, calls = weights.FileTransfer(strategy, Path("files")), []
     call: Any = lambda path, body: calls.append((path, body))  # noqa: E731
     target: Any = SimpleNamespace(command=call, post=call)
     is_full = strategy.policy.adapters is None
@@ -100,9 +93,9 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_transfer(
     way: str, server: TransferServer, strategy: Any, may_load: bool = True
-) -> DirectTransfer:
-    channel = IpcChannel(CPU) if way == "ipc" else NcclChannel(CPU, server.nccl)
-    return DirectTransfer(strategy, channel, may_load)
+) -> weights.DirectTransfer:
+    channel = weights.IpcChannel(CPU) if way == "ipc" else weights.NcclChannel(CPU, server.nccl)
+    return weights.DirectTransfer(strategy, channel, may_load)
 
 
 @functools.cache
@@ -130,7 +123,7 @@ def test_a_server_receives_what_the_files_have(
         assert found.dtype == (torch.bfloat16 if is_rounded else expected.dtype), name
         assert torch.equal(found, expected.to(found.dtype)), name
     updates = server.calls.count("/update_weights")
-    layers = len(group_by_layer(strategy.weights()))
+    layers = len(weights.group_by_layer(strategy.weights()))
     # A request per layer and dtype; a tensor over 1,000 bytes takes a request for itself.
     assert updates > 3 * layers if part_bytes == 1000 else layers <= updates <= 2 * layers
     assert server.calls == [
@@ -164,11 +157,11 @@ def test_a_server_that_fails_stops_no_other(way, path):
     with run_transfer_server() as good, run_transfer_server() as bad:
         bad.fails.add(path)
         targets = [Server(server.url, 10) for server in (bad, good)]
-        channel: Any = IpcChannel(CPU)
+        channel: Any = weights.IpcChannel(CPU)
         if way == "nccl":
-            channel = NcclChannel(CPU, good.nccl)
+            channel = weights.NcclChannel(CPU, good.nccl)
             bad.nccl = good.nccl
-        failures = DirectTransfer(make_strategy(), channel, True).send(targets)
+        failures = weights.DirectTransfer(make_strategy(), channel, True).send(targets)
         assert list(failures) == [bad.url]
         assert "out of memory" in str(failures[bad.url])
         assert bad.calls[-1] == path, "nothing is asked after a failure"
@@ -184,7 +177,7 @@ def test_another_version_of_nccl_is_not_tried(packages, server, tmp_path, monkey
     transfer = make_transfer("nccl", server, make_strategy())
     found = weights.replace_refused(transfer, [Server(server.url, 10)], settings)
     told = capsys.readouterr().out
-    assert isinstance(found, FileTransfer) == ("NCCL 2.30.7 here and 2.29.7 in" in told)
+    assert isinstance(found, weights.FileTransfer) == ("NCCL 2.30.7 here and 2.29.7 in" in told)
     assert (found is transfer) == ("nccl" not in packages)
     server.nccl.version = lambda: (2, 29, 7)
     assert weights.replace_refused(transfer, [Server(server.url, 10)], settings) is transfer
@@ -264,17 +257,17 @@ def sharded(monkeypatch) -> Any:
 def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server, sharded):
     strategy: Any = sharded
     transfer = make_transfer(way, server, strategy)
-    weights = strategy.policy.weights()
+    own = strategy.policy.weights()
     assert transfer.send([Server(server.url, 10)]) == {}
-    assert sorted(strategy.gathered) == sorted(weights)
-    layers = [sum(weights[n].nbytes for n in layer) for layer in group_by_layer(weights)]
+    assert sorted(strategy.gathered) == sorted(own)
+    layers = [sum(own[n].nbytes for n in layer) for layer in weights.group_by_layer(own)]
     # While a layer is gathered, the last one that was sent may still be there.
     assert strategy.most <= 2 * max(layers) < sum(layers)
     # A rank without a server takes part in the gathering, and holds one tensor at a time.
     strategy.gathered, strategy.most = [], 0
     assert transfer.send([]) == {}
-    assert sorted(strategy.gathered) == sorted(weights)
-    assert strategy.most <= 2 * max(weight.nbytes for weight in weights.values())
+    assert sorted(strategy.gathered) == sorted(own)
+    assert strategy.most <= 2 * max(weight.nbytes for weight in own.values())
 
 
 @pytest.mark.slow
