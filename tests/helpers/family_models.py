@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 import transformers as hf
 from family_processors import TILES, TILES_56, build_processor
-from tiny_models import initialize, text_config
+from tiny_models import ROPE, initialize, text_config
 from transformers.models.gemma3n import modeling_gemma3n
 
 VISION = {
@@ -25,7 +25,7 @@ SMALL = VISION | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 """Sizes of any model, of which a configuration takes those that it has."""
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8}
 GATED_DELTA = {
     "num_hidden_layers": 4,
@@ -46,13 +46,9 @@ COHERE2 = {
     "sliding_window": 16,
 }
 CONVNEXT = {
-    "model_type": "convnext",
-    "hidden_size": 32,
-    "hidden_sizes": [16, 32],
-    "depths": [1, 1],
-    "num_stages": 2,
-    "patch_size": 8,
-}
+    "model_type": "convnext", "hidden_size": 32, "hidden_sizes": [16, 32], "depths": [1, 1],
+    "num_stages": 2, "patch_size": 8,
+}  # fmt: skip
 
 
 def _find_tokens(model_type: str, processor: Any, given: dict[str, str]) -> dict[str, int]:
@@ -96,9 +92,8 @@ def _build(
     """
     kind: Any = hf.CONFIG_MAPPING[model_type]
     built, default, text = build_processor(processor), kind(), text or {}
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
     sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size")}
-    language = text_config(built.tokenizer, **sizes, rope_parameters=rope)
+    language = text_config(built.tokenizer, **sizes, rope_parameters=ROPE)
     config["text_config"] = _shrink(default.get_text_config(), text) | language | text
     config["vision_config"] = _shrink(default.vision_config, config.get("vision_config", {}))
     ids = _find_tokens(model_type, built, tokens or {})
@@ -115,19 +110,13 @@ def build_qwen3(
 
 
 def _glm(kind: str, processor: str, **text: Any) -> Callable[[], Any]:
-    edges = {"start": "begin", "end": "end"}
-    return partial(
-        _build,
-        kind,
-        processor,
-        {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text},
-        {
-            f"{what}_{edge}": f"<|{mark}_of_{what}|>"
-            for what in ("image", "video")
-            for edge, mark in edges.items()
-        },
-        vision_config={"image_size": 112},
-    )
+    language = {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text}
+    marks = {
+        f"{what}_{edge}": f"<|{mark}_of_{what}|>"
+        for what in ("image", "video")
+        for edge, mark in (("start", "begin"), ("end", "end"))
+    }
+    return partial(_build, kind, processor, language, marks, vision_config={"image_size": 112})
 
 
 def _model(name: str, *settings: Any, **config: Any) -> Callable[[], tuple[Any, Any]]:
@@ -155,29 +144,15 @@ def _build_mllama() -> tuple[Any, Any]:
     return model, processor
 
 
-def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
-    return _model(
-        "gemma4",
-        {
-            **ALTERNATING,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "head_dim": 8,
-            "global_head_dim": 16,
-            "vocab_size_per_layer_input": 320,  # at least the tokenizer's
-            "hidden_size_per_layer_input": 8,
-            "final_logit_softcapping": 30.0,
-            **text,
-        },
-        vision_config={
-            "model_type": "gemma4_vision",
-            "patch_size": 4,
-            "head_dim": 16,
-            "pooling_kernel_size": 2,
-            "position_embedding_size": 128,
-        },
-        audio_config=None,
-    )
+def _gemma4(**own: Any) -> Callable[[], tuple[Any, Any]]:
+    text = ALTERNATING | {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16,
+        "vocab_size_per_layer_input": 320,  # at least the tokenizer's
+        "hidden_size_per_layer_input": 8, "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    vision = {"model_type": "gemma4_vision", "patch_size": 4, "head_dim": 16}
+    vision |= {"pooling_kernel_size": 2, "position_embedding_size": 128}
+    return _model("gemma4", text | own, vision_config=vision, audio_config=None)
 
 
 def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
@@ -189,23 +164,14 @@ def _build_gemma3n() -> tuple[Any, Any]:
     """Build Gemma 3n with another convolutional tower than that of the package timm."""
     vocabulary = {"vocab_size": 4, "vocab_offset": 1000, "rms_norm_eps": 1e-6}
     audio = {
-        "vocab_size": 4,
-        "vocab_offset": 1004,
-        "hidden_size": 16,
-        "conf_num_attention_heads": 2,
-        "conf_num_hidden_layers": 1,
-        "sscp_conv_channel_size": [4, 4],
-    }
-    text = {
-        **ALTERNATING,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "head_dim": 8,
-        "vocab_size_per_layer_input": 320,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
+        "vocab_size": 4, "vocab_offset": 1004, "hidden_size": 16, "conf_num_attention_heads": 2,
+        "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [4, 4],
+    }  # fmt: skip
+    text = ALTERNATING | {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "laurel_rank": 4,
+        "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-    }
+    }  # fmt: skip
     towers: Any = vars(modeling_gemma3n)["AutoModel"]
     build = towers.from_config
 
@@ -227,14 +193,27 @@ def _build_gemma3n() -> tuple[Any, Any]:
 VISION_MARKS = {f"vision_{edge}": f"<|vision_{edge}|>" for edge in ("start", "end")}
 GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
 AUDIO = {
-    "num_mel_bins": 4,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "d_model": 16,
-    "max_source_positions": 16,
-    "output_dim": 32,
-}
+    "num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+    "d_model": 16, "max_source_positions": 16, "output_dim": 32,
+}  # fmt: skip
+EXPERTS = {
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1, "enable_moe_block": True, "top_k_experts": 2,
+}  # fmt: skip
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
+SAM = {
+    "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 96, "window_size": 4, "global_attn_indexes": [], "downsample_channels": [24, 32],
+    "patch_size": 8,  # the processor counts 2: the encoder's queries are 12 × 12
+}  # fmt: skip
+QFORMER = {
+    "model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 48,
+    "cross_attention_frequency": 1, "use_qformer_text_input": False,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_vl_moe": build_qwen3("qwen3_vl_moe", INTERLEAVED, deepstack_visual_indexes=[0, 1]),
     "qwen3_5": build_qwen3("qwen3_5", GATED_DELTA),
@@ -245,11 +224,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
             **GATED_DELTA,
             "layer_types": ["linear_attention", "indexed_attention"] * 2,
             "hc_lowrank": 8,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
+            **INDEXER,
         },
     ),
     "glm4v": _glm("glm4v", "glm4v"),
@@ -297,15 +272,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "gemma4": _gemma4(use_bidirectional_attention="vision"),
     "gemma4_causal": _gemma4(),
-    "gemma4_moe": _gemma4(
-        use_bidirectional_attention="vision",
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        enable_moe_block=True,
-        top_k_experts=2,
-    ),
+    "gemma4_moe": _gemma4(use_bidirectional_attention="vision", **EXPERTS),
     "paligemma": _paligemma("gemma"),
     "paligemma2": _paligemma("gemma2", sliding_window=16),
     "lfm2_vl": _model(
@@ -397,17 +364,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "deepseek_ocr2",
         {"mlp_layer_types": ["dense", "sparse"]},
         vision_config={
-            "sam_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 96,
-                "patch_size": 8,  # the processor counts 2: the encoder's queries are 12 × 12
-                "window_size": 4,
-                "global_attn_indexes": [],
-                "downsample_channels": [24, 32],
-            },
+            "sam_config": SAM,
             "encoder_config": {
                 name: SMALL[name]
                 for name in (*VISION, "num_key_value_heads")
@@ -426,15 +383,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         deepstack_layer_map=[[1, 0]],
         spatial_target_layers=[1, 1, 1, 1],
         projector_dropout=0.0,
-        qformer_config={
-            "model_type": "blip_2_qformer",
-            "num_hidden_layers": 1,
-            "intermediate_size": 48,
-            "cross_attention_frequency": 1,
-            "use_qformer_text_input": False,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        },
+        qformer_config=QFORMER,
     ),
     "granite_docling": _model(
         "granite_docling",

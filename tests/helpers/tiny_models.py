@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
@@ -35,9 +35,6 @@ def tiny_tokenizer(*special: str, **named: str) -> hf.Qwen2Tokenizer:
     Those in ``named`` are attributes of the tokenizer, as some processors expect.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
     return hf.Qwen2Tokenizer(
         vocab={c: i for i, c in enumerate(alphabet)},
         merges=[],
@@ -49,14 +46,7 @@ def tiny_tokenizer(*special: str, **named: str) -> hf.Qwen2Tokenizer:
     )
 
 
-def _tokens(tokenizer: Any) -> dict[str, int]:
-    names = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    return {key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
@@ -69,11 +59,7 @@ def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2, 3, 3],
-        },
+        "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]},
         "bos_token_id": None,
         "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
         "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
@@ -105,6 +91,8 @@ def tiny_model(
     pixels = {"shortest_edge": edge**2, "longest_edge": 64 * edge**2}
     if family != "qwen2_vl":
         vision = {"intermediate_size": 48, "out_hidden_size": 64, **vision}
+    tokens = {f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")}
+    tokens |= {f"vision_{side}_token_id": f"<|vision_{side}|>" for side in ("start", "end")}
     torch.manual_seed(seed)
     config = getattr(hf, f"{prefix}Config")(
         text_config=text_config(
@@ -112,7 +100,7 @@ def tiny_model(
         ),
         vision_config={"num_heads": 2, **vision},
         tie_word_embeddings=False,
-        **_tokens(tokenizer),
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()},
     )
     model = getattr(hf, f"{prefix}ForConditionalGeneration")(config)
     videos: Any = hf.Qwen2VLVideoProcessor(size=pixels)
