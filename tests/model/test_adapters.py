@@ -5,18 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from peft import PeftModel
 from small_runs import assert_resumes, save_tiny_model, small_run
-from tiny_models import (
-    make_prompt,
-    mixed_prompts,
-    noise_example,
-    pack_groups,
-    sample_groups,
-    sampled_logprobs,
-    tiny_model,
-)
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
@@ -64,7 +56,7 @@ def change(policy: Policy) -> None:
 
 @torch.no_grad()
 def score(policy: Policy) -> torch.Tensor:
-    prompt = make_prompt(policy, noise_example("a", [(60, 40)]))
+    prompt = tiny_models.make_prompt(policy, tiny_models.noise_example("a", [(60, 40)]))
     group = GroupSlice(prompt, ((70, 71, 72, 73), (80, 81)), (0, 1))
     return policy.score(MicroBatch((group,))).logprobs.float()
 
@@ -85,13 +77,13 @@ def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
 def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, dtype, bound):
     policy = make_policy(sources[family], name, dtype)
     change(policy)
-    prompts = mixed_prompts(policy, 3)
-    groups = sample_groups(policy, prompts, length=6)
-    batch = pack_groups(prompts, groups)
+    prompts = tiny_models.mixed_prompts(policy, 3)
+    groups = tiny_models.sample_groups(policy, prompts, length=6)
+    batch = tiny_models.pack_groups(prompts, groups)
     with torch.no_grad():
         packed = policy.score(batch).logprobs.float()
         repeated = policy.view(repeated=True).score(batch).logprobs.float()
-    for other in (sampled_logprobs(groups), repeated):
+    for other in (tiny_models.sampled_logprobs(groups), repeated):
         assert (packed - other).abs().max() < bound
 
 
@@ -134,7 +126,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(sources, name, tmp_path
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     policy.save(tmp_path / "checkpoint", policy.weights())
     settings.save(tmp_path / "checkpoint/config.yaml")
-    model, _ = tiny_model("qwen2_5_vl")
+    model, _ = tiny_models.tiny_model("qwen2_5_vl")
     peft = PeftModel.from_pretrained(model, str(tmp_path / "checkpoint"))
     assert max(layer.r["default"] for layer in find_adapted(peft)) == 4
     for folder in (tmp_path / "checkpoint", export(tmp_path / "checkpoint", tmp_path / "merged")):
@@ -162,7 +154,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_pat
     [("all", True, {"q_proj", "qkv", "proj"}), (("q_proj", "v_proj"), False, {"q_proj", "v_proj"})],
 )
 def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
-    model, _ = tiny_model("qwen2_5_vl")
+    model, _ = tiny_models.tiny_model("qwen2_5_vl")
     policy = PolicySettings(lora=LoraSettings(r=2, target=target))
     assert apply_lora_or_freeze(model, policy) is not None
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
@@ -186,7 +178,7 @@ def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
     ],
 )
 def test_settings_that_are_not_valid_or_without_an_effect_are_errors(settings, message):
-    model, _ = tiny_model("qwen2_5_vl")
+    model, _ = tiny_models.tiny_model("qwen2_5_vl")
     with pytest.raises(UserError, match=message):
         apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(**settings)))
 

@@ -111,10 +111,6 @@ def test_resized_sizes_and_numbers_of_tokens_are_those_of_the_processor(name):
     model, processor = build(name)
     family, rng = load_family(model.config), random.Random(name)
     budget = family.pixel_budget(processor)
-    grid = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
-    grid |= {"glm4v", "glm46v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "lfm3_vl", "hunyuan_vl"}
-    grid |= {"qwen4_exp", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "ernie4_5_vl_moe"}
-    assert (budget is not None) == (name in grid)
     for _ in range(8):
         size = (rng.randint(20, 300), rng.randint(20, 300))
         if budget is None:
