@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import make_embedded_trainer
-from tiny_models import make_prompt, noise_example, tiny_policy
+from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
@@ -26,8 +26,7 @@ def checked_policy(must_share: bool = False) -> tuple[Policy, Prompt]:
 
 
 def sample(policy: Policy, prompt: Prompt) -> list[tuple[int, ...]]:
-    settings = SamplingSettings(policy.distribution, 6)
-    (group,) = policy.sample([prompt], settings, 3, [(1,)])
+    (group,) = sample_groups(policy, [prompt], length=6)
     return [completion.token_ids for completion in group]
 
 

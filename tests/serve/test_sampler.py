@@ -74,15 +74,13 @@ def start(
         yield run
 
 
-def sample(sampler: VllmSampler, prompts: list[Prompt], count: int = 3) -> Any:
-    return begin(sampler, prompts, count).result(60)
+def sample(sampler: VllmSampler, prompts: list[Prompt]) -> Any:
+    return begin(sampler, prompts).result(60)
 
 
-def begin(sampler: VllmSampler, prompts: list[Prompt], count: int = 3) -> Any:
-    settings = SamplingSettings(sampler.policy.distribution, 6)
-    return sampler.start(
-        prompts, settings, [range(count)] * len(prompts), [(0, i) for i in range(len(prompts))]
-    )
+def begin(sampler: VllmSampler, prompts: list[Prompt]) -> Any:
+    settings, count = SamplingSettings(sampler.policy.distribution, 6), len(prompts)
+    return sampler.start(prompts, settings, [range(3)] * count, [(0, i) for i in range(count)])
 
 
 def tokens(groups: list[tuple[Completion, ...]]) -> Any:
