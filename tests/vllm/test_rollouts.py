@@ -104,11 +104,8 @@ def test_log_probs_are_the_trainers_after_each_of_ten_updates(tmp_path, server_p
     settings = make_settings(
         tmp_path,
         [server_processes[int(bool(adapters))][0]],
-        "optim.max_steps=10",
         "optim.prompts_per_step=8",  # rewards differ within a group of each step
-        "rollout.num_generations=6",
-        "optim.lr=1e-4",
-        *adapters,
+        *("optim.max_steps=10", "rollout.num_generations=6", "optim.lr=1e-4", *adapters),
     )
     train(settings)
     rows = read_metrics(settings.run_dir)
@@ -123,11 +120,8 @@ def test_log_probs_of_episodes_are_the_trainers(forks, tmp_path, server_processe
     settings = make_settings(
         tmp_path,
         [server_processes[0][0]],
-        "optim.max_steps=3",
-        "optim.prompts_per_step=8",
-        "rollout.num_generations=6",
-        "rollout.min_new_tokens=8",  # long enough for calls
-        "rollout.max_completion_length=24",
+        *("optim.max_steps=3", "optim.prompts_per_step=8", "rollout.num_generations=6"),
+        *("rollout.min_new_tokens=8", "rollout.max_completion_length=24"),  # enough for calls
         f"task_options.environment={small_environments.__file__}:PeekAtDigits",
         f"rollout.forks={forks}",
     )
