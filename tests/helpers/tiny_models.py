@@ -51,20 +51,15 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
     """Return the settings of a small language model."""
+    end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
+        "vocab_size": len(tokenizer), "max_position_embeddings": 4096,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
         "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]},
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        "bos_token_id": None, "eos_token_id": end, "pad_token_id": padding,
         **more,
-    }
+    }  # fmt: skip
 
 
 VISION: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,13 +68,11 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VL",
         {
-            "depth": 3,
-            "hidden_size": 32,
-            "num_position_embeddings": 64,
+            "depth": 3, "hidden_size": 32, "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
         },
     ),
-}
+}  # fmt: skip
 """The prefix of each family's classes in transformers, and the settings of its vision tower."""
 
 

@@ -139,20 +139,15 @@ def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion):
 
 
 def test_changes_are_combined_where_one_is_not_enough(planner, monkeypatch):
-    def take(*values: tuple[str, str]) -> list[Any]:
-        """Return proposals of these names, each of which lowers one of two equal peaks."""
-        return [
-            lambda planner, step, name=name, place=place: (
-                name,
-                replace(step, memory=replace(step.memory, **{place: 0})),
-            )
-            for name, place in values
-        ]
+    def take(name: str, place: str) -> Any:
+        """Return a proposal of this name, which takes away this part of the memory."""
+        return lambda _, step: (name, replace(step, memory=replace(step.memory, **{place: 0})))
 
     step = planner.estimate_step(planner.settings)
     zero: dict[str, Any] = dict.fromkeys(vars(step.memory), 0)
     step = replace(step, memory=Memory(**{**zero, "cache": 9, "update": 9}))
-    monkeypatch.setattr(plans, "CHANGES", take(("a", "cache"), ("b", "host"), ("c", "update")))
+    proposals = [take("a", "cache"), take("b", "host"), take("c", "update")]
+    monkeypatch.setattr(plans, "CHANGES", proposals)
     tiny = planner.on(Device("tiny", 5, is_cpu=True))
     assert [text for text, _ in plans.suggest_changes(tiny, step)] == ["a c"]
 

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +134,9 @@ def test_a_server_is_stopped_with_its_children(tmp_path, model_folder, stubborn)
     assert process.is_running
     pids = find_pids(tmp_path)
     assert all(map(is_alive, pids))
-    threads = [threading.Thread(target=process.stop) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(process.stop)
     assert not process.is_running
     wait_for(lambda: not any(map(is_alive, pids)))
     wait_for(lambda: not is_listening(port))
