@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -80,15 +79,15 @@ def test_a_run_stands_for_its_newest_checkpoint(tmp_path, monkeypatch):
     assert find_checkpoint("other") == Path("other")  # whoever loads it refuses it
 
 
-def test_the_best_step_of_an_error_metric_is_the_lowest(finished, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
+def test_the_best_step_of_an_error_metric_is_the_lowest(tmp_path):
     benchmark = tmp_path / "far.yaml"
     benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
-    settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
-    settings.save(run / "config.yaml")
+    settings = load_settings("counting", [f"evaluation.benchmark={benchmark}"])
+    checkpoints = [tmp_path / f"checkpoints/step-{step}" for step in (1, 2, 3)]
+    for folder in (tmp_path, *checkpoints):
+        settings.save(folder / "config.yaml")
     # The error is lowest at step 2; the share of exact answers is highest at step 3.
     rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
     lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert resolve_model(f"{run}@best").checkpoint == run / "checkpoints" / "step-2"
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resolve_model(f"{tmp_path}@best").checkpoint == checkpoints[1]
