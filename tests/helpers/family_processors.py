@@ -78,7 +78,7 @@ def _pixtral(merge: int) -> Any:
 
 
 def _lfm2_vl() -> Any:
-    tokens = {"min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4}
+    tokens: Any = {"min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4}
     images = hf.Lfm2VlImageProcessor(size=SQUARE, tile_size=28, encoder_patch_size=14, **tokens)
     tiles = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
     marks = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
