@@ -1,7 +1,5 @@
 """The base family: tokens of answers, and the shared form of any model, also of unknown ones."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -9,10 +7,16 @@ from family_policies import build_family_policy
 from PIL import Image
 from qwen_vl_utils.vision_process import fetch_image
 from tiny_models import FAMILIES as QWEN
-from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
-from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
+from tiny_models import (
+    make_prompt,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    tiny_policy,
+    tiny_tokenizer,
+)
+from transformers import CONFIG_MAPPING, Cache, InternVLConfig
 
-from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.model.families import Family, load_family
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
@@ -35,22 +39,10 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
 """For each family, by its coordinate frame: the type of model and additional special tokens."""
 
 
-def load_family_and_tokenizer(frame: str) -> tuple[Family, Any]:
-    kind, special = FAMILIES[frame]
-    alphabet = [*map(chr, range(33, 127)), "Ġ"]  # how byte-level tokenizers write a space
-    tokenizer = Qwen2Tokenizer(
-        vocab={letter: number for number, letter in enumerate(alphabet)},
-        merges=[],
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=[*SPECIAL_TOKENS, *special],
-    )
-    return load_family(CONFIG_MAPPING[kind]()), tokenizer
-
-
 @pytest.mark.parametrize("frame", FAMILIES)
 def test_decoded_boxes_can_be_parsed_and_other_special_tokens_are_removed(frame):
-    family, tokenizer = load_family_and_tokenizer(frame)
+    kind, special = FAMILIES[frame]
+    family, tokenizer = load_family(CONFIG_MAPPING[kind]()), tiny_tokenizer(*special)
     assert family.frame == frame
     boxes, size = [(64.0, 48.0, 320.0, 240.0), (0.0, 24.0, 608.0, 456.0)], (640, 480)
     written = FRAMES[frame].write_all(boxes, size, size, labels=["red mug", "cat"])
