@@ -42,7 +42,7 @@ quickstart: $(VENV)/runtime.stamp
 test: $(VENV)/dev.stamp
 	$(PYTEST) --cov --cov-report=term-missing --durations=30
 
-# About 300 changes, a few seconds each. Results are in build/mutants.jsonl; another call continues.
+# About 900 changes, a second or two each. Results are in build/mutants.jsonl; another call continues.
 mutants: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/mutants.py --jobs $(JOBS)
 

@@ -19,7 +19,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import checkout
 import torch
@@ -38,6 +40,7 @@ from transformers import DynamicCache, Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.model.engine.kernels import count_parts
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -81,6 +84,7 @@ class Assumed:
 
 
 ASSUMED = Assumed()
+H100 = SimpleNamespace(multi_processor_count=132)
 
 
 class Counts(NamedTuple):
@@ -310,8 +314,10 @@ class Case:
         return self.edge**2 // 28**2 + TEXT
 
 
-def decode(counts: Counts, shape: ModelShape, case: Case, splits: bool, captures: float) -> float:
-    """Return the seconds of our decode steps."""
+def decode(
+    counts: Counts, shape: ModelShape, case: Case, captures: float = 0.0, parts: int | None = None
+) -> float:
+    """Return the seconds of decode steps over ``parts`` of each prompt; None: as many as ours."""
     text, rows = shape.text, PROMPTS * case.group
     weights = 2 * (LAYERS * text.layer_weights + text.hidden * text.vocabulary)
     adapters = 2 * 16 * LAYERS * text.adapter_widths
@@ -319,9 +325,14 @@ def decode(counts: Counts, shape: ModelShape, case: Case, splits: bool, captures
     token = 2 * 2 * text.key  # bytes of keys and values in a layer
     average = case.prompt * PROMPTS + rows * case.tokens / 2
     attention = LAYERS * token * average / ASSUMED.bandwidth
-    if not splits:  # a block of threads for each prompt and key head
-        alone = LAYERS * token / text.key_heads * case.prompt / ASSUMED.block
-        attention = max(attention, alone)
+    if parts is None:
+        with patch.object(torch.cuda, "get_device_properties", lambda device: H100):
+            device, sequences = torch.device("cuda"), PROMPTS * text.key_heads
+            parts = count_parts(device, sequences, case.prompt, case.prompt)
+        counts = counts._replace(layer=counts.layer + (parts > 1))  # one more kernel merges
+    # A block of threads for each part and key head.
+    alone = LAYERS * token / text.key_heads * case.prompt / parts / ASSUMED.block
+    attention = max(attention, alone)
     small = (LAYERS * counts.layer + counts.rest) * ASSUMED.captured
     logits = counts.logits * rows / ASSUMED.bandwidth
     outside = counts.outside * ASSUMED.dispatched
@@ -350,7 +361,7 @@ def update(
 
 
 def estimate_ours(
-    counts: Counts, shape: ModelShape, case: Case, splits: bool, captures: float
+    counts: Counts, shape: ModelShape, case: Case, captures: float
 ) -> dict[str, float]:
     patches = case.edge**2 // 14**2
     vision = PROMPTS * count_vision_flops(shape, patches) / (ASSUMED.peak * ASSUMED.vision)
@@ -360,7 +371,7 @@ def estimate_ours(
     per_batch = max(1, case.budget // group)
     rows = [group * min(per_batch, PROMPTS - n) for n in range(0, PROMPTS, per_batch)]
     share = case.group * case.tokens / group
-    rollout = vision + prefill + decode(counts, shape, case, splits, captures)
+    rollout = vision + prefill + decode(counts, shape, case, captures)
     updating = update(counts, shape, case, rows, share)
     attention = 4 * shape.text.query * LAYERS * PROMPTS * case.group * case.tokens
     attention *= (case.prompt + case.tokens / 2) * 3.5 / (ASSUMED.peak * 0.4)
@@ -388,12 +399,12 @@ def estimate_trl(
         step = (LAYERS * theirs.layer + theirs.rest) * ASSUMED.generate * ASSUMED.dispatched
         return rows * (vision + prefill) + case.tokens * step + updating
     counts = ours._replace(layer=ASSUMED.server_kernels, rest=60.0, outside=0.0)
-    decoding = decode(counts, shape, case, True, 0.0) + case.tokens * ASSUMED.server_host
+    decoding = decode(counts, shape, case, parts=64) + case.tokens * ASSUMED.server_host
     return PROMPTS * (vision + prefill) + decoding + ASSUMED.sync + updating
 
 
 def format_table(
-    ours: Counts, theirs: Counts, splits: bool, captures: float, budget: int, recomputes: bool
+    ours: Counts, theirs: Counts, captures: float, budget: int, recomputes: bool
 ) -> Iterator[str]:
     found = SIZES["qwen2.5-vl-3b"]
     config = Qwen2_5_VLConfig(
@@ -405,7 +416,7 @@ def format_table(
     yield "| --- " * 8 + "|"
     for edge, group, tokens in CASES:
         case = Case(edge, group, tokens, budget, recomputes)
-        mine = estimate_ours(ours, shape, case, splits, captures)
+        mine = estimate_ours(ours, shape, case, captures)
         trl, server = (estimate_trl(theirs, ours, shape, case, s) for s in (False, True))
         cells = [f"{edge}², G {group}, {tokens} tokens"]
         cells += [f"{value:.2f}" for value in (*mine.values(), trl, server)]
@@ -430,7 +441,6 @@ def format_all(recorded: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", metavar="LABEL", help="count this code, and record it")
-    parser.add_argument("--splits", action="store_true", help="prompts' keys are split over blocks")
     parser.add_argument("--captures", type=float, default=0.0, help="of decode steps in a step")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--recomputes", action="store_true", help="all layers, in the update")

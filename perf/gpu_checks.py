@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import checkout
 import numpy as np
@@ -409,8 +410,11 @@ def apply_adamw(
     }
 
 
-def check_family(name: str, captured: bool) -> dict[str, Check]:
-    """Check sampled and scored log-probabilities of a small model of another architecture."""
+def check_family(name: str, captured: bool, parts: int | None = None) -> dict[str, Check]:
+    """Check sampled and scored log-probabilities of a small model of another architecture.
+
+    ``parts``: into which decode steps split prompts; None: none, since they are short.
+    """
     from family_policies import build_family_policy  # noqa: PLC0415
     from tiny_models import make_prompt, noise_example  # noqa: PLC0415
 
@@ -421,7 +425,9 @@ def check_family(name: str, captured: bool) -> dict[str, Check]:
     sizes = ([(112, 84)], [(28, 56), (56, 28)], [])
     prompts = [make_prompt(policy, noise_example(str(n), s)) for n, s in enumerate(sizes)]
     settings = SamplingSettings(policy.distribution, 40)
-    completions = policy.sample(prompts, settings, 3, [(0, n) for n in range(len(prompts))])
+    count = kernels.count_parts if parts is None else lambda *_: parts
+    with patch.object(kernels, "count_parts", count):
+        completions = policy.sample(prompts, settings, 3, [(0, n) for n in range(len(prompts))])
     groups = [Group(p, c, ()) for p, c in zip(prompts, completions, strict=True)]
     return check_passes(policy, groups)
 
@@ -458,6 +464,8 @@ def list_checks(smoke: bool) -> dict[str, Callable[[], Check | dict[str, Check]]
         checks[f"{name}, eager"] = lambda name=name: check_family(name, False)
         if DEVICE == "cuda":
             checks[f"{name}, captured"] = lambda name=name: check_family(name, True)
+            if name in FAMILIES[:2]:
+                checks[f"{name}, prompts in parts"] = lambda name=name: check_family(name, True, 3)
     return checks
 
 

@@ -223,9 +223,7 @@ def test_the_guide_has_the_expected_seconds_of_the_recorded_counts(perf):
     counts = program.Counts(**next(iter(recorded.values()))["ours"])
     fewer = counts._replace(layer=counts.layer / 2)
     tables = [
-        [row.split(" | ")[1:4] for row in program.format_table(c, counts, False, 0, 16384, True)][
-            2:
-        ]
+        [row.split(" | ")[1:4] for row in program.format_table(c, counts, 0, 16384, True)][2:]
         for c in (counts, fewer)
     ]
     for (rollout, update, _), (faster, same, _) in zip(*tables, strict=True):

@@ -13,7 +13,7 @@ def test_fixed_steps_do_no_more_work_than_recorded():
     # Without AVX-512, oneDNN reorders no weights in bfloat16, and rollouts take more products.
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
     found = measure_all(("float32", "bfloat16")[: 1 + has_bfloat16])
-    assert len(found) == 3 + 5 * (1 + has_bfloat16)
+    assert len(found) == 4 + 5 * (1 + has_bfloat16)
     more = [
         f"{step}: {name} {recorded['counts'][step][name]} → {count}"
         for step, counts in found.items()

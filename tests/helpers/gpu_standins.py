@@ -52,11 +52,12 @@ def plain_flash_varlen(
     (first_query, first_key), *rest = bounds
     for last_query, last_key in rest:
         q = query[first_query:last_query]
-        k, v = key[first_key:last_key], value[first_key:last_key]
-        if used is not None:
+        end = last_key
+        if used is not None:  # then a sequence of keys may begin before the last one ends
             count = next(used)
             assert 0 < count <= longest_key
-            k, v = k[:count], v[:count]
+            end = first_key + count
+        k, v = key[first_key:end], value[first_key:end]
         distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
         hidden = (distance > after) | (distance < -before)
         scores = torch.einsum("qhw,khw->hqk", q, k) * scale
@@ -70,8 +71,9 @@ def plain_flash_varlen(
     return torch.cat(outputs), torch.cat(sums, dim=1), None, None, None
 
 
-def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute packed attention as on CUDA, with the plain kernel."""
+def use_plain_varlen(monkeypatch: pytest.MonkeyPatch, parts: int = 1) -> None:
+    """Compute packed attention as on CUDA, with the plain kernel; a decode step splits prompts."""
+    monkeypatch.setattr(kernels, "count_parts", lambda *_: parts)
     monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
     monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
     monkeypatch.setattr(kernels, "FLASH_VARLEN", plain_flash_varlen)

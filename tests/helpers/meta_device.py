@@ -74,10 +74,10 @@ def no_host_tensors() -> Iterator[None]:
 
 
 def build_policy(
-    family: str, lora: bool, targets: Sequence[str] = ("q_proj", "down_proj")
+    family: str, lora: bool, targets: Sequence[str] = ("q_proj", "down_proj"), layers: int = 3
 ) -> Policy:
     """Build a policy whose model is on the device, in bfloat16."""
-    host = tiny_policy(family, layers=3)
+    host = tiny_policy(family, layers=layers)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with DEVICE:
@@ -154,6 +154,7 @@ def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = property(lambda self: lambda *inputs: _OneKernel.apply(self.function, *inputs))
     monkeypatch.setattr(forwards.Compiled, "compiled", compiled)
     monkeypatch.setattr(kernels, "has_varlen", lambda query: True)
+    monkeypatch.setattr(kernels, "count_parts", lambda *_: 1)
     monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: True)
     # Autocast does not know the meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)

@@ -8,8 +8,9 @@
 Mutants are changed operators, constants, conditions, calls and statements in function bodies, a
 fixed share of all that are possible, chosen by a hash of their names; and some written by hand, to
 the wiring between functions (``WRITTEN``). The library and its tests are imported once. Each
-mutant is a fork, in which the function's code is replaced and the tests of its module run, its own
-test file first, until one fails (killed) or all pass (survived). A mutant that exceeds the time
+mutant is a fork, in which the function's code is replaced and those tests of its module run that
+reach the changed line, the shortest first, until one fails (killed) or all pass (survived). Which
+lines a test reaches is recorded once for each state of the files. A mutant that exceeds the time
 limit is killed. Processes that a test starts run the library without the mutant.
 
 Results are kept with a checksum of the function: if that has changed since, its mutants run again.
@@ -37,11 +38,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TextIO
 
+import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -373,6 +375,8 @@ def _place(name: str) -> float:
 
 
 RESULTS = ROOT / "build" / "mutants.jsonl"
+REACHED = ROOT / "build" / "mutants-reached.json"
+"""The seconds of each test, and the tests that reach each line of each module."""
 CPU_LIMIT, LIMIT = 20, 1500
 """Seconds of processor time of a test, and of time of a mutant, after which they are ended."""
 
@@ -394,7 +398,7 @@ def find_functions() -> Functions:
 
 def apply(mutant: Mutant, functions: Functions) -> None:
     """Replace the code of the mutant's function, or of the one that contains it."""
-    source, (name, _) = read_source(mutant.module), find_function(mutant)
+    source, (name, *_) = read_source(mutant.module), find_function(mutant)
     changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
     compiled = compile(changed, ROOT / "vlm_grpo" / mutant.module, "exec")
     (code,) = (code for code in _functions(compiled) if code.co_qualname == name)
@@ -421,6 +425,7 @@ class Runner:
         self.failed = ""
         self.checked: set[str] = set()
         self.functions: Functions = {}
+        self.reached: dict[str, Any] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -432,6 +437,7 @@ class Runner:
         self.functions = find_functions()
         gc.collect()
         gc.freeze()  # a fork would copy the memory of every object that its collections visit
+        self.reached = self._find_reached(session.items)
         jobs = []
         for number in range(self.jobs):
             jobs.append(os.fork())
@@ -446,16 +452,41 @@ class Runner:
         gc.unfreeze()  # what is left at the end of Python would be reported as leaked
         return True
 
+    def _find_reached(self, items: Sequence[pytest.Item]) -> dict[str, Any]:
+        """Return what ``REACHED`` holds of these files, recorded in a fork where it is another."""
+        files = [*(ROOT / "vlm_grpo").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+        state = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+        known = json.loads(REACHED.read_text()) if REACHED.exists() else {}
+        if known.get("state") == state and {i.nodeid for i in items} <= set(known["seconds"]):
+            return known
+        self._print("recording which lines each test reaches")
+        if (child := os.fork()) == 0:
+            try:
+                REACHED.write_text(json.dumps({"state": state} | record(items)))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        return json.loads(REACHED.read_text())
+
+    def _choose(self, items: Sequence[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
+        """Return the tests of the mutant's module that reach its lines, the shortest first."""
+        files, source = tuple(list_test_files(mutant)), read_source(mutant.module)
+        tests = self.reached["tests"][mutant.module]
+        first, last = (source[:place].count(b"\n") + 1 for place in (mutant.start, mutant.stop))
+        reaching = {test for line in range(first, last + 1) for test in tests.get(str(line), ())}
+        if not reaching:  # a part of a longer statement
+            reaching = {test for n in find_function(mutant)[2] for test in tests.get(str(n), ())}
+        chosen = [i for i in items if i.nodeid.startswith(files) and i.nodeid in reaching]
+        return sorted(chosen, key=lambda item: self.reached["seconds"][item.nodeid])
+
     def _print(self, text: str) -> None:
         print(text, file=self.output, flush=True)
 
     def _run_job(self, items: Sequence[pytest.Item], mutants: Sequence[Mutant]) -> None:
         """Run the mutants one by one, append each result to the file, and exit."""
         for mutant in mutants:
-            chosen: dict[pytest.Item, None] = {}
-            for file in list_test_files(mutant):
-                chosen |= dict.fromkeys(i for i in items if i.nodeid.startswith(file))
-            result = self._run(list(chosen), mutant)
+            chosen = self._choose(items, mutant)
+            result = self._run(chosen, mutant)
             self._check([item for item in chosen if item.nodeid == result["test"]])
             with RESULTS.open("a") as file:
                 file.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -471,7 +502,7 @@ class Runner:
                 self.checked.add(item.nodeid)
 
     def _run_until_failure(self, items: Sequence[pytest.Item]) -> None:
-        for item, following in zip(items, [*items[1:], None], strict=True):
+        for item, following in pairwise([*items, None]):
             limit = int(time.process_time()) + CPU_LIMIT  # a mutant may loop for ever
             resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -515,16 +546,33 @@ class Runner:
         }
 
 
+def record(items: Sequence[pytest.Item]) -> dict[str, Any]:
+    """Run the tests, and return their seconds, and by module and line the tests that reach it."""
+    paths = {module: str(ROOT / "vlm_grpo" / module) for module in TARGETS}
+    tracer = coverage.Coverage(data_file=None, include=[*paths.values()], config_file=False)
+    seconds = {}
+    tracer.start()
+    sys.settrace = lambda function: None  # libraries would end what traces
+    for item, following in pairwise([*items, None]):
+        began = time.process_time()
+        tracer.switch_context(item.nodeid)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        seconds[item.nodeid] = round(time.process_time() - began, 3)
+    tracer.stop()
+    lines = {module: tracer.get_data().contexts_by_lineno(path) for module, path in paths.items()}
+    return {"seconds": seconds, "tests": lines}
+
+
 def compute_checksum(mutant: Mutant) -> str:
     """Return the checksum of the function, or method, that the mutant changes."""
     return hashlib.sha256(find_function(mutant)[1].encode()).hexdigest()[:12]
 
 
-def find_function(mutant: Mutant) -> tuple[str, str]:
-    """Return the name of the function, or method, that the mutant changes, and its code."""
+def find_function(mutant: Mutant) -> tuple[str, str, range]:
+    """Return the function, or method, that the mutant changes: its name, its code, its lines."""
     line = read_source(mutant.module)[: mutant.start].count(b"\n") + 1
-    (found,) = (found for lines, *found in _list_functions(mutant.module) if line in lines)
-    return found[0], found[1]
+    ((lines, name, code),) = (f for f in _list_functions(mutant.module) if line in f[0])
+    return name, code, lines
 
 
 @cache

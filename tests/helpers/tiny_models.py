@@ -254,4 +254,4 @@ def add_lora(policy: Policy, target_modules: list[str]) -> None:
     for name, weight in policy.model.named_parameters():
         if "lora_B" in name:  # initially 0, which would leave the model's output unchanged
             nn.init.normal_(weight, std=0.1)
-    use_fast_linears(policy.model)
+    policy.adapted_layers = use_fast_linears(policy.model)

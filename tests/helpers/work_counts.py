@@ -21,13 +21,14 @@ import pytest
 import torch
 from family_policies import POLICIES, build_batch, build_policy, build_prompt
 from small_runs import make_embedded_trainer
+from tiny_models import make_prompt, noise_example
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
@@ -173,6 +174,23 @@ def measure_kernels(targets: Sequence[str]) -> Counts:
     return {"kernels": max(counts)}
 
 
+def measure_layer() -> Counts:
+    """Return the operations that Python dispatches in a layer for a micro-batch, in bfloat16 with
+    LoRA as on a GPU, forward and backward: those of 3 layers less those of 2."""
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        meta_device.use_gpu_kernels(patch)
+        for layers in (2, 3):
+            policy = meta_device.build_policy("qwen2_5_vl", True, PROJECTIONS, layers)
+            policy.model.train()
+            prompt = make_prompt(policy, noise_example("0", []))
+            batch = MicroBatch((GroupSlice(prompt, ((5,) * 8,) * 4, (0, 1, 2, 3)),))
+            with _Operations() as operations:
+                policy.score(batch).logprobs.sum().backward()
+            counts.append(operations.count)
+    return {"operations": counts[1] - counts[0]}
+
+
 def measure_step() -> Counts:
     """Return the work of a step of the embedded model that its trainer counts."""
     with tempfile.TemporaryDirectory() as folder:
@@ -185,6 +203,7 @@ def measure_step() -> Counts:
 def measure_all(precisions: Sequence[str] = ("float32", "bfloat16")) -> dict[str, Counts]:
     found = {
         "step": measure_step(),
+        "update of a layer on a GPU, bfloat16, with LoRA": measure_layer(),
         "decode step on a GPU, bfloat16": measure_kernels(()),
         "decode step on a GPU, bfloat16, with LoRA": measure_kernels(PROJECTIONS),
     }

@@ -50,8 +50,8 @@ def test_the_stored_values_are_those_that_the_script_writes():
 )
 def test_a_stored_shape_is_that_of_the_configuration(name, kind):
     planner = build_planner(name, *known.TABLE_KINDS[kind], "policy.activation_offloading=true")
-    policy, config = planner.settings.policy, known.build_known_config(name)
-    shape = measure_layers(read_model_shape(config, policy), policy, on_cpu=False)
+    policy = planner.settings.policy
+    shape = measure_layers(read_model_shape(planner.config, policy), policy, on_cpu=False)
     stored = planner.read_shape(policy)
     assert stored == shape
     assert stored.state_bytes == shape.state_bytes

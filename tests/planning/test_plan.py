@@ -25,7 +25,7 @@ from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.planning import plan as plans
 from vlm_grpo.planning.devices import CONTEXT, FRAGMENTATION, GIB, Device, find_device
-from vlm_grpo.planning.known import KnownPlanner, build_known_config, build_known_settings
+from vlm_grpo.planning.known import KnownPlanner, build_known_settings
 from vlm_grpo.planning.memory import GRAPH, Memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.plan import (
@@ -113,7 +113,8 @@ def big(model: Path, *overrides: str) -> Settings:
 def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the configuration of Qwen2.5-VL-7B and the embedded model's processor."""
     folder = copy_without_weights(tmp_path_factory.mktemp("model"))
-    build_known_config("Qwen/Qwen2.5-VL-7B-Instruct").save_pretrained(folder)
+    known = KnownPlanner(build_known_settings("Qwen/Qwen2.5-VL-7B-Instruct"), H100)
+    known.config.save_pretrained(folder)
     return folder
 
 

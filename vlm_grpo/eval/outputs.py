@@ -46,8 +46,7 @@ def read_outputs(
     matched by its index in the dataset, and of which the file may lack some.
 
     Args:
-        path: the file, JSON Lines.
-        examples: the dataset.
+        path: JSON Lines.
         needs_resized_size: boxes in the outputs are in pixels of the resized image, so each row
             must have its size.
 

@@ -132,10 +132,8 @@ def sample_episodes(
         numbers: the numbers of each prompt's completions in their group. Those between two
             numbers are branches of the episode with the first one: they begin after what it
             observes first, or are equal to it if it ends before.
-        seeds: the seed of each prompt.
         sample: samples the next part of some completions.
         builder: writes what is observed in the model's chat template.
-        runner: calls the tools.
         refused: number of the last completions of each group whose calls are refused.
     """
     ends = {prompt.start.end_of_call: None for prompt in prompts if prompt.start is not None}

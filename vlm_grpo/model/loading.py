@@ -93,7 +93,8 @@ def load_model(
     prompts = load_prompt_builder(settings, str(checkpoint or weights), config)
     family = prompts.family
     whole = settings.policy.load_in == "none"  # quantized weights are not broadcast
-    one_reader = training and whole and has_one_reader()
+    is_launched = distributed.is_initialized() and distributed.get_world_size() > 1
+    one_reader = training and whole and is_launched
     read = functools.partial(_read_weights, weights, config, settings, dtype)
     model = read_once(read, config, dtype, remote_code) if one_reader else read()
     if adapter is not None:
@@ -164,12 +165,6 @@ def get_model_source(name: str) -> str:
         siblings = [str(path) for path in folder.glob("*/")]
         raise UserError(f"model {name}: there is no such folder{nearest(name, siblings)}")
     return name
-
-
-def has_one_reader() -> bool:
-    """Return whether the first process reads the weights for all."""
-    is_launched = distributed.is_available() and distributed.is_initialized()
-    return is_launched and distributed.get_world_size() > 1
 
 
 def read_once(read: Callable[[], Any], config: Any, dtype: torch.dtype, remote_code: bool) -> Any:

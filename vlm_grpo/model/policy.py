@@ -25,7 +25,7 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import computed, use_fused_layers
 from vlm_grpo.model.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
-from vlm_grpo.model.engine.linear import use_fast_linears
+from vlm_grpo.model.engine.linear import cast_together, use_fast_linears
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
 from vlm_grpo.model.engine.repeated import Counters, Engine
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
@@ -61,7 +61,7 @@ class Policy:
         capture: GraphCapture | None = None,
     ) -> None:
         self.model: Any = loaded.model
-        use_fast_linears(loaded.model)
+        self.adapted_layers = use_fast_linears(loaded.model)
         use_fused_layers(loaded.model)
         self.prompts = prompts = loaded.prompts
         self.processor, self.family, self.budget = prompts.processor, prompts.family, prompts.budget
@@ -203,7 +203,7 @@ class Policy:
         distribution = SamplingDistribution() if supervised else self.distribution
         given = with_entropy, supervised, top_k, others
         settings = ScoringSettings(distribution, self.chunk_tokens, *given)
-        with self._autocast():
+        with self._autocast(), cast_together(self.adapted_layers):
             return TokenScores(
                 *self.root(lambda: self.engine.score(batch, settings, self.counters).columns)
             )

@@ -30,17 +30,12 @@ TABLE_KINDS = {
 """The rows of each model in a table, and their settings."""
 
 
-def build_known_config(model: str) -> Any:
-    """Return the transformers configuration of a known model."""
-    return AutoConfig.for_model(**load_known_models()[model]["config"])
-
-
 class KnownPlanner(Planner):
     """A planner of a known model on a GPU, with prompts of one image that are assumed."""
 
     def read(self, objects: Objects) -> None:
         self.facts = load_known_models()[self.settings.model]
-        self.config = build_known_config(self.settings.model)
+        self.config: Any = AutoConfig.for_model(**self.facts["config"])
         self.num_rows, self.images_per_prompt = 0, 1
         vision = self.config.vision_config
         edge = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]

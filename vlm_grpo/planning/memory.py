@@ -148,7 +148,10 @@ def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
 
 
 def _count_activation_bytes(model: ModelShape, work: Workload) -> int:
-    kept = model.measured_layer.count_kept(model.checkpointing, *work.micro_rows)
+    layer = model.measured_layer
+    kept = layer.count_kept(model.checkpointing, *work.micro_rows)
+    if model.lora_rank and model.precision == "bfloat16":  # adapters are cast for the whole pass
+        kept += {"full": layer.fixed, "mlp": layer.mlp_fixed}.get(model.checkpointing, 0)
     saved = model.text.layers * kept
     if model.block is not None:
         kept = model.block.count_kept(model.checkpointing, work.micro_patches)

@@ -290,7 +290,6 @@ def plan(
     Args:
         gpu: a GPU's name, for example ``H100``, or its memory, for example ``24GB``; None: this
             machine's device.
-        devices: number of such devices.
         weights: how the weights are held.
         reserved: share of each device's memory that other processes use, such as a vLLM server.
         task, data: Python objects in place of those of the settings, as for ``train``.

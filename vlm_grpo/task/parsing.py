@@ -184,7 +184,6 @@ def parse_boxes(
     repeated must be equal each time.
 
     Args:
-        text: the answer.
         units: the prompt's description of the units, whose numbers the answer may repeat
             ("in pixels of the 640x480 image").
         y_first: whether JSON has y before x, under ``box_2d``.

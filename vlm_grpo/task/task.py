@@ -506,8 +506,6 @@ class Task:
         Batch rules score it as a batch of one.
 
         Args:
-            text: the completion.
-            example: the example that it answers.
             tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
             turns: those of its episode.
         """

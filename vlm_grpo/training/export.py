@@ -50,7 +50,6 @@ def export(
 
     Args:
         run: a run or a checkpoint, as for ``resolve_model``.
-        out: folder to create.
         weights: ``merged``: all weights; adapters are merged in float32 into the original ones, and
             the result is rounded once. ``dequantized``: they are merged into the 4- or 8-bit
             weights on which they were trained, as these are after dequantization. ``adapter``: the

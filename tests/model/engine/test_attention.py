@@ -164,11 +164,11 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
         return add(total, *arguments)
 
     monkeypatch.setattr(Tensor, "index_add_", record)
-    rows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    gathered: Tensor = _Gather.apply(rows, torch.tensor([0] * 1000 + [1]))  # type: ignore[assignment]
-    gathered.sum().backward()
-    assert rows.grad is not None
-    assert rows.grad[:, 0].tolist() == [1000, 1]
+    row = torch.ones(3, 1, 1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
+    gathered: Any = _Gather.apply(*row, torch.tensor([0] * 1000 + [1]))
+    torch.cat(gathered).sum().backward()
+    assert row.grad is not None
+    assert row.grad[..., 0].flatten().tolist() == [1, 1, 1000, 1, 1000, 1]
     assert precisions == [torch.float32]
 
 

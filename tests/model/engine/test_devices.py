@@ -21,6 +21,7 @@ from tiny_models import (
 from torch import Tensor
 
 from vlm_grpo.model import transfer
+from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.shared import CHECK_EVERY
 from vlm_grpo.model.policy import Policy
@@ -91,13 +92,16 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
 # The adapters of all families are the same layers.
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize(
-    ("family", "lora", "truncation"),
+    ("family", "lora", "parts", "truncation"),
     [
-        (FAMILIES[1], True, {}),
-        (FAMILIES[2], False, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        (FAMILIES[1], True, 1, {}),
+        (FAMILIES[2], False, 3, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
     ],
 )
-def test_a_rollout_reads_only_which_completions_are_finished(family, lora, truncation, monkeypatch):
+def test_a_rollout_reads_only_which_completions_are_finished(
+    family, lora, parts, truncation, monkeypatch
+):
+    monkeypatch.setattr(kernels, "count_parts", lambda *_: parts)
     steps = sample(build_policy(family, lora), monkeypatch, **truncation)
     assert steps == 4 * CHECK_EVERY  # one read after the first tokens, then one for eight
 

@@ -54,7 +54,10 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, 
         check_attention(output[row], lse[row], query[row], key[row, :length], value[row, :length])
 
 
-def test_one_kernel_attends_to_prompts_and_own_tokens_of_a_cache_that_hides_slots(monkeypatch):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_one_kernel_attends_to_parts_of_prompts_and_own_tokens_of_a_cache_that_hides_slots(
+    parts, monkeypatch
+):
     use_plain_varlen(monkeypatch)
     cache = KVCache(CacheSize(3, 5, 7, 4))
     prefill = PrefillAttention([GroupSpan(0, 2, ())])
@@ -68,17 +71,28 @@ def test_one_kernel_attends_to_prompts_and_own_tokens_of_a_cache_that_hides_slot
     lengths = torch.tensor([5, 6]), torch.tensor([1, 4, 2])
     visible = [CachedKeys(x, int(x.max())) for x in lengths]
     queries = torch.randn(2, 3, 2, 8).double(), torch.randn(3, 2, 2, 8).double()
-    rows = torch.cat([x.flatten(0, 1) for x in queries])
-    keys = SharedKeys.build(cache, [3, 2], visible)
+    rows = torch.cat([x.flatten(0, 1) for x in (*[queries[0]] * parts, queries[1])])
+    keys = SharedKeys.build(cache, [3, 2], visible, parts)
+    assert keys.longest == (3, 6 if parts == 1 else 4)
     output, lse = keys(rows, *cache.joined[0], 0.3)
     start = 0
-    for kind, query in enumerate(queries):
-        key, value = (cache.prompts, cache.completions)[kind][0]
+    for kind, part in [*[(0, part) for part in range(parts)], (1, 0)]:
+        query, (key, value) = queries[kind], (cache.prompts, cache.completions)[kind][0]
         for row, length in enumerate(lengths[kind].tolist()):
             found = output[start:][: query.shape[1]], lse[start:][: query.shape[1]]
-            check_attention(*found, query[row], key[row, :length], value[row, :length])
+            first, last = (0, length) if kind else [length * n // parts for n in (part, part + 1)]
+            check_attention(*found, query[row], key[row, first:last], value[row, first:last])
             start += query.shape[1]
     assert start == len(output)
+
+
+def test_prompts_are_split_where_a_gpu_would_be_idle(monkeypatch):
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    cases = {(16, 1300, 1400): 5, (16, 4000, 4096): 8, (2, 9000, 9000): 16, (16, 290, 300): 1}
+    cases |= {(133, 5000, 5000): 1, (16, 3, 1400): 3}
+    for (sequences, shortest, longest), parts in cases.items():
+        assert kernels.count_parts(torch.device("cuda"), sequences, shortest, longest) == parts
 
 
 def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row():
@@ -92,11 +106,12 @@ def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_th
     ]
 
 
-def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(monkeypatch):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(parts, monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(70, 110)))
     prompts = mixed_prompts(policy, 4)
     expected = sample_groups(policy, prompts, max_tokens=600)  # a few places at a time
-    use_plain_varlen(monkeypatch)
+    use_plain_varlen(monkeypatch, parts)
     found = sample_groups(policy, prompts, max_tokens=600)
     for group, other in zip(found, expected, strict=True):
         assert [c.token_ids for c in group] == [c.token_ids for c in other]

@@ -11,9 +11,16 @@ from gradients import relative_error
 from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vlm_grpo.model.engine import rollout_weights as module
-from vlm_grpo.model.engine.linear import is_adapted, is_fast, product, use_fast_linears
+from vlm_grpo.model.engine.linear import (
+    cast_together,
+    is_adapted,
+    is_fast,
+    product,
+    use_fast_linears,
+)
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 
 IN, RANK = 24, 4
@@ -98,6 +105,38 @@ def test_values_and_gradients_equal_the_plain_layers(dtype, bound, shape, kind):
     assert torch.equal(net(x), fast["output"])
     assert list(net.state_dict()) == list(before)
     assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
+
+
+@pytest.mark.parametrize("scaling", [1.5, 1.7])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling):
+    """Bit for bit, also where a layer is recomputed after the end, or has no gradient."""
+    net, x = make_net(kind, torch.bfloat16), torch.randn(6, IN).bfloat16()
+    for layer in net.children():
+        layer.scaling["default"] = scaling
+    expected = output_and_gradients(net, x)
+    layers = use_fast_linears(net)
+    assert layers == list(net.children())
+
+    def run(x: Tensor) -> Tensor:
+        with cast_together(layers):
+            assert all("cast_factors" in vars(layer) for layer in layers)
+            output: Any = checkpoint(net, x, use_reentrant=False)
+        assert not any("cast_factors" in vars(layer) for layer in layers)
+        return output
+
+    net.zero_grad()
+    x = x.requires_grad_()
+    run(x).float().pow(2).sum().backward()
+    named = [*net.named_parameters(), ("input", x)]
+    found = {name: p.grad for name, p in named if p.grad is not None}
+    assert {"output", *found} == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    net.zero_grad()
+    with cast_together(layers):
+        net.q_proj(x).float().sum().backward()
+    named = net.named_parameters()
+    assert {n.split(".")[0] for n, p in named if p.grad is not None} == {"q_proj"}
 
 
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"init_lora_weights": "mica"}])

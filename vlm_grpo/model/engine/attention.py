@@ -7,13 +7,6 @@ the keys and values of prompts, ``DecodeAttention`` lets each completion's newes
 its prompt and to its previous tokens, ``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``.
 Without ``attend`` the layers use plain SDPA.
 
-In a packed row a token attends to the earlier tokens of its prompt and of its own completion. In
-half precision on CUDA one kernel computes the row. On CPUs it takes two attentions without any
-mask: all completion tokens over the prompt, and each completion causally over itself, merged by
-their log-sum-exps. A softmax over a union of keys is the mean of the softmaxes over its parts,
-weighted by their partition sums, so the merge is exact; and the backward of each part needs only
-the merged output and log-sum-exp (as in ring attention: Liu et al., 2023, arXiv:2310.01889).
-
 Layers with a recurrent state, such as gated-delta and short-convolution layers, are dispatched to
 ``attend.recur``. Such a layer reads all earlier tokens of its row, so it cannot run over a packed
 row. It runs over each prompt, and then over the prompt's completions as a batch that starts from

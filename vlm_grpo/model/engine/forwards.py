@@ -1,9 +1,9 @@
 """Other forwards for the layers of a model, whose weights and names do not change: RMS norms by
 PyTorch's fused kernel, and rotary embeddings and gated activations by compiled ones.
 
-On a GPU transformers' RMS norm launches six to eight kernels. Each of them reads and writes all
-hidden states, and the backward pass needs several float32 copies. ``rms_norm`` launches one kernel.
-It rounds half-precision results once; transformers also rounds before the product with the weights.
+On a GPU transformers' RMS norm launches six to eight kernels, which read and write all hidden
+states. ``rms_norm`` launches one, and rounds half-precision results once; transformers also rounds
+before the product with the weights.
 transformers' rotation of queries and keys launches ten kernels, and its gate two; compiled, they
 are two and one. Not run on a GPU.
 """

@@ -5,9 +5,12 @@ prompt attends causally to itself, and the keys of a completion are those of its
 its own. The kernel's causal diagonal is aligned at the last query and the last key, so the first
 token of a completion sees the whole prompt and itself.
 
-On CPUs parts by PyTorch's flash kernel are merged by their log-sum-exps. Prompts that are not
-causal and sliding windows have a mask, and so has each completion in float32 and float64 on other
-devices, of whose kernels no public one returns the log-sum-exp.
+On CPUs attention over the prompt and over a completion's own tokens, without masks, are merged by
+their log-sum-exps. A softmax over a union of keys is the mean of the softmaxes over its parts,
+weighted by their partition sums, so the merge is exact; and the backward of each part needs only
+the merged output and log-sum-exp (as in ring attention: Liu et al., 2023, arXiv:2310.01889).
+Prompts that are not causal and sliding windows have a mask, and so has each completion in float32
+and float64 on other devices, of whose kernels no public one returns the log-sum-exp.
 """
 
 import itertools
@@ -31,6 +34,9 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # The kernel for sequences of different lengths. ``varlen_attn``, which calls it, prefers cuDNN's,
 # has fewer arguments before torch 2.12, and fills a tensor in each call.
 FLASH_VARLEN = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+
+_PART, _MOST_PARTS = 256, 16
+"""Fewest keys of a part on average, and the most parts, which one kernel merges."""
 
 
 class Layer(NamedTuple):
@@ -93,6 +99,15 @@ def is_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
 
 
+def count_parts(device: torch.device, sequences: int, shortest: int, longest: int) -> int:
+    """Return into how many parts sequences of keys are split so that a GPU computes all at once.
+
+    The kernel computes a sequence, of ``shortest`` to ``longest`` keys, on one multiprocessor.
+    """
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(count // sequences, longest // _PART, _MOST_PARTS, shortest))
+
+
 def run_varlen(
     query: Float[Tensor, "T heads width"],
     key: Float[Tensor, "K key_heads width"],
@@ -148,29 +163,43 @@ class VarlenPlan:
         self, layer: Layer, query: Tensor, key: Tensor, value: Tensor
     ) -> Float[Tensor, "1 T heads width"]:
         """Compute attention of the row's tokens to their prompts and earlier tokens."""
-        # Not ``x[0]``, whose gradient is written into a tensor of zeros.
-        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        key, value = (_Gather.apply(x, self.keys) for x in (key, value))  # type: ignore[misc]
+        query, key, value = _Gather.apply(query, key, value, self.keys)  # type: ignore[misc]
         sizes, options = (self.starts, self.longest), {"causal": True, "window": layer.window}
         return run_varlen(query, key, value, *sizes, layer.scaling, **options)[0][None]
 
 
 class _Gather(torch.autograd.Function):
-    """``rows[index]``; the gradients of repeated rows are summed in float32."""
+    """The queries (T, heads, width) of a row, and its keys and values (K, key heads, width) by an
+    index; the gradients of repeated ones are summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Float[Tensor, "1 heads T width"],
+        key: Float[Tensor, "1 key_heads T width"],
+        value: Float[Tensor, "1 key_heads T width"],
+        index: Int[Tensor, " K"],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(index)
-        ctx.count = len(rows)
-        return rows.index_select(0, index)
+        ctx.length = key.shape[2]
+        rows, keys, values = (_permute(x, (2, 1, 3)) for x in (query, key, value))
+        return rows, keys.index_select(0, index), values.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        grad = grad_outputs[0]
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=wide)
-        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+        d_query, *d_keys = grad_outputs
+        grads = torch.stack(d_keys)
+        wide = torch.float64 if grads.dtype == torch.float64 else torch.float32
+        total = grads.new_zeros((2, ctx.length, *grads.shape[2:]), dtype=wide)
+        total = total.index_add_(1, index, grads.to(wide)).to(grads.dtype)
+        return d_query.transpose(0, 1)[None], *total.transpose(1, 2).split(1), None
+
+
+def _permute(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return the view of x with these axes, of which others have length 1, by one operation."""
+    shape, strides = ([sizes[axis] for axis in axes] for sizes in (x.shape, x.stride()))
+    return x.as_strided(shape, strides)
 
 
 def attend_in_segments(

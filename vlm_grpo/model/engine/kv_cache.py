@@ -173,16 +173,18 @@ class SlotScheduler:
         return kept_slots, kept_places
 
     def build_index(
-        self, heads: Sequence[tuple[int, int]], device: torch.device
+        self, heads: Sequence[tuple[int, int]], device: torch.device, parts: int = 1
     ) -> tuple[Tensor, ...]:
         """Build the index of R places, P slots and G seats per slot, one for each completion of its
-        group, whether it has a place or not; ``heads``: the layers' numbers of query and key heads.
+        group, whether it has a place or not; ``heads``: the layers' numbers of query and key heads;
+        ``parts``: S, into which prompts are split.
 
         Returns the row of the completion in each place (R,), the sampler's spare row in empty
-        ones; the number of tokens of the prompt in each slot (P,), at least 1; and three tensors
-        for each pair of numbers of heads: for each seat and head, and then for each place and head,
-        the row of a (R·h, width) tensor to copy; for each place and head, that of a (P·G·h, width)
-        tensor; for each place and query of a key head, that of a (P·G·h/k, k) tensor.
+        ones; the number of tokens of the prompt in each slot (P,), at least S; and three tensors
+        for each pair of numbers of heads: for each part, seat and head, and then for each place and
+        head, the row of a (R·h, width) tensor to copy; for each part, place and head, that of a
+        (S·P·G·h, width) tensor; for each part, place and query of a key head, that of a
+        (S·P·G·h/k, k) tensor.
         """
         group, places = self.group_size, np.arange(len(self.rows))
         seats = self.find_slots(places) * group + self.seats[self.rows]
@@ -194,12 +196,13 @@ class SlotScheduler:
             # Heads are ordered by key head, and in what is copied by query of a key head, so that
             # all queries of a key head are one sequence.
             order, times = np.arange(count).reshape(key_heads, -1).T.ravel(), count // key_heads
-            copied = np.append(seat_places, places)
+            copied = np.append(np.tile(seat_places, parts), places)
             pairs.append((copied[:, None] * count + order).ravel())
-            pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
-            pairs.append((seats[:, None] * times + np.arange(times)).ravel())
+            every = np.add.outer(np.arange(parts) * len(seat_places), seats)[..., None]
+            pairs.append((every * count + np.argsort(order)).ravel())
+            pairs.append((every * times + np.arange(times)).ravel())
         rows = np.where(is_used, self.rows, len(self.owners))
-        prompt_lengths = np.where(self.prompts >= 0, self.lengths[self.prompts], 1)
+        prompt_lengths = np.where(self.prompts >= 0, self.lengths[self.prompts], parts)
         return tuple(copy_to(device, array) for array in (rows, prompt_lengths, *pairs))
 
 
@@ -403,7 +406,12 @@ def _count_state(layer: Any, dtype: torch.dtype) -> int:
 
 class SharedKeys(NamedTuple):
     """The keys that sequences of queries see, first those of slots and then those of places, of a
-    cache's joined tokens: the arguments of one kernel."""
+    cache's joined tokens: the arguments of one kernel.
+
+    The kernel computes the keys of a sequence one after the other. The prompts, which are long and
+    few, are split into parts of equal length, each a sequence of its own, to keep a GPU busy
+    (Flash-Decoding: Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+    """
 
     starts: tuple[Int[Tensor, " starts"], Int[Tensor, " starts"]]  # of queries and of keys
     longest: tuple[int, int]
@@ -411,22 +419,27 @@ class SharedKeys(NamedTuple):
 
     @classmethod
     def build(
-        cls, cache: KVCache, queries: Sequence[int], visible: Sequence[CachedKeys]
+        cls, cache: KVCache, queries: Sequence[int], visible: Sequence[CachedKeys], parts: int
     ) -> SharedKeys:
-        """Build the object for numbers of queries of each slot and of each place."""
-        counts, size = (cache.slots, cache.places), cache.size
-        used = torch.cat([keys.lengths for keys in visible]).int()
+        """Build the object for numbers of queries of each part of a slot and of each place."""
+        (prompts, own), size = visible, cache.size
+        options: Any = {"dtype": torch.int32, "device": prompts.lengths.device}
+        # Bounds of the parts of each prompt (S + 1, P).
+        bounds = torch.arange(parts + 1, **options)[:, None] * prompts.lengths.int() // parts
 
-        def list_starts(sizes: Sequence[int], hidden: int) -> Int[Tensor, " starts"]:
-            first, more = (count * each for count, each in zip(counts, sizes, strict=True))
-            options = {"dtype": torch.int32, "device": used.device}
-            places = torch.arange(first, first + more + 1, sizes[1], **options) + hidden
-            return torch.cat([torch.arange(0, first, sizes[0], **options), places])
+        def list_starts(first: int, count: int, length: int) -> Int[Tensor, " count"]:
+            return torch.arange(first, first + count * length, length, **options)
 
-        hidden = (size.slots - cache.slots) * size.prompt_length
-        keys = list_starts((size.prompt_length, size.completion_length), hidden)
-        longest = max(queries), max(keys.longest for keys in visible)
-        return cls((list_starts(queries, 0), keys), longest, used)
+        count, hidden = parts * cache.slots, size.slots * size.prompt_length
+        slots = list_starts(0, cache.slots, size.prompt_length)
+        own_keys = list_starts(hidden, cache.places + 1, size.completion_length)
+        own_queries = list_starts(count * queries[0], cache.places + 1, queries[1])
+        starts = (
+            torch.cat([list_starts(0, count, queries[0]), own_queries]),
+            torch.cat([(bounds[:-1] + slots).flatten(), own_keys]),
+        )
+        longest = max(queries), max(-(-prompts.longest // parts), own.longest)
+        return cls(starts, longest, torch.cat([bounds.diff(dim=0).flatten(), own.lengths.int()]))
 
     def __call__(
         self,
@@ -451,10 +464,17 @@ def _merge(
     from_seats: Tensor,
     lse_from_seats: Tensor,
 ) -> Float[Tensor, "R key_heads queries width"]:
-    """Merge attention of seats and of places by their log-sum-exps."""
-    lse = lse.flatten(0, 1).index_select(0, lse_from_seats).view_as(own_lse)
+    """Merge attention of seats, over each part of a prompt, and of places by their log-sum-exps."""
     over_own = over_own.transpose(1, 2)
-    output = output.flatten(0, 2).index_select(0, from_seats).view_as(over_own)
+    lse = lse.flatten(0, 1).index_select(0, lse_from_seats)
+    output = output.flatten(0, 2).index_select(0, from_seats)
+    if len(from_seats) == over_own.shape.numel() // over_own.shape[-1]:
+        lse, output = lse.view_as(own_lse), output.view_as(over_own)
+    else:
+        lses = lse.view(-1, *own_lse.shape)
+        lse = lses.logsumexp(0)
+        shares = (lses - lse).exp().transpose(2, 3)[..., None]
+        output = (output.view(-1, *over_own.shape) * shares).sum(0).to(output.dtype)
     share = (own_lse - lse).sigmoid_().to(output.dtype)
     return output.lerp_(over_own, share.transpose(1, 2)[..., None])
 
@@ -466,7 +486,6 @@ class DecodeAttention:
     each completion's over itself are merged by their log-sum-exps (see ``engine/attention.py``).
 
     Args:
-        cache: the keys and values.
         seats: what ``SlotScheduler.build_index`` returns of each pair of numbers of heads.
         fed: number of tokens of each completion that were fed before this one.
         prompt_lengths: number of tokens of the prompt in each slot.
@@ -514,16 +533,16 @@ class DecodeAttention:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the output (…, width) and the log-sum-exps (…, key heads) of the queries of each
         slot over its prompt, and of each place over its own tokens."""
-        cache = self.cache
+        cache, parts = self.cache, len(self.seats[heads][1]) // (self.cache.places * heads[0])
         own = cache.places * heads[0] // heads[1]
-        shapes = (cache.slots, -1), (cache.places, own // cache.places)
+        shapes = (parts * cache.slots, -1), (cache.places, own // cache.places)
         queries = rows.split([len(rows) - own, own])
         queries = [x.unflatten(0, shape) for x, shape in zip(queries, shapes, strict=True)]
         longest = cache.size.prompt_length + cache.size.completion_length
         if kernels.has_varlen(rows) and not layer.needs_mask(longest):
             if heads not in self._shared:
                 counts = [x.shape[1] for x in queries]
-                self._shared[heads] = SharedKeys.build(cache, counts, self._visible[None])
+                self._shared[heads] = SharedKeys.build(cache, counts, self._visible[None], parts)
             found = self._shared[heads](rows, *cache.joined[layer.index], layer.scaling)
             split = (x.split([len(rows) - own, own]) for x in found)
             (output, over_own), (lse, own_lse) = (

@@ -160,7 +160,6 @@ class JoinedProduct:
     by one from then on.
 
     Args:
-        layers: the layers.
         weight: the rows of their weights; None: a copy, or for each product those of one layer.
         is_reordered: oneDNN multiplies the copy.
         merges: float32 weights include their adapters.

@@ -55,8 +55,6 @@ def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of the sampler."""
-
     distribution: SamplingDistribution
     max_completion_length: int  # maximum number of tokens per completion, end-of-sequence included
     stop: tuple[str, ...] = ()  # strings that end a completion once its text contains one of them
@@ -123,7 +121,6 @@ class SamplerState:
 
     Args:
         uniform: the numbers to sample with; see ``draw_uniforms``.
-        settings: the sampler's settings.
         decode: returns the text of tokens, which is searched for ``settings.stop``.
         sizes: number of completions of each prompt, in the order of rows; empty: each has one.
         check: called whenever the finished completions are read; may raise to end the sampling.

@@ -235,8 +235,10 @@ class SharedEngine(Engine):
         super().__init__(loaded, pad_token)
         self.stopwatch, self.capture = stopwatch, capture
         self.head: Any = self.family.head(self.model)
-        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
-        self.has_windows = "sliding_attention" in kinds
+        text = self.model.config.get_text_config()
+        self.has_windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+        # of decode steps, in some layers (``Layer.needs_mask``)
+        self.has_masks = self.has_windows or bool(getattr(text, "attn_logit_softcapping", None))
         trained = {find_part(n) for n, p in self.model.named_parameters() if p.requires_grad}
         trains_vision = not trained.isdisjoint(("vision", "projector"))
         self.encoder = ImageEncoder(self.family, self.model, trains_vision, stopwatch)
@@ -525,7 +527,8 @@ class _Rollout:
             self.hidden = self.hidden[copy_to(self.device, kept[0])]
             self.index = None
         if self.index is None:
-            self.index = scheduler.build_index(self.cache.heads, self.device)
+            parts = self._count_parts()
+            self.index = scheduler.build_index(self.cache.heads, self.device, parts)
         rows, prompt_lengths, *seats = self.index
         prompts = Visible.read(scheduler.lengths[scheduler.prompts[scheduler.prompts >= 0]])
         has_completion, longest = scheduler.rows >= 0, state.tokens.shape[1]
@@ -542,6 +545,15 @@ class _Rollout:
             state.store(drawn, rows)
             scheduler.ages += 1
         scheduler.release(state.update_active())
+
+    def _count_parts(self) -> int:
+        """Return into how many parts a decode step splits prompts."""
+        cache, lengths = self.cache, self.scheduler.lengths
+        if self.engine.has_masks or not kernels.has_varlen(cache.get_keys()):
+            return 1
+        sequences = cache.slots * min(key_heads for _, key_heads in cache.heads)
+        longest = cache.size.prompt_length
+        return kernels.count_parts(self.device, sequences, int(lengths.min()), longest)
 
 
 def _fit(
