@@ -7,8 +7,6 @@ The program compiles those of small models as a whole, and compares what they sa
 The checks of shapes that pytest installs cannot be compiled, so the tests run this as a program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

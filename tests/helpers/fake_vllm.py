@@ -7,8 +7,6 @@
 nothing but the standard library and ``judge_server``.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -88,9 +86,7 @@ class FakeVllm:
         time.sleep(self.plan["seconds"])
         settings = body["sampling_params"]
         choices = [self._sample(settings, index) for index in range(settings["n"])]
-        prompt = body["token_ids"]  # complete in a request with features
-        if "features" not in body:
-            prompt = self._expand(prompt, body.get("content_parts", []))
+        prompt = self._expand(body["token_ids"], body.get("content_parts", []))
         return 200, {"prompt_token_ids": prompt, "choices": choices[::-1]}
 
     def _sample(self, settings: Any, index: int) -> dict[str, Any]:

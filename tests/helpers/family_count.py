@@ -3,8 +3,6 @@
 Run ``python tests/helpers/family_count.py`` to print the table of docs/families.md.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small random models of each family's real architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -11,61 +9,46 @@ from unittest.mock import patch
 import torch
 import transformers as hf
 from family_processors import TILES, TILES_56, build_processor
-from tiny_models import initialize, text_config
+from tiny_models import ROPE, initialize, text_config
 from transformers.models.gemma3n import modeling_gemma3n
 
-MOE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "patch_size": 14,
+}  # fmt: skip
+SMALL = VISION | {
+    "image_size": 28, "depth": 2, "num_heads": 2, "num_key_value_heads": 2, "out_hidden_size": 32,
+    "vision_use_head": False,
+    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+"""Sizes of any model, of which a configuration takes those that it has."""
+MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
+INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8}
 GATED_DELTA = {
     "num_hidden_layers": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "head_dim": 16,
     "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
 }
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 14,
-}
-SIGLIP = {"vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 28}}
-SIGLIP["vision_config"]["vision_use_head"] = False
-LLAMA = {"model_type": "llama"}
+WINDOWS = {"sliding_window": 16, "rope_parameters": None}
+ALTERNATING = {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+PATCHES = {"patch_size": 16, "num_position_embeddings": 64}
+SIGLIP = {"vision_config": {"model_type": "siglip_vision_model"}}
+CLIP = {"vision_config": {"model_type": "clip_vision_model"}}
+PIXTRAL = {"model_type": "pixtral", "head_dim": 16, "image_size": 84}
+LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
 COHERE2 = {
     "model_type": "cohere2",
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 16,
 }
-CLIP = {"vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28}}
-PIXTRAL = {
-    "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
-    "vision_feature_layer": -1,
-}
-PATCH_GRID = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-}
 CONVNEXT = {
-    "model_type": "convnext",
-    "hidden_size": 32,
-    "hidden_sizes": [16, 32],
-    "depths": [1, 1],
-    "num_stages": 2,
-    "patch_size": 8,
-}
+    "model_type": "convnext", "hidden_size": 32, "hidden_sizes": [16, 32], "depths": [1, 1],
+    "num_stages": 2, "patch_size": 8,
+}  # fmt: skip
 
 
 def _find_tokens(model_type: str, processor: Any, given: dict[str, str]) -> dict[str, int]:
@@ -87,6 +70,14 @@ def _find_tokens(model_type: str, processor: Any, given: dict[str, str]) -> dict
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in found.items()}
 
 
+def _shrink(default: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the small sizes that a configuration has, and its own settings."""
+    if "model_type" in own:
+        default = hf.CONFIG_MAPPING[own["model_type"]]()
+    names = SMALL.keys() & {*default.to_dict(), *default.attribute_map}
+    return {name: SMALL[name] for name in names} | own
+
+
 def _build(
     model_type: str,
     processor: str,
@@ -99,49 +90,33 @@ def _build(
     ``text`` are settings of the language model; ``tokens`` those that ``_find_tokens`` does not
     find, by their name in the configuration or its part before ``_token_id``.
     """
-    built = build_processor(processor)
-    tokenizer = built.tokenizer
-    language = text_config(
-        tokenizer,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    kind: Any = hf.CONFIG_MAPPING[model_type]
+    built, default, text = build_processor(processor), kind(), text or {}
+    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size")}
+    language = text_config(built.tokenizer, **sizes, rope_parameters=ROPE)
+    config["text_config"] = _shrink(default.get_text_config(), text) | language | text
+    config["vision_config"] = _shrink(default.vision_config, config.get("vision_config", {}))
     ids = _find_tokens(model_type, built, tokens or {})
     # Copied, because configurations add defaults to nested settings.
-    settings = deepcopy({"text_config": {**language, **(text or {})}, **ids, **config})
-    model = hf.AutoModelForImageTextToText.from_config(hf.CONFIG_MAPPING[model_type](**settings))
-    initialize(model, tokenizer)
+    model = hf.AutoModelForImageTextToText.from_config(kind(**deepcopy({**ids, **config})))
+    initialize(model, built.tokenizer)
     return model, built
 
 
 def build_qwen3(
     model_type: str, text: dict[str, Any], **vision: Any
 ) -> Callable[[], tuple[Any, Any]]:
-    return partial(
-        _build,
-        model_type,
-        "qwen3",
-        text,
-        vision_config={**PATCH_GRID, "num_position_embeddings": 64, **vision},
-    )
+    return partial(_build, model_type, "qwen3", text, vision_config={**PATCHES, **vision})
 
 
 def _glm(kind: str, processor: str, **text: Any) -> Callable[[], Any]:
-    edges = {"start": "begin", "end": "end"}
-    return partial(
-        _build,
-        kind,
-        processor,
-        {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text},
-        {
-            f"{what}_{edge}": f"<|{mark}_of_{what}|>"
-            for what in ("image", "video")
-            for edge, mark in edges.items()
-        },
-        vision_config={**PATCH_GRID, "image_size": 112},
-    )
+    language = {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text}
+    marks = {
+        f"{what}_{edge}": f"<|{mark}_of_{what}|>"
+        for what in ("image", "video")
+        for edge, mark in (("start", "begin"), ("end", "end"))
+    }
+    return partial(_build, kind, processor, language, marks, vision_config={"image_size": 112})
 
 
 def _model(name: str, *settings: Any, **config: Any) -> Callable[[], tuple[Any, Any]]:
@@ -151,8 +126,7 @@ def _model(name: str, *settings: Any, **config: Any) -> Callable[[], tuple[Any, 
 
 def _build_fast_vlm() -> tuple[Any, Any]:
     """Build FastVLM with another convolutional tower than that of the package timm."""
-    text = {"model_type": "qwen2"}
-    model, processor = _build("fast_vlm", "fast_vlm", text, vision_config=CONVNEXT)
+    model, processor = _build("fast_vlm", "fast_vlm", QWEN2, vision_config=CONVNEXT)
     model.model.vision_tower.register_forward_pre_hook(  # the other converts pixels itself
         lambda module, pixels: pixels[0].to(module.dtype)
     )
@@ -160,17 +134,8 @@ def _build_fast_vlm() -> tuple[Any, Any]:
 
 
 def _build_mllama() -> tuple[Any, Any]:
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_global_layers": 1,
-        "attention_heads": 2,
-        "vision_output_dim": 64,
-        "intermediate_layers_indices": [1],
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    vision = {"num_global_layers": 1, "attention_heads": 2, "intermediate_layers_indices": [1]}
+    vision["vision_output_dim"] = 64
     text = {"num_hidden_layers": 3, "cross_attention_layers": [1], "bos_token_id": 0}
     model, processor = _build("mllama", "mllama", text, vision_config=vision)
     for name, gate in model.named_parameters():
@@ -179,31 +144,15 @@ def _build_mllama() -> tuple[Any, Any]:
     return model, processor
 
 
-def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
-    layers = ["sliding_attention", "full_attention"] * 2
-
-    return _model(
-        "gemma4",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": layers,
-            "sliding_window": 16,
-            "num_kv_shared_layers": 2,
-            "vocab_size_per_layer_input": 320,  # at least the tokenizer's
-            "final_logit_softcapping": 30.0,
-            "rope_parameters": None,
-            **text,
-        },
-        vision_config={
-            **VISION,
-            "patch_size": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "pooling_kernel_size": 2,
-            "position_embedding_size": 128,
-        },
-        audio_config=None,
-    )
+def _gemma4(**own: Any) -> Callable[[], tuple[Any, Any]]:
+    text = ALTERNATING | {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16,
+        "vocab_size_per_layer_input": 320,  # at least the tokenizer's
+        "hidden_size_per_layer_input": 8, "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    vision = {"model_type": "gemma4_vision", "patch_size": 4, "head_dim": 16}
+    vision |= {"pooling_kernel_size": 2, "position_embedding_size": 128}
+    return _model("gemma4", text | own, vision_config=vision, audio_config=None)
 
 
 def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
@@ -215,25 +164,14 @@ def _build_gemma3n() -> tuple[Any, Any]:
     """Build Gemma 3n with another convolutional tower than that of the package timm."""
     vocabulary = {"vocab_size": 4, "vocab_offset": 1000, "rms_norm_eps": 1e-6}
     audio = {
-        "vocab_size": 4,
-        "vocab_offset": 1004,
-        "hidden_size": 16,
-        "conf_num_attention_heads": 2,
-        "conf_num_hidden_layers": 1,
-        "sscp_conv_channel_size": [4, 4],
-    }
-    text = {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 16,
-        "num_kv_shared_layers": 2,
-        "head_dim": 8,
-        "vocab_size_per_layer_input": 320,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
+        "vocab_size": 4, "vocab_offset": 1004, "hidden_size": 16, "conf_num_attention_heads": 2,
+        "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [4, 4],
+    }  # fmt: skip
+    text = ALTERNATING | {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "laurel_rank": 4,
+        "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-        "rope_parameters": None,
-    }
+    }  # fmt: skip
     towers: Any = vars(modeling_gemma3n)["AutoModel"]
     build = towers.from_config
 
@@ -253,79 +191,59 @@ def _build_gemma3n() -> tuple[Any, Any]:
 
 
 VISION_MARKS = {f"vision_{edge}": f"<|vision_{edge}|>" for edge in ("start", "end")}
-SIDES = {"num_key_value_heads": 2, "head_dim": 16}
 GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
 AUDIO = {
-    "num_mel_bins": 4,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "d_model": 16,
-    "max_source_positions": 16,
-    "output_dim": 32,
-}
+    "num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+    "d_model": 16, "max_source_positions": 16, "output_dim": 32,
+}  # fmt: skip
+EXPERTS = {
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1, "enable_moe_block": True, "top_k_experts": 2,
+}  # fmt: skip
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
+SAM = {
+    "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 96, "window_size": 4, "global_attn_indexes": [], "downsample_channels": [24, 32],
+    "patch_size": 8,  # the processor counts 2: the encoder's queries are 12 × 12
+}  # fmt: skip
+QFORMER = {
+    "model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 48,
+    "cross_attention_frequency": 1, "use_qformer_text_input": False,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "qwen3_vl_moe": build_qwen3(
-        "qwen3_vl_moe",
-        {**MOE, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-        deepstack_visual_indexes=[0, 1],
-    ),
+    "qwen3_vl_moe": build_qwen3("qwen3_vl_moe", INTERLEAVED, deepstack_visual_indexes=[0, 1]),
     "qwen3_5": build_qwen3("qwen3_5", GATED_DELTA),
-    "qwen3_5_moe": build_qwen3("qwen3_5_moe", {**GATED_DELTA, **MOE}),
+    "qwen3_5_moe": build_qwen3("qwen3_5_moe", GATED_DELTA),
     "qwen4_exp": build_qwen3(
         "qwen4_exp",
         {
             **GATED_DELTA,
-            **MOE,
             "layer_types": ["linear_attention", "indexed_attention"] * 2,
             "hc_lowrank": 8,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
+            **INDEXER,
         },
     ),
     "glm4v": _glm("glm4v", "glm4v"),
     "glm46v": _glm("glm46v", "glm46v", model_type="glm4v_text"),
-    "glm4v_moe": _glm(
-        "glm4v_moe",
-        "glm4v",
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-    ),
+    "glm4v_moe": _glm("glm4v_moe", "glm4v", first_k_dense_replace=1),
     "glm_ocr": _glm("glm_ocr", "glm46v"),
     "paddleocr_vl": _model(
-        "paddleocr_vl",
-        {"rope_parameters": MROPE, "head_dim": 8},
-        vision_config={**VISION, "image_size": 56},
+        "paddleocr_vl", {"rope_parameters": MROPE, "head_dim": 8}, vision_config={"image_size": 56}
     ),
-    "internvl": _model(
-        "internvl",
-        {"model_type": "qwen2"},
-        vision_config={**VISION, "image_size": 28},
-        image_seq_length=1,
-    ),
-    "idefics3": _model("idefics3", LLAMA, vision_config={**VISION, "image_size": 28}),
-    "smolvlm": _model("smolvlm", LLAMA, vision_config={**VISION, "image_size": 28}),
+    "internvl": _model("internvl", QWEN2, image_seq_length=1),
+    "idefics3": _model("idefics3", LLAMA),
+    "smolvlm": _model("smolvlm", LLAMA),
     "llava": _model("llava", LLAMA, image_seq_length=4, **CLIP),
     "fast_vlm": _build_fast_vlm,
     "llava_next": _model(
-        "llava_next",
-        MISTRAL,
-        image_grid_pinpoints=TILES,
-        image_seq_length=4,
-        **CLIP,
+        "llava_next", MISTRAL, image_grid_pinpoints=TILES, image_seq_length=4, **CLIP
     ),
     "llava_onevision": _model(
-        "llava_onevision",
-        {"model_type": "qwen2"},
-        image_grid_pinpoints=TILES,
-        vision_feature_layer=-1,
-        **SIGLIP,
+        "llava_onevision", QWEN2, image_grid_pinpoints=TILES, vision_feature_layer=-1, **SIGLIP
     ),
     "pixtral": partial(
         _build,
@@ -333,98 +251,60 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "pixtral",
         MISTRAL,
         vision_feature_select_strategy="full",
-        **PIXTRAL,
+        vision_config=PIXTRAL,
+        vision_feature_layer=-1,
     ),
-    "mistral3": _model("mistral3", MISTRAL, spatial_merge_size=2, **PIXTRAL),
+    "mistral3": _model(
+        "mistral3", MISTRAL, spatial_merge_size=2, vision_config=PIXTRAL, vision_feature_layer=-1
+    ),
     "gemma3": _model(
         "gemma3",
         {
+            **WINDOWS,
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "sliding_window": 16,
             "head_dim": 8,
             "query_pre_attn_scalar": 8,
-            "rope_parameters": None,
         },
         {"image": "<image_soft_token>"},
         mm_tokens_per_image=4,
         **SIGLIP,
     ),
-    "gemma4": _gemma4(
-        use_bidirectional_attention="vision",
-        hidden_size_per_layer_input=8,
-        head_dim=8,
-        global_head_dim=16,
-    ),
-    "gemma4_causal": _gemma4(hidden_size_per_layer_input=8, head_dim=8, global_head_dim=16),
-    "gemma4_moe": _gemma4(
-        use_bidirectional_attention="vision",
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        head_dim=8,
-        global_head_dim=16,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=16,
-    ),
+    "gemma4": _gemma4(use_bidirectional_attention="vision"),
+    "gemma4_causal": _gemma4(),
+    "gemma4_moe": _gemma4(use_bidirectional_attention="vision", **EXPERTS),
     "paligemma": _paligemma("gemma"),
     "paligemma2": _paligemma("gemma2", sliding_window=16),
     "lfm2_vl": _model(
         "lfm2_vl",
         {
             "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "layer_types": ["conv", "full_attention"] * 2,
             "block_auto_adjust_ff_dim": False,
             "model_type": "lfm2",
         },
-        vision_config={
-            **VISION,
-            "model_type": "siglip2_vision_model",
-            "num_patches": 16,
-            "vision_use_head": False,
-        },
+        vision_config={"model_type": "siglip2_vision_model", "num_patches": 16},
         projector_hidden_size=32,
     ),
     "mllama": _build_mllama,
     "ovis2": _model(
-        "ovis2",
-        {"model_type": "qwen2"},
-        {"image": "<IMG_ATOM>"},
-        vision_config={**VISION, "image_size": 28, "vocab_size": 64},
-        hidden_size=32,
+        "ovis2", QWEN2, {"image": "<IMG_ATOM>"}, vision_config={"vocab_size": 64}, hidden_size=32
     ),
-    "cohere2_vision": _model(
-        "cohere2_vision",
-        COHERE2,
-        alignment_intermediate_size=48,
-        **SIGLIP,
-    ),
+    "cohere2_vision": _model("cohere2_vision", COHERE2, alignment_intermediate_size=48, **SIGLIP),
     "aya_vision": _model("aya_vision", COHERE2, {"image": "<|IMG_PATCH|>"}, **SIGLIP),
     "lfm3_vl": _model(
         "lfm3_vl",
         {
+            **WINDOWS,
             "num_hidden_layers": 4,
             "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
-            "sliding_window": 16,
             "head_dim": 8,
-            "rope_parameters": None,
         },
-        vision_config={
-            **VISION,
-            "patch_size": 16,
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 1,
-        },
+        vision_config={"patch_size": 16, "num_hidden_layers": 4, "num_key_value_heads": 1},
         projector_hidden_size=32,
     ),
     "minicpmv4_6": _model(
-        "minicpmv4_6",
-        GATED_DELTA,
-        vision_config=VISION,
-        insert_layer_id=0,
+        "minicpmv4_6", GATED_DELTA, vision_config={"image_size": 224}, insert_layer_id=0
     ),
     "minicpmv4_7": _model(
         "minicpmv4_7",
@@ -436,7 +316,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
             "slice_end_id": "</slice>",
             "newline_id": "Ċ",  # how byte-level tokenizers write a line break
         },
-        vision_config=VISION,
+        vision_config={"image_size": 224},
         insert_layer_id=0,
     ),
     "molmo2": _model(
@@ -444,18 +324,19 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         {"head_dim": 8, "additional_vocab_size": 8},
         {
             "image_patch_id": "<im_patch>",
-            "image_start": "<im_start>",
-            "low_res_image_start": "<low_res_im_start>",
-            "image_end": "<im_end>",
+            **{
+                name: f"<{name.replace('image', 'im')}>"
+                for name in ("image_start", "low_res_image_start", "image_end")
+            },
             "frame_start": "<frame_start>",
             "frame_end": "<frame_end>",
         },
-        vision_config={**VISION, **SIDES, "image_size": [56, 56]},
+        vision_config={"head_dim": 16, "image_size": [56, 56]},
         adapter_config={
-            **SIDES,
-            "hidden_size": 32,
-            "intermediate_size": 48,
+            **{name: SMALL[name] for name in ("hidden_size", "intermediate_size")},
             "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
             "text_hidden_size": 32,
             "vision_feature_layer": [1, 0],
         },
@@ -474,47 +355,20 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
             },
         },
         {"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
-        vision_config={
-            **VISION,
-            "patch_size": 16,
-            "num_key_value_heads": 2,
-            "out_hidden_size": 32,
-            "text_hidden_size": 32,
-            "max_image_size": 128,
-        },
+        vision_config={"patch_size": 16, "text_hidden_size": 32, "max_image_size": 128},
     ),
     "lighton_ocr": _model(
-        "lighton_ocr",
-        {"model_type": "qwen3", "head_dim": 8},
-        vision_config={**PIXTRAL["vision_config"]},
+        "lighton_ocr", {"model_type": "qwen3", "head_dim": 8}, vision_config=PIXTRAL
     ),
     "deepseek_ocr2": _model(
         "deepseek_ocr2",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "n_shared_experts": 1,
-            "mlp_layer_types": ["dense", "sparse"],
-        },
+        {"mlp_layer_types": ["dense", "sparse"]},
         vision_config={
-            "sam_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 96,
-                "patch_size": 8,  # the processor counts 2: the encoder's queries are 12 × 12
-                "window_size": 4,
-                "global_attn_indexes": [],
-                "downsample_channels": [24, 32],
-            },
+            "sam_config": SAM,
             "encoder_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
+                name: SMALL[name]
+                for name in (*VISION, "num_key_value_heads")
+                if name != "patch_size"
             },
         },
     ),
@@ -529,43 +383,25 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         deepstack_layer_map=[[1, 0]],
         spatial_target_layers=[1, 1, 1, 1],
         projector_dropout=0.0,
-        qformer_config={
-            "model_type": "blip_2_qformer",
-            "num_hidden_layers": 1,
-            "intermediate_size": 48,
-            "cross_attention_frequency": 1,
-            "use_qformer_text_input": False,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        },
+        qformer_config=QFORMER,
     ),
     "granite_docling": _model(
         "granite_docling",
         GRANITE,
-        vision_config={
-            **VISION,
-            "patch_size": 8,
-            "image_size": 32,
-            "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0],
-        },
+        vision_config={"patch_size": 8, "image_size": 32, "deepstack_visual_indexes": [0]},
     ),
     "qwen2_5_omni_thinker": _model(
         "qwen2_5_omni_thinker",
         {"rope_parameters": MROPE},
         VISION_MARKS,
-        vision_config={**PATCH_GRID, "fullatt_block_indexes": [1]},
+        vision_config={"fullatt_block_indexes": [1]},
         audio_config=AUDIO,
     ),
     "qwen3_omni_moe_thinker": _model(
         "qwen3_omni_moe_thinker",
-        {**MOE, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        INTERLEAVED,
         VISION_MARKS,
-        vision_config={
-            **PATCH_GRID,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        vision_config={**PATCHES, "deepstack_visual_indexes": [0, 1]},
         audio_config=AUDIO | {"downsample_hidden_size": 8},
     ),
     "ernie4_5_vl_moe": _model(
@@ -576,12 +412,6 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
             "moe_intermediate_size": [16, 16],
             "moe_num_shared_experts": 1,
             "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
         },
     ),
 }

@@ -1,7 +1,5 @@
 """Policies of the small random models of every family, and their comparison with transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -146,6 +144,14 @@ def make_batch(prompts: list[Prompt]) -> MicroBatch:
     return MicroBatch(slices)
 
 
+def backpropagate(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of a weighted sum of log-probs, of the weights that have one."""
+    policy.model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    weights = policy.trainable_parameters()
+    return {n: w.grad.clone() for n, w in weights if w.grad is not None and w.grad.any()}
+
+
 def compare_with_transformers(name: str) -> tuple[float, float]:
     """Compare a family's shared form with plain forward passes, in float64.
 
@@ -160,9 +166,7 @@ def compare_with_transformers(name: str) -> tuple[float, float]:
         )
         batch = make_batch(build_prompts(policy, name, 4))
         scores = policy.score(batch).logprobs if shared else score_each_alone(policy.model, batch)
-        (scores * torch.linspace(-1, 1, len(scores), dtype=scores.dtype)).sum().backward()
-        weights = policy.trainable_parameters()
-        gradients.append({n: w.grad for n, w in weights if w.grad is not None and w.grad.any()})
+        gradients.append(backpropagate(policy, scores))
         logprobs.append(scores.detach())
     plain, shared_form = gradients
     largest = float((logprobs[1] - logprobs[0]).abs().max())

@@ -1,7 +1,5 @@
 """Small processors of every family, with the texts that stand for their images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,9 @@ from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 TILES_56 = [[2 * side for side in sides] for sides in TILES]
-SQUARE = {"height": 28, "width": 28}
+TILE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
+GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+GEMMA["image_token"] = "<image_soft_token>"
 MOLMO2 = [f"<{n}>" for n in ("im_patch", "im_col", "im_start", "low_res_im_start", "im_end")]
 MOLMO2 += ["<frame_start>", "<frame_end>", "<im_low>"]
 ERNIE = {
@@ -24,13 +24,16 @@ ERNIE = {
 IDEFICS: dict[str, Any] = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 
 
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+SQUARE = _square(28)
+
+
 def _pixels(token_edge: int) -> dict[str, int]:
     """Return a pixel budget of 1 to 16 image tokens."""
     return {"shortest_edge": token_edge**2, "longest_edge": 16 * token_edge**2}
-
-
-def _square(side: int) -> dict[str, int]:
-    return {"height": side, "width": side}
 
 
 def _set(target: Any, **values: Any) -> Any:
@@ -40,7 +43,9 @@ def _set(target: Any, **values: Any) -> Any:
     return target
 
 
-def _glm_processor(processor: Any, images: Any, videos: Any) -> Any:
+def _glm_processor(prefix: str) -> Any:
+    kinds = ("Processor", "ImageProcessor", "VideoProcessor")
+    processor, images, videos = (getattr(hf, prefix + kind) for kind in kinds)
     marks = [f"<|{edge}_of_{kind}|>" for kind in ("image", "video") for edge in ("begin", "end")]
     # The budget counts each image as the two frames of a temporal patch.
     size = {"shortest_edge": 2 * 28**2, "longest_edge": 2 * 16 * 28**2}
@@ -67,22 +72,14 @@ def _llava(kind: Any, images: Any) -> Any:
 
 
 def _pixtral(merge: int) -> Any:
-    images = hf.PixtralImageProcessor(
-        size={"longest_edge": 84}, patch_size={"height": 14 * merge, "width": 14 * merge}
-    )
+    images = hf.PixtralImageProcessor(size={"longest_edge": 84}, patch_size=_square(14 * merge))
     tokenizer = tiny_tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
     return hf.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=merge)
 
 
 def _lfm2_vl() -> Any:
-    images = hf.Lfm2VlImageProcessor(
-        size=SQUARE,
-        tile_size=28,
-        encoder_patch_size=14,
-        min_image_tokens=1,
-        max_image_tokens=4,
-        max_tiles=4,
-    )
+    tokens: Any = {"min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4}
+    images = hf.Lfm2VlImageProcessor(size=SQUARE, tile_size=28, encoder_patch_size=14, **tokens)
     tiles = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
     marks = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
     return hf.Lfm2VlProcessor(images, tiny_tokenizer(*marks, *tiles))
@@ -119,12 +116,8 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
         tokenizer=tiny_tokenizer(),
         video_processor=hf.Qwen3VLVideoProcessor(**NORMALIZATION),
     ),
-    "glm4v": lambda: _glm_processor(
-        hf.Glm4vProcessor, hf.Glm4vImageProcessor, hf.Glm4vVideoProcessor
-    ),
-    "glm46v": lambda: _glm_processor(
-        hf.Glm46VProcessor, hf.Glm46VImageProcessor, hf.Glm46VVideoProcessor
-    ),
+    "glm4v": lambda: _glm_processor("Glm4v"),
+    "glm46v": lambda: _glm_processor("Glm46V"),
     "paddleocr_vl": lambda: hf.PaddleOCRVLProcessor(
         hf.PaddleOCRVLImageProcessor(size=_pixels(28)),
         tiny_tokenizer(image_token="<|IMAGE_PLACEHOLDER|>", video_token="<|video_pad|>"),
@@ -146,11 +139,10 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     ),
     "smolvlm": _smolvlm,
     "llava": lambda: _llava(
-        hf.LlavaProcessor,
-        hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE),
+        hf.LlavaProcessor, hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE)
     ),
     "fast_vlm": lambda: hf.LlavaProcessor(
-        hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+        hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=_square(32)),
         tiny_tokenizer("<image>"),
         patch_size=16,
         vision_feature_select_strategy="full",
@@ -171,13 +163,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "pixtral": lambda: _pixtral(1),
     "mistral3": lambda: _pixtral(2),
     "gemma3": lambda: hf.Gemma3Processor(
-        hf.Gemma3ImageProcessor(size=SQUARE),
-        tiny_tokenizer(
-            boi_token="<start_of_image>",
-            eoi_token="<end_of_image>",
-            image_token="<image_soft_token>",
-        ),
-        image_seq_length=4,
+        hf.Gemma3ImageProcessor(size=SQUARE), tiny_tokenizer(**GEMMA), image_seq_length=4
     ),
     "gemma4": lambda: hf.Gemma4Processor(
         hf.Gemma4AudioFeatureExtractor(),
@@ -220,10 +206,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     ),
     "aya_vision": lambda: hf.AyaVisionProcessor(
         hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
-        tiny_tokenizer(
-            *("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"),
-            *("<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"),
-        ),
+        tiny_tokenizer("<image>", *TILE_MARKS, "TILE", "TILE_GLOBAL"),
         patch_size=14,
         img_size=28,
         downsample_factor=2,
@@ -236,19 +219,15 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "minicpmv4_6": lambda: _minicpm(hf.MiniCPMV4_6Processor),
     "minicpmv4_7": lambda: _minicpm(hf.MiniCPMV4_7Processor),
     "molmo2": lambda: hf.Molmo2Processor(
-        hf.Molmo2ImageProcessor(
-            size={"height": 56, "width": 56}, max_crops=4, overlap_margins=[1, 1]
-        ),
+        hf.Molmo2ImageProcessor(size=_square(56), max_crops=4, overlap_margins=[1, 1]),
         hf.Molmo2VideoProcessor(),
         tiny_tokenizer(*MOLMO2, "<|image|>", "<|video|>"),
     ),
     "gemma3n": lambda: hf.Gemma3nProcessor(
         hf.Gemma3nAudioFeatureExtractor(),
-        hf.SiglipImageProcessor(size={"height": 32, "width": 32}),
+        hf.SiglipImageProcessor(size=_square(32)),
         tiny_tokenizer(
-            boi_token="<start_of_image>",
-            eoi_token="<end_of_image>",
-            image_token="<image_soft_token>",
+            **GEMMA,
             boa_token="<start_of_audio>",
             eoa_token="<end_of_audio>",
             audio_token="<audio_soft_token>",
@@ -262,7 +241,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
         ),
     ),
     "lighton_ocr": lambda: hf.LightOnOcrProcessor(
-        hf.PixtralImageProcessor(size={"longest_edge": 84}, patch_size={"height": 28, "width": 28}),
+        hf.PixtralImageProcessor(size={"longest_edge": 84}, patch_size=_square(28)),
         tiny_tokenizer(
             image_token="<|image_pad|>",
             image_break_token="<|vision_pad|>",

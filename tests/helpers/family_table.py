@@ -3,8 +3,6 @@
 Run ``python tests/helpers/family_table.py`` to print them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model and a step of a few tokens, whose plan can be computed by hand."""
 
-from __future__ import annotations
-
 from vlm_grpo.planning.sizes import LayerBytes, ModelShape, TextShape, VisionShape, Workload
 
 SHAPE = ModelShape(

@@ -1,7 +1,5 @@
 """Small random models of each family's real architecture, their prompts and their completions."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
@@ -31,15 +29,12 @@ NORMALIZATION: dict[str, Any] = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OP
 """That of the images, which is a clip's, too, as in Qwen3-VL's own files."""
 
 
-def tiny_tokenizer(*special: str, **named: str) -> hf.Qwen2Tokenizer:
+def tiny_tokenizer(*special: str, **named: str) -> Any:
     """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones.
 
     Those in ``named`` are attributes of the tokenizer, as some processors expect.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
     return hf.Qwen2Tokenizer(
         vocab={c: i for i, c in enumerate(alphabet)},
         merges=[],
@@ -51,36 +46,20 @@ def tiny_tokenizer(*special: str, **named: str) -> hf.Qwen2Tokenizer:
     )
 
 
-def _tokens(tokenizer: Any) -> dict[str, int]:
-    names = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    return {key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
     """Return the settings of a small language model."""
+    end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2, 3, 3],
-        },
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        "vocab_size": len(tokenizer), "max_position_embeddings": 4096,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]},
+        "bos_token_id": None, "eos_token_id": end, "pad_token_id": padding,
         **more,
-    }
+    }  # fmt: skip
 
 
 VISION: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,13 +68,11 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VL",
         {
-            "depth": 3,
-            "hidden_size": 32,
-            "num_position_embeddings": 64,
+            "depth": 3, "hidden_size": 32, "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
         },
     ),
-}
+}  # fmt: skip
 """The prefix of each family's classes in transformers, and the settings of its vision tower."""
 
 
@@ -107,6 +84,8 @@ def tiny_model(
     pixels = {"shortest_edge": edge**2, "longest_edge": 64 * edge**2}
     if family != "qwen2_vl":
         vision = {"intermediate_size": 48, "out_hidden_size": 64, **vision}
+    tokens = {f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")}
+    tokens |= {f"vision_{side}_token_id": f"<|vision_{side}|>" for side in ("start", "end")}
     torch.manual_seed(seed)
     config = getattr(hf, f"{prefix}Config")(
         text_config=text_config(
@@ -114,7 +93,7 @@ def tiny_model(
         ),
         vision_config={"num_heads": 2, **vision},
         tie_word_embeddings=False,
-        **_tokens(tokenizer),
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()},
     )
     model = getattr(hf, f"{prefix}ForConditionalGeneration")(config)
     videos: Any = hf.Qwen2VLVideoProcessor(size=pixels)

@@ -1,14 +1,12 @@
 """A local server with vLLM's interface that receives weights from memory, and answers prompts."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import torch
@@ -36,15 +34,16 @@ class TransferServer:
         self.fails_once = False  # it refuses each of them once
         self.nccl = FakeNccl()
         self.identifier = b""  # of the group that it has joined
-        self.answer: Callable[[Any], dict[str, Any]] = lambda body: {}  # to a prompt
         self.name = "default"  # of its weights
+        self.may_answer = Event()  # to prompts
+        self.may_answer.set()
 
     def respond(self, path: str, body: Any) -> dict[str, Any]:
         if path in ANSWERS:
             return ANSWERS[path]
         self.calls.append(path)
         if path == "/inference/v1/generate":
-            return self.answer(body)
+            return self._generate(body)
         if path == "/init_weight_transfer_engine" and "world_size" in body["init_info"]:
             self.identifier = self.nccl.join(body["init_info"])
         elif path == "/start_weight_update":
@@ -54,6 +53,18 @@ class TransferServer:
         elif path == "/update_weight_version":
             self.name = body["new_version"]
         return {"success": True}
+
+    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a prompt without images by its end."""
+        assert self.may_answer.wait(20)
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": body["sampling_params"]["stop_token_ids"][:1],
+            "logprobs": {"content": [{"logprob": -0.5}]},
+            "weight_versions": [{"version": self.name}],
+        }
+        return {"prompt_token_ids": body["token_ids"], "choices": [choice]}
 
     def _receive(self, info: dict[str, Any]) -> None:
         dtypes = [getattr(torch, name) for name in info["dtype_names"]]

@@ -1,7 +1,5 @@
 """Servers of vLLM, and settings of short runs that sample with them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +24,8 @@ def make_settings(folder: Path, urls: list[str], *overrides: str) -> Settings:
     """Return settings of short runs with vLLM; ``urls`` empty: with servers of their own."""
     servers = [f"rollout.vllm.urls=[{','.join(urls)}]"] if urls else []
     fixed = (
-        f"output_dir={folder}",
-        "rollout.sampler=vllm",
-        "data.train_limit=64",
-        "data.eval=null",
-        "evaluation.every=0",
-        "optim.warmup_steps=0",
+        *(f"output_dir={folder}", "rollout.sampler=vllm", "data.train_limit=64", "data.eval=null"),
+        *("evaluation.every=0", "optim.warmup_steps=0"),
     )
     return load_settings("quickstart", [*fixed, *servers, *overrides])
 

@@ -1,29 +1,19 @@
 """Adapters: frozen parts, adapted layers, and every variant exact in passes, files and resumes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from peft import PeftModel
 from small_runs import assert_resumes, save_tiny_model, small_run
-from tiny_models import (
-    make_prompt,
-    mixed_prompts,
-    noise_example,
-    pack_groups,
-    sample_groups,
-    sampled_logprobs,
-    tiny_model,
-)
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted, freeze_parts
+from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
@@ -49,13 +39,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make_settings(source: Path, dtype: str = "float32", **lora: Any) -> Settings:
+    policy = {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **lora}}
     return Settings.model_validate(
-        {
-            "task": "none",
-            "model": str(source),
-            "data": {"train": "none"},
-            "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **lora}},
-        }
+        {"task": "none", "model": str(source), "data": {"train": "none"}, "policy": policy}
     )
 
 
@@ -68,14 +54,11 @@ def change(policy: Policy) -> None:
             weight.add_(scale * weight.std().clamp(min=0.05) * torch.randn_like(weight))
 
 
-def make_batch(policy: Policy) -> MicroBatch:
-    prompts = [make_prompt(policy, noise_example("a", [(60, 40)], "What is it?"))]
-    return MicroBatch((GroupSlice(prompts[0], ((70, 71, 72, 73), (80, 81)), (0, 1)),))
-
-
+@torch.no_grad()
 def score(policy: Policy) -> torch.Tensor:
-    with torch.no_grad():
-        return policy.score(make_batch(policy)).logprobs.float()
+    prompt = tiny_models.make_prompt(policy, tiny_models.noise_example("a", [(60, 40)]))
+    group = GroupSlice(prompt, ((70, 71, 72, 73), (80, 81)), (0, 1))
+    return policy.score(MicroBatch((group,))).logprobs.float()
 
 
 def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
@@ -94,13 +77,13 @@ def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
 def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, dtype, bound):
     policy = make_policy(sources[family], name, dtype)
     change(policy)
-    prompts = mixed_prompts(policy, 3)
-    groups = sample_groups(policy, prompts, length=6)
-    batch = pack_groups(prompts, groups)
+    prompts = tiny_models.mixed_prompts(policy, 3)
+    groups = tiny_models.sample_groups(policy, prompts, length=6)
+    batch = tiny_models.pack_groups(prompts, groups)
     with torch.no_grad():
         packed = policy.score(batch).logprobs.float()
         repeated = policy.view(repeated=True).score(batch).logprobs.float()
-    for other in (sampled_logprobs(groups), repeated):
+    for other in (tiny_models.sampled_logprobs(groups), repeated):
         assert (packed - other).abs().max() < bound
 
 
@@ -143,7 +126,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(sources, name, tmp_path
     settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
     policy.save(tmp_path / "checkpoint", policy.weights())
     settings.save(tmp_path / "checkpoint/config.yaml")
-    model, _ = tiny_model("qwen2_5_vl")
+    model, _ = tiny_models.tiny_model("qwen2_5_vl")
     peft = PeftModel.from_pretrained(model, str(tmp_path / "checkpoint"))
     assert max(layer.r["default"] for layer in find_adapted(peft)) == 4
     for folder in (tmp_path / "checkpoint", export(tmp_path / "checkpoint", tmp_path / "merged")):
@@ -153,10 +136,7 @@ def test_peft_reads_a_checkpoint_over_the_original_model(sources, name, tmp_path
 
 # The others differ from plain LoRA in their first values or their scale only.
 @pytest.mark.no_shapes
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("dora", "float32"), ("modules", "bfloat16")],
-)
+@pytest.mark.parametrize(("name", "dtype"), [("dora", "float32"), ("modules", "bfloat16")])
 def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_path):
     changes: Any = {
         "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **VARIANTS[name]}},
@@ -169,22 +149,12 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_pat
     assert_resumes(whole, stopped, (3, 2), last="step-3")
 
 
-def test_the_projector_inside_the_vision_module_is_a_part_of_its_own():
-    model, _ = tiny_model("qwen3_vl")
-    freeze_parts(model, ["vision"])
-    for name, weight in model.named_parameters():
-        assert weight.requires_grad == ("visual" not in name or "merger" in name), name
-
-
 @pytest.mark.parametrize(
     ("target", "adapts_vision", "suffixes"),  # of the default: families/test_facts.py
-    [
-        ("all", True, {"q_proj", "qkv", "proj"}),
-        (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
-    ],
+    [("all", True, {"q_proj", "qkv", "proj"}), (("q_proj", "v_proj"), False, {"q_proj", "v_proj"})],
 )
 def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
-    model, _ = tiny_model("qwen2_5_vl")
+    model, _ = tiny_models.tiny_model("qwen2_5_vl")
     policy = PolicySettings(lora=LoraSettings(r=2, target=target))
     assert apply_lora_or_freeze(model, policy) is not None
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
@@ -202,23 +172,13 @@ def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
     [
         ({"init_lora_weights": "eva"}, r"start from its folder \(policy\.lora\.adapter\)"),
         ({"init_lora_weights": "pissa"}, "should be 'default', 'gaussian' or 'orthogonal'"),
-    ],
-)
-def test_settings_that_are_not_valid_are_errors(settings, message):
-    with pytest.raises(UserError, match=message):
-        LoraSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         ({"modules_to_save": ["mergr"]}, r"called mergr; the projector .* model\.visual\.merger$"),
         ({"modules_to_save": ["embed_tokens"]}, "train full weights instead"),
         ({"modules_to_save": ["language_model"]}, "train full weights instead"),
     ],
 )
-def test_settings_without_an_effect_on_the_model_are_errors(settings, message):
-    model, _ = tiny_model("qwen2_5_vl")
+def test_settings_that_are_not_valid_or_without_an_effect_are_errors(settings, message):
+    model, _ = tiny_models.tiny_model("qwen2_5_vl")
     with pytest.raises(UserError, match=message):
         apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(**settings)))
 
@@ -239,11 +199,8 @@ def test_an_adapter_of_other_settings_is_one_message(sources, tmp_path):
     changes: Any = {"r": 8, "alpha": 16, "use_rslora": True}
     policy = load_policy(make_settings(sources["qwen2_5_vl"], **changes))
     policy.save(tmp_path, policy.weights())
-    message = (
-        r"other settings: set policy\.lora\.r=8 policy\.lora\.alpha=16 "
-        r"policy\.lora\.use_rslora=true"
-    )
-    with pytest.raises(UserError, match=message):
+    other = r"policy\.lora\.r=8 policy\.lora\.alpha=16 policy\.lora\.use_rslora=true"
+    with pytest.raises(UserError, match=f"other settings: set {other}"):
         load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path)))
     with pytest.raises(UserError, match=r"has no adapter_config\.json: name the folder"):
         load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path / "none")))
@@ -253,8 +210,7 @@ def test_an_adapter_of_other_settings_is_one_message(sources, tmp_path):
     with pytest.raises(UserError, match="weights that the model does not have"):
         load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path), **same))
     config = tmp_path / "adapter_config.json"
-    described = json.loads(config.read_text()) | {"alpha_pattern": {"q_proj": 3}}
-    config.write_text(json.dumps(described))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"q_proj": 3}}))
     with pytest.raises(UserError, match="an adapter with alpha_pattern, which no setting"):
         load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path)))
 

@@ -1,7 +1,5 @@
 """The report on a model: equal results of both forms, and models without a shared form."""
 
-from __future__ import annotations
-
 from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
@@ -18,10 +16,7 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path):
     image = read_image(tmp_path / "a.png", PILLOW_WARNS_AT)
     lines = list(diagnose("embedded", image))
     names = [line.split()[0] for line in lines]
-    assert names == [
-        *("model", "family", "tools", "pixel", "image"),
-        *("attention", "form"),
-    ]
+    assert names == [*("model", "family", "tools", "pixel", "image"), *("attention", "form")]
     # Patches of 14 pixels, merged 2 by 2: sides are rounded to multiples of 28.
     assert "90 × 60 pixels, resized to 84 × 56; " in lines[4]
     assert "8 of them for the image" in lines[4]  # 3 × 2 tokens, and the markers around them

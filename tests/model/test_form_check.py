@@ -1,13 +1,11 @@
 """A shared form that does not compute what transformers does is noticed, and given up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from small_runs import make_embedded_trainer
-from tiny_models import make_prompt, noise_example, tiny_policy
+from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
@@ -28,8 +26,7 @@ def checked_policy(must_share: bool = False) -> tuple[Policy, Prompt]:
 
 
 def sample(policy: Policy, prompt: Prompt) -> list[tuple[int, ...]]:
-    settings = SamplingSettings(policy.distribution, 6)
-    (group,) = policy.sample([prompt], settings, 3, [(1,)])
+    (group,) = sample_groups(policy, [prompt], length=6)
     return [completion.token_ids for completion in group]
 
 
@@ -77,10 +74,7 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(monkeypatch, caplog):
         # What is wrong in a call is a defect, which slower training would hide.
         (TypeError("forward() got 'attend'"), r"^forward\(\) got 'attend'$"),
         (AttributeError("no layers"), "^no layers$"),
-        (
-            ValueError("a shape\nin detail"),
-            r"\(ValueError: a shape\): set policy\.engine=rep",
-        ),
+        (ValueError("a shape\nin detail"), r"\(ValueError: a shape\): set policy\.engine=rep"),
     ],
 )
 def test_a_model_that_fails_ends_the_run(error, shown, monkeypatch):

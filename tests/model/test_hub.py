@@ -1,7 +1,5 @@
 """An unreachable hub is an error at once."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading models, also by one process for all: dropout, damaged files and the pixel budget."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -23,17 +21,6 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import loading
 from vlm_grpo.model.families import Family, PixelBudget
-from vlm_grpo.model.loading import (
-    build_empty,
-    find_largest_dropout,
-    get_model_source,
-    get_pixel_budget,
-    load_config,
-    load_model,
-    load_processor,
-    load_prompt_builder,
-    read_once,
-)
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn
@@ -41,43 +28,43 @@ from vlm_grpo.utils.chat import Turn
 
 def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(get_model_source("embedded"), folder)
+    shutil.copytree(loading.get_model_source("embedded"), folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["attention_dropout"] = 0.25
     (folder / "config.json").write_text(json.dumps(config))
     model = f"model={folder}"
-    load_model(load_settings("quickstart", [model]))  # one update: nothing is compared
+    loading.load_model(load_settings("quickstart", [model]))  # one update: nothing is compared
     two_updates = load_settings("quickstart", [model, "objective.num_iterations=2"])
-    load_model(two_updates, training=False)
+    loading.load_model(two_updates, training=False)
     with pytest.raises(UserError, match=r"layers\.\d\.self_attn: dropout of 0\.25.*config\.json"):
-        load_model(two_updates)
+        loading.load_model(two_updates)
     for name, value in {"sampler_correction": "token", "beta": 0.1, "replay": {}}.items():
         compared = load_settings("quickstart", {"model": str(folder), f"objective.{name}": value})
         with pytest.raises(UserError, match="dropout of 0"):
-            load_model(compared)
+            loading.load_model(compared)
 
 
 def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path):
     settings = load_settings("quickstart", ["policy.lora.r=2"])
-    loaded = load_model(settings)
+    loaded = loading.load_model(settings)
     assert loaded.adapters is not None
     loaded.adapters.save_pretrained(str(tmp_path))
     loaded.prompts.processor.save_pretrained(tmp_path)
-    load_model(settings, tmp_path, training=False)
+    loading.load_model(settings, tmp_path, training=False)
     loaded.prompts.processor.tokenizer.add_tokens(["<|new|>"])
     loaded.prompts.processor.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="was trained on another model than model=embedded is now"):
-        load_model(settings, tmp_path, training=False)
+        loading.load_model(settings, tmp_path, training=False)
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("damage", ["cut", "shape"])
 def test_damaged_weights_are_one_message(kind, damage, tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(get_model_source("embedded"), folder)
+    shutil.copytree(loading.get_model_source("embedded"), folder)
     settings = load_settings("quickstart", ["policy.lora.r=2"])
     if kind == "adapter":
-        adapters = load_model(settings).adapters
+        adapters = loading.load_model(settings).adapters
         assert adapters is not None
         adapters.save_pretrained(str(folder))
     path = folder / ("model.safetensors" if kind == "model" else "adapter_model.safetensors")
@@ -87,7 +74,7 @@ def test_damaged_weights_are_one_message(kind, damage, tmp_path):
         weights = load_file(path)
         save_file({name: w.new_zeros(1) for name, w in weights.items()}, path, {"format": "pt"})
     with pytest.raises(UserError, match=rf"^{kind} \S+ cannot be loaded: "):
-        load_model(settings, folder)
+        loading.load_model(settings, folder)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +89,13 @@ def test_damaged_weights_are_one_message(kind, damage, tmp_path):
 )
 def test_a_config_of_wrong_values_is_one_message(file, content, tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(get_model_source("embedded"), folder)
+    shutil.copytree(loading.get_model_source("embedded"), folder)
     settings = load_settings("quickstart", ["policy.lora.r=2"])
     checkpoint = folder if file == "adapter_config.json" else None
     if checkpoint is None:
         settings = settings.model_copy(update={"model": str(folder)})
     else:
-        adapters = load_model(settings).adapters
+        adapters = loading.load_model(settings).adapters
         assert adapters is not None
         adapters.save_pretrained(str(folder))
     path = folder / file
@@ -116,7 +103,7 @@ def test_a_config_of_wrong_values_is_one_message(file, content, tmp_path):
         content = json.dumps(json.loads(path.read_text()) | content)
     path.write_text(content)
     with pytest.raises(UserError, match=r"^(model|adapter) \S+ cannot be loaded: "):
-        load_model(settings, checkpoint, training=False)
+        loading.load_model(settings, checkpoint, training=False)
 
 
 def test_a_model_without_its_package_is_one_message(tmp_path, monkeypatch):
@@ -126,18 +113,18 @@ def test_a_model_without_its_package_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(processing_smolvlm, "num2words", None)
     extra = r"\(or pip install 'vlm-grpo\[models\]'\)$"
     with pytest.raises(UserError, match=r"cannot be loaded: .*`pip install num2words`.*" + extra):
-        load_processor(load_settings("quickstart", [f"model={tmp_path}"]), model.config)
+        loading.load_processor(load_settings("quickstart", [f"model={tmp_path}"]), model.config)
     message = import_utils.BACKENDS_MAPPING["timm"][1]
     monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "timm", (lambda: False, message))
     with pytest.raises(UserError, match=r"(?s)fast_vlm cannot be built: TimmWrapper.*" + extra):
-        build_empty(hf.FastVlmConfig(), False)
+        loading.build_empty(hf.FastVlmConfig(), False)
 
 
 @pytest.mark.parametrize("kind", ["diffusion_gemma", "pi0"])
 def test_a_model_that_does_not_write_text_token_by_token_is_refused(kind, tmp_path):
     hf.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"is a {kind} model, which does not write text"):
-        load_config(load_settings("quickstart", [f"model={tmp_path}"]))
+        loading.load_config(load_settings("quickstart", [f"model={tmp_path}"]))
 
 
 def test_of_qwen_omni_the_thinker_is_loaded(tmp_path):
@@ -149,7 +136,7 @@ def test_of_qwen_omni_the_thinker_is_loaded(tmp_path):
     others = {"talker.codec_head.weight": torch.ones(2), "token2wav.x.weight": torch.ones(2)}
     save_file(weights | others, tmp_path / "model.safetensors", {"format": "pt"})
     settings = load_settings("quickstart", [f"model={tmp_path}", "policy.dtype=float32"])
-    loaded = load_model(settings, training=False).model
+    loaded = loading.load_model(settings, training=False).model
     assert loaded.config.model_type == "qwen2_5_omni_thinker"
     expected = dict(thinker.named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
@@ -170,9 +157,12 @@ def test_a_model_without_a_chat_template_has_the_prompt_of_its_processor(name, t
     settings = load_settings("quickstart", [f"model={tmp_path}"])
     if name == "internvl":
         with pytest.raises(UserError, match="choose its instruction-tuned version"):
-            load_prompt_builder(settings)
+            loading.load_prompt_builder(settings)
         return
-    builder, example = load_prompt_builder(settings), noise_example("a", [(60, 40)] * 2, "cap en")
+    builder, example = (
+        loading.load_prompt_builder(settings),
+        noise_example("a", [(60, 40)] * 2, "cap en"),
+    )
     prompt = builder.build(example, PlainQuestion())
     images = [[image.load() for image in example.images]]
     expected = processor(text=["cap en"], images=images)  # which adds <image> itself
@@ -185,21 +175,21 @@ def test_a_model_without_a_chat_template_has_the_prompt_of_its_processor(name, t
         builder.write(chat, PlainQuestion())
     settings = load_settings("quickstart", [f"model={tmp_path}", "prompt.system=Be brief."])
     with pytest.raises(UserError, match=r"prompt\.system: .*its prompt is one text"):
-        load_prompt_builder(settings)
+        loading.load_prompt_builder(settings)
 
 
 def test_the_largest_dropout_is_found_in_modules_and_attributes():
-    assert find_largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
+    assert loading.find_largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
     layers = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout2d(0.2))
-    assert find_largest_dropout(layers) == (0.2, "1")
+    assert loading.find_largest_dropout(layers) == (0.2, "1")
     attention = torch.nn.MultiheadAttention(2, 1, dropout=0.3)
-    assert find_largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")
+    assert loading.find_largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")
 
 
 def test_settings_override_the_processors_pixel_budget():
     def get_budget(images: Any, **pixels: int) -> PixelBudget | None:
         processor = SimpleNamespace(image_processor=images)
-        return get_pixel_budget(Family(), processor, PolicySettings(**pixels))
+        return loading.get_pixel_budget(Family(), processor, PolicySettings(**pixels))
 
     edges = {"shortest_edge": 100, "longest_edge": 1000}
     images = Qwen2VLImageProcessor(size=edges)
@@ -228,7 +218,7 @@ def test_a_model_without_values_has_the_same_weights_and_ties(tied, monkeypatch)
     monkeypatch.setattr(
         loading, "broadcast_object_list", lambda news: [False, model.generation_config]
     )
-    empty = read_once(lambda: None, model.config, torch.float32, remote_code=False)
+    empty = loading.read_once(lambda: None, model.config, torch.float32, remote_code=False)
     assert list_tensors(empty) == list_tensors(expected)
     head, embeddings = empty.get_output_embeddings(), empty.get_input_embeddings()
     assert (head.weight is embeddings.weight) == tied

@@ -1,31 +1,21 @@
 """The policy's prompts, samples, scores and counters, on small random models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from family_policies import build_family_policy
-from tiny_models import (
-    make_prompt,
-    noise_example,
-    pack_groups,
-    sample_groups,
-    tiny_policy,
-)
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.engine.repeated import Counters
-from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.families import PromptLayout
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.types import Prompt
 
 FAMILY = "qwen2_5_vl"
-LENGTH = 6
 GENERATIONS = 3
 BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
 
@@ -35,19 +25,13 @@ def make_prompts(policy: Policy) -> list[Prompt]:
     return [make_prompt(policy, example) for example in examples]
 
 
-def sample(policy: Policy, prompts: list[Prompt]) -> list[tuple[Completion, ...]]:
-    settings = SamplingSettings(policy.distribution, LENGTH)
-    seeds = [(0, prompt.example.id) for prompt in prompts]
-    return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
-
-
 @BOTH_ENGINES
 def test_the_counters_show_what_sharing_a_prompt_saves(shared):
     policy = tiny_policy(FAMILY, shared=shared)
     prompts = make_prompts(policy)
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     repeats = 1 if shared else GENERATIONS
-    groups = sample(policy, prompts)
+    groups = sample_groups(policy, prompts, GENERATIONS)
     assert policy.counters == Counters(repeats, repeats * prompt_tokens, 0)  # one prompt has images
     policy.engine.clear_image_features()
     policy.counters.reset()
@@ -64,7 +48,7 @@ def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared():
     assert not policy.engine.encoder.is_trained
     prompts = make_prompts(policy)
     policy.encode_images(prompts)
-    sample(policy, prompts)
+    sample_groups(policy, prompts, GENERATIONS)
     assert policy.counters.encoder_passes == 1
     policy.engine.clear_image_features()
     policy.encode_images(prompts)

@@ -1,21 +1,18 @@
 """Prompts: control tokens, unusable images, and every way in which a prompt cannot be built."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
 import pytest
 from family_models import BUILDERS
 from family_policies import build_family_policy
-from tiny_models import FAMILIES, make_prompt, noise_example, tiny_model
+from tiny_models import FAMILIES, make_builder, make_prompt, noise_example, tiny_model
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import prompts as prompts_module
-from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import load_prompt_builder
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, PromptWriter
+from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
@@ -29,17 +26,14 @@ TASK = PlainQuestion()
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def prompts(request: pytest.FixtureRequest) -> PromptBuilder:
-    model, processor = tiny_model(request.param)
-    family = load_family(model.config)
-    budget = family.pixel_budget(processor)
-    return PromptBuilder(ChatTemplate(processor), family, budget, max_tokens=200)
+    builder = make_builder(*tiny_model(request.param))
+    builder.max_tokens = 200
+    return builder
 
 
 @pytest.fixture(scope="module")
 def embedded() -> PromptBuilder:
-    data = {"train": "embedded:counting"}
-    settings = {"task": "counting", "model": "embedded", "data": data}
-    return load_prompt_builder(Settings.model_validate(settings))
+    return load_prompt_builder(load_settings("counting"))
 
 
 def ask(question: str) -> Example:

@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits: what is quantized, and that all forms compute with the same matrices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +8,9 @@ import pytest
 import torch
 from bitsandbytes.autograd._functions import matmul_4bit
 from family_models import BUILDERS
-from family_policies import build_family_model, build_prompts, make_batch
+from family_policies import backpropagate, build_family_model, build_prompts, make_batch
 from gradients import relative_distance, use_float64_recurrence
-from small_runs import (
-    assert_resumes,
-    load_weights,
-    make_trainer,
-    small_run,
-)
+from small_runs import assert_resumes, load_weights, make_trainer, small_run
 from tiny_models import pack_groups, sample_groups, sampled_logprobs
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
@@ -109,11 +102,8 @@ def test_packed_and_sampled_equal_repeated(name, kind, folders, monkeypatch):
     results, sampling = [], policy.distribution
     policy.distribution = SamplingDistribution(eos=sampling.eos)  # of all tokens
     for score in (policy.score, policy.view(repeated=True).score):
-        policy.model.zero_grad()
         logprobs = score(make_batch(prompts)).logprobs
-        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-        gradient = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
-        results.append((logprobs.detach(), gradient))
+        results.append((logprobs.detach(), backpropagate(policy, logprobs)))
     # All forms multiply with the same float32 matrices: sums of at most 96 products of 24 bits,
     # through at most four layers.
     bound = 1e-4

@@ -1,10 +1,7 @@
 """Names of models: missing ones, and the best checkpoint by a truncated metrics file."""
 
-from __future__ import annotations
-
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,12 +14,9 @@ SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'
 
 
-def test_a_truncated_last_line_does_not_hide_the_evaluations_before_it(tmp_path):
+def test_a_truncated_last_line_hides_no_evaluations_and_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(ROWS + '{"step": 3, "eval/exa')
     assert read_held_out_values(tmp_path, "exact") == {1: 0.25}
-
-
-def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("oops\n" + ROWS)
     with pytest.raises(UserError, match=r"metrics\.jsonl:1 is not a JSON object"):
         read_held_out_values(tmp_path, "exact")
@@ -85,15 +79,15 @@ def test_a_run_stands_for_its_newest_checkpoint(tmp_path, monkeypatch):
     assert find_checkpoint("other") == Path("other")  # whoever loads it refuses it
 
 
-def test_the_best_step_of_an_error_metric_is_the_lowest(finished, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
+def test_the_best_step_of_an_error_metric_is_the_lowest(tmp_path):
     benchmark = tmp_path / "far.yaml"
     benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
-    settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
-    settings.save(run / "config.yaml")
+    settings = load_settings("counting", [f"evaluation.benchmark={benchmark}"])
+    checkpoints = [tmp_path / f"checkpoints/step-{step}" for step in (1, 2, 3)]
+    for folder in (tmp_path, *checkpoints):
+        settings.save(folder / "config.yaml")
     # The error is lowest at step 2; the share of exact answers is highest at step 3.
     rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
     lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert resolve_model(f"{run}@best").checkpoint == run / "checkpoints" / "step-2"
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resolve_model(f"{tmp_path}@best").checkpoint == checkpoints[1]

@@ -1,7 +1,5 @@
 """Plans of known models: their configurations and stored shapes, and the table in the guide."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 
@@ -11,16 +9,8 @@ from huggingface_hub import constants
 
 from vlm_grpo.model import hub
 from vlm_grpo.model.hub import load_known_models
+from vlm_grpo.planning import known
 from vlm_grpo.planning.devices import GIB, find_device
-from vlm_grpo.planning.known import (
-    IMAGE_TOKENS,
-    TABLE_CARDS,
-    TABLE_KINDS,
-    TEXT_TOKENS,
-    KnownPlanner,
-    build_known_settings,
-    format_table,
-)
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.plan import Planner
 
@@ -36,8 +26,8 @@ SIZES = {
 }
 
 
-def build_planner(model: str, *overrides: str, card: str = "24GB") -> KnownPlanner:
-    return KnownPlanner(build_known_settings(model, overrides), find_device(card))
+def build_planner(model: str, *overrides: str, card: str = "24GB") -> known.KnownPlanner:
+    return known.KnownPlanner(known.build_known_settings(model, overrides), find_device(card))
 
 
 def test_the_stored_values_are_those_that_the_script_writes():
@@ -59,7 +49,7 @@ def test_the_stored_values_are_those_that_the_script_writes():
     ],
 )
 def test_a_stored_shape_is_that_of_the_configuration(name, kind):
-    planner = build_planner(name, *TABLE_KINDS[kind], "policy.activation_offloading=true")
+    planner = build_planner(name, *known.TABLE_KINDS[kind], "policy.activation_offloading=true")
     policy = planner.settings.policy
     shape = measure_layers(read_model_shape(planner.config, policy), policy, on_cpu=False)
     stored = planner.read_shape(policy)
@@ -92,12 +82,12 @@ def test_a_table_takes_no_options_of_a_plan(model, option, capsys):
 
 
 def test_each_cell_is_the_answer_of_a_plan_on_that_card():
-    _, _, _, row, _ = format_table([SEVEN])
+    _, _, _, row, _ = known.format_table([SEVEN])
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:2] == ["Qwen2.5-VL-7B-Instruct", "LoRA"]
     assert cells[-1] == "24 GB"
     planner = build_planner(SEVEN, "policy.lora.r=64")
-    for card, cell in zip(TABLE_CARDS, cells[2:-1], strict=True):
+    for card, cell in zip(known.TABLE_CARDS, cells[2:-1], strict=True):
         other = planner.on(find_device(f"{card}GB"))
         plan = other.plan()
         assert plan.fits == (cell != "–")
@@ -110,11 +100,13 @@ def test_each_cell_is_the_answer_of_a_plan_on_that_card():
 def test_prompts_have_the_image_of_the_settings():
     """Qwen's image tokens are 28 × 28 pixels, those of Qwen3 32 × 32."""
     for name, pixels in ((SEVEN, 784), ("Qwen/Qwen3-VL-8B-Instruct", 1024)):
-        for tokens in (IMAGE_TOKENS, 500):
-            change = [f"policy.max_pixels={pixels * tokens}"] if tokens != IMAGE_TOKENS else []
+        for tokens in (known.IMAGE_TOKENS, 500):
+            change = (
+                [f"policy.max_pixels={pixels * tokens}"] if tokens != known.IMAGE_TOKENS else []
+            )
             planner = build_planner(name, *change)
             (size,) = planner.count_prompts(planner.settings.policy)
-            assert (size.tokens, size.pixels) == (tokens + TEXT_TOKENS, pixels * tokens)
+            assert (size.tokens, size.pixels) == (tokens + known.TEXT_TOKENS, pixels * tokens)
 
 
 def test_no_card_is_large_enough_for_the_largest_model():

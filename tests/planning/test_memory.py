@@ -1,7 +1,5 @@
 """Tests of the memory estimate against what policies save, step and cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import product

@@ -1,7 +1,5 @@
 """Tests of the workload against the micro-batches of the update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -33,17 +31,10 @@ def test_micro_batches_match_the_update(prompts, group, prompt, completion, budg
     work = replace(work, results=results, result_tokens=7)
     seen = Prompt(noise_example("b", []), "", (0,) * 7, {})
     observed = (tuple(Observation(n + 1, seen) for n in range(results)),) * group
-    example_prompt = Prompt(noise_example("a", []), "", (0,) * prompt, {})
-    slices = [
-        GroupSlice(
-            example_prompt,
-            ((1,) * completion,) * group,
-            tuple(range(group)),
-            observed if results else (),
-        )
-        for _ in range(prompts)
-    ]
-    batches = pack(slices, budget)
+    own = Prompt(noise_example("a", []), "", (0,) * prompt, {})
+    rows, tokens = tuple(range(group)), ((1,) * completion,) * group
+    piece = GroupSlice(own, tokens, rows, observed if results else ())
+    batches = pack([piece] * prompts, budget)
     assert work.micro_tokens == max(batch.num_tokens for batch in batches)
     assert work.num_micro_batches == len(batches)
     assert work.update_tokens == sum(batch.num_tokens for batch in batches)

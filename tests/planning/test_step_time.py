@@ -1,7 +1,5 @@
 """Tests of the FLOPs against PyTorch's counter, and of the seconds on known devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Small runs that sample with servers that stand in for vLLM's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

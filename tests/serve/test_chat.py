@@ -1,7 +1,5 @@
 """The client of a chat-completions server: its requests, and what each failure says."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -188,10 +186,7 @@ def test_another_model_that_answers_is_named(replies, warned, message, caplog):
     [
         ({"url": "localhost:8000"}, "'localhost:8000' must start with http://"),
         ({"url": "http://"}, "must start with"),
-        (
-            {"url": "http://["},
-            r"^server 'http://\[' must start with http:// or https:// and a host",
-        ),
+        ({"url": "http://["}, r"^server 'http://\[' must start with http.* or https.* and a host"),
         ({"url": "http://host:x"}, "must start with"),
         ({"url": "https://me:sk-secret@host/v1"}, r"https://host/…: an address has no user"),
         ({"url": "https://host/v1?key=sk-secret"}, r"https://host/…: an address has no user"),

@@ -1,7 +1,5 @@
 """The commands that start vLLM servers, and the choices that depend on the device."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +14,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.families import find_part
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import ChatTemplate
-from vlm_grpo.serve.launch import (
-    build_command,
-    build_environment,
-    build_public_command,
-    choose_sleep_level,
-    choose_transfer,
-    describe_adapter,
-    round_up_rank,
-)
+from vlm_grpo.serve import launch
 
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"
 SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
@@ -52,8 +42,8 @@ def test_a_server_is_described_without_the_weights(lora):
     settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
     policy = load_policy(settings)
     trained = {find_part(name) for name, _ in policy.trainable_parameters()}
-    assert describe_adapter(settings)[0] == (trained if lora else set())
-    options = read_options(build_command(settings, ADDRESS))
+    assert launch.describe_adapter(settings)[0] == (trained if lora else set())
+    options = read_options(launch.build_command(settings, ADDRESS))
     assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
     assert options["logprobs-mode"] == "processed_logprobs"
     assert options["served-model-name"] == "policy"
@@ -66,12 +56,12 @@ def test_a_server_is_described_without_the_weights(lora):
 
 def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
     own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
-    options = read_options(build_command(own, ADDRESS))
+    options = read_options(launch.build_command(own, ADDRESS))
     assert (options["max-model-len"], options["x"]) == ("900", "1")
     assert options["gpu-memory-utilization"] == "0.3"
     assert "weight-transfer-config" not in options
     assert "enable-sleep-mode" not in options
-    shared = build_command(make_settings(SHARED), ADDRESS)
+    shared = launch.build_command(make_settings(SHARED), ADDRESS)
     assert "gpu-memory-utilization" not in read_options(shared)
 
 
@@ -90,14 +80,14 @@ def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch):
 def test_flags_of_a_gpu(overrides, transfer, sleeps, monkeypatch):
     settings = make_settings(*overrides)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = read_options(build_command(settings, ADDRESS))
+    options = read_options(launch.build_command(settings, ADDRESS))
     expected = None if transfer is None else json.dumps({"backend": transfer})
     assert options.get("weight-transfer-config") == expected
     assert ("enable-sleep-mode" in options) == sleeps
     assert "worker-extension-cls" not in options  # for CPUs
     if settings.rollout.vllm and settings.rollout.vllm.python:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-        own = build_environment(settings, GPU)
+        own = launch.build_environment(settings, GPU)
         assert own["CUDA_VISIBLE_DEVICES"] == "6"
         assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
 
@@ -119,7 +109,7 @@ def test_what_a_server_frees_depends_on_what_fits(overrides, weights, level, mon
     weight = torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)
     model = torch.nn.ParameterList([weight])
     policy: Any = SimpleNamespace(device=GPU, adapters=settings.policy.lora, model=model)
-    assert choose_sleep_level(policy, settings) == level
+    assert launch.choose_sleep_level(policy, settings) == level
 
 
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
@@ -127,17 +117,17 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(way):
     servers = OWN if way == "ipc" else SHARED
     settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
     with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
-        choose_transfer(settings, on_gpu=False)
-    assert choose_transfer(settings, on_gpu=True) == way
-    assert choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
+        launch.choose_transfer(settings, on_gpu=False)
+    assert launch.choose_transfer(settings, on_gpu=True) == way
+    assert launch.choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
 
 
 def test_users_get_the_trained_model_under_its_name(tmp_path):
     settings = load_settings("quickstart", ["policy.lora.r=8", "policy.max_pixels=5000"])
     folder = tmp_path / "step-3"
     load_policy(settings).save(folder, load_policy(settings).weights())
-    assert describe_adapter(settings, folder) == ({"language"}, 8)
-    options = read_options(build_public_command(settings, folder, "mine", ADDRESS))
+    assert launch.describe_adapter(settings, folder) == ({"language"}, 8)
+    options = read_options(launch.build_public_command(settings, folder, "mine", ADDRESS))
     assert options["lora-modules"] == f"mine={folder}"
     assert options["served-model-name"] == "mine-base"
     assert options["generation-config"] == "vllm"
@@ -147,15 +137,15 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
     full = load_settings("quickstart", ["policy.max_pixels=5000", "policy.max_video_pixels=90000"])
     save_tiny_model(tmp_path / "qwen3", "qwen3_vl")
     qwen3 = full.model_copy(update={"model": str(tmp_path / "qwen3")})
-    assert read_options(build_command(qwen3, ADDRESS))["mm-processor-cache-gb"] == "0"
-    command = build_public_command(full, tmp_path / "qwen3", "mine", ADDRESS)
+    assert read_options(launch.build_command(qwen3, ADDRESS))["mm-processor-cache-gb"] == "0"
+    command = launch.build_public_command(full, tmp_path / "qwen3", "mine", ADDRESS)
     assert "mm-processor-cache-gb" not in read_options(command)  # no clips of runs
     sizes = json.loads(read_options(command)["mm-processor-kwargs"])
     # Of an image of one frame, and of all frames of a clip.
     assert sizes["images_kwargs"]["size"]["longest_edge"] == 5000
     assert sizes["videos_kwargs"]["size"]["longest_edge"] == 90000
     save_tiny_model(tmp_path / "full")
-    command = build_public_command(full, tmp_path / "full", "mine", ADDRESS)
+    command = launch.build_public_command(full, tmp_path / "full", "mine", ADDRESS)
     assert command[1] == str(tmp_path / "full")
     assert read_options(command)["served-model-name"] == "mine"
     assert "enable-lora" not in read_options(command)
@@ -164,10 +154,10 @@ def test_users_get_the_trained_model_under_its_name(tmp_path):
 def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(monkeypatch):
     monkeypatch.setattr(ChatTemplate, "_is_switch", lambda self, name: True)
     settings = load_settings("quickstart", ["prompt.thinking=false"])
-    options = read_options(build_public_command(settings, None, "mine", ADDRESS))
+    options = read_options(launch.build_public_command(settings, None, "mine", ADDRESS))
     assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (64, 64), (300, 320), (600, 600)])
 def test_ranks_of_adapters_are_those_that_vllm_allows(rank, allowed):
-    assert round_up_rank(rank) == allowed
+    assert launch.round_up_rank(rank) == allowed

@@ -1,35 +1,23 @@
 """Requests for completions, with the pixels and places of clips, and how responses are read."""
 
-from __future__ import annotations
-
 import base64
 import io
-import json
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_vllm import read_calls
 from PIL import Image
-from small_runs import make_trainer, read_metrics, save_tiny_model
 from tiny_models import make_prompt, noise_clip, noise_example, tiny_policy
-from video_files import make_video
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import DiffusionNoise
-from vlm_grpo.model.engine.batch import Path as TokenPath
+from vlm_grpo.model.engine.batch import Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve.requests import (
-    build_features,
-    build_request,
-    check_prompt,
-    read_choices,
-)
+from vlm_grpo.serve.requests import build_features, build_request, check_prompt, read_choices
 from vlm_grpo.serve.server import WeightLabel
 from vlm_grpo.types import Example, Observation
 from vlm_grpo.utils.http_json import ServiceError
@@ -251,7 +239,7 @@ def test_an_observed_image_is_sent_behind_the_frames_of_a_clip(clip_policy):
     clip, image = (
         make_prompt(clip_policy, Example("a", (part,), "When?", 0)) for part in (CLIP, IMAGE)
     )
-    whole = extend_prompt(clip, TokenPath((7, 8), (Observation(2, image),)))
+    whole = extend_prompt(clip, Path((7, 8), (Observation(2, image),)))
     found = build_features(clip_policy, whole)
     expected = [build_features(clip_policy, prompt) for prompt in (clip, image)]
     for kind, name in (("kwargs_data", "image"), ("mm_hashes", "image")):
@@ -266,19 +254,3 @@ def test_another_normalization_of_clips_than_of_images_is_an_error(clip_policy):
     clip_policy.processor.video_processor.image_mean = [0.4, 0.5, 0.5]
     with pytest.raises(UserError, match=r"example a: .* a clip unlike those .*sampler=policy"):
         build(clip_policy, MIXED)
-
-
-def test_a_run_on_clips(settings, fake, tmp_path):
-    (tmp_path / "a.mp4").write_bytes(make_video(count=6, size=(64, 32), fps=2))
-    rows = ({"id": str(i), "question": "?", "answer": "a", "videos": ["a.mp4"]} for i in range(3))
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = str(save_tiny_model(tmp_path / "qwen3", "qwen3_vl"))
-    build = settings(model=model, data={"train": str(data), "train_limit": None})
-    make_trainer(build).run()
-    assert len(read_metrics(build.run_dir)) == 4
-    asked = [call["body"] for call in read_calls(fake, "/inference/v1/generate")[1:]]
-    assert len(asked) == 4 * 3
-    # Three pairs of frames of two tokens each (32 × 32 pixels), with their times.
-    pad = json.loads((Path(model) / "config.json").read_text())["video_token_id"]
-    assert {body["token_ids"].count(pad) for body in asked} == {6}

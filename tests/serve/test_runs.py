@@ -1,7 +1,5 @@
 """Runs whose servers work, fail, and are stopped."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -103,7 +101,7 @@ def find_whole(settings: Any, whole_runs: Any, tmp_path_factory: Any, model_fold
     return find
 
 
-@pytest.mark.parametrize(("fault", "ahead"), [("die", 0), ("die", 1), ("hang", 0), ("500", 1)])
+@pytest.mark.parametrize(("fault", "ahead"), [("hang", 0), ("die", 1)])
 def test_a_server_that_fails_in_mid_rollout_is_restarted(
     settings, fake, find_whole, caplog, fault, ahead
 ):
@@ -139,21 +137,12 @@ def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
     assert log.read_text().count("$ ") == 3  # what failed is still there
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"starts": {"*": "exit"}}, "ended while it started; its log .*No available memory"),
-        (
-            {"starts": {"*": "never"}},
-            r"not ready after [01] s \(rollout.vllm.startup_timeout\); its",
-        ),
-    ],
-)
-def test_what_the_user_is_told(settings, fake, capsys, tmp_path, plan, message):
-    timeout = 0.5 if "never" in str(plan) else 60.0
-    build = settings(plan, vllm={"startup_timeout": timeout, "max_restarts": 1})
+def test_a_server_that_is_not_ready_in_time_is_one_message(settings, fake, capsys, tmp_path):
+    build = settings({"starts": {"*": "never"}}, vllm={"startup_timeout": 0.5, "max_restarts": 1})
     error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
-    assert re.search(message, error, re.DOTALL), error
+    assert re.search(r"not ready after [01] s \(rollout.vllm.startup_timeout\); its log", error), (
+        error
+    )
     assert error.count("error: ") == 1
     assert_nothing_is_left(build, fake)
 
@@ -165,7 +154,7 @@ def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
         monkeypatch.setattr(sampler, "get_free_port", lambda: port)
         build = settings()
         error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
-    assert "the vLLM server ended while it started" in error
+    assert "the vLLM server ended while it started; its log" in error
     assert "Address already in use" in error
 
 

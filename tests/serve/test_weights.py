@@ -1,12 +1,9 @@
 """Weights for servers: in files, and from memory into servers that have vLLM's interface."""
 
-from __future__ import annotations
-
 import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from forked import run_ranks
+from processes import wait_for
 from rank_cases import prepare, send_weights
 from safetensors.torch import load_file
 from small_runs import LORA
@@ -27,19 +25,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.sampling import build_sampling_settings
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import sampler, weights
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import Server
-from vlm_grpo.serve.weights import (
-    DirectTransfer,
-    FileTransfer,
-    IpcChannel,
-    NcclChannel,
-    group_by_layer,
-)
 from vlm_grpo.training.update import build_updater
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -52,7 +43,7 @@ def strategy(settings: Any, request: pytest.FixtureRequest) -> Any:
 
 def test_the_last_versions_have_files_of_their_own(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a server has another folder of its own
-    transfer, calls = FileTransfer(strategy, Path("files")), []
+    transfer, calls = weights.FileTransfer(strategy, Path("files")), []
     call: Any = lambda path, body: calls.append((path, body))  # noqa: E731
     target: Any = SimpleNamespace(command=call, post=call)
     is_full = strategy.policy.adapters is None
@@ -102,9 +93,9 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_transfer(
     way: str, server: TransferServer, strategy: Any, may_load: bool = True
-) -> DirectTransfer:
-    channel = IpcChannel(CPU) if way == "ipc" else NcclChannel(CPU, server.nccl)
-    return DirectTransfer(strategy, channel, may_load)
+) -> weights.DirectTransfer:
+    channel = weights.IpcChannel(CPU) if way == "ipc" else weights.NcclChannel(CPU, server.nccl)
+    return weights.DirectTransfer(strategy, channel, may_load)
 
 
 @functools.cache
@@ -132,7 +123,7 @@ def test_a_server_receives_what_the_files_have(
         assert found.dtype == (torch.bfloat16 if is_rounded else expected.dtype), name
         assert torch.equal(found, expected.to(found.dtype)), name
     updates = server.calls.count("/update_weights")
-    layers = len(group_by_layer(strategy.weights()))
+    layers = len(weights.group_by_layer(strategy.weights()))
     # A request per layer and dtype; a tensor over 1,000 bytes takes a request for itself.
     assert updates > 3 * layers if part_bytes == 1000 else layers <= updates <= 2 * layers
     assert server.calls == [
@@ -166,11 +157,11 @@ def test_a_server_that_fails_stops_no_other(way, path):
     with run_transfer_server() as good, run_transfer_server() as bad:
         bad.fails.add(path)
         targets = [Server(server.url, 10) for server in (bad, good)]
-        channel: Any = IpcChannel(CPU)
+        channel: Any = weights.IpcChannel(CPU)
         if way == "nccl":
-            channel = NcclChannel(CPU, good.nccl)
+            channel = weights.NcclChannel(CPU, good.nccl)
             bad.nccl = good.nccl
-        failures = DirectTransfer(make_strategy(), channel, True).send(targets)
+        failures = weights.DirectTransfer(make_strategy(), channel, True).send(targets)
         assert list(failures) == [bad.url]
         assert "out of memory" in str(failures[bad.url])
         assert bad.calls[-1] == path, "nothing is asked after a failure"
@@ -186,7 +177,7 @@ def test_another_version_of_nccl_is_not_tried(packages, server, tmp_path, monkey
     transfer = make_transfer("nccl", server, make_strategy())
     found = weights.replace_refused(transfer, [Server(server.url, 10)], settings)
     told = capsys.readouterr().out
-    assert isinstance(found, FileTransfer) == ("NCCL 2.30.7 here and 2.29.7 in" in told)
+    assert isinstance(found, weights.FileTransfer) == ("NCCL 2.30.7 here and 2.29.7 in" in told)
     assert (found is transfer) == ("nccl" not in packages)
     server.nccl.version = lambda: (2, 29, 7)
     assert weights.replace_refused(transfer, [Server(server.url, 10)], settings) is transfer
@@ -229,35 +220,31 @@ def test_a_broadcast_that_is_left_behind_keeps_its_group(server, monkeypatch):
     assert groups == [[first], [first]]
 
 
+class Shards:
+    """Shards that are gathered by ``full_tensor``, as those of a ``DTensor``."""
+
+    def __init__(self, gather: Callable[[], Tensor]) -> None:
+        self.full_tensor = gather
+
+
 class ShardedStrategy:
     """A strategy whose weights must be gathered, and which counts what is gathered at once."""
 
     def __init__(self) -> None:
         self.policy, self.accelerator = tiny_policy("qwen2_5_vl"), Accelerator(cpu=True)
-        self.gathered: list[str] = []
-        self.alive: dict[int, int] = {}
-        self.most = 0
+        self.gathered, self.alive, self.most = list[str](), dict[int, int](), 0
 
     def weights(self) -> dict[str, Any]:
-        return {n: self._defer(n, w) for n, w in self.policy.weights().items()}
+        weights = self.policy.weights()
+        return {n: Shards(functools.partial(self._gather, n, w)) for n, w in weights.items()}
 
-    def _defer(self, name: str, weight: Tensor) -> Shards:
-        def gather() -> Tensor:
-            full = weight.detach().clone()
-            self.gathered.append(name)
-            self.alive[id(full)] = full.nbytes
-            weakref.finalize(full, self.alive.pop, id(full))
-            self.most = max(self.most, sum(self.alive.values()))
-            return full
-
-        return Shards(gather)
-
-
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """Shards that are gathered by ``full_tensor``, as those of a ``DTensor``."""
-
-    full_tensor: Callable[[], Tensor]
+    def _gather(self, name: str, weight: Tensor) -> Tensor:
+        full = weight.detach().clone()
+        self.gathered.append(name)
+        self.alive[id(full)] = full.nbytes
+        weakref.finalize(full, self.alive.pop, id(full))
+        self.most = max(self.most, sum(self.alive.values()))
+        return full
 
 
 @pytest.fixture
@@ -270,17 +257,17 @@ def sharded(monkeypatch) -> Any:
 def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(way, server, sharded):
     strategy: Any = sharded
     transfer = make_transfer(way, server, strategy)
-    weights = strategy.policy.weights()
+    own = strategy.policy.weights()
     assert transfer.send([Server(server.url, 10)]) == {}
-    assert sorted(strategy.gathered) == sorted(weights)
-    layers = [sum(weights[n].nbytes for n in layer) for layer in group_by_layer(weights)]
+    assert sorted(strategy.gathered) == sorted(own)
+    layers = [sum(own[n].nbytes for n in layer) for layer in weights.group_by_layer(own)]
     # While a layer is gathered, the last one that was sent may still be there.
     assert strategy.most <= 2 * max(layers) < sum(layers)
     # A rank without a server takes part in the gathering, and holds one tensor at a time.
     strategy.gathered, strategy.most = [], 0
     assert transfer.send([]) == {}
-    assert sorted(strategy.gathered) == sorted(weights)
-    assert strategy.most <= 2 * max(weight.nbytes for weight in weights.values())
+    assert sorted(strategy.gathered) == sorted(own)
+    assert strategy.most <= 2 * max(weight.nbytes for weight in own.values())
 
 
 @pytest.mark.slow
@@ -314,41 +301,16 @@ class Run:
     ) -> None:
         overrides = ["rollout.sampler=vllm", f"rollout.vllm.urls=[{server.url}]"]
         settings = load_settings("quickstart", [*overrides, f"output_dir={folder}"])
-        self.policy = load_policy(settings)
+        self.server, self.policy = server, load_policy(settings)
         strategy = Strategy(self.policy, Accelerator(cpu=True))
         self.sampler = VllmSampler(strategy, settings)
-        self.sampler.transfer = DirectTransfer(strategy, IpcChannel(torch.device("cpu")), may_load)
+        self.sampler.transfer = make_transfer("ipc", server, strategy, may_load)
         self.sampler.servers[0].sleep_level = level
-        self.server = server
-        self.prompt = make_prompt(self.policy, noise_example("a", [(50, 60)]))
-        self.sampling = build_sampling_settings(self.policy.distribution, settings.rollout)
-        server.answer = self.answer
-
-    def answer(self, body: Any) -> dict[str, Any]:
-        end = self.policy.distribution.eos[0]
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "token_ids": [end],
-            "logprobs": {"content": [{"logprob": -0.5}]},
-            "weight_versions": [{"version": self.server.name}],
-        }
-        return {"prompt_token_ids": list(self.prompt.token_ids), "choices": [choice]}
-
-    def answer_late(self) -> tuple[Event, Event]:
-        """Answer when the second event is set; the first is set when that is waited for."""
-        begun, may_end = Event(), Event()
-
-        def answer(body: Any) -> dict[str, Any]:
-            begun.set()
-            assert may_end.wait(20)
-            return self.answer(body)
-
-        self.server.answer = answer
-        return begun, may_end
+        self.prompt = make_prompt(self.policy, noise_example("a", []))
 
     def start(self) -> Any:
-        return self.sampler.start([self.prompt], self.sampling, [range(1)], [(0, 0)])
+        sampling = SamplingSettings(self.policy.distribution, 4)
+        return self.sampler.start([self.prompt], sampling, [range(1)], [(0, 0)])
 
     def take_calls(self) -> list[str]:
         """Return the calls since the last time; those that bring weights are one."""
@@ -387,14 +349,14 @@ def test_a_step_wakes_loads_samples_and_rests(server, tmp_path):
 def test_weights_wait_for_what_is_being_sampled(server, tmp_path, monkeypatch):
     run = Run(server, tmp_path, level=None, may_load=False)
     run.sampler.publish(0)
-    begun, may_end = run.answer_late()
+    server.may_answer.clear()
     ahead = run.start()
-    assert begun.wait(20)
+    wait_for(lambda: "/inference/v1/generate" in server.calls)
     run.take_calls()
     finished: list[bool] = []
     pause = Server.open
     monkeypatch.setattr(Server, "open", lambda s: (finished.append(ahead.done()), pause(s)))
-    Timer(0.5, may_end.set).start()
+    Timer(0.5, server.may_answer.set).start()
     run.sampler.publish(1)
     assert finished == [True], "weights changed while completions were being sampled"
     assert ahead.result()[0][0].version == 0

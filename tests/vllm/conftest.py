@@ -3,8 +3,6 @@
 ``VLLM_PYTHON`` is the Python of vLLM's environment; without it the tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

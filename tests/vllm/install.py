@@ -6,8 +6,6 @@ declarations of the two operators that it asks for, and the others are removed. 
 its own version under the name of the package for GPUs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clips in rollouts and predictions by a real vLLM server of a tiny Qwen3-VL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

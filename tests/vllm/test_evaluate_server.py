@@ -1,16 +1,15 @@
 """A model behind a vLLM server gives the outputs of the same model in this process."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from accelerate.utils.other import get_free_port
-from PIL import Image
+from tiny_models import noise_example
 from vllm_runs import run_servers
 
 from vlm_grpo.config.recipes import load_settings
@@ -19,7 +18,6 @@ from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.types import Example, ImageRef
 
 GENERATION_DEFAULTS = {"repetition_penalty": 1.3, "top_k": 3, "top_p": 0.5, "temperature": 0.9}
 """Generation settings such as models bring; vLLM applies those that a request does not set."""
@@ -67,20 +65,14 @@ def test_outputs_are_those_of_the_model_in_this_process(
     assert caplog.text == ""  # no prompt has another number of tokens than here
 
 
-def test_prompts_of_images_of_any_size_have_as_many_tokens_as_here(served_url, tmp_path):
+def test_prompts_of_images_of_any_size_have_as_many_tokens_as_here(served_url):
     builder = load_prompt_builder(load_settings("counting"))
     client = ChatClient(Endpoint(served_url))
-    random_sizes = random.Random(3)
+    pick_side = partial(random.Random(3).randrange, 20, 400)
     for number in range(40):
-        sizes = [random_sizes.choices(range(20, 400), k=2) for _ in range(1 + number % 3)]
-        paths = [tmp_path / f"{number}-{index}.png" for index in range(len(sizes))]
-        for path, (width, height) in zip(paths, sizes, strict=True):
-            Image.effect_noise((width, height), 80).convert("RGB").save(path)
-        images = tuple(
-            ImageRef(path.name, (width, height), (width, height), path)
-            for path, (width, height) in zip(paths, sizes, strict=True)
-        )
-        example = builder.with_resized_sizes(Example("a", images, "How many?", None))
+        sizes = [(pick_side(), pick_side()) for _ in range(1 + number % 3)]
+        example = noise_example(str(number), sizes, "How many?", seed=number)
+        example = builder.with_resized_sizes(example)
         turns = builder.write(example, PlainQuestion())
         loaded = [image for image, _ in builder.load_images(example)]
         answer = client.ask(build_messages(turns, loaded), {"max_tokens": 1})

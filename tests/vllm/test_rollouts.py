@@ -1,30 +1,22 @@
 """Completions of a real vLLM server, compared with those of the policy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import small_environments
 import torch
-from gradients import relative_distance
 from small_runs import read_metrics
-from tiny_models import make_prompt, noise_example, sampled_logprobs
+from tiny_models import make_prompt, noise_example
 from vllm_runs import LORA, find_difference, make_settings, sample
 
-from vlm_grpo.config.run import Settings
-from vlm_grpo.data.loading import load_run_task, load_split
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
-from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.server import Server
-from vlm_grpo.training.batch import build_slices
-from vlm_grpo.training.trainer import Trainer, train
+from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Prompt
 
 
@@ -112,11 +104,8 @@ def test_log_probs_are_the_trainers_after_each_of_ten_updates(tmp_path, server_p
     settings = make_settings(
         tmp_path,
         [server_processes[int(bool(adapters))][0]],
-        "optim.max_steps=10",
         "optim.prompts_per_step=8",  # rewards differ within a group of each step
-        "rollout.num_generations=6",
-        "optim.lr=1e-4",
-        *adapters,
+        *("optim.max_steps=10", "rollout.num_generations=6", "optim.lr=1e-4", *adapters),
     )
     train(settings)
     rows = read_metrics(settings.run_dir)
@@ -126,60 +115,20 @@ def test_log_probs_are_the_trainers_after_each_of_ten_updates(tmp_path, server_p
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
-def make_episode_settings(folder: Path, url: str, *overrides: str) -> Settings:
-    return make_settings(
-        folder,
-        [url],
-        "optim.max_steps=3",
-        "optim.prompts_per_step=8",
-        "rollout.num_generations=6",
-        "rollout.min_new_tokens=8",  # long enough for calls
-        "rollout.max_completion_length=24",
-        f"task_options.environment={small_environments.__file__}:PeekAtDigits",
-        *overrides,
-    )
-
-
 @pytest.mark.parametrize("forks", [1, 3])
 def test_log_probs_of_episodes_are_the_trainers(forks, tmp_path, server_processes):
-    url = server_processes[0][0]
-    settings = make_episode_settings(tmp_path, url, f"rollout.forks={forks}")
+    settings = make_settings(
+        tmp_path,
+        [server_processes[0][0]],
+        *("optim.max_steps=3", "optim.prompts_per_step=8", "rollout.num_generations=6"),
+        *("rollout.min_new_tokens=8", "rollout.max_completion_length=24"),  # enough for calls
+        f"task_options.environment={small_environments.__file__}:PeekAtDigits",
+        f"rollout.forks={forks}",
+    )
     train(settings)
     for row in read_metrics(settings.run_dir):
         assert row["rewards/turns/mean"] > 1 / 3  # some have two turns or three
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
-
-
-def test_forked_episodes_are_scored_as_if_each_were_sampled_alone(tmp_path, server_processes):
-    settings = make_episode_settings(tmp_path, server_processes[0][0], "rollout.forks=3")
-    policy, task = load_policy(settings), load_run_task(settings)
-    trainer = Trainer(settings, policy, task, load_split(settings, task, "train"))
-    groups = trainer.sampler.sample(0).groups
-    trainer.sampler.close()
-    completions = [c for group in groups for c in group.completions]
-    assert [c.trunk for c in completions] == [0, 0, 0, 3, 3, 3] * len(groups)
-    for first in range(0, len(completions), 3):
-        trunk, *branches = completions[first : first + 3]
-        for branch in branches:
-            assert branch.turns[0] == trunk.turns[0]
-            assert branch.logprobs[: trunk.trunk_length] == trunk.logprobs[: trunk.trunk_length]
-    assert any(
-        a.token_ids != b.token_ids for a, b in zip(completions[::3], completions[1::3], strict=True)
-    )
-    slices = build_slices(groups, [True] * len(completions))
-    found = []
-    for own in (slices, tuple(replace(part, trunks=()) for part in slices)):
-        logprobs = policy.score(MicroBatch(own)).logprobs
-        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-        grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
-        found.append((logprobs.detach(), {n: g.clone() for n, g in grads.items() if g.any()}))
-        policy.model.zero_grad()
-        policy.engine.clear_image_features()
-    (forked, gradient), (alone, expected) = found
-    sampled = sampled_logprobs([group.completions for group in groups])
-    torch.testing.assert_close(forked, sampled, rtol=0, atol=1e-4)
-    torch.testing.assert_close(forked, alone, rtol=0, atol=1e-5)
-    assert relative_distance(gradient, expected) < 1e-4
 
 
 @pytest.mark.parametrize("resets", [True, False])

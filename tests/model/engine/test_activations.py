@@ -1,7 +1,5 @@
 """Recomputed and offloaded activations give the same gradients and leave less memory in use."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Packing keeps every completion once, within the budget."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Fused RMS norms have equal values and gradients, and only where the formula is the same."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunked log-probabilities equal the plain softmax, with their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

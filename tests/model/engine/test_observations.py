@@ -1,13 +1,11 @@
 """Completions behind images and clips, also with observed tokens and images between their own,
 equal plain transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from family_policies import build_family_policy, build_prompts
+from family_policies import backpropagate, build_family_policy, build_prompts
 from gpu_standins import use_plain_varlen
 from gradients import relative_distance, use_float64, use_float64_recurrence
 from tiny_models import clip_examples, make_prompt
@@ -87,11 +85,7 @@ def score_parts(policy: Policy, parts: list[tuple[Prompt, tuple[int, ...]]]) -> 
 
 def run(policy: Policy, score: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return scores, and the gradient of a weighted sum of them."""
-    (score * torch.linspace(-1, 1, len(score), dtype=score.dtype)).sum().backward()
-    weights = policy.trainable_parameters()
-    gradient = {n: w.grad.clone() for n, w in weights if w.grad is not None and w.grad.any()}
-    policy.model.zero_grad()
-    return score.detach(), gradient
+    return score.detach(), backpropagate(policy, score)
 
 
 @pytest.mark.parametrize("name", NAMES)

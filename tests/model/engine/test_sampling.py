@@ -1,7 +1,5 @@
 """Tokens follow the sampling distribution, and completions end where the settings say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -187,8 +185,7 @@ def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(
 
 def test_nothing_is_stored_for_finished_completions():
     state = SamplerState(
-        torch.rand(3, 4, dtype=torch.float64),
-        SamplingSettings(SamplingDistribution(eos=(2,)), 4),
+        torch.rand(3, 4, dtype=torch.float64), SamplingSettings(SamplingDistribution(eos=(2,)), 4)
     )
     logits = torch.full((3, 5), -torch.inf)
     logits[[0, 1, 2], [1, 2, 3]] = 0.0

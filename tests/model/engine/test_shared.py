@@ -1,8 +1,6 @@
 """The shared form samples as the repeated form and transformers do, with images and clips; captured
 steps are kept, or given up where they fail. Its scores are compared in ``test_observations.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,6 @@
 """Micro-batches that share an image share its pass through a trained vision tower."""
 
-from __future__ import annotations
-
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -39,14 +38,11 @@ def compute_gradient(policy: Policy, batches: list[MicroBatch], share: bool) -> 
     """Return the gradient of the summed log-probs, and the number of encoder passes."""
     policy.model.zero_grad()
     policy.counters.encoder_passes = 0
-    if share:
-        with policy.engine.share_image_passes() as finish:
-            for count, micro in enumerate(batches, 1):
-                policy.score(micro).logprobs.sum().backward()
-                finish({image for later in batches[count:] for image in later.images})
-    else:
-        for micro in batches:
+    alone = nullcontext(lambda later: None)
+    with policy.engine.share_image_passes() if share else alone as finish:
+        for count, micro in enumerate(batches, 1):
             policy.score(micro).logprobs.sum().backward()
+            finish({image for later in batches[count:] for image in later.images})
     grads = {n: w.grad.clone() for n, w in policy.trainable_parameters() if w.grad is not None}
     return grads, policy.counters.encoder_passes
 

@@ -1,7 +1,5 @@
 """Every family: the forms of sampling and scoring compute what plain transformers computes."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from family_models import ALIKE, BUILDERS
 from family_policies import (
+    backpropagate,
     build_family_policy,
     build_prompts,
     make_batch,
@@ -158,10 +157,7 @@ def compute_gradient(
     for weight_name, weight in policy.trainable_parameters():
         if "lora_B" in weight_name:  # initially 0, which would leave the output unchanged
             torch.nn.init.normal_(weight, std=0.1)
-    logprobs = policy.score(make_batch(build_prompts(policy, name, 4))).logprobs
-    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
-    weights = policy.trainable_parameters()
-    return {n: w.grad for n, w in weights if w.grad is not None and w.grad.any()}
+    return backpropagate(policy, policy.score(make_batch(build_prompts(policy, name, 4))).logprobs)
 
 
 @pytest.mark.no_shapes

@@ -1,9 +1,5 @@
 """The base family: tokens of answers, and the shared form of any model, also of unknown ones."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +7,16 @@ from family_policies import build_family_policy
 from PIL import Image
 from qwen_vl_utils.vision_process import fetch_image
 from tiny_models import FAMILIES as QWEN
-from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
-from transformers import CONFIG_MAPPING, Cache, InternVLConfig, Qwen2Tokenizer
+from tiny_models import (
+    make_prompt,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    tiny_policy,
+    tiny_tokenizer,
+)
+from transformers import CONFIG_MAPPING, Cache, InternVLConfig
 
-from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.model.families import Family, load_family
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
@@ -37,22 +39,10 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
 """For each family, by its coordinate frame: the type of model and additional special tokens."""
 
 
-def load_family_and_tokenizer(frame: str) -> tuple[Family, Any]:
-    kind, special = FAMILIES[frame]
-    alphabet = [*map(chr, range(33, 127)), "Ġ"]  # how byte-level tokenizers write a space
-    tokenizer = Qwen2Tokenizer(
-        vocab={letter: number for number, letter in enumerate(alphabet)},
-        merges=[],
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=[*SPECIAL_TOKENS, *special],
-    )
-    return load_family(CONFIG_MAPPING[kind]()), tokenizer
-
-
 @pytest.mark.parametrize("frame", FAMILIES)
 def test_decoded_boxes_can_be_parsed_and_other_special_tokens_are_removed(frame):
-    family, tokenizer = load_family_and_tokenizer(frame)
+    kind, special = FAMILIES[frame]
+    family, tokenizer = load_family(CONFIG_MAPPING[kind]()), tiny_tokenizer(*special)
     assert family.frame == frame
     boxes, size = [(64.0, 48.0, 320.0, 240.0), (0.0, 24.0, 608.0, 456.0)], (640, 480)
     written = FRAMES[frame].write_all(boxes, size, size, labels=["red mug", "cat"])
@@ -90,6 +80,10 @@ def test_completions_keep_the_special_tokens_of_answers():
 # The shared form.
 
 
+class OtherConfig(InternVLConfig):
+    model_type = "other"
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -100,10 +94,12 @@ def test_completions_keep_the_special_tokens_of_answers():
             "its model takes no precomputed image features (transformers 5.18 and later may)",
         ),
         ("llama4", "it has layers of the type chunked_attention"),
+        (OtherConfig, "its code does not come with transformers"),
     ],
 )
 def test_the_reason_against_the_shared_form(kind, reason):
-    assert Family().why_not_shared(CONFIG_MAPPING[kind]()) == reason
+    config = CONFIG_MAPPING[kind]() if isinstance(kind, str) else kind()
+    assert Family().why_not_shared(config) == reason
 
 
 def test_recurrent_layers_need_the_cache_of_a_newer_transformers(monkeypatch):
@@ -111,13 +107,6 @@ def test_recurrent_layers_need_the_cache_of_a_newer_transformers(monkeypatch):
     reason = "its recurrent layers need transformers 5.21 or later"
     assert Family().why_not_shared(CONFIG_MAPPING["qwen3_5"]()) == reason
     assert Family().why_not_shared(CONFIG_MAPPING["gemma3"]()) is None
-
-
-def test_code_from_elsewhere_does_not_share_prompts():
-    class OtherConfig(InternVLConfig):
-        model_type = "other"
-
-    assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
 
 
 @pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
