@@ -50,7 +50,6 @@ from vlm_grpo.serve import weights
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import trainer
-from vlm_grpo.training.checkpoint.store import write_checkpoint
 from vlm_grpo.training.run_dir import lock_run
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
@@ -112,11 +111,7 @@ WEIGHTS = {
     "frozen_vision": {"freeze": ["vision"]},
     "lora": {"lora": {"r": 4, "alpha": 8}},
 }
-KINDS = {
-    "ddp-4": ("full",),
-    "hsdp-4": ("full",),
-    "fsdp_held-2": ("full", "lora"),
-}
+KINDS = {"ddp-4": ("full",), "hsdp-4": ("full",), "fsdp_held-2": ("full", "lora")}
 """The kinds of weights of the launches that do not have all."""
 COMMUNICATION = {"ddp-4": (), "hsdp-4": ("full",)}
 """The kinds of weights with which a launch counts its communication, if not both."""
@@ -319,24 +314,6 @@ def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
     return train_and_read(settings)
 
 
-def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
-    """Write a checkpoint whose last part cannot be written; return this rank's error, and files."""
-    accelerator = build_accelerator(make_settings(folder, launch))
-    checkpoints = folder / "failed"
-
-    def write_weights(part: Path) -> None:
-        (part / "weights").touch()
-        if accelerator.is_last_process:
-            raise OSError("no space")
-
-    state = {}, {}
-    try:
-        write_checkpoint(accelerator, checkpoints, 1, state, write_weights, sharded=True)
-    except (OSError, UserError) as error:
-        return [str(error), [path.name for path in checkpoints.iterdir()]]
-    return []
-
-
 def rename_run(settings: Settings) -> list[str]:
     """Rename the run's folder before a step; return the errors of all ranks."""
     trainer, error = build_trainer(settings), "none"
@@ -498,29 +475,6 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     return steps
 
 
-def skip_infinite_gradient(trainer: Trainer) -> list[Any]:
-    """Run a step in which one rank's gradient is infinite, and a normal one.
-
-    Return the skipped updates of the first, whether it kept the weights, and those of the second.
-    """
-    strategy = trainer.strategy
-    before, passes = _copy_weights(strategy), strategy.passes
-
-    def spoil(batches: Any) -> Iterator[Any]:
-        if trainer.accelerator.is_main_process:
-            for _, weight in strategy.trainable:
-                weight.grad = torch.full_like(weight, torch.inf)
-        yield from passes(batches)
-
-    strategy.passes = spoil  # type: ignore[method-assign]
-    skipped = trainer.step()["skipped_updates"]
-    after = _copy_weights(strategy)
-    strategy.passes = passes  # type: ignore[method-assign]
-    skipped_later = trainer.step()["skipped_updates"]
-    is_unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    return [skipped, is_unchanged, skipped_later]
-
-
 def _copy_weights(strategy: Strategy) -> dict[str, Tensor]:
     weights = strategy.weights()
     return {name: weight.clone() for name, weight in gather_full(weights, weights).items()}
@@ -651,7 +605,6 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         yield "out of memory", partial(retry_after_out_of_memory, make_settings(folder, launch))
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":
-        yield "failed part", lambda: fail_to_write_a_part(folder, launch)
         yield "renamed run", lambda: rename_run(make_settings(folder, launch))
     if not launch.endswith("-4"):
         yield "begun run", lambda: begin_run(folder, launch)
@@ -668,8 +621,6 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
         yield f"steps, {kind}", partial(run_steps, trainer, STEPS[kind])
         if kind in COMMUNICATION.get(launch, ("full", "lora")):
             yield f"communication, {kind}", partial(count_communication, trainer)
-        if kind == "full" and launch == "ddp-1":
-            yield "infinite gradient", partial(skip_infinite_gradient, trainer)
         trainer.sampler.close()
         if kind not in BFLOAT16 or launch not in ("ddp-2", "fsdp-2"):
             continue

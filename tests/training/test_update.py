@@ -34,12 +34,7 @@ from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_s
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective import MetricAccumulator, StepTotals, completion_weights
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.training.update import (
-    Updater,
-    build_updater,
-    pack_step,
-    sum_metrics,
-)
+from vlm_grpo.training.update import Updater, build_updater, pack_step, sum_metrics
 
 
 def make_batch(trainer: Trainer) -> StepBatch:
