@@ -63,10 +63,6 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout": {"top_k": 150},
         "optim": {"max_tokens_per_batch": 60},
     },
-    "sequence-level ratios, two mini-batches in micro-batches, KL in the loss": {
-        "objective": {"importance_sampling_level": "sequence", "epsilon": 0.001, "beta": 0.3},
-        "optim": {"mini_batches": 2, "max_tokens_per_batch": 40},
-    },
     "dapo, LoRA, two mini-batches, one iteration, masked, KL in the reward": {
         **LORA,
         "objective": {

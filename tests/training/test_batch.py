@@ -84,6 +84,7 @@ def test_a_rank_without_groups_has_an_empty_batch():
     assert batch.mini_batches == ((),)
     assert batch.weights["policy"].shape == (0,)
     assert compute([]).own.shape == (0,)
+    assert compute([]).step.frac_reward_zero_std == 0
 
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():

@@ -323,15 +323,6 @@ def test_wrong_arguments_are_one_message(capsys, exported, finished, tmp_path, a
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_export_leaves_no_files(exported, tmp_path, monkeypatch):
-    failing = Mock(side_effect=OSError("no space left"))
-    monkeypatch.setattr("vlm_grpo.training.export.build_model_card", failing)
-    checkpoint = exported["full"].out.with_name("checkpoint")
-    with pytest.raises(OSError, match="no space"):
-        export(str(checkpoint), tmp_path / "new" / "out")
-    assert not list(tmp_path.iterdir())
-
-
 # Adapters trained on quantized weights, merged into these or into the original ones.
 
 

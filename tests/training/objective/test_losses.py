@@ -65,23 +65,12 @@ def make_step(dtype: torch.dtype = torch.float32) -> TokenBatch:
 
 def select(step: TokenBatch, completions: list[int]) -> TokenBatch:
     """Build a micro-batch of these completions in this order."""
-    rows = [(step.completion == c).nonzero().flatten() for c in completions]
-    tokens = torch.cat(rows)
-
-    def take(values: Tensor | None, index: Any) -> Tensor | None:
-        return None if values is None else values[index]
-
-    return TokenBatch(
-        logprobs=step.logprobs[tokens],
-        completion=torch.arange(len(completions)).repeat_interleave(step.lengths[completions]),
-        advantages=step.advantages[completions],
-        lengths=step.lengths[completions],
-        old_logprobs=take(step.old_logprobs, tokens),
-        reference_logprobs=take(step.reference_logprobs, tokens),
-        sampler_logprobs=take(step.sampler_logprobs, tokens),
-        entropies=take(step.entropies, tokens),
-        active=take(step.active, completions),
-    )
+    tokens = torch.cat([(step.completion == c).nonzero().flatten() for c in completions])
+    own = {name: value for name, value in vars(step).items() if isinstance(value, Tensor)}
+    of_completions = "advantages", "lengths", "active"
+    part = {n: x[completions if n in of_completions else tokens] for n, x in own.items()}
+    part["completion"] = torch.arange(len(completions)).repeat_interleave(part["lengths"])
+    return replace(step, **part)
 
 
 def count_totals(step: TokenBatch) -> StepTotals:
