@@ -18,6 +18,7 @@ from gradients import relative_distance
 from plain_step import PlainModel, PlainStep, compute_gradient
 from small_environments import Peek
 from small_runs import small_run
+from steps import capture_step
 from tiny_models import noise_example, tiny_model
 from torch import Tensor
 
@@ -357,16 +358,15 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
     recorder = Recorder(make_trainer(settings))
     recorder.attach(monkeypatch)
     recorder.trainer.step()
-    sampler, rollouts = recorder.trainer.sampler, []
     monkeypatch.setattr(
-        sampler, "_split_by_spread", lambda groups, _: ([*groups][:1], [*groups][1:])
+        recorder.trainer.sampler,
+        "_split_by_spread",
+        lambda groups, _: ([*groups][:1], [*groups][1:]),
     )
-    sample = sampler.sample
-    monkeypatch.setattr(sampler, "sample", lambda *a: rollouts.append(sample(*a)) or rollouts[-1])
-    metrics = recorder.trainer.step()
+    metrics, rollout, _ = capture_step(recorder.trainer)
     assert metrics["replay/groups"] == 1
     assert metrics["clip_ratio/region_mean"] > 0
-    again = rollouts[0].recalled
+    again = rollout.recalled
     assert [group.id for group in again] == [recorder.groups[0][1].id]
     plain, weights = PlainModel(model_folder, settings), {"letters": 1.0, "codes": -0.5}
     first, before = recorder.weights[0], recorder.weights[iterations]

@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch

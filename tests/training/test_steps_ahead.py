@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -16,12 +15,9 @@ import pytest
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
 from small_runs import (
-    LORA,
-    assert_resumes,
     make_trainer,
     read_metrics,
     read_samples,
-    stop_run,
     train_with_stops,
 )
 

@@ -188,7 +188,7 @@ def test_the_tensors_of_a_layer_are_written_by_one_rank():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_rank_that_fails_leaves_no_files(tmp_path, sharded, monkeypatch):
+def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path, sharded, monkeypatch):
     def fail(folder: Path) -> None:
         (folder / "model.safetensors").touch()
         raise OSError("No space left on device")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from small_runs import assert_resumes, make_trainer, read_metrics, read_samples
-from tiny_models import noise_example
+from steps import assert_sampled_behind
 
 from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.media import images
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import Noise
@@ -27,9 +25,8 @@ from vlm_grpo.training.objective.losses import (
     loss_metrics,
     sampler_weights,
 )
-from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.trainer import train
-from vlm_grpo.types import Completion, Example, Group, Prompt
+from vlm_grpo.types import Completion, Example, Group
 
 CONSTANT = {"noise": {"midpoint": 9.0}}
 """Noise whose strength does not fall."""
@@ -66,6 +63,21 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
         for completion, other in zip(members, plain[name], strict=True):
             assert completion.token_ids == other.token_ids
             assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(settings):
+    trainer = make_trainer(settings(rollout=CONSTANT))
+    sampler, rollout = trainer.sampler, trainer.sampler.sample(0)
+    variant = trainer.methods["noise"].variant(0)
+    assert variant is not None
+    assert rollout.metrics == {"noise/strength": variant.label[1]}
+    prompts = {p.example.id: p.variant for p in sampler.loader.load(range(3), variant)}
+    for group in rollout.groups:
+        assert all(image.noise is None for image in group.prompt.example.images)
+        noisy = prompts[group.id]
+        assert noisy is not None
+        assert noisy.token_ids == group.prompt.token_ids
+        assert_sampled_behind(sampler.policy, group, noisy)
 
 
 @pytest.mark.parametrize(("policy", "passes"), [(FROZEN, 2), ({"dtype": "float32"}, 3)])

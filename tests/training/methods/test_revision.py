@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from small_runs import assert_resumes, make_trainer, small_run
+from small_runs import make_trainer, small_run
 from tiny_models import tiny_model
 
 from vlm_grpo.training.methods.revision import is_revised

@@ -10,6 +10,7 @@ import pytest
 import small_environments
 import torch
 from small_runs import make_trainer
+from steps import capture_step
 
 from vlm_grpo.model.episodes import REFUSAL
 from vlm_grpo.training.methods.tool_gain import credit_calls
@@ -58,13 +59,9 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
 
 def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings):
     short = {"num_generations": 6, "max_completion_length": 2}  # some episodes call nothing
-    trainer, rollouts, batches = make_trainer(settings(**CHANGES | {"rollout": short})), [], []
-    score, update = trainer.updater.score, trainer.updater.update
-    trainer.updater.score = lambda rollout: rollouts.append(rollout) or score(rollout)
-    trainer.updater.update = lambda batch: batches.append(batch) or update(batch)
-    metrics = trainer.step()
+    trainer = make_trainer(settings(**CHANGES | {"rollout": short}))
+    metrics, rollout, batch = capture_step(trainer)
     trainer.sampler.close()
-    (rollout,), (batch,) = rollouts, batches
     tokens = iter(batch.layout.split(batch.values["token_advantages"]))
     kinds, differences = set(), []
     for group in rollout.groups:

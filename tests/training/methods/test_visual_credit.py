@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import assert_resumes, make_trainer, read_metrics
+from small_runs import make_trainer
 
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
