@@ -7,9 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -75,23 +75,14 @@ print(json.dumps(found))
 """
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An exported model, and results of its policy before the export.
+class Exported(NamedTuple):
+    """An exported model, and results of its policy before the export."""
 
-    Attributes:
-        original: folder of the model that was trained.
-        out: the exported folder.
-        untrained, logprobs: log-probabilities of ``COMPLETIONS`` under the original model and the
-            policy.
-        large_tokens: tokens of a prompt with a large image.
-    """
-
-    original: Path
-    out: Path
-    untrained: list[float]
-    logprobs: list[float]
-    large_tokens: int
+    original: Path  # folder of the model that was trained
+    out: Path  # the exported folder
+    untrained: list[float]  # log-probs of ``COMPLETIONS`` under the original model
+    logprobs: list[float]  # and under the policy
+    large_tokens: int  # tokens of a prompt with a large image
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
