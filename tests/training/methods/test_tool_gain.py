@@ -57,7 +57,8 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
     assert [part.tolist() for part in kept] == [[1, 1], [-1, -1], [0, 0], [0, 0]]
 
 
-def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings):
+def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings, monkeypatch):
+    monkeypatch.setattr("vlm_grpo.model.prompts._TOOLS", "Look.")  # nine tenths of the prompts
     short = {"num_generations": 6, "max_completion_length": 2}  # some episodes call nothing
     trainer = make_trainer(settings(**CHANGES | {"rollout": short}))
     metrics, rollout, batch = capture_step(trainer)

@@ -64,17 +64,22 @@ def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Ca
     )
 
 
+class Attributes(SimpleNamespace):
+    """What TRL's methods read of a trainer; all that is not given is off."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def make_trl_trainer(settings: ObjectiveSettings) -> SimpleNamespace:
-    return SimpleNamespace(
+    return Attributes(
         model=SimpleNamespace(training=True),
         # The settings have TRL's names.
         args=SimpleNamespace(**settings.model_dump(), steps_per_generation=1),
         accelerator=SimpleNamespace(
             num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
         ),
-        aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
         importance_sampling_level=settings.importance_sampling_level,
         beta=settings.beta,
         loss_type=settings.loss_type,
@@ -87,7 +92,6 @@ def make_trl_trainer(settings: ObjectiveSettings) -> SimpleNamespace:
         max_completion_length=MAX_LENGTH,
         entropy_coef=settings.entropy_coef,
         _entropy_bonus_enabled=settings.entropy_coef > 0,
-        use_adaptive_entropy=False,
         _metrics={"train": defaultdict(list)},
     )
 
@@ -131,7 +135,7 @@ def run_trl_scoring(
     if case is not None and case.sampler is not None:
         sampled = [row[:n].tolist() for row, n in zip(case.sampler.detach(), lengths, strict=True)]
     names = [f"reward{i}" for i in range(functions)]
-    trainer = SimpleNamespace(
+    trainer = Attributes(
         accelerator=SimpleNamespace(
             device=torch.device("cpu"), process_index=0, gather=lambda x: x
         ),
@@ -142,9 +146,6 @@ def run_trl_scoring(
             gradient_accumulation_steps=1,
             gradient_checkpointing_kwargs=None,
         ),
-        environment_factories=None,
-        environments=None,
-        tools=None,
         _generate=lambda prompts: ([[1]] * count, ids, None, [""] * count, sampled, {}, None, None),
         _get_per_token_logps_and_entropies=lambda *a, **k: (
             None if case is None else case.logps.detach() if case.old is None else case.old,
@@ -152,8 +153,6 @@ def run_trl_scoring(
             None,
         ),
         _tokenizer=SimpleNamespace(pad_token_id=0),
-        pad_to_multiple_of=None,
-        mask_truncated_completions=False,
         num_iterations=1,
         use_vllm=correction != "none",
         vllm_importance_sampling_correction=True,
@@ -170,7 +169,6 @@ def run_trl_scoring(
         reward_funcs=names,
         reward_func_names=names,
         scale_rewards=scale_rewards,
-        log_multimodal=False,
         _metrics={"train": defaultdict(list)},
         _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         _pending_extra_logs={},
