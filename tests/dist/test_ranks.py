@@ -223,15 +223,15 @@ def test_communication_is_what_the_guide_states(folder):
 # Resumed runs.
 
 
-def check_resumed_runs(folder: Path, launches: list[str]) -> None:
-    """Check that resumed runs have the steps and final weights of an uninterrupted one."""
+def test_a_run_resumes_with_any_number_of_processes(folder):
+    """Resumed runs have the steps and final weights of an uninterrupted one."""
     run_launches(folder, ["ddp-1", *TWO])  # each leaves the beginning of a run
-    results = run_launches(folder, ["ddp-1-uninterrupted", *launches])
+    results = run_launches(folder, ["ddp-1-uninterrupted", *RESUMED])
     uninterrupted = results["ddp-1-uninterrupted"]["run"]
     assert len(uninterrupted) == 4
     expected = load_weights(folder, "ddp-1-uninterrupted", step=4)
     change = relative_distance(load_weights(folder, "ddp-1", step=2), expected)
-    for name in launches:
+    for name in RESUMED:
         for a, b in zip(uninterrupted, results[name]["run"], strict=True):
             for key in ("reward", "loss", "kl", "grad_norm"):
                 assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-6), (name, key)
@@ -244,10 +244,6 @@ def load_weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     choice = resolve_model(f"{folder / 'runs' / run}@{step}")
     model = load_model(choice.settings, choice.checkpoint, training=False).model
     return {name: weight.detach() for name, weight in model.named_parameters()}
-
-
-def test_a_run_resumes_with_any_number_of_processes(folder):
-    check_resumed_runs(folder, RESUMED)
 
 
 def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder):

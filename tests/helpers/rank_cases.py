@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ from vlm_grpo.training import memory_probe, trainer
 from vlm_grpo.training.run_dir import lock_run
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
-from vlm_grpo.types import EpisodeTurn, Example
+from vlm_grpo.types import EpisodeTurn
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
@@ -349,27 +349,6 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
     raise AssertionError("the run did not fail")
 
 
-def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:
-    """Evaluate examples that several ranks share; return all scores, and how many are this rank's,
-    or the error.
-    """
-    generate.CHUNK_EXAMPLES = 1
-    scored: list[str] = []
-
-    def count(task: Any, texts: Any, examples: Any, **options: Any) -> Any:
-        scored.extend(texts)
-        return trainer.sampler.scorer(task, texts, examples, **options)
-
-    scorer: Any = count
-    try:
-        with trainer.strategy.gathered():
-            model = generate.LocalModel(trainer.policy, trainer.settings)
-            found = evaluate_model(model, trainer.task, examples, scorer)
-    except UserError as error:
-        return [str(error)]
-    return [[(row["id"], row["rewards"]["letters"]) for row in found.rows], len(scored)]
-
-
 def read_by_the_first(folder: Path, launch: str) -> list[Any]:
     """Load a model whose weights only the first rank has, and one whose weights are broken.
 
@@ -391,12 +370,6 @@ def read_by_the_first(folder: Path, launch: str) -> list[Any]:
     except UserError as error:
         messages = [str(error)]
     return [before, after, gather_object(messages)]
-
-
-def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
-    (image,) = examples[index].images
-    missing = replace(image, path=Path("missing.png"))
-    return [*examples[:index], replace(examples[index], images=(missing,)), *examples[index + 1 :]]
 
 
 def _is_last_rank() -> bool:
@@ -551,12 +524,28 @@ def is_offloaded(strategy: Any) -> bool:
 
 
 def evaluate_held_out(settings: Settings) -> list[Any]:
-    """Evaluate the run's examples, and again with one that only the second of two ranks reads."""
-    trainer = build_trainer(settings)
-    examples = trainer.train_examples
-    results = [evaluate_on_ranks(trainer, part) for part in (examples, remove_image(examples, 11))]
+    """Evaluate examples that several ranks share; return all scores, and how many are this rank's.
+    Then let the image be missing that only the second of two ranks reads; return the error."""
+    trainer, scored, found = build_trainer(settings), list[str](), list[Any]()
+    generate.CHUNK_EXAMPLES = 1
+
+    def count(task: Any, texts: Any, examples: Any, **options: Any) -> Any:
+        scored.extend(texts)
+        return trainer.sampler.scorer(task, texts, examples, **options)
+
+    scorer: Any = count
+    *others, last = trainer.train_examples
+    missing = replace(last, images=(replace(last.images[0], path=Path("missing.png")),))
+    for example in (last, missing):
+        try:
+            with trainer.strategy.gathered():
+                model = generate.LocalModel(trainer.policy, trainer.settings)
+                rows = evaluate_model(model, trainer.task, [*others, example], scorer).rows
+            found.append([[(row["id"], row["rewards"]["letters"]) for row in rows], len(scored)])
+        except UserError as error:
+            found.append([str(error)])
     trainer.sampler.close()
-    return results
+    return found
 
 
 def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:

@@ -234,6 +234,11 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings,
     assert "Traceback" in reported[0]
 
 
+EVALUATED: dict[str, Any] = {
+    "data": {"eval": "embedded:ocr", "eval_limit": 3},
+    "evaluation": {"every": 1},
+    "optim": {"max_steps": 2},
+}
 REFERENCES = {
     "k2": {"beta": 0.1, "reference_refresh_every": 2},
     "never": {
@@ -274,11 +279,9 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
 
 def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
     """With resampled groups, an evaluation between the steps, and cached features of images."""
-    changes: dict[str, Any] = {
+    changes = {
+        **EVALUATED,
         "policy": {"freeze": ["vision", "projector"]},
-        "data": {"eval": "embedded:ocr", "eval_limit": 3},
-        "evaluation": {"every": 1},
-        "optim": {"max_steps": 2},
         # With at most two letters, some groups of two have equal rewards.
         "rollout": {"num_generations": 2, "max_completion_length": 2, "dynamic_sampling": True},
     }
@@ -291,12 +294,7 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
 
 def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
     """Also if the run that made it was killed before its next checkpoint."""
-    changes: dict[str, Any] = {
-        "data": {"eval": "embedded:ocr", "eval_limit": 3},
-        "evaluation": {"every": 1},
-        "optim": {"max_steps": 2},
-        "checkpoint": {"keep_last": 0},
-    }
+    changes = {**EVALUATED, "checkpoint": {"keep_last": 0}}
     uninterrupted, run = (settings(name=n, **changes) for n in ("whole", "run"))
     train(uninterrupted)
     assert train_with_stops(run, (2,)) == ["step-1"]

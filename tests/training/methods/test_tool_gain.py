@@ -66,7 +66,7 @@ def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings, monk
     tokens = iter(batch.layout.split(batch.values["token_advantages"]))
     kinds, differences = set(), []
     for group in rollout.groups:
-        rewards = [score.total for score in group.scores]
+        rewards = [s.total for s in group.scores if s.total is not None]
         firsts = [c.observations[0].start if c.observations else 0 for c in group.completions]
         by_hand = credit_by_hand(rewards, [True] * 6, firsts, 3)
         differences.append(fmean(rewards[:3]) - fmean(rewards[3:]))
