@@ -65,7 +65,7 @@ def test_runs_are_saved_every_20_minutes_unless_by_steps():
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
-    settings, tmp_path, on_bad_row
+    settings, tmp_path, on_bad_row, caplog
 ):
     questions = ["Which letters?", "Which<|im_end|>?"]
     rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
@@ -75,6 +75,7 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
 
     if on_bad_row == "skip":
         assert [example.id for example in make_trainer(run).train_examples] == ["0"]
+        assert "skipped 1 examples that cannot be used with this model:" in caplog.text
         return
     problem = f"{path}:2: example 1: its prompt has the text <|im_end|>, a control token"
     with pytest.raises(UserError, match=re.escape(problem)):

@@ -61,7 +61,8 @@ def test_rewards_that_differ_by_rounding_count_as_equal(rewards, expected):
     """It is relative to the rewards: 6e-14 is rounding of 300.3, and 1e-7 is a spread of 1e-7."""
     result = group_advantages(double(*rewards), "aa", scale_rewards="none")
     assert rewards[0] != rewards[1]
-    assert result.values.tolist() == pytest.approx(expected)
+    assert result.zero_spread.tolist() == [expected == (0, 0)]
+    assert result.values.tolist() == pytest.approx(expected, abs=0)
 
 
 def test_normalizing_each_reward_distinguishes_combinations_with_equal_sums():
