@@ -190,21 +190,14 @@ class Letters(Task):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    model, processor = tiny_model("qwen2_5_vl", layers=3)
-    model.generation_config.eos_token_id = list(ENDS)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
-def save_other(folder: Path) -> Path:
-    """Save a model with other weights."""
-    model, processor = tiny_model("qwen2_5_vl", seed=7, layers=3)
-    model.generation_config.eos_token_id = list(ENDS)
-    model.save_pretrained(folder / "other")
-    processor.save_pretrained(folder / "other")
-    return folder / "other"
+    """A folder with a model, beside ``other``, which has one with other weights."""
+    root = tmp_path_factory.mktemp("models")
+    for name, seed in (("model", 0), ("other", 7)):
+        model, processor = tiny_model("qwen2_5_vl", seed=seed, layers=3)
+        model.generation_config.eos_token_id = list(ENDS)
+        model.save_pretrained(root / name)
+        processor.save_pretrained(root / name)
+    return root / "model"
 
 
 EXAMPLES = [
@@ -232,7 +225,7 @@ def make_settings(model_folder: Path, tmp_path: Path) -> Any:
         changes: dict[str, Any] = copy.deepcopy(given)
         teaching = changes.get("objective", {}).get("distillation", {})
         if "teacher" in teaching:
-            own = {"teacher": str(save_other(tmp_path))}
+            own = {"teacher": str(model_folder.with_name("other"))}
             changes["objective"]["distillation"] = {**teaching, **own}
         small = {
             "rollout": {"num_generations": 4, "max_completion_length": 5, "min_new_tokens": 2},

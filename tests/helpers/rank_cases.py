@@ -29,7 +29,7 @@ from small_environments import Peek
 from small_environments import __file__ as ENVIRONMENTS
 from small_runs import TASK, save_tiny_model
 from small_shapes import SHAPE
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,14 +41,13 @@ from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
 from vlm_grpo.dist.collectives import gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate, evaluate_model
 from vlm_grpo.model import prompts
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import weights
+from vlm_grpo.serve import weights as serve_weights
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import memory_probe, trainer
@@ -62,8 +61,8 @@ from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 def send_weights(folder: Path, launch: str) -> None:
     """Send them to a server of this process, then to one of the first process only."""
     os.environ |= STRATEGIES[launch]
-    weights.get_device_id = lambda device: GPU
-    weights.PART_BYTES = 1 << 16
+    serve_weights.get_device_id = lambda device: GPU
+    serve_weights.PART_BYTES = 1 << 16
     settings = make_settings(folder, launch)
     accelerator = build_accelerator(settings)
     policy = load_policy(settings)
@@ -364,7 +363,8 @@ def read_by_the_first(folder: Path, launch: str) -> list[Any]:
         return gather_object([{n: w.double().sin().sum().item() for n, w in weights.items()}])
 
     before = add_up(dict(policy.model.named_parameters()))
-    after = add_up(_copy_weights(build_updater(policy, settings, accelerator).strategy))
+    weights = build_updater(policy, settings, accelerator).strategy.weights()
+    after = add_up(gather_full(weights, weights))
     try:
         load_policy(broken)
     except UserError as error:
@@ -399,7 +399,9 @@ def run_steps(trainer: Trainer, count: int) -> list[dict[str, Any]]:
     optimizer_step = strategy.step
 
     def record_and_step() -> float:
-        grads.update({name: full_gradient(weight) for name, weight in strategy.trainable})
+        for name, weight in strategy.trainable:
+            grad: Any = weight.grad
+            grads[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
         return optimizer_step()
 
     strategy.step = record_and_step  # type: ignore[method-assign]
@@ -416,12 +418,6 @@ def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
     steps = run_steps(trainer, count)
     trainer.sampler.close()
     return steps
-
-
-def full_gradient(weight: nn.Parameter) -> Tensor:
-    grad = weight.grad
-    assert grad is not None
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
 
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
@@ -450,11 +446,6 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     steps[0]["budgets"] = gather_object([trainer.updater.budget.limit])
     trainer.sampler.close()
     return steps
-
-
-def _copy_weights(strategy: Strategy) -> dict[str, Tensor]:
-    weights = strategy.weights()
-    return {name: weight.clone() for name, weight in gather_full(weights, weights).items()}
 
 
 class CommunicationCounter(TorchDispatchMode):

@@ -18,7 +18,7 @@ from commands import fails, run
 from PIL import Image
 from safetensors.torch import load_file
 from small_runs import save_tiny_model, small_run
-from tiny_models import noise_example, tiny_model
+from tiny_models import make_prompt, noise_example, tiny_model
 from torch import nn
 
 from vlm_grpo.config.recipes import load_settings
@@ -30,7 +30,6 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.resolve import resolve_model
-from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.export import PREPROCESSOR, build_model_card, export
@@ -100,14 +99,10 @@ PREFIXES = {
 CASES = [("qwen2_vl", "full"), ("qwen3_vl", "lora"), ("qwen2_5_vl", "bfloat16")]
 
 
-def build_prompt(policy: Policy, example: Example) -> Any:
-    return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
-
-
 def compute_logprobs(policy: Policy, example: Example) -> list[float]:
     """Return the log-probs of the fixed completions, with no banned tokens, as in transformers."""
     policy.distribution = SamplingDistribution()
-    prompt = build_prompt(policy, example)
+    prompt = make_prompt(policy, example)
     batch = MicroBatch((GroupSlice(prompt, COMPLETIONS, (0, 1)),))
     with torch.no_grad():
         return policy.score(batch).logprobs.float().tolist()
@@ -153,7 +148,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
             root / family / "checkpoint", original, VARIANTS[variant]
         )
         out = export(str(checkpoint), root / family / variant)
-        large = build_prompt(policy, noise_example("large", [(900, 900)], QUESTION))
+        large = make_prompt(policy, noise_example("large", [(900, 900)], QUESTION))
         found[variant] = Exported(
             original, out, before, compute_logprobs(policy, example), len(large.token_ids)
         )

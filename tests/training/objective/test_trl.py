@@ -111,7 +111,9 @@ def run_trl_loss(case: Case, settings: ObjectiveSettings) -> tuple[Tensor, dict[
     }
     known = {"old_per_token_logps": case.old, "ref_per_token_logps": case.ref}
     if case.sampler is not None:
-        known["importance_sampling_ratio"] = compute_trl_sampler_ratio(case, settings)
+        rewards = torch.zeros(len(case.mask), 1)
+        scores, _ = run_trl_scoring(rewards, case=case, settings=settings)
+        known["importance_sampling_ratio"] = scores["importance_sampling_ratio"]
     inputs |= {name: values for name, values in known.items() if values is not None}
     return GRPOTrainer._compute_loss(cast(Any, trainer), None, inputs), trainer._metrics["train"]
 
@@ -177,11 +179,6 @@ def run_trl_scoring(
     inputs = [{"prompt": "?"} for _ in range(count)]
     output = GRPOTrainer._generate_and_score_completions(cast(Any, trainer), inputs)
     return output, trainer._metrics["train"]
-
-
-def compute_trl_sampler_ratio(case: Case, settings: ObjectiveSettings) -> Tensor:
-    scores, _ = run_trl_scoring(torch.zeros(len(case.mask), 1), case=case, settings=settings)
-    return scores["importance_sampling_ratio"]
 
 
 def build_batch(case: Case) -> TokenBatch:
