@@ -439,17 +439,15 @@ def test_a_loss_of_a_file_is_trained(make_settings, tmp_path):
     assert make_trainer(settings).step()["grad_norm"] == 0
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_training_raises_the_reward_and_lowers_a_negated_one(sign, make_settings):
+def test_training_raises_the_reward(make_settings):
     """The share of letters among four random characters, about a fifth at first."""
     settings = make_settings(
         rollout={"num_generations": 16, "max_completion_length": 4, "min_new_tokens": 4},
         optim={"lr": 5e-3, "max_steps": 10},
     )
-    trainer = make_trainer(settings, letters=sign, codes=0)  # also: weights may be integers
+    trainer = make_trainer(settings, letters=1, codes=0)  # also: weights may be integers
     means = [trainer.step()["rewards/letters/mean"] for _ in range(10)]
-    change = sum(means[-3:]) - sum(means[:3])
-    assert sign * change > 0.3, means
+    assert sum(means[-3:]) - sum(means[:3]) > 0.3, means
 
 
 @pytest.mark.parametrize("limit", [0.125, 0, 1e3])
