@@ -27,7 +27,6 @@ from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.checkpoint.manager import CheckpointManager
 from vlm_grpo.training.checkpoint.store import verify_checkpoint
-from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS
 from vlm_grpo.training.trainer import train
 
 
@@ -101,18 +100,6 @@ def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skip
     assert caplog.text.count("using the next example instead") == 1
 
 
-def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(settings):
-    run = settings(data={"on_bad_row": "skip"})
-    trainer = make_trainer(run)
-    for index in range(8):
-        path = find_image(run, index)
-        if path.stat().st_size > 60:
-            truncate(path)
-    with pytest.raises(UserError, match=r"image \d\.png cannot be read"):
-        trainer.run()
-    assert MAX_REPLACEMENTS >= 8  # so every example of the epoch was tried
-
-
 def test_an_unreadable_held_out_image_saves_and_ends_the_run(settings, tmp_path, monkeypatch):
     # Otherwise the image would come from the cache.
     monkeypatch.setattr("vlm_grpo.model.prompts.RECENT_IMAGES", 0)
@@ -135,24 +122,6 @@ def test_an_unreadable_held_out_image_saves_and_ends_the_run(settings, tmp_path,
     (tmp_path / "held.png").write_bytes(content[0])
     train(run.model_copy(update={"resume": True}))  # makes the evaluation of the second step first
     assert ["eval/letters" in row for row in read_metrics(run.run_dir)] == [False, True] * 2
-
-
-# Images that the model cannot resize.
-
-
-def test_thin_images_are_an_error_or_skipped(settings, tmp_path, caplog):
-    for name in ("2.png", "5.png"):
-        # An aspect ratio of 201; the resize accepts 200.
-        Image.new("RGB", (2010, 10)).save(tmp_path / name)
-    with pytest.raises(UserError, match=r"2 examples cannot be used(.|\n)*:3: (.|\n)*:6: "):
-        make_trainer(settings())
-    trainer = make_trainer(settings(data={"on_bad_row": "skip"}))
-    assert len(trainer.train_examples) == 6
-    assert "skipped 2 examples that cannot be used with this model:" in caplog.text
-    for number in range(8):
-        Image.new("RGB", (2010, 10)).save(tmp_path / f"{number}.png")
-    with pytest.raises(UserError, match="8 examples cannot be used with this model:"):
-        make_trainer(settings(data={"on_bad_row": "skip"}))
 
 
 # Disks.

@@ -24,50 +24,45 @@ from vlm_grpo.training.trainer import train
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}
 
 
+def compute(task: Any, groups: Any, *overrides: str) -> torch.Tensor:
+    """Return the advantages of groups under the settings of a recipe with changes."""
+    accelerator: Any = SimpleNamespace(process_index=0)
+    objective = load_settings("counting", overrides).objective
+    rollout = Rollout(tuple(groups), task.reward_weights())
+    return compute_advantages(rollout, {}, objective, None, accelerator).own
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("each", ["false", "true"])
 def test_advantages_of_a_source_do_not_depend_on_the_others(estimator, each):
     """Of the batch's scale only: with normalize_each_reward, a deviation of all completions."""
     counts = make_group({"exact": 1.0}, {"exact": 0.0}, {"exact": 0.0}, name="a")
-    words = make_group(
-        {"exact": 0.0, "character_accuracy": 0.25},
-        {"exact": 1.0, "character_accuracy": 1.0},
-        name="b",
-    )
-
-    def compute(task: Any, *groups: Any) -> torch.Tensor:
-        accelerator: Any = SimpleNamespace(process_index=0)
-        overrides = [
-            f"objective.advantage_estimator={estimator}",
-            f"objective.normalize_each_reward={str(each).lower()}",
-        ]
-        settings = load_settings("counting", overrides)
-        rollout = Rollout(groups, task.reward_weights())
-        given = settings.objective, None, accelerator
-        return compute_advantages(rollout, {}, *given).own
-
-    alone = [compute(MEMBERS["count"], counts), compute(MEMBERS["read"], words)]
-    mixed = compute(
-        Mixed(members=MEMBERS), name_rewards(counts, "count"), name_rewards(words, "read")
-    )
-    parts = mixed.split([3, 2])
-    for part, own in zip(parts, alone, strict=True):
-        scale = (own / part).mean() if each else 1.0
+    rewards = (0.0, 0.25), (1.0, 1.0)
+    words = make_group(*({"exact": a, "character_accuracy": b} for a, b in rewards), name="b")
+    objective = f"advantage_estimator={estimator}", f"normalize_each_reward={each}"
+    changes = [f"objective.{change}" for change in objective]
+    alone = [
+        compute(MEMBERS[name], [group], *changes)
+        for name, group in (("count", counts), ("read", words))
+    ]
+    named = name_rewards(counts, "count"), name_rewards(words, "read")
+    mixed = compute(Mixed(members=MEMBERS), named, *changes)
+    for part, own in zip(mixed.split([3, 2]), alone, strict=True):
+        scale = (own / part).mean() if each == "true" else 1.0
         torch.testing.assert_close(part * scale, own)
 
 
 def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has():
     """A reward of another source adds nothing to a total; a group's own mean would hide it."""
+    rewards = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.0, 0.0)}
     groups = [
-        name_rewards(make_group({"exact": 1.0}, {"exact": 0.0}, name="a"), "count"),
-        name_rewards(make_group({"exact": 0.0}, {"exact": 1.0}, name="b"), "read"),
-        name_rewards(make_group({"exact": 0.0}, {"exact": 0.0}, name="c"), "read"),
+        name_rewards(
+            make_group(*({"exact": r} for r in own), name=name), "count" if name == "a" else "read"
+        )
+        for name, own in rewards.items()
     ]
-    settings = load_settings("counting", ["objective.scale_rewards=batch"])
     members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
-    task, accelerator = Mixed(members=members), SimpleNamespace(process_index=0)
-    given: Any = settings.objective, None, accelerator
-    found = compute_advantages(Rollout(tuple(groups), task.reward_weights()), {}, *given).own
+    found = compute(Mixed(members=members), groups, "objective.scale_rewards=batch")
     weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
     totals = torch.tensor([weights[0], 0.0, 0.0, weights[1], 0.0, 0.0])
     centered = totals - totals.view(3, 2).mean(1).repeat_interleave(2)

@@ -112,15 +112,6 @@ def test_every_tensor_is_summed_in_its_bucket(monkeypatch):
         assert torch.equal(tensor, 2 * old)
 
 
-def test_one_process_exchanges_nothing():
-    tensor = torch.ones(2)
-    accelerator = Accelerator(cpu=True)  # without a process group, any collective would fail
-    sum_over_ranks(accelerator, [tensor])
-    assert tensor.tolist() == [1, 1]
-    assert any_rank(accelerator, True)
-    assert not any_rank(accelerator, False)
-
-
 @pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
 def test_a_flag_of_any_rank_counts(monkeypatch, own, other):
     set_other_flag(monkeypatch, other)

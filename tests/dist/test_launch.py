@@ -69,6 +69,11 @@ def test_other_parallelism_is_refused(world_size, sizes, message, monkeypatch):
         get_dp_replicate_size()
 
 
+SUPPORTED: dict[str, Any] = {
+    "fsdp_version": 2, "cpu_ram_efficient_loading": False, "state_dict_type": "FULL_STATE_DICT",
+}  # fmt: skip
+
+
 def make_accelerator(**plugins: Any) -> Any:
     state = SimpleNamespace(**plugins)
     return cast(Any, SimpleNamespace(state=state, distributed_type=DistributedType.MULTI_GPU))
@@ -84,14 +89,9 @@ def make_accelerator(**plugins: Any) -> Any:
     ],
 )
 def test_unsupported_settings_of_fsdp_are_refused(plugin, message):
-    supported = {
-        "fsdp_version": 2,
-        "cpu_ram_efficient_loading": False,
-        "state_dict_type": "FULL_STATE_DICT",
-    }
-    accepted = FullyShardedDataParallelPlugin(**supported)
+    accepted = FullyShardedDataParallelPlugin(**SUPPORTED)
     assert get_fsdp_plugin(make_accelerator(fsdp_plugin=accepted)) is accepted
-    refused = FullyShardedDataParallelPlugin(**{**supported, **plugin})
+    refused = FullyShardedDataParallelPlugin(**{**SUPPORTED, **plugin})
     with pytest.raises(UserError, match=message):
         get_fsdp_plugin(make_accelerator(fsdp_plugin=refused))
 
@@ -105,32 +105,30 @@ def test_deepspeed_is_refused(monkeypatch):
         build_accelerator(make_settings())
 
 
-def test_sharded_checkpoints_of_replicated_weights_are_refused():
-    with pytest.raises(UserError, match=r"sharded=true needs weights sharded by FSDP2"):
-        build_accelerator(make_settings("checkpoint.sharded=true"))
+SHARDED = {"fsdp_plugin": FullyShardedDataParallelPlugin(**SUPPORTED)}
 
 
-@pytest.mark.parametrize("name", ["cuda_graphs", "torch_compile"])
-def test_captured_steps_of_sharded_weights_are_refused(name, monkeypatch):
-    full = "FULL_STATE_DICT"
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=full)
-    accelerator = make_accelerator(fsdp_plugin=plugin)
-    accelerator.num_processes, accelerator.distributed_type = 1, DistributedType.FSDP
-    monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
-    build_accelerator(make_settings())
-    message = f"{name}=true is not supported with sharded weights"
-    with pytest.raises(UserError, match=message):
-        build_accelerator(make_settings(f"rollout.{name}=true"))
-
-
-def test_more_processes_than_prompts_are_refused(monkeypatch):
-    accelerator = SimpleNamespace(
-        num_processes=3, distributed_type=DistributedType.MULTI_GPU, state=SimpleNamespace()
-    )
+@pytest.mark.parametrize(
+    ("override", "plugins", "processes", "message"),
+    [
+        ("checkpoint.sharded=true", {}, 1, "sharded=true needs weights sharded by FSDP2"),
+        ("rollout.cuda_graphs=true", SHARDED, 1, "cuda_graphs=true is not supported with sharded"),
+        ("rollout.torch_compile=true", SHARDED, 1, "torch_compile=true is not supported with sh"),
+        (
+            "optim.prompts_per_step=2",
+            {},
+            3,
+            "prompts_per_step=2 is less than the number of processes, 3",
+        ),
+    ],
+)
+def test_what_a_launch_cannot_do_is_refused(override, plugins, processes, message, monkeypatch):
+    accelerator = make_accelerator(**plugins)
+    accelerator.num_processes = processes
     monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
     build_accelerator(make_settings("optim.prompts_per_step=3"))
-    with pytest.raises(UserError, match=r"optim\.prompts_per_step=2 is less than .*processes, 3"):
-        build_accelerator(make_settings("optim.prompts_per_step=2"))
+    with pytest.raises(UserError, match=message):
+        build_accelerator(make_settings(override))
 
 
 # Processes.

@@ -66,14 +66,6 @@ def test_state_is_loaded_by_name_in_any_order(order):
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
-def test_state_from_before_the_first_update_is_empty():
-    weights = make_weights()
-    optimizer = make_optimizer(weights)
-    assert optimizer_tensors(optimizer, weights) == {}
-    load_optimizer_tensors(optimizer, weights, {})
-    assert optimizer_tensors(optimizer, weights) == {}
-
-
 def test_state_of_other_weights_is_refused():
     state = make_state(make_weights())
 
@@ -275,32 +267,20 @@ def test_numbers_of_bfloat16_stay_and_equal_seeds_round_equally(monkeypatch):
     assert not torch.equal(chunked[0], chunked[1])
 
 
-def train(dtype: torch.dtype, seed: int = 0, **optim: Any) -> Tensor:
+def train(seed: int) -> Tensor:
     """Return 512 weights that began as 1 after 200 updates of 10^-4 each."""
-    weight = nn.Parameter(torch.ones(8, 64, dtype=dtype))
-    optimizer = build_optimizer([("layers.0.w", weight)], OptimSettings(lr=1e-4, **optim), seed)
+    weight = nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))
+    optimizer = build_optimizer([("layers.0.w", weight)], OptimSettings(lr=1e-4), seed)
     for _ in range(200):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     return weight.detach()
 
 
-def test_updates_below_the_precision_of_bfloat16_are_kept_in_the_mean():
-    """Each update is 1/40 of the spacing of bfloat16 below 1: rounding to the nearest drops it."""
-    assert (torch.ones((), dtype=torch.bfloat16) - 1e-4).item() == 1
-    exact = train(torch.float32).mean().item()
-    assert exact == pytest.approx(0.98, abs=1e-3)
-    rounded = train(torch.bfloat16)
-    assert rounded.dtype == torch.bfloat16
-    # A weight's error after 200 roundings is 2^-8 · sqrt(5) or so, that of 512 weights 4e-4.
-    assert rounded.double().mean().item() == pytest.approx(exact, abs=2e-3)
-    assert len(rounded.unique()) > 3  # every weight has random bits of its own
-
-
 def test_the_random_bits_depend_on_the_seed_the_weight_and_the_update():
-    first, again = train(torch.bfloat16, seed=1), train(torch.bfloat16, seed=1)
+    first, again, other = map(train, (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, train(torch.bfloat16, seed=2))
+    assert not torch.equal(first, other)
     weights = [(f"layers.{i}.w", nn.Parameter(torch.ones(8, 64).bfloat16())) for i in range(2)]
     optimizer = build_optimizer(weights, OptimSettings(lr=2e-3), 0)
     changes = []

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from small_environments import Peek
 from small_environments import __file__ as ENVIRONMENTS
 from small_runs import TASK, save_tiny_model
-from torch import Tensor, nn
+from small_shapes import SHAPE
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,29 +41,28 @@ from vlm_grpo.data import load_run_task
 from vlm_grpo.data.loading import load_split
 from vlm_grpo.dist.collectives import gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
-from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate, evaluate_model
+from vlm_grpo.model import prompts
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import weights
+from vlm_grpo.serve import weights as serve_weights
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
-from vlm_grpo.training import trainer
-from vlm_grpo.training.checkpoint.store import write_checkpoint
+from vlm_grpo.training import memory_probe, trainer
 from vlm_grpo.training.run_dir import lock_run
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
-from vlm_grpo.types import EpisodeTurn, Example
+from vlm_grpo.types import EpisodeTurn
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
 def send_weights(folder: Path, launch: str) -> None:
     """Send them to a server of this process, then to one of the first process only."""
     os.environ |= STRATEGIES[launch]
-    weights.get_device_id = lambda device: GPU
-    weights.PART_BYTES = 1 << 16
+    serve_weights.get_device_id = lambda device: GPU
+    serve_weights.PART_BYTES = 1 << 16
     settings = make_settings(folder, launch)
     accelerator = build_accelerator(settings)
     policy = load_policy(settings)
@@ -112,11 +112,7 @@ WEIGHTS = {
     "frozen_vision": {"freeze": ["vision"]},
     "lora": {"lora": {"r": 4, "alpha": 8}},
 }
-KINDS = {
-    "ddp-4": ("full",),
-    "hsdp-4": ("full",),
-    "fsdp_held-2": ("full", "lora"),
-}
+KINDS = {"ddp-4": ("full",), "hsdp-4": ("full",), "fsdp_held-2": ("full", "lora")}
 """The kinds of weights of the launches that do not have all."""
 COMMUNICATION = {"ddp-4": (), "hsdp-4": ("full",)}
 """The kinds of weights with which a launch counts its communication, if not both."""
@@ -319,24 +315,6 @@ def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
     return train_and_read(settings)
 
 
-def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
-    """Write a checkpoint whose last part cannot be written; return this rank's error, and files."""
-    accelerator = build_accelerator(make_settings(folder, launch))
-    checkpoints = folder / "failed"
-
-    def write_weights(part: Path) -> None:
-        (part / "weights").touch()
-        if accelerator.is_last_process:
-            raise OSError("no space")
-
-    state = {}, {}
-    try:
-        write_checkpoint(accelerator, checkpoints, 1, state, write_weights, sharded=True)
-    except (OSError, UserError) as error:
-        return [str(error), [path.name for path in checkpoints.iterdir()]]
-    return []
-
-
 def rename_run(settings: Settings) -> list[str]:
     """Rename the run's folder before a step; return the errors of all ranks."""
     trainer, error = build_trainer(settings), "none"
@@ -370,27 +348,6 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
     raise AssertionError("the run did not fail")
 
 
-def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:
-    """Evaluate examples that several ranks share; return all scores, and how many are this rank's,
-    or the error.
-    """
-    generate.CHUNK_EXAMPLES = 1
-    scored: list[str] = []
-
-    def count(task: Any, texts: Any, examples: Any, **options: Any) -> Any:
-        scored.extend(texts)
-        return trainer.sampler.scorer(task, texts, examples, **options)
-
-    scorer: Any = count
-    try:
-        with trainer.strategy.gathered():
-            model = generate.LocalModel(trainer.policy, trainer.settings)
-            found = evaluate_model(model, trainer.task, examples, scorer)
-    except UserError as error:
-        return [str(error)]
-    return [[(row["id"], row["rewards"]["letters"]) for row in found.rows], len(scored)]
-
-
 def read_by_the_first(folder: Path, launch: str) -> list[Any]:
     """Load a model whose weights only the first rank has, and one whose weights are broken.
 
@@ -406,18 +363,13 @@ def read_by_the_first(folder: Path, launch: str) -> list[Any]:
         return gather_object([{n: w.double().sin().sum().item() for n, w in weights.items()}])
 
     before = add_up(dict(policy.model.named_parameters()))
-    after = add_up(_copy_weights(build_updater(policy, settings, accelerator).strategy))
+    weights = build_updater(policy, settings, accelerator).strategy.weights()
+    after = add_up(gather_full(weights, weights))
     try:
         load_policy(broken)
     except UserError as error:
         messages = [str(error)]
     return [before, after, gather_object(messages)]
-
-
-def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
-    (image,) = examples[index].images
-    missing = replace(image, path=Path("missing.png"))
-    return [*examples[:index], replace(examples[index], images=(missing,)), *examples[index + 1 :]]
 
 
 def _is_last_rank() -> bool:
@@ -447,7 +399,9 @@ def run_steps(trainer: Trainer, count: int) -> list[dict[str, Any]]:
     optimizer_step = strategy.step
 
     def record_and_step() -> float:
-        grads.update({name: full_gradient(weight) for name, weight in strategy.trainable})
+        for name, weight in strategy.trainable:
+            grad: Any = weight.grad
+            grads[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
         return optimizer_step()
 
     strategy.step = record_and_step  # type: ignore[method-assign]
@@ -464,12 +418,6 @@ def build_and_run(settings: Settings, count: int) -> list[dict[str, Any]]:
     steps = run_steps(trainer, count)
     trainer.sampler.close()
     return steps
-
-
-def full_gradient(weight: nn.Parameter) -> Tensor:
-    grad = weight.grad
-    assert grad is not None
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
 
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
@@ -490,40 +438,14 @@ def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
     next(layer.parameters()).register_post_accumulate_grad_hook(fail_once)
     steps = run_steps(trainer, 1)
     assert not any(failures)
+    parts = {"layer": SHAPE.layer, "block": SHAPE.block}  # measuring them takes seconds
+    memory_probe.measure_layers = lambda shape, *_, **__: replace(shape, **parts)
     size = 21 if trainer.accelerator.process_index else 42
     with GpuMemory(trainer.updater, size * 2**30, token=2**20)():
         trainer.step()
     steps[0]["budgets"] = gather_object([trainer.updater.budget.limit])
     trainer.sampler.close()
     return steps
-
-
-def skip_infinite_gradient(trainer: Trainer) -> list[Any]:
-    """Run a step in which one rank's gradient is infinite, and a normal one.
-
-    Return the skipped updates of the first, whether it kept the weights, and those of the second.
-    """
-    strategy = trainer.strategy
-    before, passes = _copy_weights(strategy), strategy.passes
-
-    def spoil(batches: Any) -> Iterator[Any]:
-        if trainer.accelerator.is_main_process:
-            for _, weight in strategy.trainable:
-                weight.grad = torch.full_like(weight, torch.inf)
-        yield from passes(batches)
-
-    strategy.passes = spoil  # type: ignore[method-assign]
-    skipped = trainer.step()["skipped_updates"]
-    after = _copy_weights(strategy)
-    strategy.passes = passes  # type: ignore[method-assign]
-    skipped_later = trainer.step()["skipped_updates"]
-    is_unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    return [skipped, is_unchanged, skipped_later]
-
-
-def _copy_weights(strategy: Strategy) -> dict[str, Tensor]:
-    weights = strategy.weights()
-    return {name: weight.clone() for name, weight in gather_full(weights, weights).items()}
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -593,12 +515,28 @@ def is_offloaded(strategy: Any) -> bool:
 
 
 def evaluate_held_out(settings: Settings) -> list[Any]:
-    """Evaluate the run's examples, and again with one that only the second of two ranks reads."""
-    trainer = build_trainer(settings)
-    examples = trainer.train_examples
-    results = [evaluate_on_ranks(trainer, part) for part in (examples, remove_image(examples, 11))]
+    """Evaluate examples that several ranks share; return all scores, and how many are this rank's.
+    Then let the image be missing that only the second of two ranks reads; return the error."""
+    trainer, scored, found = build_trainer(settings), list[str](), list[Any]()
+    generate.CHUNK_EXAMPLES = 1
+
+    def count(task: Any, texts: Any, examples: Any, **options: Any) -> Any:
+        scored.extend(texts)
+        return trainer.sampler.scorer(task, texts, examples, **options)
+
+    scorer: Any = count
+    *others, last = trainer.train_examples
+    missing = replace(last, images=(replace(last.images[0], path=Path("missing.png")),))
+    for example in (last, missing):
+        try:
+            with trainer.strategy.gathered():
+                model = generate.LocalModel(trainer.policy, trainer.settings)
+                rows = evaluate_model(model, trainer.task, [*others, example], scorer).rows
+            found.append([[(row["id"], row["rewards"]["letters"]) for row in rows], len(scored)])
+        except UserError as error:
+            found.append([str(error)])
     trainer.sampler.close()
-    return results
+    return found
 
 
 def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:
@@ -607,6 +545,7 @@ def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:
     data = {**EPISODES["data"], "eval": str(folder / "rows.jsonl")}
     settings = make_settings(folder, launch, **EPISODES | {"data": data})
     generate.CHUNK_EXAMPLES = 1
+    prompts._TOOLS = "Look."  # noqa: SLF001 (what the tools are is nine tenths of the prompts)
     trainer = build_trainer(settings)
     arguments = trainer.train_examples[:5], settings, trainer.sampler.scorer
     evaluator = HeldOutEvaluator(trainer.strategy, trainer.task, *arguments)
@@ -651,7 +590,6 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         yield "out of memory", partial(retry_after_out_of_memory, make_settings(folder, launch))
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":
-        yield "failed part", lambda: fail_to_write_a_part(folder, launch)
         yield "renamed run", lambda: rename_run(make_settings(folder, launch))
     if not launch.endswith("-4"):
         yield "begun run", lambda: begin_run(folder, launch)
@@ -668,8 +606,6 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
         yield f"steps, {kind}", partial(run_steps, trainer, STEPS[kind])
         if kind in COMMUNICATION.get(launch, ("full", "lora")):
             yield f"communication, {kind}", partial(count_communication, trainer)
-        if kind == "full" and launch == "ddp-1":
-            yield "infinite gradient", partial(skip_infinite_gradient, trainer)
         trainer.sampler.close()
         if kind not in BFLOAT16 or launch not in ("ddp-2", "fsdp-2"):
             continue

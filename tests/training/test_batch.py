@@ -84,6 +84,7 @@ def test_a_rank_without_groups_has_an_empty_batch():
     assert batch.mini_batches == ((),)
     assert batch.weights["policy"].shape == (0,)
     assert compute([]).own.shape == (0,)
+    assert compute([]).step.frac_reward_zero_std == 0
 
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
@@ -114,10 +115,6 @@ def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) ->
     return compute_advantages(rollout, scores, objective, None, Accelerator(cpu=True))
 
 
-def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
-    return make_group(*({"exact": exact, "closeness": close} for exact, close in rewards))
-
-
 @pytest.mark.parametrize(
     ("rewards", "penalties", "expected"),
     [
@@ -130,7 +127,8 @@ def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
     ids=["weights", "equal ids", "penalties", "unscorable"],
 )
 def test_advantages_are_those_of_the_weighted_rewards(rewards, penalties, expected):
-    result = compute([make_counting_group(*group) for group in rewards], penalties)
+    groups = [make_group(*({"exact": e, "closeness": c} for e, c in own)) for own in rewards]
+    result = compute(groups, penalties)
     assert result.own.tolist() == pytest.approx(expected)
     assert torch.equal(result.own, result.step.values)
     assert result.step.unscorable == sum(exact is None for group in rewards for exact, _ in group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -16,12 +15,9 @@ import pytest
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
 from small_runs import (
-    LORA,
-    assert_resumes,
     make_trainer,
     read_metrics,
     read_samples,
-    stop_run,
     train_with_stops,
 )
 
@@ -114,12 +110,6 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     assert max(waited[1][1:]) < 0.25
 
 
-def test_a_resumed_run_is_bit_identical_without_steps_ahead(vllm):
-    changes = {"objective": {"num_iterations": 2}, "policy": LORA}
-    runs = (vllm(name=name, **changes) for name in ("whole", "stopped"))
-    assert assert_resumes(*runs, (2, 1)) == ["step-1"]
-
-
 @pytest.mark.parametrize(("ahead", "stop", "done"), [(1, (2,), 1), (2, (3, 1), 2)])
 def test_a_stopped_run_uses_each_example_once(vllm, ahead, stop, done):
     """After a resume, completions that were generated ahead are generated again."""
@@ -134,24 +124,6 @@ def test_a_stopped_run_uses_each_example_once(vllm, ahead, stop, done):
     assert staleness[done] == 0
     versions = [version for version, _ in vllm.samplers[1].sampled]
     assert versions[: ahead + 1] == [done] * min(ahead + 1, 4 - done)
-
-
-def test_a_crashed_run_uses_each_example_once(vllm):
-    """A checkpoint between steps has the indices whose completions were still generated."""
-    run = vllm(2, checkpoint={"every": 1, "keep_last": 0})
-    train(run)
-    for step in (3, 4):
-        shutil.rmtree(run.run_dir / "checkpoints" / f"step-{step}")
-    train(run.model_copy(update={"resume": True}))
-    assert_each_example_once(run)
-
-
-def test_steps_ahead_may_change_when_a_run_is_resumed(vllm):
-    run = vllm(2)
-    stop_run(run, 2)
-    train(vllm(0, resume=True))
-    assert [version for version, _ in vllm.samplers[1].sampled] == [1, 2, 3]
-    assert_each_example_once(run)
 
 
 def test_replacements_are_sampled_with_the_current_weights(vllm, monkeypatch):

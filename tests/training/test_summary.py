@@ -151,26 +151,26 @@ def test_a_resumed_run_prints_the_change_since_its_start(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("step", "text"),
+    ("step", "text", "last"),
     [
-        (0, "90.0%, the loaded model"),
-        (4, "90.0%, CHECKPOINTS/step-4"),
-        (2, "90.0%, after step 2, not kept (checkpoint.keep_best=true keeps it)"),
+        (0, "90.0%, the loaded model", "no step was better than the loaded model: try another "),
+        (4, "90.0%, {}/step-4", "vlm-grpo export {}/step-4 exported"),
+        (
+            2,
+            "90.0%, after step 2, not kept (checkpoint.keep_best=true keeps it)",
+            "vlm-grpo export ",
+        ),
     ],
 )
-def test_the_best_value_has_its_checkpoint(step, text, tmp_path):
+def test_the_best_value_has_its_checkpoint_which_is_exported(step, text, last, tmp_path):
     checkpoint = tmp_path / "step-4"
     checkpoint.mkdir()
     result = TrainResult(None, None, (0.9, step), checkpoint, tmp_path)
-    best = str(result).splitlines()[0]
-    assert best == "best       " + text.replace("CHECKPOINTS", str(tmp_path))
-    best_weights = {0: None, 4: checkpoint, 2: checkpoint}[step]
-    last = str(result).splitlines()[-1].strip()
-    if best_weights is None:
-        assert last.startswith("no step was better than the loaded model")
-    else:
-        assert last == f"vlm-grpo export {best_weights} exported"
-    later = replace(result, checkpoint=tmp_path / "step-5")  # the best one is exported
-    assert step != 4 or f"export {checkpoint} exported" in str(later)
+    lines = str(result).splitlines()
+    assert lines[0] == "best       " + text.format(tmp_path)
+    assert lines[-1].strip().startswith(last.format(tmp_path))
+    later = replace(result, checkpoint=tmp_path / "step-5")
+    exported = f"export {checkpoint if step == 4 else later.checkpoint} exported"
+    assert (exported in str(later)) == (step != 0)
     error = replace(result, lower_is_better=True)
-    assert str(error).splitlines()[0] == best.replace("90.0%", "0.900")
+    assert str(error).splitlines()[0] == lines[0].replace("90.0%", "0.900")

@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset
 from gradients import relative_distance
 from small_runs import make_embedded_trainer
+from steps import capture_step
 from torch import Tensor
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -28,19 +29,15 @@ WARM = ("warm_start.steps=1", "rollout.max_completion_length=32", "optim.prompts
 def step_ours(trainer: Any) -> tuple[Pairs, Measured]:
     """Make one step; return the prompts with answers, the loss, the accuracy and the gradient."""
     gradients: dict[str, Tensor] = {}
-    step, write_groups = trainer.strategy.step, trainer.run_dir.write_groups
-    pairs: Pairs = []
+    step = trainer.strategy.step
 
     def record_gradients() -> float:
         gradients.update({n: w.grad.clone() for n, w in trainer.strategy.trainable})
         return step()
 
-    def record_groups(number: int, groups: Any, *rest: Any) -> None:
-        pairs.extend((group.prompt, c.text) for group in groups for c in group.completions)
-        write_groups(number, groups, *rest)
-
-    trainer.strategy.step, trainer.run_dir.write_groups = record_gradients, record_groups
-    metrics = trainer.step()
+    trainer.strategy.step = record_gradients
+    metrics, rollout, _ = capture_step(trainer)
+    pairs = [(group.prompt, c.text) for group in rollout.groups for c in group.completions]
     return pairs, (metrics["loss"], metrics["mean_token_accuracy"], gradients)
 
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -66,7 +65,7 @@ def test_runs_are_saved_every_20_minutes_unless_by_steps():
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
-    settings, tmp_path, on_bad_row
+    settings, tmp_path, on_bad_row, caplog
 ):
     questions = ["Which letters?", "Which<|im_end|>?"]
     rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
@@ -76,6 +75,7 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
 
     if on_bad_row == "skip":
         assert [example.id for example in make_trainer(run).train_examples] == ["0"]
+        assert "skipped 1 examples that cannot be used with this model:" in caplog.text
         return
     problem = f"{path}:2: example 1: its prompt has the text <|im_end|>, a control token"
     with pytest.raises(UserError, match=re.escape(problem)):
@@ -90,13 +90,6 @@ def test_trackers_are_checked_before_anything_is_loaded(settings, monkeypatch):
     with pytest.raises(UserError, match="wandb is not installed"):
         train(run)
     check.assert_called_once_with(("wandb",))
-
-
-def test_a_second_run_does_not_overwrite_the_first(settings):
-    run = settings()
-    train(run)
-    with pytest.raises(UserError, match="resume=true"):
-        train(run)
 
 
 def test_each_image_of_a_step_is_decoded_and_encoded_once_per_phase(settings):
@@ -152,13 +145,9 @@ def test_tensorboard_receives_metrics_with_trls_names_and_images(settings):
     train(run)
     events = EventAccumulator(str(run.run_dir))
     events.Reload()
-    names = {
-        "reward", "reward_std", "frac_reward_zero_std", "rewards/letters/mean",
-        "rewards/letters/std", "completions/mean_length", "completions/clipped_ratio", "entropy",
-        "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean", "loss", "grad_norm",
-        "learning_rate", "memory/resident", "speed/rollout_tokens_per_second",
-        "rewards/letters/failed",
-    }  # fmt: skip
+    (first, *_) = read_metrics(run.run_dir)
+    names = first.keys() - {"step"} | {"speed/rollout_tokens_per_second", "memory/resident"}
+    assert {"reward_std", "completions/clipped_ratio", "clip_ratio/region_mean"} <= names
     assert names <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
     # samples_every=1, and 3 groups per step, which is less than samples_per_step.
@@ -184,25 +173,6 @@ def test_the_best_checkpoint_is_kept(settings):
     # The initial model (step 0) may be the best one; it has no checkpoint.
     assert kept in ({best, 6}, {6})
     assert (run.run_dir / "report.html").is_file()
-
-
-def test_a_failure_while_a_checkpoint_is_written_leaves_the_previous_ones(settings, monkeypatch):
-    run = settings(checkpoint={"every": 1, "keep_last": 0})
-    trainer = make_trainer(run)
-    save, calls = trainer.policy.save, []
-
-    def save_twice(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        calls.append(folder)
-        save(folder, weights)
-        if len(calls) == 3:
-            raise OSError("No space left on device")
-
-    monkeypatch.setattr(trainer.policy, "save", save_twice)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.run()
-    steps = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
-    assert steps == [1, 2]  # the third was not renamed to its final name
-    assert train(run.model_copy(update={"resume": True})).checkpoint.name == "step-4"
 
 
 def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
@@ -265,6 +235,11 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings,
     assert "Traceback" in reported[0]
 
 
+EVALUATED: dict[str, Any] = {
+    "data": {"eval": "embedded:ocr", "eval_limit": 3},
+    "evaluation": {"every": 1},
+    "optim": {"max_steps": 2},
+}
 REFERENCES = {
     "k2": {"beta": 0.1, "reference_refresh_every": 2},
     "never": {
@@ -283,11 +258,7 @@ POLICIES = {"full": {}, "lora": LORA}
 # Three updates are of three mini-batches.
 @pytest.mark.parametrize(
     ("reference", "updates", "policy"),
-    [
-        ("k2", 2, "full"),
-        ("never", 2, "lora"),
-        ("by token", 3, "full"),
-    ],
+    [("k2", 2, "full"), ("never", 2, "lora"), ("by token", 3, "full")],
 )
 def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     settings, model_folder, policy, updates, reference
@@ -309,11 +280,9 @@ def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
 
 def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
     """With resampled groups, an evaluation between the steps, and cached features of images."""
-    changes: dict[str, Any] = {
+    changes = {
+        **EVALUATED,
         "policy": {"freeze": ["vision", "projector"]},
-        "data": {"eval": "embedded:ocr", "eval_limit": 3},
-        "evaluation": {"every": 1},
-        "optim": {"max_steps": 2},
         # With at most two letters, some groups of two have equal rewards.
         "rollout": {"num_generations": 2, "max_completion_length": 2, "dynamic_sampling": True},
     }
@@ -326,12 +295,7 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
 
 def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
     """Also if the run that made it was killed before its next checkpoint."""
-    changes: dict[str, Any] = {
-        "data": {"eval": "embedded:ocr", "eval_limit": 3},
-        "evaluation": {"every": 1},
-        "optim": {"max_steps": 2},
-        "checkpoint": {"keep_last": 0},
-    }
+    changes = {**EVALUATED, "checkpoint": {"keep_last": 0}}
     uninterrupted, run = (settings(name=n, **changes) for n in ("whole", "run"))
     train(uninterrupted)
     assert train_with_stops(run, (2,)) == ["step-1"]

@@ -34,12 +34,7 @@ from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_s
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective import MetricAccumulator, StepTotals, completion_weights
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.training.update import (
-    Updater,
-    build_updater,
-    pack_step,
-    sum_metrics,
-)
+from vlm_grpo.training.update import Updater, build_updater, pack_step, sum_metrics
 
 
 def make_batch(trainer: Trainer) -> StepBatch:
@@ -62,37 +57,11 @@ def test_the_schedule_advances_once_per_step(settings, monkeypatch):
     assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
 
 
-def test_running_out_of_memory_changes_only_the_micro_batches(settings, monkeypatch, caplog):
-    def compute_norm(is_limited: bool) -> float:
-        torch.manual_seed(0)
-        trainer = make_trainer(settings())
-        trainer.policy.form_check = None  # also calls ``score``
-        score, calls = trainer.policy.score, []
-
-        def score_within_limit(batch: Any, *rest: Any) -> Any:
-            calls.append(batch.num_tokens)
-            if is_limited and batch.num_tokens > 130:
-                raise torch.OutOfMemoryError("out of memory")
-            return score(batch, *rest)
-
-        monkeypatch.setattr(trainer.policy, "score", score_within_limit)
-        freed: list[int] = []
-        monkeypatch.setattr(trainer.policy.engine, "release", lambda: freed.append(1))
-        norm = trainer.step()["grad_norm"]
-        assert (len(calls) > 1) == is_limited
-        assert (len(freed) > 1) == is_limited  # once by the rollout itself, on a CPU
-        return norm
-
-    expected = compute_norm(is_limited=False)
-    assert compute_norm(is_limited=True) == pytest.approx(expected, rel=1e-5)
-    assert (
-        "processing 100 tokens at a time from now on; set optim.max_tokens_per_batch=100"
-        in caplog.text
-    )
-
-
-def test_running_out_of_memory_recomputes_more_before_small_micro_batches(settings, caplog):
+def test_running_out_of_memory_recomputes_more_before_small_micro_batches(
+    settings, monkeypatch, caplog
+):
     """``auto``: feed-forward layers, then all, then halves; the gradient stays the same."""
+    freed = list[int]()
 
     def compute_norm(fails: int, checkpointing: str) -> tuple[float, Updater]:
         torch.manual_seed(0)
@@ -105,7 +74,8 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(settin
                 raise torch.OutOfMemoryError("out of memory")
             return score(*given)
 
-        trainer.policy.score = fail_first  # type: ignore[method-assign]
+        monkeypatch.setattr(trainer.policy, "score", fail_first)
+        monkeypatch.setattr(trainer.policy.engine, "release", lambda: freed.append(fails))
         return trainer.step()["grad_norm"], trainer.updater
 
     expected, _ = compute_norm(0, "none")
@@ -116,7 +86,9 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(settin
         assert (updater.budget.limit < 16_384) == (fails == 3)
         layer = updater.policy.model.get_decoder().layers[0]
         assert has_forward(layer.mlp, activations._recompute) == (recomputed == "mlp")  # noqa: SLF001
+    assert [freed.count(fails) for fails in range(4)] == [2, 2, 3, 4]  # by each rollout, too
     assert "set policy.gradient_checkpointing=full to start with this value" in caplog.text
+    assert "set optim.max_tokens_per_batch=100 to start with this value" in caplog.text
     _, updater = compute_norm(0, "none")
     assert updater.recomputed is None
 

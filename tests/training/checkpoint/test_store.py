@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from vlm_grpo.dist import collectives
 from vlm_grpo.dist.collectives import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.checkpoint.store import (
@@ -187,11 +188,19 @@ def test_the_tensors_of_a_layer_are_written_by_one_rank():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_rank_that_fails_leaves_no_files(tmp_path, sharded):
+def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path, sharded, monkeypatch):
     def fail(folder: Path) -> None:
         (folder / "model.safetensors").touch()
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
         write_checkpoint(Accelerator(cpu=True), tmp_path, 1, ({}, {}), fail, sharded)
+    assert list(tmp_path.iterdir()) == []
+    # The other rank fails at writing, not at making the folder.
+    flags = iter([0.0, 1.0])
+    monkeypatch.setattr(collectives.utils, "reduce", lambda own, _: own + next(flags))
+    first = make_rank(0, 2)
+    first.is_main_process, first.device = True, torch.device("cpu")
+    with pytest.raises(UserError, match="another process of this run has failed"):
+        write_checkpoint(first, tmp_path, 1, ({}, {}), write_weights, sharded)
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import make_trainer
+from steps import capture_step
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -70,12 +71,8 @@ def score_in_float64(folder: Path, prompt: Any, tokens: tuple[int, ...], policy:
 
 
 def test_a_step_is_that_of_an_attention_with_replaced_values(settings, model_folder):
-    trainer, batches, rollouts = make_trainer(settings(methods=[METHOD])), [], []
-    score, update = trainer.updater.score, trainer.updater.update
-    trainer.updater.score = lambda rollout: rollouts.append(rollout) or score(rollout)
-    trainer.updater.update = lambda batch: batches.append(batch) or update(batch)
-    metrics = trainer.step()
-    (batch,), (rollout,) = batches, rollouts
+    trainer = make_trainer(settings(methods=[METHOD]))
+    metrics, rollout, batch = capture_step(trainer)
     found = batch.layout.split(batch.values["counterfactual"])
     sampled = batch.layout.split(rollout.sampler_logprobs)
     group = rollout.groups[0]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from small_runs import make_trainer
+from steps import assert_sampled_behind
 from tiny_models import noise_clip, noise_example
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.training.methods.crop_rollouts import Cropped
 
 EVIDENCE = {"evidence": [[60, 2, 80, 30], [90, 10, 95, 20]]}
@@ -31,17 +30,7 @@ def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(se
         assert not any(side % 28 for side in image.resized_size)
         assert len(crop.token_ids) < len(group.prompt.token_ids)
         assert [c.variant for c in group.completions] == [None, None, None, ("crop", 1)]
-        assert group.prompt.variant is None
-        for completion in group.completions:
-            differences = []
-            for prompt in (group.prompt, crop):
-                batch = MicroBatch((GroupSlice(prompt, (completion.token_ids,), (0,)),))
-                with torch.no_grad():
-                    scored = sampler.policy.score(batch).logprobs
-                differences.append((scored - torch.tensor(completion.logprobs)).abs().max())
-            if completion.variant is not None:
-                differences.reverse()
-            assert differences[0] < 1e-4 < differences[1]
+        assert_sampled_behind(sampler.policy, group, crop)
 
 
 def test_the_crop_is_around_all_boxes_within_the_image():

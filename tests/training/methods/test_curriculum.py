@@ -61,18 +61,6 @@ def test_examples_near_the_target_are_chosen(target, expected):
     assert found == pytest.approx(sorted(best))
 
 
-def test_a_share_is_reserved_for_examples_that_were_not_sampled_yet():
-    stream = ExampleStream(EXAMPLES, seed=0)
-    for share, least in ((0.5, 4), (0.25, 2), (1.0, 8)):
-        curriculum = make_curriculum(stream, 20, pool=2, unseen=share)
-        curriculum.posterior[:12] = 1e6  # at the target, and certain of it
-        unseen = [stream.locate(index)[1] >= 12 for index in curriculum.choose(0, 8)]
-        assert sum(unseen) >= min(least, sum(stream.locate(i)[1] >= 12 for i in range(16)))
-    curriculum = make_curriculum(stream, 20, pool=2, unseen=0.0)
-    curriculum.posterior[:12] = 1e6
-    assert not any(stream.locate(i)[1] >= 12 for i in curriculum.choose(0, 8))
-
-
 def test_a_share_below_one_prompt_is_reserved_as_often():
     examples = [Example(str(number), (), "?", number) for number in range(400)]
     curriculum = make_curriculum(ExampleStream(examples, seed=0), 400, pool=4, unseen=0.25)

@@ -10,6 +10,7 @@ from gpu_standins import record_copies
 from small_runs import make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, Run
 from vlm_grpo.training.methods.kl import ReferenceKL
@@ -70,6 +71,15 @@ def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state():
         assert get_held(reference).tolist() == [1, 1, 1]
         assert not get_held(reference).requires_grad
         assert saved["w"].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("saved", [{}, {"w": 3, "other": 3}, {"w": 1}])
+def test_a_reference_of_other_weights_is_refused(saved):
+    """A value of another shape would broadcast."""
+    reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
+    tensors = {name: torch.zeros(size) for name, size in saved.items()}
+    with pytest.raises(UserError, match="reference policy or teacher holds other weights"):
+        reference.load_state_dict(None, tensors)
 
 
 @pytest.mark.parametrize("device", ["model", "cpu"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_runs import TASK, make_trainer
+from steps import capture_step
 
 import vlm_grpo.training
 from vlm_grpo.errors import UserError
@@ -63,11 +64,7 @@ def test_a_file_is_a_method_with_options(settings):
     entry = {"file": str(EXAMPLE), "options": {"factor": 3.0}}
     run = settings(methods=[entry])
     assert settings(methods=[str(EXAMPLE)]).methods[0].options == {}
-    trainer, batches = make_trainer(run), []
-    update = trainer.updater.update
-    trainer.updater.update = lambda batch: batches.append(batch) or update(batch)
-    trainer.step()
-    (batch,) = batches
+    _, _, batch = capture_step(make_trainer(run))
     for part in batch.layout.split(batch.values["token_factors"]):
         assert torch.equal(part, torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1.0])[: len(part)])
     run.save(run.run_dir / "config.yaml")  # as load_settings reads it again

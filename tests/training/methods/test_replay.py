@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from small_runs import assert_resumes, make_trainer, read_metrics
+from steps import capture_step
 
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.errors import UserError
@@ -106,11 +107,9 @@ def test_groups_without_a_spread_let_others_be_replayed(settings, monkeypatch):
     monkeypatch.setattr(
         trainer.sampler, "_split_by_spread", lambda groups, _: ([*groups][:1], [*groups][1:])
     )
-    rollouts, sample = [], trainer.sampler.sample
-    monkeypatch.setattr(
-        trainer.sampler, "sample", lambda *a: rollouts.append(sample(*a)) or rollouts[-1]
-    )
-    metrics += [trainer.step() for _ in range(3)]
+    steps = [capture_step(trainer) for _ in range(3)]
+    rollouts = [rollout for _, rollout, _ in steps]
+    metrics += [row for row, _, _ in steps]
     assert [row["replay/groups"] for row in metrics] == [0, 2, 2, 2]
     assert [row.get("replay/age") for row in metrics] == [None, 1, 1, 1]
     replayed = [[group.id for group in rollout.recalled] for rollout in rollouts]

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from small_runs import assert_resumes, make_trainer, small_run
+from small_runs import make_trainer, small_run
 from tiny_models import tiny_model
 
 from vlm_grpo.training.methods.revision import is_revised
@@ -78,8 +78,3 @@ def test_no_group_above_the_bound_is_revised(settings):
     assert second.metrics == {"revision/share": 0.0}
     for trainer in (plain, none):
         trainer.sampler.close()
-
-
-def test_a_run_resumes_bit_by_bit(settings, tmp_path):
-    whole, parted = (settings(tmp_path / name, below=9.0) for name in ("whole", "parted"))
-    assert_resumes(whole, parted, (2,))

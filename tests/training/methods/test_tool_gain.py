@@ -10,6 +10,7 @@ import pytest
 import small_environments
 import torch
 from small_runs import make_trainer
+from steps import capture_step
 
 from vlm_grpo.model.episodes import REFUSAL
 from vlm_grpo.training.methods.tool_gain import credit_calls
@@ -56,19 +57,16 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
     assert [part.tolist() for part in kept] == [[1, 1], [-1, -1], [0, 0], [0, 0]]
 
 
-def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings):
+def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings, monkeypatch):
+    monkeypatch.setattr("vlm_grpo.model.prompts._TOOLS", "Look.")  # nine tenths of the prompts
     short = {"num_generations": 6, "max_completion_length": 2}  # some episodes call nothing
-    trainer, rollouts, batches = make_trainer(settings(**CHANGES | {"rollout": short})), [], []
-    score, update = trainer.updater.score, trainer.updater.update
-    trainer.updater.score = lambda rollout: rollouts.append(rollout) or score(rollout)
-    trainer.updater.update = lambda batch: batches.append(batch) or update(batch)
-    metrics = trainer.step()
+    trainer = make_trainer(settings(**CHANGES | {"rollout": short}))
+    metrics, rollout, batch = capture_step(trainer)
     trainer.sampler.close()
-    (rollout,), (batch,) = rollouts, batches
     tokens = iter(batch.layout.split(batch.values["token_advantages"]))
     kinds, differences = set(), []
     for group in rollout.groups:
-        rewards = [score.total for score in group.scores]
+        rewards = [s.total for s in group.scores if s.total is not None]
         firsts = [c.observations[0].start if c.observations else 0 for c in group.completions]
         by_hand = credit_by_hand(rewards, [True] * 6, firsts, 3)
         differences.append(fmean(rewards[:3]) - fmean(rewards[3:]))

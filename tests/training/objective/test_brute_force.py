@@ -215,26 +215,25 @@ KL = {"beta": 1.0, "reference_refresh_every": "never"}
 # section has completions of two tokens.
 
 
-def make_token(logprobs: Tensor, token: int, old: Tensor | None, reference: Tensor) -> TokenBatch:
-    """Build a batch of one completion of one token, without an advantage."""
-    return TokenBatch(
-        logprobs=logprobs[token, None],
-        completion=torch.zeros(1, dtype=torch.long),
-        advantages=torch.zeros(1),
-        lengths=torch.ones(1, dtype=torch.long),
-        old_logprobs=None if old is None else old.log_softmax(-1)[token, None],
-        reference_logprobs=reference.log_softmax(-1)[token, None],
-    )
-
-
 def token_gradient(
     settings: ObjectiveSettings, logits: Tensor, old: Tensor | None, reference: Tensor
 ) -> Tensor:
-    """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy)."""
+    """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy).
+
+    Each token is a completion without an advantage.
+    """
     logprobs, weights = logits.log_softmax(-1), (logits if old is None else old).softmax(-1)
+    before = None if old is None else old.log_softmax(-1)
     loss = torch.zeros(())
     for token, weight in enumerate(weights.detach()):
-        batch = make_token(logprobs, token, old, reference)
+        batch = TokenBatch(
+            logprobs=logprobs[token, None],
+            completion=torch.zeros(1, dtype=torch.long),
+            advantages=torch.zeros(1),
+            lengths=torch.ones(1, dtype=torch.long),
+            old_logprobs=None if before is None else before[token, None],
+            reference_logprobs=reference.log_softmax(-1)[token, None],
+        )
         loss = loss + weight * policy_loss(batch, StepTotals(1, 1, 1), settings).loss
     return torch.autograd.grad(loss, logits)[0]
 
@@ -271,30 +270,17 @@ def test_k3_alone_follows_the_kl_in_the_other_direction(estimator, is_reversed):
 # The KL of completions of two tokens.
 
 
-def completion_kl(policy: Policy, reference: Policy) -> Tensor:
-    log_ratio = (policy.logprobs() - reference.logprobs()).sum(dim=1)
-    return (policy.probabilities() * log_ratio).sum()
-
-
-def make_penalized_estimator(
-    rewards: Tensor, policy: Policy, reference: Policy, beta: float, estimator: str
-) -> Callable[[list[int]], Tensor]:
-    logprobs, references = policy.logprobs().detach(), reference.logprobs()
-
-    def advantages(chosen: list[int]) -> Tensor:
-        pair = logprobs[chosen].flatten(), references[chosen].flatten()
-        penalty = KL_ESTIMATORS[estimator](*pair).view(len(chosen), -1).sum(dim=1)
-        total = rewards[chosen] - beta * penalty
-        return group_advantages(
-            total, [0] * len(chosen), estimator="rloo", scale_rewards="none"
-        ).values
-
-    return advantages
-
-
 def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
     policy, reference, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
-    penalized = make_penalized_estimator(rewards, policy, reference, 0.4, "k1")
-    found = expected_gradient(policy, unbiased_settings(), penalized, size=2)
-    objective = (policy.probabilities() * rewards).sum() - 0.4 * completion_kl(policy, reference)
+    logprobs, references = policy.logprobs().detach(), reference.logprobs()
+
+    def estimate(chosen: list[int]) -> Tensor:
+        pair = logprobs[chosen].flatten(), references[chosen].flatten()
+        penalty = KL_ESTIMATORS["k1"](*pair).view(len(chosen), -1).sum(dim=1)
+        total, ids = rewards[chosen] - 0.4 * penalty, [0] * len(chosen)
+        return group_advantages(total, ids, estimator="rloo", scale_rewards="none").values
+
+    found = expected_gradient(policy, unbiased_settings(), estimate, size=2)
+    kl = policy.probabilities() * (policy.logprobs() - references).sum(dim=1)
+    objective = (policy.probabilities() * rewards - 0.4 * kl).sum()
     torch.testing.assert_close(found, gradient(objective, policy), **EXACT)

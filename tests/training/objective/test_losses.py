@@ -65,23 +65,12 @@ def make_step(dtype: torch.dtype = torch.float32) -> TokenBatch:
 
 def select(step: TokenBatch, completions: list[int]) -> TokenBatch:
     """Build a micro-batch of these completions in this order."""
-    rows = [(step.completion == c).nonzero().flatten() for c in completions]
-    tokens = torch.cat(rows)
-
-    def take(values: Tensor | None, index: Any) -> Tensor | None:
-        return None if values is None else values[index]
-
-    return TokenBatch(
-        logprobs=step.logprobs[tokens],
-        completion=torch.arange(len(completions)).repeat_interleave(step.lengths[completions]),
-        advantages=step.advantages[completions],
-        lengths=step.lengths[completions],
-        old_logprobs=take(step.old_logprobs, tokens),
-        reference_logprobs=take(step.reference_logprobs, tokens),
-        sampler_logprobs=take(step.sampler_logprobs, tokens),
-        entropies=take(step.entropies, tokens),
-        active=take(step.active, completions),
-    )
+    tokens = torch.cat([(step.completion == c).nonzero().flatten() for c in completions])
+    own = {name: value for name, value in vars(step).items() if isinstance(value, Tensor)}
+    of_completions = "advantages", "lengths", "active"
+    part = {n: x[completions if n in of_completions else tokens] for n, x in own.items()}
+    part["completion"] = torch.arange(len(completions)).repeat_interleave(part["lengths"])
+    return replace(step, **part)
 
 
 def count_totals(step: TokenBatch) -> StepTotals:
@@ -159,32 +148,27 @@ def test_a_fresh_reference_is_the_old_policy_in_later_iterations():
     assert (gradients(implicit, step) - gradients(plain, step)).abs().max() > 1e-4
 
 
-def test_shares_of_capped_and_rejected_sampler_weights_count_all_tokens():
-    """Differences of log 2 and log 8 at two tokens: weights 2, and 0 for 8, above the cap of 3.
+@pytest.mark.parametrize(
+    ("correction", "name", "square"), [("token_mask", "rejected", 4), ("token", "capped", 4 + 9)]
+)
+def test_shares_of_capped_and_rejected_sampler_weights_count_all_tokens(correction, name, square):
+    """Weights of 2 and 8 at two tokens, above the cap of 3; TRL has neither mean of squares."""
+    logprobs, weights = torch.tensor([-1.0, -1.0]), torch.tensor([2.0, 8.0])
+    rest = torch.zeros(2, dtype=torch.long), torch.ones(1), torch.tensor([2])
+    batch = TokenBatch(logprobs, *rest, sampler_logprobs=logprobs - weights.log())
+    settings = ObjectiveSettings(sampler_correction=correction)
+    metrics = policy_loss(batch, StepTotals(1, 2, 2), settings).metrics.values()
+    found = [metrics[f"sampling/importance_sampling_ratio/{n}"] for n in (name, "mean_square")]
+    assert found == pytest.approx([1 / 2, square / 2])
 
-    TRL has neither the mean of the squares nor the share of rejected tokens."""
-    trainer = torch.tensor([-1.0, -1.0], requires_grad=True)
-    batch = TokenBatch(
-        trainer,
-        torch.zeros(2, dtype=torch.long),
-        torch.ones(1),
-        torch.tensor([2]),
-        sampler_logprobs=trainer.detach() - torch.tensor([2.0, 8.0]).log(),
-    )
-    settings = ObjectiveSettings(sampler_correction="token_mask")
-    masked = policy_loss(batch, StepTotals(1, 2, 2), settings)
-    grad = torch.autograd.grad(masked.loss, trainer)[0]
-    assert grad.tolist() == pytest.approx([-2 / 2, 0])  # both tokens count in the mean
-    weights = {
-        name.rpartition("/")[2]: value
-        for name, value in masked.metrics.values().items()
-        if "importance_sampling_ratio" in name
-    }
-    assert weights == pytest.approx(
-        {"mean": 1, "mean_square": 2, "rejected": 0.5, "min": 0, "max": 2}
-    )
-    capped = policy_loss(batch, StepTotals(1, 2, 2), ObjectiveSettings(sampler_correction="token"))
-    assert capped.metrics.values()["sampling/importance_sampling_ratio/capped"] == 0.5
+
+def test_the_logged_kl_has_the_ratio_of_the_token_at_any_level():
+    """Only with it is k3 unbiased once the policy has moved; TRL logs that of the completion."""
+    step, levels = make_step(), ("token", "sequence")
+    settings = (make_settings("grpo", importance_sampling_level=n, **ALL_TERMS) for n in levels)
+    found = [policy_loss(step, count_totals(step), own).metrics.values() for own in settings]
+    assert found[0]["kl"] == found[1]["kl"]
+    assert found[0]["ratio/max"] != found[1]["ratio/max"]
 
 
 @pytest.mark.parametrize(
@@ -199,15 +183,6 @@ def test_a_batch_without_a_tensor_that_the_settings_need_is_refused(fields, miss
     step = replace(make_step(), **{missing: None})
     with pytest.raises(ValueError, match=message):
         policy_loss(step, count_totals(step), ObjectiveSettings(**fields))
-
-
-def test_a_step_of_one_token_is_divided_by_one():
-    one = torch.zeros(1, requires_grad=True)
-    batch = TokenBatch(
-        one, torch.tensor([0]), torch.ones(1), torch.tensor([1]), entropies=torch.tensor([3.0])
-    )
-    output = policy_loss(batch, StepTotals(1, 1, 1), ObjectiveSettings(entropy_coef=0.5))
-    assert output.loss.item() == -1.0 - 0.5 * 3.0
 
 
 def test_an_empty_batch_has_no_loss():
