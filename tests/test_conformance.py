@@ -1,7 +1,5 @@
 """Completions and their expected scores: the cases of tests/conformance, by task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The helpers for error messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from vlm_grpo.errors import UserError, bullets, list_bad_rows, nearest, printable

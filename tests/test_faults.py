@@ -1,7 +1,5 @@
 """Failures in the middle of a run leave it in a state from which it can be resumed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

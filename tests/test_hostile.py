@@ -1,7 +1,5 @@
 """Hostile input: code in models and datasets, and names that are paths elsewhere."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md and the import contract describe the rooms that exist."""
 
-from __future__ import annotations
-
 import configparser
 import re
 from fnmatch import fnmatch

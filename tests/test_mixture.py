@@ -1,7 +1,5 @@
 """Runs with several sources: what is logged, learned and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The distribution: its files, the pinned versions, and a run from the wheel in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The measurements in perf/: what they compare, whether it fits a GPU, and what they print."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

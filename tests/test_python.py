@@ -1,7 +1,5 @@
 """The Python interface: lazy imports, and runs whose task and data are Python objects."""
 
-from __future__ import annotations
-
 import io
 import pkgutil
 import subprocess

@@ -1,7 +1,5 @@
 """Decoding of image references, and the id of a group."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from dataset_files import encode_image

@@ -4,8 +4,6 @@ The pure functions have tests of their own. Here the Trainer runs, and each of i
 computed once more by ``plain_step`` from the completions and their rewards.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

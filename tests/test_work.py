@@ -1,7 +1,5 @@
 """Fixed small steps do no more work than recorded: operations, reads, passes and bytes."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Exchanges between ranks, the balance of their work, and the errors of lost ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The processes of a launch, and the launcher's settings."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The optimizer's groups, and its state by the names of the weights."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, get_args
 

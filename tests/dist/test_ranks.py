@@ -1,7 +1,5 @@
 """Launches of one, two and four processes make the same steps under every strategy."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gradients and the optimizer step of a strategy, in one process."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

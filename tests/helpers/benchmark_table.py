@@ -3,8 +3,6 @@
 Run ``python tests/helpers/benchmark_table.py`` to print them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from vlm_grpo.benchmarks.definition import Benchmark, benchmark_names, load_benchmark

@@ -1,7 +1,5 @@
 """A model behind a local server: it answers by the question, and fails as a test tells it to."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Run a command in this process, as a user runs it in a shell."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

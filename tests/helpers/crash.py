@@ -8,8 +8,6 @@ must equal those of the uninterrupted run bit for bit, and ``metrics.jsonl`` mus
 once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

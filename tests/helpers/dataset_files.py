@@ -1,7 +1,5 @@
 """Small datasets on disk: images, JSON Lines and tables in published layouts, and bad rows."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -3,8 +3,6 @@
 A new interpreter takes eight seconds for these imports; a fork needs none.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing

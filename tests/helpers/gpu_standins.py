@@ -1,7 +1,5 @@
 """Stand-ins for what only a GPU has: copies to and from it, packed attention, and its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Comparison of tensors and gradients, also of models that compute in float64 throughout."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

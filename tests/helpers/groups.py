@@ -1,7 +1,5 @@
 """Groups of completions without a model, and streams of examples without a file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

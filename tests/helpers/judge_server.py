@@ -1,7 +1,5 @@
 """A local server with the interface of OpenAI's chat completions, whose replies a test chooses."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping

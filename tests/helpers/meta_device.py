@@ -5,8 +5,6 @@ shape depends on values. ``no_host_tensors`` adds what the meta device allows an
 CUDA waits for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -22,8 +22,6 @@ function by a wrapper of all its mutated copies, which then meets the import hoo
 shapes in tests. Neither runs mutants that a person has written.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import gc

@@ -1,8 +1,6 @@
 """A sampler outside the policy, without a server: a copy of the policy in a thread, and the run
 that several ranks of ``tests/training/test_steps_ahead.py`` make with it."""
 
-from __future__ import annotations
-
 import copy
 import signal
 import threading

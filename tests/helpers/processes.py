@@ -1,7 +1,5 @@
 """Processes and ports that a test looks for after something has ended, and small disks to fill."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

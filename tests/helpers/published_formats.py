@@ -1,8 +1,6 @@
 """One small dataset in each published format, the same two images with a cup and two books, and
 single samples as lmms-eval logs them."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -5,8 +5,6 @@ single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY`
 first rank writes the results of its cases to ``FOLDER/LAUNCH.pt``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

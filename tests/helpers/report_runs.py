@@ -4,8 +4,6 @@ Everything else is real: the tasks, their embedded examples, the scores, and the
 samples and evaluations.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Environments for small random models, which write no calls on purpose."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs of a small random model that take a second, and readers of their files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

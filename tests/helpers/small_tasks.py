@@ -3,8 +3,6 @@
 A test's own module may import libraries whose loading takes longer than the limit of a reward.
 """
 
-from __future__ import annotations
-
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 

@@ -1,8 +1,6 @@
 """What passes through a trainer's step, and behind which form of their prompt completions were
 sampled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Small video files."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from fractions import Fraction

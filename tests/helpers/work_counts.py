@@ -5,8 +5,6 @@
 writes ``tests/recorded/work.json``, with which ``tests/test_work.py`` compares the work of today.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import weakref

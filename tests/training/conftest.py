@@ -1,7 +1,5 @@
 """Settings of small runs, also with an outside sampler, and double precision for formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The batch of a step: its slices, normalizers and masks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import psutil

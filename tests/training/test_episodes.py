@@ -1,7 +1,5 @@
 """Training with an environment: episodes are sampled turn by turn, and again bit by bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

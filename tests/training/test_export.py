@@ -1,7 +1,5 @@
 """An exported model is the policy: transformers computes the log-probs of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Metrics of a rollout, and the log that a resumed run continues."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Prompts in training order: prefetched, counted and, if requested, replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

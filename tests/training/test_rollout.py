@@ -1,7 +1,5 @@
 """The rollout of a step: resampled groups, lack of memory, and failures."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A resumed run writes the same metrics and alarms as one that was not interrupted."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learning rates of the steps, by part of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens per second and MFU of a step, from its counted work and times."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Rollouts by a sampler outside the policy, also ahead of the steps that use them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The first and last lines of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

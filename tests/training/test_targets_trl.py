@@ -3,8 +3,6 @@
 TRL gets the rows: texts and images. It tokenizes, prepares the images, pads and labels them itself.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

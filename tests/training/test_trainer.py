@@ -1,7 +1,5 @@
 """The training loop on a small random model: weights, work, stops, resuming and failures."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """A run on chats: what the model is trained on is what the rows say, in training and evaluation."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The updates of a step: their metrics, their schedule, and lack of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

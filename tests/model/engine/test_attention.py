@@ -1,7 +1,5 @@
 """Attention and recurrent layers over packed rows equal their definition, with their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Scoring and decoding run on the model's device without reading from it; values in bfloat16, on a
 GPU with its own kernels, are close to those in float32 on the CPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

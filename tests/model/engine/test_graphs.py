@@ -1,7 +1,5 @@
 """A captured decode step that is replayed samples the tokens of the eager loop."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from pathlib import Path

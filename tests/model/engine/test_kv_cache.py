@@ -1,7 +1,5 @@
 """The cache gives every completion a place and its prompt, and attention sees no other keys."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fast layers, and those with weights prepared for a rollout, equal the plain layers."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

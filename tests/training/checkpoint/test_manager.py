@@ -1,7 +1,5 @@
 """The state of a run is saved in a checkpoint and restored, weight by weight."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """A checkpoint is written atomically, and a corrupt one is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CFPO: its log-probs and its term against a computation in float64, and a run that resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

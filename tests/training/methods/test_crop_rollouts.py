@@ -1,7 +1,5 @@
 """Groups of which a part is sampled behind the crop that the answer needs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

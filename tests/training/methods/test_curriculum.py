@@ -1,7 +1,5 @@
 """The choice of prompts by the pass rates of earlier steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

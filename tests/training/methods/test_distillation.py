@@ -1,7 +1,5 @@
 """On-policy distillation: the teacher's scores, its gradient, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The reference policy in real training steps: its weights, its refreshes and its cost."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

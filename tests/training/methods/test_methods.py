@@ -1,7 +1,5 @@
 """The interface of methods: who knows their names, and methods of the user's own files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

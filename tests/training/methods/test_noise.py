@@ -1,7 +1,5 @@
 """Groups of which a part is sampled behind images with noise (NoisyRollout)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

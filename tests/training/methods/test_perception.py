@@ -1,7 +1,5 @@
 """Factors of tokens in the policy loss, by entropy and by dependency on the image."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run learns of its examples: their difficulty, and groups to replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Groups of revisions of one answer in place of those that fail."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A part of each group without tools, and the difference as the advantage of the first call."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

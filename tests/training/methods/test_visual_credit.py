@@ -1,7 +1,5 @@
 """The map of credit over an image, its share inside boxes, and its place on the page."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The examples are words of the embedded data, whose letters are the gold answers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

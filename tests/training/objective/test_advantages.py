@@ -1,7 +1,5 @@
 """Advantages from rewards: groups by id, groups without spread, unscorable completions, scales."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

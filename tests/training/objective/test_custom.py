@@ -1,7 +1,5 @@
 """Losses and advantage estimators from a user's file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

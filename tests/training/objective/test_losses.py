@@ -1,7 +1,5 @@
 """Losses: invariance to splits and order, skipped and masked completions, clipping, metrics."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import reduce

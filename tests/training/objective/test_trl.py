@@ -5,8 +5,6 @@ TRL's methods run unchanged: in place of a trainer they get an object with the a
 so no formula of TRL is copied.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
