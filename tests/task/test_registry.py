@@ -14,6 +14,8 @@ from vlm_grpo.task.registry import get_task_name, load_task, load_task_class
 from vlm_grpo.tasks.counting import Counting
 
 PARITY = '''
+from __future__ import annotations
+
 from dataclasses import field
 
 from vlm_grpo.task import Task, reward
