@@ -36,7 +36,7 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 FLASH_VARLEN = torch.ops.aten._flash_attention_forward  # noqa: SLF001
 
 _PART, _MOST_PARTS = 256, 16
-"""Fewest keys of a part on average, and the most parts, which one kernel merges."""
+"""Fewest keys of a part of a prompt on average, and the most parts."""
 
 
 class Layer(NamedTuple):
@@ -100,7 +100,7 @@ def is_cpu(query: Tensor) -> bool:
 
 
 def count_parts(device: torch.device, sequences: int, shortest: int, longest: int) -> int:
-    """Return into how many parts sequences of keys are split so that a GPU computes all at once.
+    """Return into how many parts sequences of keys are split, so that no multiprocessor is idle.
 
     The kernel computes a sequence, of ``shortest`` to ``longest`` keys, on one multiprocessor.
     """
