@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TextIO
@@ -500,7 +500,7 @@ class Runner:
                 self.checked.add(item.nodeid)
 
     def _run_until_failure(self, items: Sequence[pytest.Item]) -> None:
-        for item, following in pairwise([*items, None]):
+        for item, following in zip(items, [*items[1:], None], strict=False):
             limit = int(time.process_time()) + CPU_LIMIT  # a mutant may loop for ever
             resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -551,7 +551,7 @@ def record(items: Sequence[pytest.Item]) -> dict[str, Any]:
     seconds = {}
     tracer.start()
     sys.settrace = lambda function: None  # libraries would end what traces
-    for item, following in pairwise([*items, None]):
+    for item, following in zip(items, [*items[1:], None], strict=False):
         began = time.process_time()
         tracer.switch_context(item.nodeid)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
