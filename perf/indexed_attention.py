@@ -1,8 +1,8 @@
 """Measure whether layers of ``indexed_attention`` (Qwen4-Exp) could share a prompt.
 
-Run ``python perf/indexed_attention.py``. Such a layer has an indexer, which
-scores blocks of consecutive visible tokens. A token attends to the best blocks, and to the tokens
-after the last whole block. Weights and recurrences are in float64.
+Run ``python perf/indexed_attention.py``. In each of these layers an indexer scores blocks of
+consecutive visible tokens. A token attends to the best blocks and to the tokens after the last
+whole block. Weights and recurrences are in float64.
 """
 
 from __future__ import annotations

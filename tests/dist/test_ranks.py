@@ -286,6 +286,12 @@ def test_a_sharded_checkpoint_can_be_used_as_a_model(folder, tmp_path):
         verify_checkpoint(sharded)
 
 
+def test_a_part_that_one_of_two_processes_cannot_write_leaves_no_checkpoint(folder):
+    error, files = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["failed part"]
+    assert error.startswith("another process of this run has failed")
+    assert files == []
+
+
 def test_a_renamed_run_ends_on_all_ranks(folder):
     errors = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["renamed run"]
     assert "was renamed or removed: this run ends" in errors[0]

@@ -24,7 +24,7 @@ SMALL = VISION | {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
-"""Sizes of any model, of which a configuration takes those that it has."""
+"""Sizes of small models. A configuration gets those that it has a field for."""
 MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8}
 GATED_DELTA = {

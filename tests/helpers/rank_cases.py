@@ -49,6 +49,7 @@ from vlm_grpo.serve import weights as serve_weights
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import memory_probe, trainer
+from vlm_grpo.training.checkpoint.store import write_checkpoint
 from vlm_grpo.training.run_dir import lock_run
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
@@ -311,6 +312,23 @@ def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
         shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
     accelerator.wait_for_everyone()
     return train_and_read(settings)
+
+
+def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
+    """Write a checkpoint whose last part cannot be written; return this rank's error, and files."""
+    accelerator = build_accelerator(make_settings(folder, launch))
+    checkpoints = folder / "failed"
+
+    def write_weights(part: Path) -> None:
+        (part / "weights").touch()
+        if accelerator.is_last_process:
+            raise OSError("no space")
+
+    try:
+        write_checkpoint(accelerator, checkpoints, 1, ({}, {}), write_weights, sharded=True)
+    except (OSError, UserError) as error:
+        return [str(error), [path.name for path in checkpoints.iterdir()]]
+    return []
 
 
 def rename_run(settings: Settings) -> list[str]:
@@ -588,6 +606,7 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         yield "out of memory", partial(retry_after_out_of_memory, make_settings(folder, launch))
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":
+        yield "failed part", lambda: fail_to_write_a_part(folder, launch)
         yield "renamed run", lambda: rename_run(make_settings(folder, launch))
     if not launch.endswith("-4"):
         yield "begun run", lambda: begin_run(folder, launch)

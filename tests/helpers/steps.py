@@ -1,5 +1,4 @@
-"""What passes through a trainer's step, and behind which form of their prompt completions were
-sampled."""
+"""The rollout and batch of a trainer's step, and the prompt that completions were sampled from."""
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from vlm_grpo.types import Group, Prompt
 
 
 def capture_step(trainer: Trainer) -> tuple[dict[str, float], Rollout, StepBatch]:
-    """Make a step; return its metrics, its rollout and its batch."""
+    """Run one step and return its metrics, rollout and batch."""
     rollouts, batches = list[Rollout](), list[StepBatch]()
     score, update = trainer.updater.score, trainer.updater.update
     with pytest.MonkeyPatch.context() as patch:

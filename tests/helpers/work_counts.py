@@ -173,8 +173,8 @@ def measure_kernels(targets: Sequence[str]) -> Counts:
 
 
 def measure_layer() -> Counts:
-    """Return the operations that Python dispatches in a layer for a micro-batch, in bfloat16 with
-    LoRA as on a GPU, forward and backward: those of 3 layers less those of 2."""
+    """Count the operations that Python dispatches per layer in the forward and backward pass of a
+    micro-batch, in bfloat16 with LoRA as on a GPU: 3 layers minus 2."""
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         meta_device.use_gpu_kernels(patch)

@@ -110,6 +110,17 @@ def test_variants_of_lora_are_measured():
     assert difference == 4 * shape.num_trained
 
 
+@pytest.mark.parametrize("recomputed", ["mlp", "full"])
+def test_adapters_are_cast_for_the_whole_pass_also_where_layers_are_recomputed(recomputed):
+    shape = replace(measure("qwen2_5_vl", "lora-bfloat16"), checkpointing=recomputed)
+    work = Workload(4, 3, 20, 16, 10, 130, 1 << 20, 0)
+    plain = estimate_memory(replace(shape, lora_rank=0), work).activations
+    layer = shape.measured_layer
+    cast = {"full": layer.fixed, "mlp": layer.mlp_fixed}[recomputed]
+    assert estimate_memory(shape, work).activations - plain == shape.text.layers * cast > 0
+    assert shape.text.layers * layer.fixed == 2 * shape.num_trained
+
+
 def test_a_decoder_layer_on_a_gpu_saves_what_a_plan_measures(monkeypatch):
     monkeypatch.setattr(forwards, "has_kernel", lambda hidden, weight: hidden.dtype == weight.dtype)
     monkeypatch.setattr(forwards, "rms_norm", FusedNorm.apply)

@@ -119,7 +119,7 @@ def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def estimate(settings: Settings, gib: int = 80, weights: Any = None, devices: int = 1) -> Any:
-    """Estimate a step on a GPU of this size."""
+    """Estimate a step on GPUs with this much memory."""
     return Planner(settings, Device("GPU", gib * GIB), devices).estimate_step(settings, weights)
 
 

@@ -16,6 +16,7 @@ from small_runs import (
     make_trainer,
     read_metrics,
     read_samples,
+    stop_run,
     train_with_stops,
 )
 
@@ -122,6 +123,14 @@ def test_a_stopped_run_uses_each_example_once(vllm, ahead, stop, done):
     assert staleness[done] == 0
     versions = [version for version, _ in vllm.samplers[1].sampled]
     assert versions[: ahead + 1] == [done] * min(ahead + 1, 4 - done)
+
+
+def test_steps_ahead_may_change_when_a_run_is_resumed(vllm):
+    run = vllm(2)
+    stop_run(run, 2)
+    train(vllm(0, resume=True))
+    assert [version for version, _ in vllm.samplers[1].sampled] == [1, 2, 3]
+    assert_each_example_once(run)
 
 
 def test_replacements_are_sampled_with_the_current_weights(vllm, monkeypatch):

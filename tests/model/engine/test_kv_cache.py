@@ -8,7 +8,7 @@ import pytest
 import torch
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
-from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
+from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
@@ -104,15 +104,28 @@ def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_th
     ]
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(parts, monkeypatch):
-    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(70, 110)))
+@pytest.mark.parametrize(("family", "parts"), [("qwen2_5_vl", 1), ("qwen2_5_vl", 3), ("gemma3", 3)])
+def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(family, parts, monkeypatch):
+    """Layers with windows, which need masks, do not split prompts."""
+    eos = tuple(range(70, 110))
+    policy = build_family_policy(family, torch.float64, shared=True, eos=eos)
     prompts = mixed_prompts(policy, 4)
     expected = sample_groups(policy, prompts, max_tokens=600)  # a few places at a time
-    use_plain_varlen(monkeypatch, parts)
+    use_plain_varlen(monkeypatch)
+    calls: list[Any] = []
+    monkeypatch.setattr(kernels, "count_parts", lambda _, *given: calls.append(given) or parts)
     found = sample_groups(policy, prompts, max_tokens=600)
+    shortest = min(len(prompt.token_ids) for prompt in prompts)
+    assert {given[1] for given in calls} == ({shortest} if family != "gemma3" else set())
     for group, other in zip(found, expected, strict=True):
         assert [c.token_ids for c in group] == [c.token_ids for c in other]
+
+
+def test_empty_slots_have_as_many_tokens_as_parts():
+    scheduler = SlotScheduler(np.array([5, 7]), [2, 2], slots=2, places=2)
+    scheduler.admit()  # the completions of one prompt fill all places
+    _, lengths, *_ = scheduler.build_index([(4, 2)], torch.device("cpu"), parts=3)
+    assert lengths.tolist() == [7, 3]
 
 
 @pytest.mark.parametrize(("slots", "places"), [(1, 2), (2, 3), (3, 4), (6, 24)])

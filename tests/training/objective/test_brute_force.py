@@ -220,7 +220,7 @@ def token_gradient(
 ) -> Tensor:
     """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy).
 
-    Each token is a completion without an advantage.
+    Completions have one token, and their advantages are 0.
     """
     logprobs, weights = logits.log_softmax(-1), (logits if old is None else old).softmax(-1)
     before = None if old is None else old.log_softmax(-1)
