@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from family_policies import build_family_policy
+from gpu_standins import use_plain_varlen
 from meta_device import build_policy, sample, use_gpu_kernels
 from packaging.version import Version
 from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy
@@ -33,6 +34,9 @@ from vlm_grpo.model.engine import forwards, shared
 from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
+
+BACKEND = "aot_eager_decomp_partition"
+"""PyTorch's compiler up to the operations of which Inductor writes kernels."""
 
 
 class TracedStep(TorchDispatchMode):
@@ -178,7 +182,7 @@ def compare_functions() -> None:
         (rotate, heads, (angles.cos(), angles.sin())),
         (gate, rows, (layer.mlp.act_fn,)),
     ):
-        compiled = torch.compile(function.function, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(function.function, backend=BACKEND, fullgraph=True)
         found = []
         for form in (function.function, compiled):
             inputs = [x.detach().clone().requires_grad_() for x in trained]
@@ -190,9 +194,33 @@ def compare_functions() -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def compare_rollouts() -> None:
+    """Compare rollouts that compile rotations, gates and merges one by one, as on a GPU."""
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, layers=1)
+    prompts = [make_prompt(policy, noise_example(str(n), [], "What? " * n)) for n in (0, 3)]
+    expected = sample_groups(policy, prompts, group_size=2, length=3)
+
+    def can_compile(tensor: Tensor) -> bool:
+        return forwards.Compiled.mode == "compiled" and not torch.compiler.is_compiling()
+
+    def build(compiled: forwards.Compiled) -> Any:
+        return torch.compile(compiled.function, backend=BACKEND)
+
+    for parts in (1, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            use_plain_varlen(patch, parts)
+            patch.setattr(forwards, "can_compile", can_compile)
+            patch.setattr(forwards.Compiled, "compiled", property(build))
+            found = sample_groups(policy, prompts, group_size=2, length=3)
+        pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+        assert all(one.token_ids == other.token_ids for one, other in pairs)
+        assert forwards.Compiled.mode == "compiled"  # no function failed to compile
+
+
 def main() -> None:
     torch.set_num_threads(1)
     compare_functions()
+    compare_rollouts()
     shared.LENGTH_BUCKET = 4  # several captures per rollout
     for family, words in FAMILIES.items():
         if Version(transformers.__version__) >= Version("5.21"):  # earlier ones share Qwen's only

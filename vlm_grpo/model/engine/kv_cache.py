@@ -476,7 +476,8 @@ def _merge(
         shares = (lses - lse).exp().transpose(2, 3)[..., None]
         output = (output.view(-1, *over_own.shape) * shares).sum(0).to(output.dtype)
     share = (own_lse - lse).sigmoid_().to(output.dtype)
-    return output.lerp_(over_own, share.transpose(1, 2)[..., None])
+    # Not in place, which does not compile, and in one order, which a compiled ``lerp`` has not.
+    return output.lerp(over_own, share.transpose(1, 2)[..., None]).contiguous()
 
 
 class DecodeAttention:
