@@ -159,6 +159,7 @@ def test_evaluation_returns_its_result_and_prints_nothing(result, capsys):
     found = evaluate(settings, result.checkpoint, task=Brightness, held_out=HELD_OUT)
 
     assert result.after is not None
+    assert "vlm-grpo evaluate" not in str(result)  # no command has these rows
     assert found.metrics == result.after.metrics
     assert found.path is not None
     assert found.path.is_file()

@@ -182,8 +182,10 @@ def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_pa
         write_files(tmp_path, {"other.jsonl": [row], "same.jsonl": numbered})
         status, out, _ = run(capsys, *given, tmp_path / "other.jsonl")
         assert (status, line in out, "gold answers" in out) == (expected, True, False)
-    write_files(tmp_path, {"train.jsonl": numbered})
+    write_files(tmp_path, {"train.jsonl": numbered, "bad.jsonl": [make_row(answer="?")]})
     assert run(capsys, *given, tmp_path / "same.jsonl")[0] == 0
+    status, out, _ = run(capsys, *given, tmp_path / "bad.jsonl")
+    assert (status, "in common" in out) == (2, False)  # none of its rows is known
 
 
 def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path):

@@ -33,6 +33,15 @@ def test_a_box_is_drawn_on_the_image_in_its_original_size(succeed):
         assert (220, 38, 127) in {color for _, color in drawn.getcolors() or ()}  # #dc267f
 
 
+def test_commands_print_which_checkpoint_a_run_means(finished, succeed):
+    name, given = str(finished), ["--question", "How many?", "--task", "counting"]
+    newest = f"checkpoint {finished / 'checkpoints/step-3'}, the newest of its run\n"
+    assert newest in succeed("export", name, "exported", "--adapter")
+    assert newest in succeed("predict", name, *given)
+    assert "step-2\n" in succeed("predict", f"{name}@2", *given)
+    assert "checkpoint" not in succeed("predict", f"{name}/checkpoints/step-2", *given)
+
+
 def test_an_existing_picture_is_not_overwritten(capsys):
     given = ["predict", "embedded", "--image", "a.png", "--question", "How many?"]
 

@@ -117,6 +117,20 @@ def test_the_warmup_of_supervised_steps_alone_is_shortened_too(caplog):
     assert "warm_start.warmup_steps=10 of the recipe is shortened to optim.max" in caplog.text
 
 
+def test_a_warning_comes_from_the_first_process_alone(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    assert load_settings("counting", ["optim.max_steps=5"]).optim.warmup_steps == 5
+    assert not caplog.records
+
+
+def test_an_optimizer_without_betas_is_given_none_by_the_recipe():
+    optim = load_settings("counting", ["optim.name=adafactor"]).optim
+    assert "betas" not in optim.model_fields_set
+    assert load_settings("counting", ["optim.name=adamw_8bit"]).optim.betas == (0.9, 0.99)
+    both = ["optim.name=adafactor", "optim.betas=[0.9,0.99]"]
+    assert "optim.betas has no effect with optim.name=adafactor" in get_error(*both)
+
+
 def test_a_warning_does_not_precede_an_error(caplog):
     assert "unknown key optim.rl" in get_error("optim.max_steps=5", "optim.rl=1")
     assert not caplog.records

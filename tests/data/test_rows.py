@@ -172,7 +172,7 @@ def test_an_answer_of_another_toolkit_has_several_readings(value, candidates):
     ("bad", "reason"),
     [
         ('{"id": "a", "question"', "the line is not JSON: Expecting ':' delimiter at column"),
-        ('{"id": "a", "answer": NaN}', "it contains NaN"),
+        ('{"id": "a", "answer": NaN}', "NaN is not a number"),
         ("[1, 2]", "must be a JSON object, not a list"),
         (b'{"id": "\xff"}', "not UTF-8"),
         ('{"a":' + "[" * 200_000 + "]" * 200_000 + "}", f"nested deeper than {MAX_DEPTH}"),

@@ -170,5 +170,8 @@ def test_the_best_value_has_its_checkpoint_which_is_exported(step, text, last, t
     later = replace(result, checkpoint=tmp_path / "step-5")
     exported = f"export {checkpoint if step == 4 else later.checkpoint} exported"
     assert (exported in str(later)) == (step != 0)
+    assert ("next       vlm-grpo evaluate" in str(result), str(result).count("next")) == (True, 1)
+    in_memory = str(replace(result, flag=None))  # rows that no command can read
+    assert ("vlm-grpo evaluate" in in_memory, in_memory.count("next")) == (False, 1)
     error = replace(result, lower_is_better=True)
     assert str(error).splitlines()[0] == lines[0].replace("90.0%", "0.900")

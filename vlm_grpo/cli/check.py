@@ -121,7 +121,8 @@ def check(
         other = report_on(against, build_settings(against, **own).data)
         overlap = describe_overlap(report, other)
         apart = f"{source} and {against} have no image and no id in common"
-        typer.echo("\n".join(overlap) or apart)
+        if report.examples and other.examples:
+            typer.echo("\n".join(overlap) or apart)
         passed = passed and other.passed and not overlap
     if preview is not None:
         from vlm_grpo.cli.preview import preview_rows

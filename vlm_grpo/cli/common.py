@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,6 +127,17 @@ def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
     except PARSE_ERRORS as error:
         raise UserError(f"the task's options cannot be parsed: {error}") from error
     return values
+
+
+def find_checkpoint(given: str | None) -> Path | None:
+    """Find a command's checkpoint, and print which one a name such as RUN or RUN@best means."""
+    from vlm_grpo.model import resolve
+
+    found = resolve.find_checkpoint(given)
+    if given is not None and found not in (None, Path(given)):
+        newest = "" if "@" in given else ", the newest of its run"
+        typer.echo(f"checkpoint {found}{newest}")
+    return found
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from vlm_grpo.cli.common import (
     Timeout,
     build_endpoint,
     exit_when_stopped,
+    find_checkpoint,
     get_frame,
     parse_task_options,
 )
@@ -138,7 +139,7 @@ def evaluate(
         if data is None:
             _evaluate_recipe(recipe, values, checkpoint, endpoint, compare)
         elif predictions is None:
-            folder = _find_checkpoint(checkpoint)
+            folder = find_checkpoint(checkpoint)
             given = values if endpoint is None or compare else [_NO_MODEL, *values]
             settings = _benchmark_settings(recipe, data, folder, given)
             from vlm_grpo.eval.benchmark import evaluate_benchmark
@@ -181,21 +182,6 @@ def _refuse_benchmark(name: str) -> None:
         )
 
 
-def _find_checkpoint(given: str | None) -> Path | None:
-    if given is None:
-        return None
-    from vlm_grpo.model.resolve import find_checkpoint
-
-    return _print_checkpoint(given, find_checkpoint(given))
-
-
-def _print_checkpoint(given: str, found: Path | None) -> Path | None:
-    if found is not None and found != Path(given):
-        newest = "" if "@" in given else ", the newest of its run"
-        typer.echo(f"checkpoint {found}{newest}")
-    return found
-
-
 def _evaluate_recipe(
     recipe: str,
     overrides: list[str],
@@ -208,9 +194,10 @@ def _evaluate_recipe(
     from vlm_grpo.model.resolve import resolve_recipe
 
     found = resolve_recipe(recipe, overrides)
-    weights = _find_checkpoint(checkpoint)
-    if checkpoint is None and (compare or endpoint is None):
-        weights = _print_checkpoint(recipe, found.checkpoint)
+    is_run = checkpoint is None and found.checkpoint is not None
+    if is_run and (compare or endpoint is None):
+        checkpoint = recipe
+    weights = find_checkpoint(checkpoint)
     if compare:
         _check_comparable(found.settings)
     tables = []

@@ -12,6 +12,7 @@ from vlm_grpo.cli.common import (
     ServedModelName,
     ServerUrl,
     build_endpoint,
+    find_checkpoint,
 )
 from vlm_grpo.errors import UserError
 
@@ -81,6 +82,8 @@ def predict(
 
     predictor = Predictor(model, task, overrides or (), endpoint)
     prediction = predictor(images, question, row_answer)
+    if endpoint is None:
+        find_checkpoint(model)
     completion = prediction.completion
     for turn in completion.turns[:-1]:
         read = "" if turn.observed is None else turn.observed.text

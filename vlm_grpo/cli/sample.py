@@ -18,6 +18,7 @@ from vlm_grpo.cli.common import (
     Timeout,
     build_endpoint,
     exit_when_stopped,
+    find_checkpoint,
 )
 from vlm_grpo.cli.evaluate import Checkpoint
 from vlm_grpo.errors import UserError
@@ -87,7 +88,6 @@ def sample(
         settings = _load_settings(recipe, overrides or [], files)
         from vlm_grpo.dist.launch import initialize_distributed
         from vlm_grpo.eval import sampling
-        from vlm_grpo.model.resolve import find_checkpoint
 
         found = sampling.sample_examples(settings, samples, find_checkpoint(checkpoint), endpoint)
         if not initialize_distributed().is_main_process:

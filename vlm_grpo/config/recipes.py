@@ -117,7 +117,7 @@ def build_settings(
             trust.note(code, origin)
     if isinstance(checkpoint := given.get("checkpoint"), dict):
         checkpoint.pop(GONE.rpartition(".")[2], None)
-    warning = _fit_steps(given, user_keys)
+    warning = _fit_optim(given, user_keys)
     if given.get("name") is None:
         is_other_task = "task" in user_keys
         given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
@@ -129,7 +129,7 @@ def build_settings(
         raise UserError(
             f"recipe {recipe} has wrong settings:\n{bullets(describe_problems(error, Settings))}"
         ) from error
-    if warning is not None:
+    if warning is not None and os.environ.get("RANK", "0") == "0":
         logger.warning(warning)
     return settings
 
@@ -163,8 +163,8 @@ def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
     raise UserError('overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}')
 
 
-def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
-    """Drop the recipe's steps if the user gives epochs, and the reverse. Shorten the recipe's
+def _fit_optim(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
+    """Drop the recipe's steps, epochs and betas where the user's settings exclude them. Shorten its
     warmup to the user's steps after a warm start, and return a warning."""
     optim = given.get("optim")
     if not isinstance(optim, dict):
@@ -175,6 +175,9 @@ def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
             optim.pop(other, None)
     if optim.get("max_steps", 0) is None:  # as written for num_train_epochs
         del optim["max_steps"]
+    is_chosen = "optim.name" in user_keys and "optim.betas" not in user_keys
+    if is_chosen and optim["name"] == "adafactor":  # which has none
+        optim.pop("betas", None)
     steps = optim.get("max_steps")
     if "optim.max_steps" not in user_keys or not isinstance(steps, int):
         return None

@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.parsing import refuse_repeated_keys
+from vlm_grpo.task.parsing import refuse_constant, refuse_repeated_keys
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_DEPTH = 32
@@ -78,7 +78,7 @@ def _parse_json(data: bytes, what: str) -> Any:
     try:
         text = data.decode("utf-8-sig")
         value = json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=refuse_repeated_keys
+            text, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys
         )
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not UTF-8: {error.reason}") from error
@@ -98,10 +98,6 @@ def _parse_json(data: bytes, what: str) -> Any:
         if not level:
             return value
     raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it contains {name}")
 
 
 def read_csv(path: Path) -> Iterator[Row]:

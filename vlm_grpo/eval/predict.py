@@ -18,7 +18,7 @@ from vlm_grpo.data.messages import read_question
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel, load_evaluated_model
 from vlm_grpo.model.episodes import begin_episodes
-from vlm_grpo.model.resolve import NO_TASK, UNKNOWN, resolve_model, resolve_unknown
+from vlm_grpo.model.resolve import NO_TASK, resolve_model
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task, write_prompt
 from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
@@ -72,8 +72,7 @@ class Predictor:
         overrides: Overrides = (),
         server: Endpoint | str | None = None,
     ) -> None:
-        is_unknown = server is not None and model == UNKNOWN
-        choice = resolve_unknown(overrides) if is_unknown else resolve_model(str(model), overrides)
+        choice = resolve_model(str(model), overrides, server is not None)
         once = choice.settings.evaluation.model_copy(update={"samples": 1})
         self.settings = choice.settings.model_copy(update={"evaluation": once})
         self.checkpoint, self.server = choice.checkpoint, server

@@ -31,13 +31,16 @@ class ResolvedModel:
     run: Path | None = None  # its folder; None: the checkpoint is not in that of a run
 
 
-def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
+def resolve_model(name: str, overrides: Overrides = (), is_served: bool = False) -> ResolvedModel:
     """Find the weights and settings of a model; ``overrides`` are as for ``load_settings``.
 
     ``name`` is ``embedded``, a hub name, the folder of a model, the folder of a run or its name in
     ``runs``, or the folder of a checkpoint. ``RUN@step`` is the run's checkpoint of that step,
     ``RUN@best`` the best one by the held-out primary metric, ``RUN`` and ``RUN@last`` the newest.
+    ``none`` is a server's model (``is_served``) of which nothing is known.
     """
+    if is_served and name == UNKNOWN:
+        return ResolvedModel(_build_default_settings(UNKNOWN, overrides))
     folder, step = find_folder(name), None
     if folder is None and "@" in name:
         name, _, wanted = name.rpartition("@")
@@ -66,10 +69,6 @@ def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no model, no adapter and no checkpoints")
     return ResolvedModel(_build_default_settings(str(folder), overrides))
-
-
-def resolve_unknown(overrides: Overrides = ()) -> ResolvedModel:
-    return ResolvedModel(_build_default_settings(UNKNOWN, overrides))
 
 
 def resolve_recipe(name: str, overrides: Overrides = ()) -> ResolvedModel:

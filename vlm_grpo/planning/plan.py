@@ -623,10 +623,6 @@ def _has_moments(step: StepEstimate) -> bool:
     return is_full and step.settings.optim.name == "adamw"
 
 
-def _has_masters(step: StepEstimate) -> bool:
-    return step.shape.precision == "autocast"
-
-
 def _offload_activations(planner: Planner, step: StepEstimate) -> Change | None:
     if planner.device.is_cpu or step.weights != "replicated" or step.shape.offloads:
         return None
@@ -685,7 +681,9 @@ def _set(applies: Callable[[StepEstimate], bool], block: str, **values: Any) -> 
 
 
 _use_small_moments = _set(_has_moments, "optim", name="adamw_8bit")
-_use_small_masters = _set(_has_masters, "policy", master_weights="bfloat16")
+_use_small_masters = _set(
+    lambda s: s.shape.precision == "autocast", "policy", master_weights="bfloat16"
+)
 FREE = 4  # so many of the changes do not change what is trained, or how
 # In this order: free changes, changes that cost time, changes of the training, smaller images.
 CHANGES: tuple[_Proposal, ...] = (

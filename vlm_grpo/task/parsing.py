@@ -390,7 +390,7 @@ def _decode(text: str) -> tuple[list[Any], list[str]] | None:
     return values, [*parts, text[position:]]
 
 
-def _reject_constant(word: str) -> float:
+def refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not a number")
 
 
@@ -408,7 +408,7 @@ _JSON_START = re.compile(r"[\[{]")
 _JSON = json.JSONDecoder(
     # As a float, a number of 10,000 digits is infinite; as an int it is an error.
     parse_int=float,
-    parse_constant=_reject_constant,
+    parse_constant=refuse_constant,
     object_pairs_hook=refuse_repeated_keys,
 )
 _REPAIRS = (

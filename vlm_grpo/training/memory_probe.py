@@ -90,8 +90,10 @@ class MemoryProbe:
         if not found:
             return
         self.budget.tokens, self.budget.is_found = min(found), True
+        measured, planned = (f"{size / 2**20:.2f}" for size in (self.token, self.planned))
+        if self.gradients is None:
+            measured = planned = "unknown"  # other processes had micro-batches
         self.strategy.accelerator.print(
             f"memory     optim.max_tokens_per_batch={self.budget.tokens} from now on: "
-            f"{self.token / 2**20:.2f} MiB per token measured, {self.planned / 2**20:.2f} planned, "
-            f"{free / 2**30:.1f} GiB free"
+            f"{measured} MiB per token measured, {planned} planned, {free / 2**30:.1f} GiB free"
         )

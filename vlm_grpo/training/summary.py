@@ -147,7 +147,8 @@ class TrainResult:
     checkpoint: Path
     run_dir: Path
     lower_is_better: bool = False  # True if the held-out primary metric is an error
-    flag: str = ""  # what commands with the run's own settings need: --trust-code
+    #: what commands with the run's own settings need: --trust-code; None: no command can read them
+    flag: str | None = ""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -168,11 +169,12 @@ class TrainResult:
         config, best = self.run_dir / "config.yaml", self.checkpoint
         if self.best is not None and (kept := self._find(self.best[1])).is_dir():
             best = kept
-        yield f"next       vlm-grpo evaluate {config} --checkpoint {best}{self.flag}"
+        following = [f"vlm-grpo export {best} exported"]
         if self.best is not None and self.best[1] == 0:
-            yield "           no step was better than the loaded model: try another learning rate"
-        else:
-            yield f"           vlm-grpo export {best} exported"
+            following = ["no step was better than the loaded model: try another learning rate"]
+        if self.flag is not None:
+            following.insert(0, f"vlm-grpo evaluate {config} --checkpoint {best}{self.flag}")
+        yield "next       " + f"\n{'':<11}".join(following)
 
     def _find(self, step: int) -> Path:
         return self.checkpoint.with_name(f"step-{step}")

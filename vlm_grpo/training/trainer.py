@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from vlm_grpo.config.data import PYTHON
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import load_run
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
@@ -235,7 +236,9 @@ class Trainer:
     def _build_result(self, before: Scored | None, after: Scored | None) -> TrainResult:
         best, is_error = self.evaluator.best, self.evaluator.task.lower_is_better
         checkpoint, folder = self.checkpoints.path(self.state), self.settings.run_dir
-        flag = trust.get_flag(self.settings.model_dump(mode="json"))
+        flag, data = trust.get_flag(self.settings.model_dump(mode="json")), self.settings.data
+        if PYTHON in (self.settings.task, data.train, data.eval):
+            flag = None
         return TrainResult(before, after, best, checkpoint, folder, is_error, flag)
 
     @property

@@ -6,7 +6,6 @@ learns to see in the whole image what it sees in the part.
 """
 
 import math
-from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -35,7 +34,7 @@ from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
 from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
 from vlm_grpo.training.snapshot import Snapshot
-from vlm_grpo.types import Example, Group, ImageRef
+from vlm_grpo.types import Example, Group
 
 _IMAGE_SETTINGS = (
     *("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"),
@@ -102,12 +101,8 @@ class Distillation(Method):
         if not (boxes := self._find_boxes(group)):
             return None
         target = self.run.task.target_image(example)
-        return replace_image(example, target, self._show(target, boxes))
-
-    def _show(self, image: ImageRef, boxes: Sequence[Box]) -> ImageRef:
-        """Return the image as the teacher sees it."""
         show = crop_to_boxes if self.own.teacher_prompt == "crop" else mask_beyond_boxes
-        return show(image, boxes, self.own.margin)
+        return replace_image(example, target, show(target, boxes, self.own.margin))
 
     def score(self, passes: Passes) -> Values:
         is_same = self.own.teacher_prompt == "same"
