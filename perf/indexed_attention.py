@@ -26,7 +26,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from vlm_grpo.model.engine.attention import PackedAttention, use_shared_attention
 from vlm_grpo.model.engine.kernels import GroupSpan
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 
 PROMPT, LENGTHS = 46, (30, 17, 23)
 """Tokens of the prompt, no whole number of blocks of 4, and of each completion."""

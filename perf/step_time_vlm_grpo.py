@@ -19,7 +19,7 @@ from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.graphs import get_capture
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length

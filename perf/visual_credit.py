@@ -28,7 +28,7 @@ from scipy import stats
 from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data_scripts.make_shapes import draw_examples
-from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.report.alarms import AlarmMonitor
 from vlm_grpo.training.methods import visual_credit
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit

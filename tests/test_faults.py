@@ -23,8 +23,8 @@ from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.checkpoint.files import verify_checkpoint
 from vlm_grpo.training.checkpoint.manager import CheckpointManager
-from vlm_grpo.training.checkpoint.store import verify_checkpoint
 from vlm_grpo.training.trainer import train
 
 

@@ -16,7 +16,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.batch import Rollout, compute_advantages
-from vlm_grpo.training.checkpoint.manager import check_same_settings, flatten_settings
+from vlm_grpo.training.checkpoint.resume import check_same_settings, flatten_settings
 from vlm_grpo.training.trainer import train
 
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}

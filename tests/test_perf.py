@@ -21,7 +21,7 @@ import torch
 from family_policies import POLICIES, build_batch, build_policy, build_prompt
 
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import ImageFeatures
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"

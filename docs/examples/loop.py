@@ -21,7 +21,9 @@ from vlm_grpo.model.engine.batch import MicroBatch, pack
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.batch import build_slices, score_groups
-from vlm_grpo.training.objective import StepTotals, TokenBatch, group_advantages, policy_loss
+from vlm_grpo.training.objective.advantages import group_advantages
+from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.losses import policy_loss
 
 SETTINGS = load_settings("counting")
 PROMPTS, COMPLETIONS, MAX_TOKENS = 32, 8, 16_384

@@ -1,13 +1,10 @@
 """The settings of a run and its blocks: what they mean, documentation, and saved files."""
 
-import math
-
 import pytest
 from pydantic import ValidationError
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.listing import list_settings
-from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.config.run import EMBEDDED_TASKS, Settings
@@ -125,26 +122,3 @@ def test_the_first_or_all_steps_of_a_run_are_supervised(overrides, count, name):
     assert [settings.is_supervised(step) for step in (0, 2, 3, 23)] == [
         *(count > 0, count > 0, count > 3, count == 23)
     ]
-
-
-@pytest.mark.parametrize(
-    ("strength", "midpoint", "steepness", "total"),
-    [(500, 40, 30.0, 60), (450, 40, 60.0, 120), (999, 3, 2.0, 7)],
-)
-def test_the_noise_falls_as_in_the_authors_schedule(strength, midpoint, steepness, total):
-    """The first two are their runs on Geometry3K and MMK12, whose midpoints are steps."""
-    noise = NoiseSettings(strength=strength, midpoint=midpoint / total, steepness=steepness)
-    for step in range(1, total + 1):
-        exponent = steepness * (step / total - midpoint / total)
-        exact = strength * (1 - 1 / (1 + math.exp(-exponent)))
-        assert noise.anneal(step / total) in {int(exact - 1e-9), int(exact + 1e-9)}
-    assert NoiseSettings(steepness=1e6).anneal(0.0) == 500  # no overflow
-    assert NoiseSettings(steepness=1e6).anneal(1.0) == 0
-
-
-@pytest.mark.parametrize(
-    ("share", "size", "count"),
-    [(0.5, 12, 6), (0.5, 5, 3), (0.25, 8, 2), (0.3, 8, 2), (0.01, 8, 1), (0.99, 8, 7)],
-)
-def test_a_share_is_rounded_to_whole_completions(share, size, count):
-    assert NoiseSettings(share=share).count(size) == count

@@ -200,7 +200,7 @@ def read_program_texts() -> str:
                 texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    rows = yaml.safe_load((ROOT / "vlm_grpo/config/requirements.yaml").read_text("utf-8"))
+    rows = yaml.safe_load((ROOT / "vlm_grpo/config/combinations.yaml").read_text("utf-8"))
     texts += [row["say"] for group in rows.values() for row in group]
     return "\n".join(map(flatten, texts))
 

@@ -13,16 +13,14 @@ import pytest
 from small_tasks import Distance
 
 from vlm_grpo.data.loading import Mixed
+from vlm_grpo.eval.pass_at_k import estimate_best, find_majority, merge_scores
 from vlm_grpo.eval.scored import (
     Row,
     Scored,
     compare_tools,
-    find_majority,
-    merge_scores,
     read_scored,
     summarize,
 )
-from vlm_grpo.eval.statistics import estimate_best
 from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task

@@ -13,7 +13,7 @@ from tiny_models import FAMILIES
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 
 TYPES = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 COLUMNS = ("prompt", "types", "model types")

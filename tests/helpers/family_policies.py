@@ -15,8 +15,8 @@ from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.families import load_family
 from vlm_grpo.model.families.family import place
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt

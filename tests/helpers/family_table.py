@@ -11,7 +11,7 @@ from family_models import BUILDERS
 from family_policies import build_family_model, compare_with_transformers
 from tiny_models import FAMILIES
 
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.task.coordinates import FRAMES
 
 TITLES = {

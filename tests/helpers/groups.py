@@ -9,7 +9,7 @@ from torch import Tensor
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream, build_stream
 from vlm_grpo.training.batch import StepAdvantages
-from vlm_grpo.training.objective import Advantages
+from vlm_grpo.training.objective.advantages import Advantages
 from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]

@@ -89,7 +89,7 @@ TARGETS = {
     "model/form_check.py": (0.2, ""),
     "task/scorer.py": (0.2, ""),
     "training/checkpoint/manager.py": (0.12, "training/test_trainer.py"),
-    "training/checkpoint/store.py": (0.08, "training/checkpoint/test_manager.py"),
+    "training/checkpoint/files.py": (0.08, "training/checkpoint/test_manager.py"),
     "dist/optimizer.py": (0.4, "test_wiring.py training/checkpoint/test_manager.py"),
     "training/schedule.py": (0.4, "training/methods/test_warm_start.py"),
     "dist/strategy.py": (0.7, "test_wiring.py training/checkpoint/test_manager.py"),

@@ -18,8 +18,8 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training import rollout, trainer
+from vlm_grpo.training.stopping import StopRequest
 from vlm_grpo.types import Completion, Prompt
-from vlm_grpo.utils.timing import StopRequest
 
 
 def make_run(folder: Path, model: Path, resume: bool) -> Settings:

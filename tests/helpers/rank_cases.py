@@ -49,12 +49,12 @@ from vlm_grpo.serve import weights as serve_weights
 from vlm_grpo.serve.server import Server
 from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training import memory_probe, trainer
-from vlm_grpo.training.checkpoint.store import write_checkpoint
+from vlm_grpo.training.checkpoint.files import write_checkpoint
 from vlm_grpo.training.run_dir import lock_run
+from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater, build_updater
 from vlm_grpo.types import EpisodeTurn
-from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
 def send_weights(folder: Path, launch: str) -> None:

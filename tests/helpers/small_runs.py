@@ -16,8 +16,8 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.errors import Stopped
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.training.trainer import Trainer, train
-from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 SMALL = (
     "data.train_limit=12",

@@ -17,7 +17,7 @@ from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length

@@ -8,7 +8,7 @@ from vlm_grpo.eval.predict import read_image
 from vlm_grpo.model import loading
 from vlm_grpo.model.doctor import diagnose
 from vlm_grpo.model.engine.shared import PrefixInputs
-from vlm_grpo.model.families import Family
+from vlm_grpo.model.families.family import Family
 
 
 def test_both_forms_of_the_embedded_model_agree(tmp_path):

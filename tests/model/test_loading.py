@@ -20,7 +20,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import loading
-from vlm_grpo.model.families import Family, PixelBudget
+from vlm_grpo.model.families.family import Family, PixelBudget
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn

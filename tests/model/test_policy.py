@@ -11,7 +11,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.families import PromptLayout
+from vlm_grpo.model.families.family import PromptLayout
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 

@@ -22,7 +22,7 @@ from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
-from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import (

@@ -8,7 +8,7 @@ from small_runs import make_embedded_trainer
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import ThinkingTags

@@ -25,9 +25,9 @@ from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import trainer as trainer_module
-from vlm_grpo.training.checkpoint.store import read_metadata
+from vlm_grpo.training.checkpoint.files import read_metadata
+from vlm_grpo.training.stopping import StepInterrupted
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils.timing import StepInterrupted
 
 
 def get_newest(run: Settings) -> Path:

@@ -32,7 +32,7 @@ from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training import run_dir as run_dir_module
 from vlm_grpo.training import trainer as trainer_module
-from vlm_grpo.training.checkpoint.store import read_metadata, read_tensors
+from vlm_grpo.training.checkpoint.files import read_metadata, read_tensors
 from vlm_grpo.training.trainer import StepInterrupted, train
 
 

@@ -30,7 +30,8 @@ from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_slices
 from vlm_grpo.training.methods import build_methods
-from vlm_grpo.training.objective import MetricAccumulator, StepTotals, completion_weights
+from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
+from vlm_grpo.training.objective.losses import completion_weights
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import Updater, build_updater, pack_step, sum_metrics
 

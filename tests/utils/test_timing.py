@@ -17,15 +17,9 @@ from small_runs import small_run
 from vlm_grpo.cli import main
 from vlm_grpo.errors import Stopped
 from vlm_grpo.model.resolve import list_checkpoints
+from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils.timing import (
-    CallTimeout,
-    StepInterrupted,
-    StopRequest,
-    Stopwatch,
-    can_interrupt,
-    time_limit,
-)
+from vlm_grpo.utils.timing import CallTimeout, Stopwatch, can_interrupt, time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +66,7 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(tmp_path, model_fol
 
 def test_the_time_limit_includes_loading(tmp_path, model_folder, monkeypatch):
     limited = small_run(tmp_path, model_folder, checkpoint={"max_hours": 1.0})
-    clock, later = "vlm_grpo.utils.timing.time.monotonic", time.monotonic() + 7200
+    clock, later = "vlm_grpo.training.stopping.time.monotonic", time.monotonic() + 7200
     # Loading takes two hours, so the limit expires before the first step.
     set_seed = "vlm_grpo.training.trainer.set_seed"
     monkeypatch.setattr(set_seed, lambda _: monkeypatch.setattr(clock, lambda: later))

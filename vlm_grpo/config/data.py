@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeGuard
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
+from vlm_grpo.config.combinations import evaluate, parse
 from vlm_grpo.config.methods import CurriculumSettings
-from vlm_grpo.config.requirements import evaluate, parse
 from vlm_grpo.config.section import FREE, SAME_ROWS, Frozen
 from vlm_grpo.task.registry import get_short_name
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from vlm_grpo.config.combinations import get_combinations
 from vlm_grpo.config.other_trainers import list_other_settings
-from vlm_grpo.config.requirements import get_requirements
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import find_on_resume, get_blocks
 
@@ -56,11 +56,11 @@ def list_blocks() -> dict[str, str]:
 def list_refusals(block: str) -> list[str]:
     """Return the combinations that the settings of a block refuse, or with "" those of a run."""
     if not block:
-        return [row.text for row in get_requirements("Settings")]
+        return [row.text for row in get_combinations("Settings")]
     found: list[str] = []
     classes = get_blocks(Settings.model_fields[block].annotation)
     for own in classes:  # grows
-        found += [row.text for row in get_requirements(own.__name__)]
+        found += [row.text for row in get_combinations(own.__name__)]
         fields = own.model_fields.values()
         classes += [inner for field in fields for inner in get_blocks(field.annotation)]
     return found

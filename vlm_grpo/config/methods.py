@@ -6,7 +6,6 @@ names has its settings in its file.
 """
 
 import importlib
-import math
 import pkgutil
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -66,14 +65,6 @@ class NoiseSettings(MethodSettings):
     """Share of the run after which the strength is half, γ; well above 1: it does not fall."""
     steepness: float = Field(default=30.0, gt=0)
     """How fast the strength falls about the midpoint, λ."""
-
-    def anneal(self, progress: float) -> int:
-        """Return the strength after a share of the run: ⌊α₀ · (1 − σ(λ · (progress − γ)))⌋."""
-        gate = math.tanh(self.steepness * (progress - self.midpoint) / 2)  # 2 σ − 1
-        return int(self.strength * (1 - gate) / 2)
-
-    def count(self, num_generations: int) -> int:
-        return min(max(1, math.floor(self.share * num_generations + 0.5)), num_generations - 1)
 
 
 class CurriculumSettings(MethodSettings):

@@ -1,7 +1,7 @@
 """The settings of a run: frozen, and validated when they are built.
 
 The docstring of each field states what 0 and None mean. A setting that has no effect
-in combination with the others is an error: ``requirements.yaml`` has all combinations.
+in combination with the others is an error: ``combinations.yaml`` has all combinations.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from vlm_grpo.config.combinations import find_problems
 from vlm_grpo.config.other_trainers import find_other_setting, list_other_settings
-from vlm_grpo.config.requirements import find_problems
 from vlm_grpo.errors import UserError, bullets, find_nearest, nearest, simplify
 
 GONE = "checkpoint.asynchronous"
@@ -43,7 +43,7 @@ class Frozen(BaseModel, metaclass=_Explained):
     )
 
     @model_validator(mode="after")
-    def _check_requirements(self) -> Self:
+    def _check_combinations(self) -> Self:
         if problems := find_problems(self):
             raise ValueError("\n".join(problems))
         return self

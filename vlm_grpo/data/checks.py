@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vlm_grpo.config.data import DataSettings, SourceSettings, Split
-from vlm_grpo.data.evidence import list_evidence
+from vlm_grpo.data.boxes import list_evidence
 from vlm_grpo.data.loading import read_source, stands_for_both
 from vlm_grpo.errors import bullets, list_bad_rows
 from vlm_grpo.task import Task

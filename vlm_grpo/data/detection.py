@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vlm_grpo.config.data import Split
+from vlm_grpo.data.boxes import check_inside
 from vlm_grpo.data.files import CAPTION_QUESTION, read_json, read_rows
 from vlm_grpo.data.images import IMAGE_SUFFIXES
-from vlm_grpo.data.rows import Row, check_inside
+from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.types import LabeledBoxes

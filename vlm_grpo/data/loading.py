@@ -9,16 +9,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import chain, product
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from scipy.cluster.hierarchy import DisjointSet
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.data import (
     PYTHON,
-    BoxFormat,
     DataSettings,
     Filter,
     SourceSettings,
@@ -26,7 +26,7 @@ from vlm_grpo.config.data import (
     is_mixture,
 )
 from vlm_grpo.config.run import MIXED, Settings
-from vlm_grpo.data.evidence import list_boxes
+from vlm_grpo.data.boxes import TRIED_ROWS, BoxExtent, suggest_settings
 from vlm_grpo.data.formats import open_source
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_rows
@@ -48,9 +48,6 @@ from vlm_grpo.utils.jsonl import read_rows
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 50  # Bad rows listed in one message; the rest are only counted
-_TRIED = 100  # Rows on which other forms of boxes are tried
-_LEAST_ROWS, _LEAST_REACH = 20, 0.67
-"""Of as many rows, some box ends in the last third of its image's width or height."""
 
 
 def load_examples(
@@ -129,12 +126,13 @@ def read_source(
     reader = MediaReader(folders, data.max_image_pixels, data.video)
     task_column = columns.pop("task", None)
     own = source.model_copy(update={"columns": columns})
+    read = partial(to_example, images=reader)
     examples: list[Example] = []
     problems: list[str] = []
     first_with_id: dict[str, int] = {}
     seen: dict[Any, Any] = {}
     tried: list[tuple[Row, Task]] = []
-    extent, bad_box = _Extent(), None  # the first row with a bad box of the source's own form
+    extent, bad_box = BoxExtent(), None  # the first row with a bad box of the source's own form
     for row in rows:
         if limit is not None and len(examples) >= limit:
             break
@@ -144,9 +142,9 @@ def read_source(
                 row = replace(row, question=source.default_question)
             if task_column is not None:
                 name, row_task, row = _pop_task(row, task_column, task)
-            if len(tried) < _TRIED:
+            if len(tried) < TRIED_ROWS:
                 tried.append((row, row_task))
-            example = to_example(row, own, reader, row_task)
+            example = read(row, own, task=row_task)
             first = first_with_id.setdefault(example.id, len(examples))
             if first < len(examples):
                 where = examples[first].location or f"example {first + 1}"
@@ -165,71 +163,10 @@ def read_source(
             example = replace(example, id=f"{label}/{example.id}", source=name)
         examples.append(example)
     if bad_box is not None:
-        problems[bad_box] += _suggest_boxes(tried, own, reader, is_mixed=bool(label))
+        problems[bad_box] += suggest_settings(tried, own, read, is_mixed=bool(label))
     if extent.is_short:
         logger.warning("%s: %s", source.source, extent)
     return examples, problems
-
-
-class _Extent:
-    """How far the boxes of a source reach into their images, as shares of the sides."""
-
-    def __init__(self) -> None:
-        self._count, self._reach = 0, [0.0, 0.0]
-
-    def add(self, example: Example, task: Task) -> None:
-        if boxes := list_boxes(example):
-            self._count += 1
-            for axis, side in enumerate(task.target_image(example).size):
-                reach = max(box[2 + axis] for box in boxes) / side
-                self._reach[axis] = max(self._reach[axis], reach)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether they seem to be those of a smaller image, or thousandths of a larger one."""
-        return self._count >= _LEAST_ROWS and max(self._reach) < _LEAST_REACH
-
-    def __str__(self) -> str:
-        across, down = self._reach
-        return (
-            f"no box of {self._count} rows reaches beyond {across:.0%} of its image's width or "
-            f"{down:.0%} of its height: boxes must be pixels of the original image; for others set "
-            "data.box_scale"
-        )
-
-
-def _suggest_boxes(
-    rows: Sequence[tuple[Row, Task]], source: SourceSettings, reader: MediaReader, is_mixed: bool
-) -> str:
-    """Return the settings with which none of the rows has a bad box, for the end of a message."""
-    found = []
-    forms = dict.fromkeys((source.box_format, *get_args(BoxFormat)))
-    scales = dict.fromkeys((source.box_scale, None, 1, 1000))
-    for form, scale in product(forms, scales):
-        other = source.model_copy(update={"box_format": form, "box_scale": scale})
-        extent, good, bad = _Extent(), 0, 0
-        for row, task in rows:
-            try:
-                extent.add(to_example(row, other, reader, task), task)
-                good += 1
-            except BoxError:
-                bad += 1
-            except ValueError:  # a row that is bad in every form
-                continue
-        changes = [f"box_format={form}"] * (form != source.box_format)
-        changes += [f"box_scale={scale or 'null'}"] * (scale != source.box_scale)
-        if not changes and bad < good / 4 and not extent.is_short:  # they are only bad boxes
-            return ""
-        if changes and good and not bad and not extent.is_short:
-            found.append(" ".join(change if is_mixed else f"data.{change}" for change in changes))
-    if found:
-        look = ": look at them with check --preview" if len(found) > 1 else ""
-        by = " or by ".join(found)
-        return f"; the first {_TRIED} rows are read without such a box by {by}{look}"
-    return (
-        "; boxes must be pixels of the original image, and no data.box_format and data.box_scale "
-        "of 1 or 1000 reads all of the first ones: are they of another size of the images?"
-    )
 
 
 def _pop_task(row: Row, column: str, task: Task) -> tuple[str, Task, Row]:

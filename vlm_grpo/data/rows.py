@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from PIL import Image
 
 from vlm_grpo.config.data import Column, SourceSettings
-from vlm_grpo.data.evidence import holds_boxes, list_boxes, list_evidence
+from vlm_grpo.data.boxes import changes_boxes, check_boxes, convert_boxes, holds_boxes, parse_boxes
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.messages import (
     fill_objects,
@@ -25,7 +25,6 @@ from vlm_grpo.data.messages import (
 )
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
-from vlm_grpo.task.coordinates import BoxError
 from vlm_grpo.types import Example, ImageRef, TableCell
 from vlm_grpo.utils.chat import Turn, place_images
 
@@ -41,9 +40,6 @@ _NAMES: dict[Column, tuple[str, ...]] = {
 
 _MEDIA: dict[Column, tuple[str, ...]] = {"images": IMAGE_SUFFIXES, "videos": VIDEO_SUFFIXES}
 """Suffixes of the files in a column of each kind."""
-_TOLERANCE = 1.0
-"""Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
-evaluation drops such boxes."""
 _SIMILAR = 0.8
 """Similarity from which a column's name counts as a misspelling ("imgae", but not "image_id")."""
 
@@ -76,7 +72,7 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
     columns = source.columns
     if row.problem is not None:
         raise ValueError(row.problem)
-    if (row.in_pixels or row.example is not None) and _changes_boxes(source):
+    if (row.in_pixels or row.example is not None) and changes_boxes(source):
         raise ValueError(
             "its boxes are edges in pixels in any case: remove box_format and box_scale"
         )
@@ -122,12 +118,12 @@ def to_example(row: Row, source: SourceSettings, images: MediaReader, task: Task
     meta = {**values, **meta}
     name = _get_id(fields.get("id"), row)
     example = Example(name, refs, question, None, meta, row.location, chat.turns[:-1])
-    if refs and _changes_boxes(source):
+    if refs and changes_boxes(source):
         size = task.target_image(example).size
-        candidates = [_convert_boxes(answer, source, size) for answer in candidates]
+        candidates = [convert_boxes(answer, source, size) for answer in candidates]
         if holds_boxes(meta.get("evidence")):
             boxes = {"boxes": meta["evidence"]}
-            meta = {**meta, "evidence": _convert_boxes(boxes, source, size)["boxes"]}
+            meta = {**meta, "evidence": convert_boxes(boxes, source, size)["boxes"]}
             example = replace(example, meta=meta)
     return select_valid([replace(example, answer=answer) for answer in candidates], task)
 
@@ -200,7 +196,7 @@ def get_answer_candidates(value: Any) -> list[Any]:
         value = _parse_json(text)
     if isinstance(value, float) and value.is_integer():
         candidates.append(int(value))
-    boxes = _parse_boxes(value)
+    boxes = parse_boxes(value)
     if boxes is not None:
         candidates.append(boxes)
     return candidates
@@ -288,7 +284,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     for row in examples:
         try:
             task.check(example := task.pose(row))
-            _check_boxes(example, task)
+            check_boxes(example, task)
         except ValueError as error:
             problems.append(error)
         except Exception as error:  # a user's check may raise anything
@@ -298,80 +294,6 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
             write_prompt(task, example)
             return example
     raise problems[0]
-
-
-def _check_boxes(example: Example, task: Task) -> None:
-    """Raise a ``BoxError`` if a gold box is not in pixels of its image."""
-    boxes, evidence = list_boxes(example), list_evidence(example)
-    if not boxes and not evidence:
-        return
-    width, height = size = task.target_image(example).size
-    for box in (*boxes, *evidence):
-        check_inside(box, size)
-    # Large datasets have single boxes that are too thin; official evaluations keep them. Edges in
-    # decimals are not exact: 2.3 - 1.3 is a little less than 1.
-    if boxes and all(min(x2 - x1, y2 - y1) < 1 - 1e-6 for x1, y1, x2, y2 in boxes):
-        raise BoxError(
-            f"box {list(boxes[0])} is smaller than a pixel of its image of {width}x{height}"
-        )
-
-
-def _changes_boxes(source: SourceSettings) -> bool:
-    return source.box_format not in (None, "xyxy") or source.box_scale is not None
-
-
-def _convert_boxes(answer: Any, source: SourceSettings, size: tuple[int, int]) -> Any:
-    """Return an answer with its boxes as edges in pixels of an image of ``size``."""
-    boxes = answer.get("boxes") if isinstance(answer, Mapping) else None
-    if not isinstance(boxes, list | tuple):
-        return answer
-    if others := {"points", "masks"} & answer.keys():
-        raise ValueError(
-            f"its answer has {' and '.join(sorted(others))}, which box_format and box_scale do not "
-            "convert: give it in pixels of the image"
-        )
-    scale = source.box_scale
-    units = (1, 1) if scale is None else (size[0] / scale, size[1] / scale)
-    converted = []
-    for box in boxes:
-        if not isinstance(box, list | tuple) or len(box) != 4 or not all(map(_is_number, box)):
-            return answer  # the task says what is wrong
-        a, b, c, d = box
-        edges = {
-            "xywh": (a, b, a + c, b + d),
-            "cxcywh": (a - c / 2, b - d / 2, a + c / 2, b + d / 2),
-            "yxyx": (b, a, d, c),
-        }.get(source.box_format or "", (a, b, c, d))
-        converted.append([round(edge * units[i % 2], 3) for i, edge in enumerate(edges)])
-    return {**answer, "boxes": converted}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_inside(box: Sequence[float], size: tuple[int, int]) -> None:
-    """Raise a ``BoxError`` if a box reaches beyond its image."""
-    (x1, y1, x2, y2), (width, height) = box, size
-    if min(x1, y1) < -_TOLERANCE or x2 > width + _TOLERANCE or y2 > height + _TOLERANCE:
-        raise BoxError(f"box {list(box)} (x1, y1, x2, y2) is outside its image of {width}x{height}")
-
-
-def _parse_boxes(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, (list, tuple)) or not value:
-        return None
-    if all(isinstance(item, Mapping) and "bbox_2d" in item for item in value):
-        boxes = {"boxes": [item["bbox_2d"] for item in value]}
-        if all("label" in item for item in value):
-            return {**boxes, "labels": [item["label"] for item in value]}
-        return boxes
-    if len(value) == 4 and all(map(_is_number, value)):
-        return {"boxes": [list(value)]}
-    if all(isinstance(item, (list, tuple)) and len(item) == 4 for item in value):
-        return {"boxes": [list(item) for item in value]}
-    return None
 
 
 def _parse_json(text: str) -> Any:

@@ -24,7 +24,7 @@ from vlm_grpo.dist.collectives import find_layer, local_shard, shard_like, unsha
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE
 from vlm_grpo.model.engine.sampling import derive_seed
-from vlm_grpo.model.families import find_part
+from vlm_grpo.model.families.family import find_part
 
 
 def build_optimizer(

@@ -34,7 +34,7 @@ from vlm_grpo.dist.collectives import (
 from vlm_grpo.dist.launch import get_dp_replicate_size, get_fsdp_plugin
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.batch import MicroBatch
-from vlm_grpo.model.families import find_part
+from vlm_grpo.model.families.family import find_part
 from vlm_grpo.model.policy import Policy
 
 _AUTOCAST = MixedPrecisionPolicy(

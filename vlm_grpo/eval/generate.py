@@ -34,7 +34,7 @@ from vlm_grpo.errors import UserError, bullets, list_bad_rows
 from vlm_grpo.eval.outputs import format_output, read_output
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.episodes import Begun, begin_episodes, sample_episodes
-from vlm_grpo.model.families import PixelBudget
+from vlm_grpo.model.families.family import PixelBudget
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter

@@ -1,4 +1,4 @@
-"""Bootstrap intervals, paired tests on the same examples, and pass@k of several samples."""
+"""Bootstrap intervals, and paired tests on the same examples."""
 
 import math
 from collections.abc import Sequence
@@ -125,20 +125,3 @@ def adjust_p_values(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
-
-
-def estimate_best(values: Sequence[float], size: int, lower_is_better: bool = False) -> float:
-    """Estimate the mean of the best of ``size`` samples from n of them, without bias.
-
-    It is the mean over all subsets of this size, from 1 to n. Of values 0 and 1 it is pass@k, which
-    is 1 − C(n − c, k) / C(n, k) for c values of 1 (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-
-    >>> estimate_best([0, 1, 0, 0], 2)
-    0.5
-    """
-    ordered = sorted(values, reverse=lower_is_better)
-    subsets = math.comb(len(ordered), size)
-    # The value at position i is the best of the subsets with size - 1 of the i worse ones.
-    return math.fsum(
-        value * (math.comb(worse, size - 1) / subsets) for worse, value in enumerate(ordered)
-    )

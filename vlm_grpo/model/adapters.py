@@ -26,7 +26,7 @@ from torch import nn
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.linear import is_quantized, restore
-from vlm_grpo.model.families import find_part
+from vlm_grpo.model.families.family import find_part
 from vlm_grpo.utils.jsonl import read_object
 
 BROKEN = (LookupError, TypeError, AttributeError, ArithmeticError)

@@ -20,7 +20,7 @@ from transformers.utils import chat_template_utils
 from vlm_grpo.config.prompt import THINKING_SWITCHES, PromptSettings
 from vlm_grpo.errors import UserError, list_bad_rows, nearest
 from vlm_grpo.model.engine.batch import RECENT_IMAGES
-from vlm_grpo.model.families import Family, PixelBudget
+from vlm_grpo.model.families.family import Family, PixelBudget
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.types import Example, ImageRef, Observed, Prompt, VideoRef

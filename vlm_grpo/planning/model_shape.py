@@ -32,7 +32,8 @@ from vlm_grpo.model.engine.attention import ATTENTION_NAME, SEGMENTS_NAME, Packe
 from vlm_grpo.model.engine.forwards import computed, is_fused, use_fused_layers
 from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.linear import use_fast_linears
-from vlm_grpo.model.families import find_part, load_family
+from vlm_grpo.model.families.family import find_part
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import build_empty, find_quantized
 from vlm_grpo.planning.sizes import LayerBytes, ModelShape, Precision, TextShape, VisionShape
 

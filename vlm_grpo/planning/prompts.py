@@ -10,7 +10,7 @@ from functools import cache
 from PIL import Image
 
 from vlm_grpo.errors import UserError, list_bad_rows
-from vlm_grpo.model.families import PixelBudget
+from vlm_grpo.model.families.family import PixelBudget
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.sizes import PromptSize
 from vlm_grpo.task import Task

@@ -14,7 +14,7 @@ from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import CONFIG, LOAD_ERRORS, WEIGHTS, apply_lora_or_freeze
-from vlm_grpo.model.families import find_part
+from vlm_grpo.model.families.family import find_part
 from vlm_grpo.model.loading import build_empty, get_model_source, load_config, load_prompt_builder
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import PromptBuilder

@@ -25,14 +25,14 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.objective import (
+from vlm_grpo.training.objective.advantages import (
     Advantages,
     StepEstimator,
-    TokenBatch,
     group_advantages,
     per_reward_advantages,
     step_advantages,
 )
+from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.types import Completion, Group, Prompt, Score
 
 logger = logging.getLogger(__name__)

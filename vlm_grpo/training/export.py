@@ -21,7 +21,7 @@ from vlm_grpo.data import load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.linear import is_quantized, restore
-from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel, load_config, load_model
 from vlm_grpo.model.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.report.run import Change, read_run

@@ -49,8 +49,8 @@ from vlm_grpo.training.batch import (
 )
 from vlm_grpo.training.methods import Method, overrides
 from vlm_grpo.training.prompt_loader import PromptLoader
+from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.types import Completion, Example, Group, Prompt
-from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 POLL_SECONDS = 0.1
 """Time between two looks at the request to stop."""

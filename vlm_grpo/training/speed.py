@@ -16,7 +16,7 @@ from vlm_grpo.planning.devices import find_peak_rate
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.training.batch import Rollout, StepBatch
-from vlm_grpo.training.objective import MetricAccumulator
+from vlm_grpo.training.objective.batch import MetricAccumulator
 from vlm_grpo.utils.timing import Stopwatch
 
 GIB = 2**30

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlm_grpo.config.combinations import list_notes
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.eval.scored import Scored

@@ -26,8 +26,7 @@ from vlm_grpo.model.engine.activations import (
     recompute_more,
 )
 from vlm_grpo.model.engine.batch import MicroBatch, pack
-from vlm_grpo.model.families import ImageFeatures
-from vlm_grpo.model.families.family import Unit
+from vlm_grpo.model.families.family import ImageFeatures, Unit
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.planning.memory import ENOUGH_TOKENS, UPDATE_TOKENS
@@ -44,14 +43,9 @@ from vlm_grpo.training.batch import (
 )
 from vlm_grpo.training.memory_probe import MemoryProbe
 from vlm_grpo.training.methods import Method, Passes, overrides
-from vlm_grpo.training.objective import (
-    MetricAccumulator,
-    StepTotals,
-    Surrogate,
-    completion_weights,
-    compute_loss,
-    load_surrogate,
-)
+from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
+from vlm_grpo.training.objective.custom import load_surrogate
+from vlm_grpo.training.objective.losses import Surrogate, completion_weights, compute_loss
 from vlm_grpo.training.schedule import build_scheduler
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,15 @@
-"""Measuring phases, limiting the time of a call, and stopping a run between two steps."""
+"""Measuring phases, and limiting the time of a call."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TIME_LIMIT_STATUS = 75  # exit status after the time limit: EX_TEMPFAIL of sysexits.h
 
 
 @dataclass
@@ -92,87 +88,3 @@ def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
             # Never zero, which would disable the other timer.
             left = max(1e-3, left - (time.monotonic() - started))
             signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-class StepInterrupted(Exception):
-    """An interruption of a step by a request to stop."""
-
-
-class StopRequest:
-    """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
-
-    It ends the sampling of a step at once; work in ``finishing`` ends before the run does.
-    As a context manager it handles the signals; a second signal, other than SIGHUP, raises
-    ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
-    main thread only the time limit applies, ``max_hours`` from now.
-    """
-
-    def __init__(self, max_hours: float | None = None) -> None:
-        self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
-        self.signal: signal.Signals | None = None
-        self._previous: dict[signal.Signals, object] = {}
-        self._work: tuple[str, float] | None = None  # what a stop waits for, and since when it runs
-        self._seconds: dict[str, float] = {}  # of the last work of each kind
-
-    @property
-    def reason(self) -> str | None:
-        """Return why the run should stop now, or None."""
-        if self.signal is not None:
-            return self.signal.name
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            return "the time limit (checkpoint.max_hours)"
-        return None
-
-    @property
-    def status(self) -> int:
-        """Return the exit status: 128 + the signal's number, or 75 for the time limit."""
-        return TIME_LIMIT_STATUS if self.signal is None else 128 + self.signal
-
-    def check(self) -> None:
-        """Raise ``StepInterrupted`` if a stop was requested."""
-        if self.reason is not None:
-            raise StepInterrupted
-
-    @contextmanager
-    def finishing(self, work: str) -> Iterator[None]:
-        """Mark work that a stop waits for, as long as the last one took."""
-        started = time.monotonic()
-        self._work = work, started
-        try:
-            yield
-        finally:
-            self._work = None
-        self._seconds[work] = time.monotonic() - started
-
-    def __enter__(self) -> StopRequest:
-        with suppress(ValueError):  # not the main thread
-            for number in SIGNALS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            if number == signal.SIGHUP:  # a closed terminal sends several
-                return
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        with suppress(OSError):  # the terminal is gone
-            print(
-                f"\n{self.signal.name}: {self._describe_rest()}; repeat to stop at once",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _describe_rest(self) -> str:
-        if self._work is None:
-            return "saving the last finished step; what was sampled since is sampled again"
-        work, started = self._work
-        if work not in self._seconds:
-            return f"finishing the {work}, the first, and saving"
-        left = max(0.0, started + self._seconds[work] - time.monotonic())
-        return f"finishing the {work}, about {left:.0f} s, and saving"

@@ -13,7 +13,7 @@ from torch import Tensor
 from vlm_grpo.model.engine import vision as vision_module
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.model.engine.vision import DetachedFeatures, split_passes
-from vlm_grpo.model.families import ImageFeatures
+from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import ImageRef
 

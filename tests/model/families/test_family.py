@@ -17,7 +17,8 @@ from tiny_models import (
 )
 from transformers import CONFIG_MAPPING, Cache, InternVLConfig
 
-from vlm_grpo.model.families import Family, load_family
+from vlm_grpo.model.families.family import Family
+from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes

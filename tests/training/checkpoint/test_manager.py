@@ -21,12 +21,12 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.checkpoint.manager import (
+from vlm_grpo.training.checkpoint.manager import get_rng_states
+from vlm_grpo.training.checkpoint.resume import (
     check_same_data,
     check_same_settings,
     compute_digests,
     flatten_settings,
-    get_rng_states,
     warn_about_versions,
 )
 from vlm_grpo.training.trainer import train

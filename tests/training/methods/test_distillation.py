@@ -10,17 +10,17 @@ import torch
 from small_runs import make_trainer
 from tiny_models import noise_example, tiny_model
 
-from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data.evidence import mask_beyond_boxes
+from vlm_grpo.data.boxes import crop_to_boxes, mask_beyond_boxes
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.plan import plan
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, build_methods
-from vlm_grpo.training.methods.distillation import Distillation, load_teacher
-from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
+from vlm_grpo.training.methods.distillation import load_teacher
+from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.losses import policy_loss
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl():
@@ -88,10 +88,7 @@ def test_the_teacher_sees_the_part_around_all_boxes_or_only_what_is_inside():
     (image,) = noise_example("a", [(100, 80)], seed=1).images
     pixels = np.asarray(image.load())
     boxes = (20.0, 20.0, 40.0, 30.0), (30.0, 40.0, 50.0, 60.0)
-    crop, mask = (
-        Distillation(DistillationSettings(teacher_prompt=prompt, margin=0.5))._show(image, boxes)  # noqa: SLF001
-        for prompt in ("crop", "mask")
-    )
+    crop, mask = (change(image, boxes, 0.5) for change in (crop_to_boxes, mask_beyond_boxes))
     assert (np.asarray(crop.load()) == pixels[15:70, 10:60]).all()  # half of the sides beyond
     shown = np.zeros_like(pixels)
     for x1, y1, x2, y2 in ((10, 15, 50, 35), (20, 30, 60, 70)):

@@ -1,6 +1,7 @@
 """Groups of which a part is sampled behind images with noise (NoisyRollout)."""
 
 import json
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +17,7 @@ from vlm_grpo.media import images
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import Noise
-from vlm_grpo.training.objective import TokenBatch
+from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.training.objective.losses import (
     LossInputs,
     clipped_loss,
@@ -102,8 +103,8 @@ def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings):
     run, stopped = (settings(name=n, rollout={"noise": {"steepness": 4.0}}) for n in ("a", "b"))
     assert assert_resumes(run, stopped, (2, 3)) == ["step-1"]
     strengths = [row["noise/strength"] for row in read_metrics(run.run_dir)]
-    schedule = run.rollout.noise
-    assert schedule is not None
+    assert run.rollout.noise is not None
+    schedule = Noise(run.rollout.noise)
     assert strengths == [schedule.anneal(done) for done in (0.25, 0.5, 0.75, 1.0)]
     files = [v for k, v in sorted(read_samples(run.run_dir).items()) if k.endswith(".jsonl")]
     for strength, content in zip(strengths, files, strict=True):
@@ -168,3 +169,26 @@ def test_noise_begins_with_the_first_step_after_a_warm_start(settings):
     noise = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2})).methods["noise"]
     labels = [variant and variant.label for variant in map(noise.variant, range(4))]
     assert labels == [None, None, ("noise", 500), ("noise", 500)]
+
+
+@pytest.mark.parametrize(
+    ("strength", "midpoint", "steepness", "total"),
+    [(500, 40, 30.0, 60), (450, 40, 60.0, 120), (999, 3, 2.0, 7)],
+)
+def test_the_noise_falls_as_in_the_authors_schedule(strength, midpoint, steepness, total):
+    """The first two are their runs on Geometry3K and MMK12, whose midpoints are steps."""
+    own = NoiseSettings(strength=strength, midpoint=midpoint / total, steepness=steepness)
+    for step in range(1, total + 1):
+        exponent = steepness * (step / total - midpoint / total)
+        exact = strength * (1 - 1 / (1 + math.exp(-exponent)))
+        assert Noise(own).anneal(step / total) in {int(exact - 1e-9), int(exact + 1e-9)}
+    assert Noise(NoiseSettings(steepness=1e6)).anneal(0.0) == 500  # no overflow
+    assert Noise(NoiseSettings(steepness=1e6)).anneal(1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "count"),
+    [(0.5, 12, 6), (0.5, 5, 3), (0.25, 8, 2), (0.3, 8, 2), (0.01, 8, 1), (0.99, 8, 7)],
+)
+def test_a_share_is_rounded_to_whole_completions(share, size, count):
+    assert Noise(NoiseSettings(share=share)).count_variants(size) == count

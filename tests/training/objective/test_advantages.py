@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlm_grpo.training.objective import (
+from vlm_grpo.training.objective.advantages import (
     ADVANTAGE_ESTIMATORS,
     STEP_ESTIMATORS,
     group_advantages,

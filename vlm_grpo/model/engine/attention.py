@@ -36,8 +36,7 @@ from transformers.masking_utils import sdpa_mask
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.forwards import replace_forward
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan
-from vlm_grpo.model.families import Family
-from vlm_grpo.model.families.family import ALL_LAYERS, RECURRENT_TYPES, Masks
+from vlm_grpo.model.families.family import ALL_LAYERS, RECURRENT_TYPES, Family, Masks
 
 ATTENTION_NAME = "shared_prefix"  # name of this attention in transformers' registry
 SEGMENTS_NAME = "flash_segments"

@@ -23,8 +23,7 @@ from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.graphs import GraphCapture
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tokens, score_logits
 from vlm_grpo.model.engine.sampling import SamplerState
-from vlm_grpo.model.families import ImageFeatures
-from vlm_grpo.model.families.family import Unit, place
+from vlm_grpo.model.families.family import ImageFeatures, Unit, place
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Example, ImageRef, Prompt

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.rollout import RolloutSettings
-from vlm_grpo.model.families import Family
+from vlm_grpo.model.families.family import Family
 from vlm_grpo.model.transfer import copy_to
 
 

@@ -43,8 +43,7 @@ from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, add_tok
 from vlm_grpo.model.engine.repeated import Counters, Engine, extend_prompt, join_parts
 from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings, draw_tokens
 from vlm_grpo.model.engine.vision import ImageEncoder
-from vlm_grpo.model.families import ImageFeatures, PromptLayout, find_part
-from vlm_grpo.model.families.family import Masks, Unit
+from vlm_grpo.model.families.family import ImageFeatures, Masks, PromptLayout, Unit, find_part
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vlm_grpo.model.engine.batch import ENCODER_PATCHES
 from vlm_grpo.model.engine.repeated import Counters
-from vlm_grpo.model.families import Family, ImageFeatures
-from vlm_grpo.model.families.family import Unit
+from vlm_grpo.model.families.family import Family, ImageFeatures, Unit
 from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
 

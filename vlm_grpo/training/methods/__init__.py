@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import (
     OwnMethod,
     find_classes,
@@ -25,7 +26,6 @@ from vlm_grpo.config.methods import (
     load_method_file,
     read_own_settings,
 )
-from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import score_slices
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from vlm_grpo.dist.strategy import Strategy
     from vlm_grpo.model.engine.batch import GroupSlice
     from vlm_grpo.model.engine.logprobs import TokenScores
-    from vlm_grpo.model.families import ImageFeatures
-    from vlm_grpo.model.families.family import Unit
+    from vlm_grpo.model.families.family import ImageFeatures, Unit
     from vlm_grpo.model.policy import Policy
     from vlm_grpo.task import Task
     from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, Values
-    from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch
+    from vlm_grpo.training.objective.batch import TokenBatch
+    from vlm_grpo.training.objective.losses import LossInputs, Shares
     from vlm_grpo.types import Example, Group, Observed, Prompt
 
 

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import MethodSettings
-from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.attention import PackedAttention, find_mask
 from vlm_grpo.model.engine.kernels import Layer, build_window_mask
@@ -27,7 +27,8 @@ from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training.batch import Values
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, image_dependency
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.losses import LossInputs, Shares, image_dependency
 from vlm_grpo.types import Group
 
 

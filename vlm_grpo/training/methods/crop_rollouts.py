@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import MethodSettings
-from vlm_grpo.config.requirements import get
-from vlm_grpo.data.evidence import crop_to_boxes, list_boxes, list_evidence
+from vlm_grpo.data.boxes import crop_to_boxes, list_boxes, list_evidence
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.methods import Method, Run, Variant

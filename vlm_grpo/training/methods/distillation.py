@@ -18,7 +18,7 @@ from vlm_grpo.config.methods import DistillationSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.evidence import (
+from vlm_grpo.data.boxes import (
     crop_to_boxes,
     list_boxes,
     list_evidence,
@@ -32,7 +32,8 @@ from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, k3
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.losses import LossInputs, Shares, k3
 from vlm_grpo.training.snapshot import Snapshot
 from vlm_grpo.types import Example, Group
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.requirements import get
+from vlm_grpo.config.combinations import get
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.training.batch import Rollout, Values, is_masked

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vlm_grpo.config.combinations import get
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.requirements import get
 from vlm_grpo.config.run import Settings
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective import KL_ESTIMATORS
+from vlm_grpo.training.objective.losses import KL_ESTIMATORS
 from vlm_grpo.training.snapshot import Snapshot
 
 

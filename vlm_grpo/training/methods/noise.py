@@ -1,5 +1,6 @@
 """Groups of which a part is sampled behind images with noise (NoisyRollout, arXiv:2504.13055)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,11 +46,16 @@ class Noise(Method):
         settings = self.run.settings
         if settings.is_supervised(step):
             return None
-        strength = self.own.anneal(settings.progress_at(step + 1))
+        strength = self.anneal(settings.progress_at(step + 1))
         return NoisyImages(DiffusionNoise(strength, (settings.seed,))) if strength else None
 
+    def anneal(self, progress: float) -> int:
+        """Return the strength after a share of the run: ⌊α₀ · (1 − σ(λ · (progress − γ)))⌋."""
+        gate = math.tanh(self.own.steepness * (progress - self.own.midpoint) / 2)  # 2 σ − 1
+        return int(self.own.strength * (1 - gate) / 2)
+
     def count_variants(self, size: int) -> int:
-        return self.own.count(size)
+        return min(max(1, math.floor(self.own.share * size + 0.5)), size - 1)
 
     def learn(
         self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]

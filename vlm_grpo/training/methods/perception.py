@@ -19,7 +19,8 @@ from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.media.images import PatchMask
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes
-from vlm_grpo.training.objective import LossInputs, Shares, TokenBatch, image_dependency
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.losses import LossInputs, Shares, image_dependency
 from vlm_grpo.types import Example, Group
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from pydantic import Field
 
+from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import MethodSettings
-from vlm_grpo.config.requirements import get
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages

@@ -25,11 +25,10 @@ from jaxtyping import Float
 from PIL import Image
 
 from vlm_grpo.config.methods import MethodSettings
-from vlm_grpo.data.evidence import hide_boxes, replace_image
+from vlm_grpo.data.boxes import hide_boxes, replace_image
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.families import ImageFeatures
-from vlm_grpo.model.families.family import Unit
+from vlm_grpo.model.families.family import ImageFeatures, Unit
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run

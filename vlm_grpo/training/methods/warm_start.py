@@ -17,7 +17,8 @@ from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Method, Run
-from vlm_grpo.training.objective import LossInputs, TokenBatch
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.losses import LossInputs
 from vlm_grpo.types import (
     TARGET_COLUMN,
     Completion,

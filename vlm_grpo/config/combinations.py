@@ -1,4 +1,4 @@
-"""What settings need of each other: the rows of ``requirements.yaml``."""
+"""What settings need of each other: the rows of ``combinations.yaml``."""
 
 import ast
 import operator
@@ -20,8 +20,8 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Requirement:
-    """A combination of settings that is refused, or noted; ``requirements.yaml`` has the grammar
+class Combination:
+    """A combination of settings that is refused, or noted; ``combinations.yaml`` has the grammar
     and explains each field."""
 
     say: str
@@ -64,13 +64,13 @@ class _Names(dict[str, Any]):
 
 
 @cache
-def _read_table() -> dict[str, list[Requirement]]:
-    text = (resources.files("vlm_grpo.config") / "requirements.yaml").read_text("utf-8")
+def _read_table() -> dict[str, list[Combination]]:
+    text = (resources.files("vlm_grpo.config") / "combinations.yaml").read_text("utf-8")
     table = yaml.safe_load(text).items()
-    return {block: [Requirement(**row) for row in rows] for block, rows in table}
+    return {block: [Combination(**row) for row in rows] for block, rows in table}
 
 
-def get_requirements(block: str) -> Sequence[Requirement]:
+def get_combinations(block: str) -> Sequence[Combination]:
     """Return the rows of a class of settings by its name, or those of ``Notes``."""
     return _read_table().get(block, ())
 
@@ -78,13 +78,13 @@ def get_requirements(block: str) -> Sequence[Requirement]:
 def find_problems(block: Any) -> list[str]:
     # a class of a user's method may have the name of one of the library's
     is_own = type(block).__module__.startswith("vlm_grpo.")
-    rows = get_requirements(type(block).__name__) if is_own else ()
+    rows = get_combinations(type(block).__name__) if is_own else ()
     return list(dict.fromkeys(problem for row in rows for problem in row.find(block)))
 
 
 def list_notes(settings: Any) -> list[str]:
     """Return what is biased or has no effect in a run's settings, one sentence each."""
-    return [note for row in get_requirements("Notes") for note in row.find(settings)]
+    return [note for row in get_combinations("Notes") for note in row.find(settings)]
 
 
 def get(block: Any, key: str) -> Any:

@@ -7,9 +7,9 @@ from types import NoneType
 import pytest
 from pydantic import BaseModel
 
+from vlm_grpo.config.combinations import Combination, _read_table, list_notes, parse
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.requirements import Requirement, _read_table, list_notes, parse
 from vlm_grpo.config.rollout import VllmSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import Frozen, get_blocks
@@ -272,5 +272,5 @@ def test_rows_are_not_applied_to_a_users_class_of_the_same_name(monkeypatch):
         share: float = 0.5
 
     Own.__name__ = "LoggingSettings"
-    monkeypatch.setitem(_read_table(), "LoggingSettings", [Requirement("never", "parts > 1")])
+    monkeypatch.setitem(_read_table(), "LoggingSettings", [Combination("never", "parts > 1")])
     assert Own().share == 0.5

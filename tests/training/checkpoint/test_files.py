@@ -13,16 +13,16 @@ from accelerate import Accelerator
 from vlm_grpo.dist import collectives
 from vlm_grpo.dist.collectives import get_local_names
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.checkpoint.store import (
+from vlm_grpo.model.resolve import list_checkpoints
+from vlm_grpo.training.checkpoint.files import (
     CorruptCheckpoint,
-    find_newest_checkpoint,
-    list_checkpoints,
     prune_checkpoints,
     read_metadata,
     read_tensors,
     verify_checkpoint,
     write_checkpoint,
 )
+from vlm_grpo.training.checkpoint.resume import find_newest_checkpoint
 from vlm_grpo.utils.folder_lock import lock_folder
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(torch.nan)}

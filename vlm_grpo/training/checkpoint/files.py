@@ -8,7 +8,6 @@ Nothing in it is pickled.
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -27,8 +26,6 @@ from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.folder_lock import check_lock
 from vlm_grpo.utils.jsonl import read_object
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Format version, to be increased with every change that other versions cannot read."""
@@ -170,35 +167,6 @@ def _rename_for_deletion(checkpoint: Path) -> Path:
     old = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     return checkpoint.rename(old)
-
-
-def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint; None if there are no checkpoints.
-
-    Newer checkpoints, which are corrupt, are renamed ``damaged-step-N`` with a warning.
-    ``UserError``: all are corrupt."""
-    problems = []
-    for _, path in reversed(list_checkpoints(folder)):
-        try:
-            verify_checkpoint(path)
-        except CorruptCheckpoint as error:
-            problems.append((path, error))
-            continue
-        for corrupt, error in problems:
-            target = corrupt.with_name(f"damaged-{corrupt.name}")
-            shutil.rmtree(target, ignore_errors=True)
-            corrupt.rename(target)
-            logger.warning(
-                "%s: the checkpoint is renamed %s, and the run resumes from %s, the previous one",
-                error, target.name, path.name,
-            )  # fmt: skip
-        return path
-    if problems:
-        raise UserError(
-            f"{problems[0][1]}; no other checkpoint in {folder} is intact: restore one from a "
-            "backup, or start a new run with another name=…"
-        )
-    return None
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
