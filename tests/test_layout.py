@@ -5,7 +5,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mutants import find_mutants, list_test_files
+from mutants import find_mutants
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +31,6 @@ def test_the_walk_of_an_example_names_files_that_exist():
 def test_mutants_change_code_that_exists():
     mutants = find_mutants()  # a ValueError names a written mutant whose text is gone
     assert len({mutant.name for mutant in mutants}) == len(mutants) > 250
-    assert all((ROOT / file).is_file() for mutant in mutants for file in list_test_files(mutant))
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig):

@@ -8,10 +8,10 @@
 Mutants are changed operators, constants, conditions, calls and statements in function bodies, a
 fixed share of all that are possible, chosen by a hash of their names; and some written by hand, to
 the wiring between functions (``WRITTEN``). The library and its tests are imported once. Each
-mutant is a fork, in which the function's code is replaced and those tests of its module run that
-reach the changed line, the shortest first, until one fails (killed) or all pass (survived). Which
-lines a test reaches is recorded once for each state of the files. A mutant that exceeds the time
-limit is killed. Processes that a test starts run the library without the mutant.
+mutant is a fork, in which the function's code is replaced and those tests run that reach the
+changed line, the shortest first, until one fails (killed), or all pass or a minute is spent
+(survived). Which lines a test reaches is recorded once for each state of the files. A mutant that
+exceeds the time limit is killed. Processes that a test starts run the library without the mutant.
 
 Results are kept with a checksum of the function: if that has changed since, its mutants run again.
 After other changes, delete ``build/mutants.jsonl`` to run all.
@@ -46,62 +46,44 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
-    "training/update.py": (
-        0.5,
-        "training/test_batch.py test_wiring.py training/methods/test_kl.py "
-        "training/methods/test_warm_start.py training/test_targets_trl.py",
-    ),
-    "training/batch.py": (0.6, "test_wiring.py training/test_update.py training/test_rollout.py"),
-    "training/rollout.py": (0.3, "test_wiring.py"),
-    "training/methods/warm_start.py": (
-        0.4,
-        "training/test_targets_trl.py",
-    ),
-    "training/run_dir.py": (0.2, ""),
-    "training/methods/kl.py": (0.5, "test_wiring.py"),
-    "training/objective/advantages.py": (0.2, "training/objective/test_trl.py"),
-    "training/objective/batch.py": (
-        0.5,
-        "training/objective/test_losses.py training/objective/test_trl.py",
-    ),
-    "training/objective/losses.py": (
-        0.25,
-        "training/objective/test_trl.py test_wiring.py "
-        "training/objective/test_brute_force.py training/test_targets_trl.py",
-    ),
-    "model/engine/attention.py": (0.2, "model/engine/test_shared.py model/engine/test_devices.py"),
-    "model/engine/batch.py": (0.3, "model/engine/test_shared.py"),
-    "model/engine/kv_cache.py": (0.08, "model/engine/test_shared.py"),
-    "model/engine/linear.py": (0.08, ""),
-    "model/engine/logprobs.py": (0.3, "test_wiring.py"),
-    "model/engine/repeated.py": (
-        0.12,
-        "model/engine/test_shared.py model/engine/test_sampling.py model/test_policy.py",
-    ),
-    "model/engine/sampling.py": (0.2, "model/engine/test_shared.py test_wiring.py"),
-    "model/engine/shared.py": (
-        0.1,
-        "model/engine/test_graphs.py model/engine/test_kv_cache.py "
-        "model/test_policy.py test_wiring.py",
-    ),
-    "model/engine/vision.py": (0.2, "test_wiring.py"),
-    "model/families/family.py": (0.3, "model/families/test_every_family.py"),
-    "model/form_check.py": (0.2, ""),
-    "task/scorer.py": (0.2, ""),
-    "training/checkpoint/manager.py": (0.12, "training/test_trainer.py"),
-    "training/checkpoint/files.py": (0.08, "training/checkpoint/test_manager.py"),
-    "dist/optimizer.py": (0.4, "test_wiring.py training/checkpoint/test_manager.py"),
-    "training/schedule.py": (0.4, "training/methods/test_warm_start.py"),
-    "dist/strategy.py": (0.7, "test_wiring.py training/checkpoint/test_manager.py"),
-    "utils/chat.py": (0.5, "task/test_form_rewards.py"),
-    "data/messages.py": (0.3, ""),
-    "config/prompt.py": (0.4, ""),
-    "model/policy.py": (0.2, "model/test_form_check.py"),
-    "model/prompts.py": (0.1, "model/test_chat.py training/test_trainer_chats.py"),
-    "serve/chat.py": (0.1, ""),
-    "training/trainer.py": (0.12, "test_wiring.py"),
+    "training/update.py": 0.5,
+    "training/batch.py": 0.6,
+    "training/rollout.py": 0.3,
+    "training/methods/warm_start.py": 0.4,
+    "training/run_dir.py": 0.2,
+    "training/methods/kl.py": 0.5,
+    "training/objective/advantages.py": 0.2,
+    "training/objective/batch.py": 0.5,
+    "training/objective/losses.py": 0.25,
+    "model/engine/attention.py": 0.2,
+    "model/engine/batch.py": 0.3,
+    "model/engine/kv_cache.py": 0.08,
+    "model/engine/linear.py": 0.08,
+    "model/engine/logprobs.py": 0.3,
+    "model/engine/repeated.py": 0.12,
+    "model/engine/sampling.py": 0.2,
+    "model/engine/shared.py": 0.1,
+    "model/engine/vision.py": 0.2,
+    "model/families/family.py": 0.3,
+    "model/form_check.py": 0.2,
+    "task/scorer.py": 0.2,
+    "training/checkpoint/manager.py": 0.12,
+    "training/checkpoint/resume.py": 0.12,
+    "training/checkpoint/files.py": 0.08,
+    "dist/optimizer.py": 0.4,
+    "training/schedule.py": 0.4,
+    "dist/strategy.py": 0.7,
+    "utils/chat.py": 0.5,
+    "data/messages.py": 0.3,
+    "config/prompt.py": 0.4,
+    "model/policy.py": 0.2,
+    "model/prompts.py": 0.1,
+    "serve/chat.py": 0.1,
+    "training/trainer.py": 0.12,
 }
-"""The share of each module's mutants to run, and the test files beside its own."""
+"""The share of each module's mutants to run."""
+OTHERS = ("benchmarks", "data_scripts", "docs", "environments", "media", "tasks", "vllm")
+"""Folders of tests that are left out: most of them make no step."""
 
 WRITTEN: list[tuple[str, str, str]] = [
     ("training/batch.py", '"advantages": self.', '"advantages": -self.'),
@@ -347,7 +329,7 @@ def read_source(module: str) -> bytes:
 def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
     """Return the mutants whose name has one of these texts, in the order of their modules."""
     mutants = []
-    for module, (share, _) in TARGETS.items():
+    for module, share in TARGETS.items():
         source = read_source(module)
         finder = Finder(module, source)
         finder.visit(ast.parse(source))
@@ -360,13 +342,6 @@ def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
     return [mutant for mutant in mutants if any(text in mutant.name for text in only)]
 
 
-def list_test_files(mutant: Mutant) -> list[str]:
-    path = Path(mutant.module)
-    own = str(path.with_name(f"test_{path.name}"))
-    files = [own] * (ROOT / "tests" / own).exists() + TARGETS[mutant.module][1].split()
-    return [f"tests/{file}" for file in files]
-
-
 def _place(name: str) -> float:
     """Return a number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
@@ -375,8 +350,9 @@ def _place(name: str) -> float:
 RESULTS = ROOT / "build" / "mutants.jsonl"
 REACHED = ROOT / "build" / "mutants-reached.json"
 """The seconds of each test, and the tests that reach each line of each module."""
-CPU_LIMIT, LIMIT = 20, 1500
-"""Seconds of processor time of a test, and of time of a mutant, after which they are ended."""
+CPU_LIMIT, LIMIT, MOST_SECONDS = 20, 1500, 60
+"""Seconds of processor time of a test, and of time of a mutant, after which they are ended; and of
+the tests that a mutant meets."""
 
 
 Functions = dict[tuple[str, str], list[FunctionType]]
@@ -467,15 +443,17 @@ class Runner:
         return json.loads(REACHED.read_text())
 
     def _choose(self, items: Sequence[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
-        """Return the tests of the mutant's module that reach its lines, the shortest first."""
-        files, source = tuple(list_test_files(mutant)), read_source(mutant.module)
-        tests = self.reached["tests"][mutant.module]
+        """Return the tests that reach the mutant's lines, the shortest first, up to a number of
+        seconds."""
+        source, tests = read_source(mutant.module), self.reached["tests"][mutant.module]
         first, last = (source[:place].count(b"\n") + 1 for place in (mutant.start, mutant.stop))
         reaching = {test for line in range(first, last + 1) for test in tests.get(str(line), ())}
         if not reaching:  # a part of a longer statement
             reaching = {test for n in find_function(mutant)[2] for test in tests.get(str(n), ())}
-        chosen = [i for i in items if i.nodeid.startswith(files) and i.nodeid in reaching]
-        return sorted(chosen, key=lambda item: self.reached["seconds"][item.nodeid])
+        seconds = self.reached["seconds"]
+        chosen = sorted((i for i in items if i.nodeid in reaching), key=lambda i: seconds[i.nodeid])
+        spent = accumulate(seconds[item.nodeid] for item in chosen)
+        return [item for item, end in zip(chosen, spent, strict=True) if end < MOST_SECONDS]
 
     def _print(self, text: str) -> None:
         print(text, file=self.output, flush=True)
@@ -598,10 +576,10 @@ def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pytest's own output
-    files = sorted({file for mutant in mutants for file in list_test_files(mutant)})
-    arguments = ["-q", "-m", "not slow", f"--rootdir={ROOT}"]
+    left_out = [f"--ignore={ROOT / 'tests' / folder}" for folder in OTHERS]
+    arguments = ["-q", "-m", "not slow", f"--rootdir={ROOT}", *left_out]
     arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]  # a mutant may crash
-    status = pytest.main([*arguments, *files], [Runner(mutants, jobs, output)])
+    status = pytest.main([*arguments, str(ROOT / "tests")], [Runner(mutants, jobs, output)])
     os.dup2(output.fileno(), 1)
     if status:
         sys.exit(f"pytest ended with {status}")
