@@ -24,12 +24,11 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.loading import get_model_source, load_prompt_builder
 from vlm_grpo.planning import plan as plans
-from vlm_grpo.planning.devices import CONTEXT, FRAGMENTATION, GIB, Device, find_device
+from vlm_grpo.planning.devices import CARDS, CONTEXT, FRAGMENTATION, GIB, Device, find_device
 from vlm_grpo.planning.known import KnownPlanner, build_known_settings
 from vlm_grpo.planning.memory import GRAPH, Memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.plan import (
-    CARDS,
     OFFLOADING,
     SHARDING,
     Planner,

@@ -67,6 +67,7 @@ _GPUS = {
     "B200": (r"B200", 178, 75, 2250, 7700),  # on an HGX board
     "MI300X": (r"(Instinct )?MI300X.*", 191, 163.4, 1307, 5300),  # *
 }
+CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)  # memory of common GPUs in GB
 LAYER_SECONDS = 5e-5
 """An assumption: about 25 kernels per decoder layer, each of which takes 2 µs in a CUDA graph."""
 EFFICIENCY = 0.4  # assumed share of the rates that a step reaches

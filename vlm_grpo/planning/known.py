@@ -14,8 +14,8 @@ from vlm_grpo.config.recipes import Overrides, build_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.objects import Objects
 from vlm_grpo.model.hub import load_known_models
-from vlm_grpo.planning.devices import find_device
-from vlm_grpo.planning.plan import CARDS, Planner, get_shape_key
+from vlm_grpo.planning.devices import CARDS, find_device
+from vlm_grpo.planning.plan import Planner, get_shape_key
 from vlm_grpo.planning.sizes import ModelShape, PromptSize
 
 IMAGE_TOKENS, TEXT_TOKENS = 1000, 100

@@ -23,7 +23,15 @@ from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
-from vlm_grpo.planning.devices import CONTEXT, EFFICIENCY, GIB, Device, detect_device, find_device
+from vlm_grpo.planning.devices import (
+    CARDS,
+    CONTEXT,
+    EFFICIENCY,
+    GIB,
+    Device,
+    detect_device,
+    find_device,
+)
 from vlm_grpo.planning.memory import (
     ENOUGH_TOKENS,
     UPDATE_TOKENS,
@@ -48,7 +56,6 @@ in main memory."""
 HOST_LIBRARIES, WORKER, ROW = 900_000_000, 60_000_000, 1600
 """Bytes of main memory, measured on a CPU: of the training process with its libraries, of a process
 that computes rewards, and of a row of the embedded data."""
-CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)  # memory of common GPUs in GB
 _COUNTED_LATER = {
     *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens"),
     *("min_pixels", "max_pixels"),
