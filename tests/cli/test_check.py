@@ -1,6 +1,6 @@
 """``vlm-grpo check``: sound tasks and data pass, and each way of being unsound is named.
 
-tests/data/test_checks.py covers the checks of the data.
+tests/data/test_report.py covers the checks of the data.
 """
 
 from textwrap import indent

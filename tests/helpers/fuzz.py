@@ -317,7 +317,7 @@ AT_START = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "LC_ALL", "PYTHONUTF8", "PYTHON
 IMPORTS = [
     *("vlm_grpo.training.trainer", "vlm_grpo.training.export", "vlm_grpo.eval.evaluate", "peft"),
     *("vlm_grpo.eval.benchmark", "vlm_grpo.eval.predict", "vlm_grpo.eval.sampling"),
-    *("vlm_grpo.report", "vlm_grpo.planning.plan", "vlm_grpo.data.checks"),
+    *("vlm_grpo.report", "vlm_grpo.planning.plan", "vlm_grpo.data.report"),
     *("vlm_grpo.task.soundness", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "datasets"),
 ]
 """What commands import, once."""

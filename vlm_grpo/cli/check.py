@@ -85,7 +85,7 @@ def check(
     Exits with status 2 if something is wrong, or if --data and --against share an image or an id.
     """
     from vlm_grpo.config.run import EMBEDDED, Settings
-    from vlm_grpo.data.checks import DataReport, check_source, describe_overlap
+    from vlm_grpo.data.report import DataReport, check_source, describe_overlap
     from vlm_grpo.task.registry import load_task
     from vlm_grpo.task.soundness import check_task
 
