@@ -535,10 +535,10 @@ def record(items: Sequence[pytest.Item]) -> dict[str, Any]:
     tracer.start()
     sys.settrace = lambda function: None  # libraries would end what traces
     for item, following in zip(items, [*items[1:], None], strict=False):
-        began = time.process_time()
+        began = time.monotonic()
         tracer.switch_context(item.nodeid)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        seconds[item.nodeid] = round(time.process_time() - began, 3)
+        seconds[item.nodeid] = round(time.monotonic() - began, 3)
     tracer.stop()
     lines = {module: tracer.get_data().contexts_by_lineno(path) for module, path in paths.items()}
     return {"seconds": seconds, "tests": lines}
