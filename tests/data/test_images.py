@@ -6,19 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_files import encode_image, get_load_error, make_row, png, write_files, write_rows
+from dataset_files import encode_image, get_load_error, load, make_row, png, write_files, write_rows
 from PIL import ExifTags, Image, ImageOps
 from video_files import level, make_video
 
-from vlm_grpo.config.data import DataSettings, VideoSettings
-from vlm_grpo.data import load_examples
+from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example, VideoRef
-
-COUNTING = load_task("counting")
+from vlm_grpo.types import VideoRef
 
 
 @pytest.mark.parametrize(
@@ -75,11 +70,10 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
     lazy = Image.open(io.BytesIO(data))
     lazy.close()
     images = [Image.open(io.BytesIO(data[:-200])), closed, lazy, Image.new("RGB", (0, 0))]
-    with pytest.raises(UserError) as caught:
-        load_examples([{"image": i, "question": "?", "answer": 1} for i in images], COUNTING)
+    message = get_load_error([{"image": i, "question": "?", "answer": 1} for i in images])
     for number in range(1, 5):
-        assert f"row {number}: image data.eval row {number} image 1 cannot be" in str(caught.value)
-    assert str(caught.value).count("a PIL image must be complete and still open") == 4
+        assert f"row {number}: image data.eval row {number} image 1 cannot be" in message
+    assert message.count("a PIL image must be complete and still open") == 4
 
 
 @pytest.mark.parametrize(
@@ -109,7 +103,7 @@ def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
 def test_the_pixel_limit_is_a_setting(folder):
     source = write_rows(folder, make_row())
     assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
-    assert load_examples(source, COUNTING, DataSettings(train=source, max_image_pixels=48))
+    assert load(source, max_image_pixels=48)
 
 
 FRAMES = [f"frames/{number}.png" for number in range(5)]
@@ -199,10 +193,6 @@ def test_each_clip_is_opened_once_and_is_no_image(clips):
         first.load()
 
 
-def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
-    return [*load_examples(write_rows(folder, *rows), COUNTING)]
-
-
 def ask(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
@@ -233,7 +223,7 @@ VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
     ],
 )
 def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
-    (example,) = load(clips, {"answer": 3, **row})  # through a store on disk
+    (example,) = load(write_rows(clips, {"answer": 3, **row}))  # through a store on disk
     assert (example.history, example.question) == ((), text)
     assert [image.name.rpartition("/")[2] for image in example.images] == names
     kinds = [image.kind for image in example.images]
@@ -243,9 +233,8 @@ def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
 
 
 def test_bad_rows_name_their_problem_and_settings_apply(clips):
-    source = write_rows(clips, {"question": "?", "answer": 1, "videos": ["a.mp4"]})
-    data = DataSettings(train=source, video=VideoSettings(max_seconds=1))
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: video a\.mp4 has 2 seconds"):
-        load_examples(source, COUNTING, data)
-    with pytest.raises(UserError, match="it has 2 <video> in its turns and 1 videos"):
-        load(clips, {"question": "<video><video>?", "answer": 1, "videos": ["a.mp4"]})
+    row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
+    message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
+    assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
+    message = get_load_error(write_rows(clips, {**row, "question": "<video><video>?"}))
+    assert "it has 2 <video> in its turns and 1 videos" in message

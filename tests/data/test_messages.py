@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from dataset_files import check_bad_row, get_load_error, png, write_files, write_rows
+from dataset_files import check_bad_row, get_load_error, load, png, write_files, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.data.messages import read_chat
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
 
-OCR, COUNTING = load_task("ocr"), load_task("counting")
 CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text("utf-8"))
 URL = "data:image/png;base64," + base64.b64encode(png(8, 6)).decode()
 
@@ -32,11 +28,6 @@ def turns(*texts: Any, roles: str = "user assistant") -> list[dict[str, Any]]:
     return [{"role": names[i % len(names)], "content": text} for i, text in enumerate(texts)]
 
 
-def load(folder: Path, row: dict[str, Any], task: Any = OCR) -> Example:
-    (example,) = load_examples(write_rows(folder, row), task)
-    return example
-
-
 def put_urls(value: Any) -> Any:
     """Return a value of the table with its data URLs."""
     if isinstance(value, dict):
@@ -48,7 +39,7 @@ def put_urls(value: Any) -> Any:
 
 @pytest.mark.parametrize("case", CHATS["read"], ids=lambda case: case["about"])
 def test_chats_are_read_without_conversion(folder, case):
-    example = load(folder, put_urls(case["row"]))
+    (example,) = load(write_rows(folder, put_urls(case["row"])), "ocr")
     assert [f"{turn.role}: {turn.text}" for turn in example.history] == case["history"]
     assert (example.question, example.answer) == (case["question"], case["answer"])
     assert [image.size[0] for image in example.images] == case["widths"]
@@ -63,11 +54,10 @@ def test_a_broken_chat_is_refused_with_its_line(folder, name):
 
 def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_answer(folder):
     row = {"messages": turns("How many?", "<answer> 12 </answer>"), "images": ["a.png"], "id": 7}
-    example = load(folder, row, COUNTING)
+    (example,) = load(write_rows(folder, row))
     assert (example.id, example.answer) == ("7", 12)
     source = write_rows(folder, {"chat": row["messages"], "prompt": "kept"})
-    data = DataSettings(train=source, columns={"messages": "chat"})
-    (example,) = load_examples(source, COUNTING, data)
+    (example,) = load(source, columns={"messages": "chat"})
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
 
 
@@ -99,7 +89,7 @@ TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
 )
 def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, question, answer):
     row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
-    example = load(folder, row, load_task("grounding", several=True))
+    (example,) = load(write_rows(folder, row), load_task("grounding", several=True))
     assert (example.question, example.answer, example.meta) == (question, answer, {})
 
 

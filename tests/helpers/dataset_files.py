@@ -17,7 +17,9 @@ from PIL import Image
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
+from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example
 
 
 def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -85,11 +87,20 @@ def write_rows(folder: Path, *rows: dict[str, Any] | str | bytes) -> str:
     return str(path)
 
 
-def get_load_error(source: str, task: str = "counting", **settings: Any) -> str:
+def load(
+    source: Any, task: str | Task = "counting", split: Any = "train", **settings: Any
+) -> list[Example]:
+    """Load a source, or rows, for a task or that of a name, with settings of data."""
+    train = source if isinstance(source, str | Path) else "python"
+    data = DataSettings.model_validate({"train": str(train), **settings})
+    task = load_task(task) if isinstance(task, str) else task
+    return [*load_examples(source, task, data, split)]
+
+
+def get_load_error(source: Any, task: str = "counting", **settings: Any) -> str:
     """Load a source that must be refused and return the error message."""
-    data = DataSettings.model_validate({"train": source, **settings})
     with pytest.raises(UserError) as error:
-        load_examples(source, load_task(task), data)
+        load(source, task, "eval", **settings)
     return str(error.value)
 
 

@@ -144,6 +144,7 @@ def test_a_wrong_task_file_is_reported(parity, text, expected):
     ("name", "options", "expected"),
     [
         ("none.py", {}, "no task file"),
+        ("~no-such-user/task.py", {}, "there is no task file ~no-such-user/task.py"),
         ("countin", {}, f"counting?): give one of {', '.join(registry.task_names())}, or"),
         ("counting", {"tag": True, "thinking": 3}, "tag (did you mean tags?)\n  - thinking=3"),
         ("counting", {"tags": "yes"}, "tags='yes' should be true or false"),
