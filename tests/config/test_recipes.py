@@ -162,20 +162,6 @@ def test_an_unknown_recipe_error_suggests_the_nearest_and_lists_all():
     assert all(name in message for name in recipe_names())
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        *((f"seed={value}", "counting cannot be read") for value in ("[" * 1000 + "]" * 1000, "[")),
-        *((f"seed={value}", "counting cannot be read") for value in ("9" * 5000,)),
-        ("optim=[1]", "recipe counting cannot be read: "),
-        *(("quickly", "'quickly'"), ("=3", "'=3'")),
-    ],
-    ids=lambda text: text[:8],
-)
-def test_an_override_that_cannot_be_parsed_is_refused(override, problem):
-    assert problem in get_error(override)
-
-
 class Opaque:
     """An object that no setting accepts."""
 
