@@ -218,35 +218,31 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
     assert (answer and answer.point) == expected
 
 
-CAT_OR_DOG = make_example({"options": ["cat", "dog"], "answer": "dog"})
-
-
 @pytest.mark.parametrize(
-    ("output", "expected"),
-    [("B", 1), ("(b) dog", 1), ("Bird", 1), ("<answer>(A)</answer>", 0)]
-    + [(output, None) for output in ("C", "It", "", "[A]")],
-)
-def test_a_choice_is_the_first_letter(output, expected):
-    assert READERS["first_letter"](output, CAT_OR_DOG, load_task("cv_bench")) == expected
-
-
-@pytest.mark.parametrize(
-    ("output", "letter", "option"),
+    ("output", "first", "letter", "option"),
     [
-        ("B", 1, 1),
-        ("It is B.", 1, 1),
-        ("It is a dog", 0, 1),  # a letter between spaces precedes the text for one of them
-        ("answer: b", 0, None),  # the first letter of answer, as the script reads it
-        ("A or B", 0, None),
-        ("<answer>(B)</answer>", 1, 1),
-        ("Z, no dog", None, None),
-        ("", None, None),
+        ("B", 1, 1, 1),
+        ("It is B.", None, 1, 1),
+        ("It is a dog", None, 0, 1),  # a letter between spaces precedes the text for one of them
+        ("answer: b", 0, 0, None),  # the first letter of answer, as the script reads it
+        ("A or B", 0, 0, None),
+        ("<answer>(A)</answer>", 0, 0, 0),
+        ("<answer>(B)</answer>", 1, 1, 1),
+        ("(b) dog", 1, 1, 1),
+        ("Z, no dog", None, None, None),
+        *(
+            ("Bird", 1, 1, None),
+            ("C", None, None, None),
+            ("[A]", None, 0, 0),
+            ("", None, None, None),
+        ),
     ],
 )
-def test_a_choice_of_visual_search_is_read_as_its_scripts_do(output, letter, option):
-    task = load_task("hr_bench_4k")
-    assert READERS["any_letter"](output, CAT_OR_DOG, task) == letter
-    assert READERS["only_option"](output, CAT_OR_DOG, task) == option
+def test_a_choice_is_read_as_the_scripts_do(output, first, letter, option):
+    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
+    readers = [READERS[name] for name in ("first_letter", "any_letter", "only_option")]
+    found = [read(output, example, load_task("hr_bench_4k")) for read in readers]
+    assert found == [first, letter, option]
 
 
 def test_the_letter_of_a_word_is_told_from_a_letter():
