@@ -16,6 +16,7 @@ from vlm_grpo.errors import UserError
 
 URL = "http://127.0.0.1:8000"
 CPU = {"reference_device": "cpu"}
+OVERLONG = "task_options.weights.overlong=1 task_options.overlong_cache"
 RPP, ZOOM = "reinforce_plus_plus", "task_options.environment=zoom"
 SEQUENCE, FIXED = {"importance_sampling_level": "sequence"}, {"reference_refresh_every": "never"}
 BIASED = {"beta": 0.04, "use_bias_correction_kl": False}
@@ -136,6 +137,8 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         (f"{ZOOM} methods=[tool_gain] objective.advantage_estimator={RPP}", "choose grpo or rloo"),
         ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
         ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
+        (f"{OVERLONG}=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
+        (f"{OVERLONG}=2 objective.mask_truncated_completions=true", "leaves out of the loss: use"),
         (f"{OWN} rollout.torch_compile=true", "torch_compile=true compiles the steps that the pol"),
         (f"{OWN} rollout.vllm.weight_transfer=ipc rollout.steps_ahead=2", "use files, or one step"),
         (f"{OWN} rollout.vllm.weight_transfer=ipc policy.lora.r=8", "no effect on adapters, which"),

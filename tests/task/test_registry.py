@@ -40,6 +40,11 @@ class Parity(Task):
     def right(self, answer, example):
         return float(answer == example.answer)
 '''
+EMPTY = "from vlm_grpo.task import Task\nclass Empty(Task):\n    primary_metric = 'x'\n"
+FIELD = "    lenient: bool = False"
+BUILD = f"{PARITY}\n    def __post_init__(self):\n        raise "
+ITSELF = f"{PARITY}\n\nfrom vlm_grpo import load_task\nload_task(__file__)\n"
+OTHER_TYPE = "task must be a name, a path, a subclass of Task or a task"
 
 
 @pytest.fixture
@@ -105,12 +110,6 @@ def test_an_interrupted_task_file_is_not_a_user_error(parity):
         load_task(parity)
 
 
-EMPTY = "from vlm_grpo.task import Task\nclass Empty(Task):\n    primary_metric = 'x'\n"
-FIELD = "    lenient: bool = False"
-BUILD = f"{PARITY}\n    def __post_init__(self):\n        raise "
-ITSELF = f"{PARITY}\n\nfrom vlm_grpo import load_task\nload_task(__file__)\n"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -133,9 +132,6 @@ def test_a_wrong_task_file_is_reported(parity, text, expected):
     assert str(parity) in message
     for part in expected:
         assert part in message
-
-
-OTHER_TYPE = "task must be a name, a path, a subclass of Task or a task"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,8 @@ def test_the_prompt_describes_the_frame(case):
             assert frame.describe_point(IMAGE.size) in task.prompt(example)
 
 
-ACTIONS = {"actions": ["type", "scroll", "back"]}
+ACTIONS, NOSE = {"actions": ["type", "scroll", "back"]}, {"points": {"nose": [1, 2]}}
+JUDGE = {"address": "http://a", "judge_model": "b"}
 BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("counting", {}, "3", "an integer"),
     ("counting", {}, True, "an integer"),
@@ -217,23 +218,15 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
         ("numeric", {}, gold, "the answer")
         for gold in (None, True, {}, [], "", " . ", math.nan, "x" * 300, [None])
     ),
-    *(
-        ("keypoints", {}, answer, "must have points")
-        for answer in ({"boxes": []}, {"points": {}, "area": 9})
-    ),
-    *(
-        ("keypoints", {}, {"points": {"nose": point}, "area": 9}, "must be two numbers")
-        for point in ([1, 2, 2], [1, True], [1, math.nan])
-    ),
-    *(
-        ("keypoints", {}, {"points": {"nose": [1, 2]}, **more}, reason)
-        for more, reason in (
-            ({}, "a positive area, or a box"),
-            ({"area": 0}, "a positive area, or a box"),
-            ({"area": 9, "names": ["ear"]}, "the labeled ones among them"),
-            ({"area": 9, "names": ["nose", "Nose"]}, "each point once"),
-        )
-    ),
+    ("keypoints", {}, {"boxes": []}, "must have points"),
+    ("keypoints", {}, {"points": {}, "area": 9}, "must have points"),
+    ("keypoints", {}, {"points": {"nose": [1, 2, 2]}, "area": 9}, "must be two numbers"),
+    ("keypoints", {}, {"points": {"nose": [1, True]}, "area": 9}, "must be two numbers"),
+    ("keypoints", {}, {"points": {"nose": [1, math.nan]}, "area": 9}, "must be two numbers"),
+    ("keypoints", {}, NOSE, "a positive area, or a box"),
+    ("keypoints", {}, {**NOSE, "area": 0}, "a positive area, or a box"),
+    ("keypoints", {}, {**NOSE, "area": 9, "names": ["ear"]}, "the labeled ones among them"),
+    ("keypoints", {}, {**NOSE, "area": 9, "names": ["nose", "Nose"]}, "each point once"),
     *(
         ("segmentation", {}, {"boxes": [[1, 2, 3, 4]], "masks": [mask]}, reason)
         for mask, reason in (
@@ -255,9 +248,6 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
     task = load_task(name, **options)
     with pytest.raises(ValueError, match=reason):
         task.check(make_example(answer, CLIP if name == "temporal" else IMAGE))
-
-
-JUDGE = {"address": "http://a", "judge_model": "b"}
 
 
 @pytest.mark.parametrize(
