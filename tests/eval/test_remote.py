@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_model import Answer, ChatModel, count_by_checksum, fail_some, get_images, serve
+from chat_model import Answer, ChatModel, count_by_checksum, get_images, serve
 from commands import run
 from judge_server import Reply
 
@@ -27,6 +27,7 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils import http_json
 
 COUNT = 40
+ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
 DEFINITION = "title: Shapes\ntask: counting\nmetric: exact\n"
 
 
@@ -122,7 +123,7 @@ def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
     prompts = [load_task("counting").prompt(example) for example in load_counting(settings)]
     failing = [text for text in prompts if "circles" in text]
     refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
-    model = ChatModel(fail=fail_some(refusal, lambda text: "circles" in text))
+    model = ChatModel(fail=lambda text, earlier: refusal if "circles" in text else None)
     with serve(model) as server:
         message = (
             rf"no output for {len(failing)} examples:\n  - example .*context length is 512 tokens\n"
@@ -159,9 +160,6 @@ def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     assert len({*seeds}) == 6
     outputs = [sample["output"] for row in found.rows for sample in row.get("samples", [])]
     assert outputs == [*"012345"]
-
-
-ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     settings = make_settings(tmp_path)
     failure = Reply(status=500, body=b"Bearer sk-secret is over its quota")
-    model = ChatModel(fail=fail_some(failure, lambda text: "circles" in text))
+    model = ChatModel(fail=lambda text, earlier: failure if "circles" in text else None)
     with serve(model) as server:
         with pytest.raises(UserError, match="Bearer … is over its quota") as caught:
             evaluate(settings, None, Endpoint(server.address, retries=0))
@@ -233,9 +231,6 @@ def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch, capsys):
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) >= 3
     assert [text for text in (out, err, str(caught.value), *files) if "sk-secret" in text] == []
-
-
-# What is asked.
 
 
 def ask_once(
@@ -320,9 +315,6 @@ def test_boxes_are_asked_and_scored_in_the_given_frame(asked, value, tmp_path):
         found = evaluate(settings, None, Endpoint(server.address, frame=FRAMES[asked]))
     assert found.value == value  # the model answers in thousandths, whatever it is asked for
     assert [FRAMES[asked].units in text for text in model.questions] == [True] * 6
-
-
-# What is refused.
 
 
 def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):
