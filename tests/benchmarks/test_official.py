@@ -13,6 +13,9 @@ from vlm_grpo.types import Example, ImageRef
 
 BOX = {"boxes": [[0, 0, 10, 10]]}
 BOX_JSON = '{"bbox_2d": [0, 0, 10, 10]}'
+CUP = '{"bbox_2d": [0, 0, 10, 10], "label": "Cup"}'
+LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
+CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": '
 HALF_JSON = '{"bbox_2d": [0, 0, 20, 10]}'  # an IoU of exactly 0.5
 
 
@@ -141,9 +144,6 @@ def test_an_output_without_a_count_is_a_count_of_0_in_fsc_147():
     assert corpus["rmse"] == 0.0  # over the one with a count
 
 
-CUP = '{"bbox_2d": [0, 0, 10, 10], "label": "Cup"}'
-
-
 @pytest.mark.parametrize(
     "output",
     [
@@ -176,10 +176,6 @@ def test_objects_are_read_in_every_grammar(frame, output):
     assert [label[:3] for _, label in found] == ["cup"]
     assert task.read("[]", make_example(BOX)) == ()
     assert task.read("I see a cup.", make_example(BOX)) is None
-
-
-LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
-CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": '
 
 
 @pytest.mark.parametrize(

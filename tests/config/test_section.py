@@ -10,6 +10,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys, merge
 from vlm_grpo.errors import UserError
 
+BY_KEY = {setting.key: setting for setting in list_settings()}
+
 
 def get_error(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
@@ -87,9 +89,6 @@ def test_all_problems_are_reported_at_once():
     message = get_error("optim.lr=abc", "zebra=1", "policy.dtype=fp16")
     assert message.count("\n  - ") == 3
     assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))
-
-
-BY_KEY = {setting.key: setting for setting in list_settings()}
 
 
 def test_every_setting_is_listed_with_its_docstring():

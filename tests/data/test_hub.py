@@ -29,8 +29,7 @@ def test_loading_writes_no_progress_bars_into_a_log(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.enable_progress_bars()
     (tmp_path / "train.jsonl").write_text('{"id": "a", "question": "q", "answer": "x"}\n')
-    rows = read_hub(str(tmp_path), "train")
-    assert len(list(rows)) == 1
+    assert len(list(read_hub(str(tmp_path), "train"))) == 1
     assert capsys.readouterr().err == ""
 
 

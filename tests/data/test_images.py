@@ -15,6 +15,9 @@ from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.types import VideoRef
 
+FRAMES = [f"frames/{number}.png" for number in range(5)]
+VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
+
 
 @pytest.mark.parametrize(
     ("value", "name"),
@@ -31,15 +34,6 @@ def test_an_image_is_read_from_every_form_of_reference(folder, value, name):
     reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
     assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
     assert reference.load().getpixel((7, 5)) == (200, 10, 10)
-
-
-def test_each_file_is_opened_once(folder):
-    reader = MediaReader(folder, max_pixels=48)
-    first = reader.read("a.png", "row 1")
-    with pytest.raises(ValueError, match=r"b\.png is missing"):
-        reader.read("b.png", "row 2")
-    (folder / "a.png").unlink()
-    assert reader.read("a.png", "row 3") is first
 
 
 def test_a_rotated_image_has_one_size_in_every_form(tmp_path):
@@ -104,9 +98,6 @@ def test_the_pixel_limit_is_a_setting(folder):
     source = write_rows(folder, make_row())
     assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
     assert load(source, max_image_pixels=48)
-
-
-FRAMES = [f"frames/{number}.png" for number in range(5)]
 
 
 @pytest.fixture
@@ -182,22 +173,21 @@ def test_frames_of_a_folder_are_sorted_by_their_numbers(clips):
     assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
 
 
-def test_each_clip_is_opened_once_and_is_no_image(clips):
+def test_each_file_is_opened_once_and_a_clip_is_no_image(clips):
     reader = MediaReader(clips, 10_000, VideoSettings())
-    first = reader.read(Clip("a.mp4"), "row 1")
-    with pytest.raises(ValueError, match=r"image a\.mp4 cannot be read"):
-        reader.read("a.mp4", "row 2")
-    (clips / "a.mp4").unlink()
-    assert reader.read(Clip("a.mp4"), "row 3") is first
+    image, clip = reader.read("other.png", "row 1"), reader.read(Clip("a.mp4"), "row 1")
+    for name, reason in (("b.png", "is missing"), ("a.mp4", "cannot be read")):
+        with pytest.raises(ValueError, match=f"image {name} {reason}"):
+            reader.read(name, "row 2")
+    for name, value, first in (("other.png", "other.png", image), ("a.mp4", Clip("a.mp4"), clip)):
+        (clips / name).unlink()
+        assert reader.read(value, "row 3") is first
     with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
-        first.load()
+        clip.load()
 
 
 def ask(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
-
-
-VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 
 
 @pytest.mark.parametrize(

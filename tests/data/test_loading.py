@@ -27,6 +27,13 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import ThinkingTags
 
 COUNTING = load_task("counting")
+COUNT = Example("count/a", (), "How many cups?", 3, source="count")
+READ = Example("read/a", (), "Which word?", "exit", source="read")
+ROWS = (
+    {"question": "How many?", "answer": 3, "kind": "counting"},
+    {"question": "Which word?", "answer": "exit", "kind": "ocr"},
+)
+BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, "ocr": {}}}
 
 
 @pytest.mark.parametrize(
@@ -105,10 +112,6 @@ def test_skipping_all_rows_is_an_error(folder):
         assert "1 bad row (good rows: 0)" in message
         assert "on_bad_row" not in message  # no good row would be left
     assert "on_bad_row=skip" in get_load_error(write_rows(folder, make_row(answer="x"), make_row()))
-
-
-COUNT = Example("count/a", (), "How many cups?", 3, source="count")
-READ = Example("read/a", (), "Which word?", "exit", source="read")
 
 
 @pytest.fixture
@@ -192,13 +195,6 @@ def test_a_limit_that_no_source_takes_is_refused():
     assert [source.limit for source in limits] == [6, 5]
 
 
-ROWS = (
-    {"question": "How many?", "answer": 3, "kind": "counting"},
-    {"question": "Which word?", "answer": "exit", "kind": "ocr"},
-)
-BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, "ocr": {}}}
-
-
 def test_rows_may_name_their_tasks(tmp_path):
     settings = build_settings(tmp_path, *ROWS, **BY_ROW)
     task = load_run_task(settings)
@@ -224,9 +220,6 @@ def test_rows_that_name_no_known_task_are_refused(tmp_path, row, message):
         loading.load_split(settings, load_run_task(settings), "train")
 
 
-CUPS = Example("a", (), "How many cups?", 3)
-
-
 @pytest.fixture
 def benchmarked(tmp_path: Path) -> Settings:
     """Settings of a counting run that is evaluated on a benchmark of counting."""
@@ -244,14 +237,14 @@ def run_task() -> Task:
 
 def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_task):
     task = loading.get_held_out_task(benchmarked, run_task)
-    assert task.prompt(CUPS) == f"Look. {run_task.prompt(CUPS)}"
+    assert task.prompt(COUNT) == f"Look. {run_task.prompt(COUNT)}"
     assert (task.tags, task.frame.name) == (True, "permille")
-    assert task.read("4?[/THINK]<answer>3</answer>", CUPS) == 3
-    assert task.read("<answer>3</answer>", CUPS) is None  # within the thinking
+    assert task.read("4?[/THINK]<answer>3</answer>", COUNT) == 3
+    assert task.read("<answer>3</answer>", COUNT) is None  # within the thinking
     assert (task.primary_metric, task.lower_is_better) == ("absolute_error", True)
     unpickled = pickle.loads(pickle.dumps(task))  # as for reward workers
-    assert unpickled.score("<answer>3</answer>", CUPS) == task.score("<answer>3</answer>", CUPS)
-    assert unpickled.corpus_metrics([3], [CUPS]) == task.corpus_metrics([3], [CUPS])
+    assert unpickled.score("<answer>3</answer>", COUNT) == task.score("<answer>3</answer>", COUNT)
+    assert unpickled.corpus_metrics([3], [COUNT]) == task.corpus_metrics([3], [COUNT])
 
 
 def test_a_benchmark_of_another_task_gets_the_common_options(benchmarked, run_task):
@@ -266,13 +259,11 @@ def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark():
     assert load_benchmark("super_clevr_200").load_task().tags
 
 
-EXAMPLES = [Example(str(n), (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for n in range(11)]
-
-
 def choose(text: str, difficulty: str | Path | None = None) -> list[str]:
+    examples = [Example(f"{n}", (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for n in range(11)]
     given = {"train": "rows.jsonl", "filter": text, "difficulty": difficulty}
-    data = DataSettings.model_validate(given)
-    return [example.id for example in loading.filter_examples(EXAMPLES, data)[0]]
+    chosen, _ = loading.filter_examples(examples, DataSettings.model_validate(given))
+    return [example.id for example in chosen]
 
 
 def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):

@@ -14,6 +14,14 @@ from vlm_grpo.data.messages import read_chat
 from vlm_grpo.task.registry import load_task
 
 CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text("utf-8"))
+TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
+KEYS = ["role", "content", "from", "value", "type", "text", "image", "image_url", "url"]
+LEAVES = st.sampled_from([None, 0, 1, 2, 3, "", "<image>", "user", "gpt", "text", "image"])
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
+    max_leaves=12,
+)
 URL = "data:image/png;base64," + base64.b64encode(png(8, 6)).decode()
 
 
@@ -61,9 +69,6 @@ def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_an
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
 
 
-TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
-
-
 @pytest.mark.parametrize(
     ("texts", "objects", "question", "answer"),
     [
@@ -108,16 +113,6 @@ def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, questio
 def test_objects_that_do_not_fit_their_turns_are_refused(folder, texts, objects, reason):
     row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
     assert reason in get_load_error(write_rows(folder, row), "grounding")
-
-
-KEYS = ["role", "content", "from", "value", "type", "text", "image", "image_url", "url"]
-VALUES = st.recursive(
-    st.none()
-    | st.integers(0, 3)
-    | st.sampled_from(["", "<image>", "user", "gpt", "text", "image"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
-    max_leaves=12,
-)
 
 
 @given(st.lists(VALUES, max_size=4) | VALUES, st.lists(st.just("a.png"), max_size=2), VALUES)

@@ -19,6 +19,8 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 COUNTING = load_task("counting")
+BOXES = [[1, 2, 3, 4], [5, 6, 7, 8]]
+LABELED = '```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]\n```'
 
 
 def convert(values: Any, columns: Any = MappingProxyType({}), root: Path | None = None) -> Example:
@@ -138,10 +140,6 @@ def test_columns_with_other_names_are_mapped(folder):
     message = r"no asked \(did you mean ask\?\); it has uid, ask, n, png"
     with pytest.raises(ValueError, match=message):
         convert(values, {"question": "asked"})
-
-
-BOXES = [[1, 2, 3, 4], [5, 6, 7, 8]]
-LABELED = '```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]\n```'
 
 
 @pytest.mark.parametrize(

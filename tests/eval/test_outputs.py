@@ -14,6 +14,11 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.types import Example, ImageRef
 
+IMAGE = ImageRef("a", (84, 84), (84, 84), data=b"")
+EXAMPLES = [Example(f"row {n}", (IMAGE,), f"What is on sign {n}?", f"EXIT {n}") for n in range(9)]
+SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
+FIRST = {"id": EXAMPLES[0].id, "output": "3"}
+
 
 def write_data(folder: Path, *given: tuple[str, Any]) -> Path:
     """Write rows with these questions and answers and the same image of 640 x 480 pixels."""
@@ -61,12 +66,6 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
     *scores, total = score_as_json(capsys, "ocr", *given, "tags=false")
     assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
     assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
-
-
-IMAGE = ImageRef("a", (84, 84), (84, 84), data=b"")
-EXAMPLES = [Example(f"row {n}", (IMAGE,), f"What is on sign {n}?", f"EXIT {n}") for n in range(9)]
-SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
-FIRST = {"id": EXAMPLES[0].id, "output": "3"}
 
 
 def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):

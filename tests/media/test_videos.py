@@ -15,6 +15,7 @@ from vlm_grpo.media import videos
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip, read_shape
 
 SIZE = (64, 48)
+UNEVEN = [step + 7 * (step // 20) for step in range(480)]
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
@@ -32,9 +33,6 @@ def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven():
     times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
     shown = [0, 1, 2, 2, 2, 3]
     assert [level(frame) for frame in decode_frames(io.BytesIO(data), times, SIZE)] == shown
-
-
-UNEVEN = [step + 7 * (step // 20) for step in range(480)]
 
 
 @pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])

@@ -236,7 +236,6 @@ def measure_scans(parser, text: str) -> float:
 
 
 def measure(function, text: str) -> float:
-    """Return the CPU seconds of one call."""
     start = time.thread_time()
     function(text)
     return time.thread_time() - start

@@ -49,9 +49,7 @@ OTHER_TYPE = "task must be a name, a path, a subclass of Task or a task"
 
 @pytest.fixture
 def parity(tmp_path):
-    path = tmp_path / "parity.py"
-    path.write_text(PARITY)
-    return path
+    return write_files(tmp_path, {"parity.py": PARITY}) / "parity.py"
 
 
 @pytest.fixture

@@ -13,19 +13,17 @@ from vlm_grpo.types import Example
 PIECES = [
     *("12", "1,234", ".5", "-", "$", "€", "%", " ", "million", "k", "or", "e9", "×10^3", "km", ".")
 ]
-
-
-def score(gold, text: str, **options) -> float:
-    task = load_task("numeric", **options)
-    return task.score(text, Example("1", (), "?", gold)).rewards["relaxed"] or 0.0
-
-
 READ = {
     **{"USD 5": (5, "$"), "5 USD": (5, "$"), "US$5bn": (5e9, "$"), "5 m": (5, "m")},
     **{"-£5": (-5, "£"), "£-5": (-5, "£"), "+.5 percent": (0.5, "%"), "5. %": (5, "%")},
     **{"12 million people": (12e6, "people"), "5 km²": (5, "km²"), "5 kgs": (5, "kg")},
     **{"5M": (5e6, ""), "٣": (3, ""), "Twenty-two": (22, ""), "1.2e-3": (0.0012, "")},
 }
+
+
+def score(gold, text: str, **options) -> float:
+    task = load_task("numeric", **options)
+    return task.score(text, Example("1", (), "?", gold)).rewards["relaxed"] or 0.0
 
 
 @pytest.mark.parametrize("text", READ)

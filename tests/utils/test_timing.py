@@ -18,14 +18,8 @@ from vlm_grpo.cli import main
 from vlm_grpo.errors import Stopped
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils.timing import (
-    CallTimeout,
-    StepInterrupted,
-    StopRequest,
-    Stopwatch,
-    can_interrupt,
-    time_limit,
-)
+from vlm_grpo.utils import timing
+from vlm_grpo.utils.timing import CallTimeout, StopRequest, can_interrupt, time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +112,7 @@ def test_a_hangup_that_the_process_ignores_stays_ignored():
 
 def test_a_phase_includes_the_phases_nested_in_it():
     waits: list[str | None] = []
-    stopwatch = Stopwatch()
+    stopwatch = timing.Stopwatch()
     stopwatch.wait = lambda: waits.append(stopwatch.phase)
     with stopwatch("outer"):
         with stopwatch("inner"):
@@ -193,5 +187,5 @@ def test_a_signal_names_the_work_that_it_waits_for(capsys):
     with StopRequest() as request:
         request.check()
         request.signal = signal.SIGTERM
-        with pytest.raises(StepInterrupted):
+        with pytest.raises(timing.StepInterrupted):
             request.check()
