@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 from collections import defaultdict
 from importlib import import_module
 from typing import Any
@@ -407,10 +408,7 @@ def test_handwriting_of_the_evaluation_is_that_of_other_images():
 
 
 def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
-    def refuse(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(make_words, "import_module", refuse)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     make_words.load_digits.cache_clear()
     with pytest.raises(UserError, match=r"scikit-learn: pip install 'vlm-grpo\[handwriting\]'"):
         make_words.draw_examples("handwriting", 1)

@@ -80,11 +80,8 @@ def test_an_unknown_encoding_is_refused():
 
 
 def test_frames_are_resized_one_at_a_time():
-    def fit(frame: Image.Image) -> Image.Image:
-        return frame.resize((8, 6))
-
-    # also the last frame, which is repeated where the stream is a little short
-    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.0, 2.5], SIZE, fit)
+    times = [0.0, 1.0, 2.5]  # also the last frame, repeated where the stream is a little short
+    frames = decode_frames(io.BytesIO(make_video()), times, SIZE, lambda f: f.resize((8, 6)))
     assert [(frame.size, level(frame)) for frame in frames] == [((8, 6), n) for n in (0, 10, 19)]
 
 
