@@ -90,7 +90,7 @@ def test_a_hostile_call_is_answered_in_text(text, answer):
 READ: dict[str, tuple[str, str]] = {
     "a point": (write("look", at=[10, 20.5]), "10 20.5 1 0"),
     "a number as text": (write("look", at=[1, 2], times="3"), "1 2 3 0"),
-    "over the edge": (write("join", boxes=[[-50, -50, 1e3, 20]]), "[(0.0, 0.0, 200.0, 20.0)] None"),
+    "over the edge": (write("join", boxes=[[-5, -5, 1000, 20]]), "[(0.0, 0.0, 200.0, 20.0)] None"),
     "parameters": (
         wrap("<function=look>\n<parameter=at>\n[1, 2]\n</parameter>\n</function>"),
         "1 2 1 0",
