@@ -13,6 +13,9 @@ from vlm_grpo.types import Example, ImageRef
 
 BOX = {"boxes": [[0, 0, 10, 10]]}
 BOX_JSON = '{"bbox_2d": [0, 0, 10, 10]}'
+CUP = '{"bbox_2d": [0, 0, 10, 10], "label": "Cup"}'
+LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
+CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": '
 HALF_JSON = '{"bbox_2d": [0, 0, 20, 10]}'  # an IoU of exactly 0.5
 
 
@@ -141,9 +144,6 @@ def test_an_output_without_a_count_is_a_count_of_0_in_fsc_147():
     assert corpus["rmse"] == 0.0  # over the one with a count
 
 
-CUP = '{"bbox_2d": [0, 0, 10, 10], "label": "Cup"}'
-
-
 @pytest.mark.parametrize(
     "output",
     [
@@ -176,10 +176,6 @@ def test_objects_are_read_in_every_grammar(frame, output):
     assert [label[:3] for _, label in found] == ["cup"]
     assert task.read("[]", make_example(BOX)) == ()
     assert task.read("I see a cup.", make_example(BOX)) is None
-
-
-LAYER = "<|object_ref_start|>Layer 2<|object_ref_end|>"
-CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"coordinate": '
 
 
 @pytest.mark.parametrize(
@@ -218,35 +214,27 @@ def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
     assert (answer and answer.point) == expected
 
 
-CAT_OR_DOG = make_example({"options": ["cat", "dog"], "answer": "dog"})
-
-
 @pytest.mark.parametrize(
-    ("output", "expected"),
-    [("B", 1), ("(b) dog", 1), ("Bird", 1), ("<answer>(A)</answer>", 0)]
-    + [(output, None) for output in ("C", "It", "", "[A]")],
-)
-def test_a_choice_is_the_first_letter(output, expected):
-    assert READERS["first_letter"](output, CAT_OR_DOG, load_task("cv_bench")) == expected
-
-
-@pytest.mark.parametrize(
-    ("output", "letter", "option"),
+    ("output", "first", "letter", "option"),
     [
-        ("B", 1, 1),
-        ("It is B.", 1, 1),
-        ("It is a dog", 0, 1),  # a letter between spaces precedes the text for one of them
-        ("answer: b", 0, None),  # the first letter of answer, as the script reads it
-        ("A or B", 0, None),
-        ("<answer>(B)</answer>", 1, 1),
-        ("Z, no dog", None, None),
-        ("", None, None),
+        ("B", 1, 1, 1),
+        ("It is B.", None, 1, 1),
+        ("It is a dog", None, 0, 1),  # a letter between spaces precedes the text for one of them
+        ("answer: b", 0, 0, None),  # the first letter of answer, as the script reads it
+        ("A or B", 0, 0, None),
+        ("<answer>(A)</answer>", 0, 0, 0),
+        ("<answer>(B)</answer>", 1, 1, 1),
+        ("(b) dog", 1, 1, 1),
+        ("Z, no dog", None, None, None),
+        *(("Bird", 1, 1, None), ("C", None, None, None)),
+        *(("[A]", None, 0, 0), ("", None, None, None)),
     ],
 )
-def test_a_choice_of_visual_search_is_read_as_its_scripts_do(output, letter, option):
-    task = load_task("hr_bench_4k")
-    assert READERS["any_letter"](output, CAT_OR_DOG, task) == letter
-    assert READERS["only_option"](output, CAT_OR_DOG, task) == option
+def test_a_choice_is_read_as_the_scripts_do(output, first, letter, option):
+    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
+    readers = [READERS[name] for name in ("first_letter", "any_letter", "only_option")]
+    found = [read(output, example, load_task("hr_bench_4k")) for read in readers]
+    assert found == [first, letter, option]
 
 
 def test_the_letter_of_a_word_is_told_from_a_letter():

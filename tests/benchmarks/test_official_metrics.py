@@ -3,7 +3,7 @@ written down again here, and jiwer."""
 
 import random
 import re
-from typing import Any
+from collections import defaultdict
 
 import jiwer
 import numpy as np
@@ -12,13 +12,21 @@ import pytest
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.task.scores import anls, coco_average_precision, iou
 from vlm_grpo.tasks.graders import official_metrics as official
-from vlm_grpo.tasks.graders.official_metrics import (
-    CORPUS_RULES,
-    RULES,
-    error_rate,
-    relaxed_accuracy,
-)
+from vlm_grpo.tasks.graders.official_metrics import CORPUS_RULES, RULES, error_rate
 from vlm_grpo.types import Example, ImageRef, VideoRef
+
+NORMALIZED = {
+    **{"A dog": "dog", "none": "0", "Ten": "10", "1,000": "1000", "3.5": "3.5", "a\nb": "b"},
+    **{"end. of": "end of", "7-11": "7 11", "(yes)": "yes", "it's": "it 's", "isnt": "isn't"},
+    **{"couldn'tve": "couldn't've", "'ows'at": "'ow's'at", "x @home": "x home"},
+    "me@home": "me home",
+}
+CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
+CLIP = VideoRef("clip", (64, 48), (64, 48), times=(0.0, 1.0), seconds=30.0)
+PIECES = [
+    *("3", "12.5", "7.", ".5", "1.2.3", "to", "and", "-", "TO", "<think>", "</think>", "s", "99"),
+    *("<answer>", "</answer>", "from", "4 to 10", "4.0 and 9.5", "12 to 2", "\n", "5 to 5"),
+]
 
 
 def make_example(answer: object, **meta: object) -> Example:
@@ -58,14 +66,6 @@ def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
 def test_vqa_accuracy_counts_annotators_with_a_missing_answer():
     # Three of ten: (3·2 + 7·3)/30; with nine annotators it would be (3·2 + 6·3)/27.
     assert official.vqa_accuracy("nokia", ["nokia"] * 3 + ["x"] * 6) == pytest.approx(0.9)
-
-
-NORMALIZED = {
-    **{"A dog": "dog", "none": "0", "Ten": "10", "1,000": "1000", "3.5": "3.5", "a\nb": "b"},
-    **{"end. of": "end of", "7-11": "7 11", "(yes)": "yes", "it's": "it 's", "isnt": "isn't"},
-    **{"couldn'tve": "couldn't've", "'ows'at": "'ow's'at", "x @home": "x home"},
-    "me@home": "me home",
-}
 
 
 @pytest.mark.parametrize("text", NORMALIZED)
@@ -143,10 +143,8 @@ def test_every_text_has_a_score_between_0_and_1(rule, text):
     ],
 )
 def test_relaxed_accuracy(text, answer, is_near):
-    assert relaxed_accuracy(text, [answer]) == relaxed_accuracy(text, ["Yes", answer]) == is_near
-
-
-CHOICES = {"choices": ["145°", "B", "circle"], "answer_type": "text"}
+    for answers in ([answer], ["Yes", answer]):
+        assert official.relaxed_accuracy(text, answers) == is_near
 
 
 @pytest.mark.parametrize(
@@ -251,8 +249,8 @@ def test_nms_ap_agrees_with_the_official_computation_on_random_boxes():
     found, golds = [], []
     for _ in range(30):
         gold = [draw_box(rng) for _ in range(rng.randint(1, 4))]
-        near = [(shift_randomly(rng, box), rng.randrange(3)) for box, _ in gold for _ in range(2)]
-        found.append([*near, draw_box(rng)])
+        edges = [[edge + rng.uniform(-2, 2) for edge in box] for box, _ in gold for _ in range(2)]
+        found.append([*((box, rng.randrange(3)) for box in edges), draw_box(rng)])
         golds.append(gold)
     columns = [zip(*gold, strict=True) for gold in golds]
     rows = [make_example({"boxes": [*b], "labels": [f"L{n}" for n in ids]}) for b, ids in columns]
@@ -277,21 +275,10 @@ def draw_box(rng: random.Random) -> tuple[list[float], int]:
     return [x, y, x + rng.uniform(10, 40), y + rng.uniform(10, 40)], rng.randrange(3)
 
 
-def shift_randomly(rng: random.Random, box: list[float]) -> list[float]:
-    return np.add(box, [rng.uniform(-2, 2) for _ in box]).tolist()
-
-
 def test_a_mean_over_groups_weights_groups_equally():
     # (1 + 1 + 0) / 3 in the first group and 0 in the second.
     rows = [make_example("a", kind=kind) for kind in "aaab"]
     assert official.mean_over_groups([1, 1, 0, 0], rows, "kind") == pytest.approx(1 / 3)
-
-
-CLIP = VideoRef("clip", (64, 48), (64, 48), times=(0.0, 1.0), seconds=30.0)
-PIECES = [
-    *("3", "12.5", "7.", ".5", "1.2.3", "to", "and", "-", "TO", "<think>", "</think>", "s", "99"),
-    *("<answer>", "</answer>", "from", "4 to 10", "4.0 and 9.5", "12 to 2", "\n", "5 to 5"),
-]
 
 
 def expect(output: str, start: float, end: float) -> dict[str, float]:
@@ -338,27 +325,25 @@ def test_an_iou_that_is_rounded_below_its_threshold_is_no_hit():
 
 def test_the_score_of_vsi_bench_is_that_of_its_script():
     """The script's formulas on random numbers (lmms-eval, vsibench/utils.py)."""
-    rng = np.random.default_rng(0)
-    task: Any = load_benchmark("vsi_bench").load_task()
-    image = make_example(None).images[0]
-    examples, answers, expected = [], [], {}
+    rng, task = np.random.default_rng(0), load_benchmark("vsi_bench").load_task()
+    expected, examples, answers = defaultdict(list), list[Example](), []
+
+    def add(kind: str, level: str, gold: object, text: str, value: float) -> None:
+        examples.append(make_example(gold, type=kind, level=level))
+        expected[kind, level].append(value)
+        answers.append(task.read(text, examples[-1]))
+
     for number in range(400):
         gold, guess = round(rng.uniform(1, 9), 1), round(rng.uniform(1, 9), 1)
         kind = ("object_abs_distance", "object_counting")[number % 2]
         thresholds = np.linspace(0.5, 0.95, int((0.95 - 0.5) / 0.05 + 2))
         value = float((abs(guess - gold) / gold <= 1 - thresholds).mean())
-        example = Example(str(number), (image,), "How far?", gold, {"type": kind, "level": "all"})
-        assert task.score(str(guess), example).metrics["mra"] == value
-        expected.setdefault((kind, "all"), []).append(value)
-        examples.append(example)
-        answers.append(task.read(str(guess), example))
+        add(kind, "all", gold, str(guess), value)
+        assert task.score(str(guess), examples[-1]).metrics["mra"] == value
     for number in range(60):
-        gold = {"options": ["a", "b"], "answer": "ab"[number % 3 % 2]}
-        meta = {"type": "object_rel_direction", "level": ("easy", "hard")[number % 5 % 2]}
-        example = Example(f"c{number}", (image,), "Where?", gold, meta)
-        expected.setdefault((meta["type"], meta["level"]), []).append(float(gold["answer"] == "a"))
-        examples.append(example)
-        answers.append(task.read("A", example))
+        answer, level = "ab"[number % 3 % 2], ("easy", "hard")[number % 5 % 2]
+        gold = {"options": ["a", "b"], "answer": answer}
+        add("object_rel_direction", level, gold, "A", float(answer == "a"))
     means = {key: np.mean(values) for key, values in expected.items()}
     direction = np.mean([means.pop(("object_rel_direction", n)) for n in ("easy", "hard")])
     overall = np.mean([*means.values(), direction])

@@ -10,18 +10,20 @@ from pydantic import BaseModel
 from vlm_grpo.config.combinations import Combination, _read_table, list_notes, parse
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.rollout import VllmSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import Frozen, get_blocks
 from vlm_grpo.errors import UserError
 
 URL = "http://127.0.0.1:8000"
 CPU = {"reference_device": "cpu"}
+OVERLONG = "task_options.weights.overlong=1 task_options.overlong_cache"
 RPP, ZOOM = "reinforce_plus_plus", "task_options.environment=zoom"
 SEQUENCE, FIXED = {"importance_sampling_level": "sequence"}, {"reference_refresh_every": "never"}
 BIASED = {"beta": 0.04, "use_bias_correction_kl": False}
 ONLY = {"distillation": {"teacher": "a", "only": True}}
-OWN = ["rollout.sampler=vllm", "rollout.vllm.python=p"]
+VLLM = "rollout.sampler=vllm"
+OWN = f"{VLLM} rollout.vllm.python=p"
+SHARED = f"{VLLM} rollout.vllm.urls=[{URL}]"
 K1 = {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}
 PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refresh_every": 5}
 
@@ -135,6 +137,21 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         (f"{ZOOM} methods=[tool_gain] objective.advantage_estimator={RPP}", "choose grpo or rloo"),
         ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
         ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
+        (f"{OVERLONG}=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
+        (f"{OVERLONG}=2 objective.mask_truncated_completions=true", "leaves out of the loss: use"),
+        (f"{OWN} rollout.torch_compile=true", "torch_compile=true compiles the steps that the pol"),
+        (f"{OWN} rollout.vllm.weight_transfer=ipc rollout.steps_ahead=2", "use files, or one step"),
+        (f"{OWN} rollout.vllm.weight_transfer=ipc policy.lora.r=8", "no effect on adapters, which"),
+        (f"{OWN} policy.lora.use_dora=true", "policy.lora.use_dora: vLLM does not load such"),
+        (f"{OWN} policy.lora.r=8 policy.load_in=4bit", "the servers have the whole weights"),
+        (f"{OWN} objective.sampler_correction=none", "leaves the gradient biased.*sequence_mask"),
+        (f"{OWN} objective.top_entropy_quantile=0.2", "which vLLM does not report"),
+        (f"{OWN} rollout.vllm.urls=[{URL}]", "set either rollout.vllm.python"),
+        (f"{VLLM} rollout.vllm.urls=[127.0.0.1:8000]", "must start with http"),
+        (f"{VLLM} rollout.vllm.urls=[{URL},{URL}]", "an address is listed twice"),
+        (f"{SHARED} rollout.vllm.arguments=[--eager]", "vllm.arguments has no effect on runn"),
+        (f"{SHARED} rollout.vllm.weight_transfer=ipc", "use nccl or files"),
+        (f"{OWN} rollout.vllm.weight_transfer=nccl", "use ipc or files"),
     ],
 )
 def test_settings_without_effect_are_refused(overrides, problem):
@@ -143,43 +160,10 @@ def test_settings_without_effect_are_refused(overrides, problem):
         load_settings("counting", words)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        ("rollout.torch_compile=true", "torch_compile=true compiles the steps that the policy"),
-        ("rollout.vllm.weight_transfer=ipc rollout.steps_ahead=2", "use files, or one step"),
-        ("rollout.vllm.weight_transfer=ipc policy.lora.r=8", "no effect on adapters, which are"),
-        ("policy.lora.use_dora=true", "policy.lora.use_dora: vLLM does not load such adapters"),
-        ("policy.lora.r=8 policy.load_in=4bit", "the servers have the whole weights"),
-        ("objective.sampler_correction=none", "none leaves the gradient biased.*sequence_mask"),
-        ("objective.top_entropy_quantile=0.2", "which vLLM does not report"),
-    ],
-)
-def test_servers_and_other_settings_must_agree(overrides, problem):
-    with pytest.raises(UserError, match=problem):
-        load_settings("counting", [*OWN, *overrides.split()])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"python": "python", "urls": [URL]}, "set either rollout.vllm.python"),
-        ({"urls": ["127.0.0.1:8000"]}, "must start with http"),
-        ({"urls": [URL, URL]}, "an address is listed twice"),
-        ({"urls": [URL], "arguments": ["--enforce-eager"]}, "vllm.arguments has no effect on runn"),
-        ({"urls": [URL], "weight_transfer": "ipc"}, "use nccl or files"),
-        ({"python": "python", "weight_transfer": "nccl"}, "use ipc or files"),
-    ],
-)
-def test_wrong_servers_are_refused(values, message):
-    with pytest.raises(UserError, match=message):
-        VllmSettings(**values)
-
-
 def test_an_outside_sampler_is_corrected_for_unless_the_user_chooses_how():
     assert load_settings("counting").objective.sampler_correction == "none"
-    assert load_settings("counting", OWN).objective.sampler_correction == "sequence_mask"
-    chosen = [*OWN, "objective.sampler_correction=token", "rollout.top_p=0.9"]
+    assert load_settings("counting", OWN.split()).objective.sampler_correction == "sequence_mask"
+    chosen = [*OWN.split(), "objective.sampler_correction=token", "rollout.top_p=0.9"]
     assert load_settings("counting", chosen).objective.sampler_correction == "token"
     quantized = load_settings("counting", [*chosen, "policy.lora.r=8", "policy.load_in=4bit"])
     assert quantized.policy.load_in == "4bit"

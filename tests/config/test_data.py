@@ -11,7 +11,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 
 COUNT = {"source": "embedded:counting", "task": "counting"}
-OTHER = {**COUNT, "name": "b"}
+OTHER, TALLY = {**COUNT, "name": "b"}, {"benchmark": "tallyqa"}
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_a_source_gets_the_defaults_of_all_sources():
         ({"train": [COUNT, COUNT]}, "data.train has several sources counting: give each a name"),
         ({"train": [{**COUNT, "weight": 0}]}, "data.train.0.weight=0 should be greater than 0"),
         ({"train": [{**COUNT, "wieght": 1}]}, "data.train.0.wieght (did you mean data.train.0.we"),
-        ({"train": [{**COUNT, "benchmark": "tallyqa"}]}, "leave out task and tasks"),
-        ({"train": [{"source": "a", "benchmark": "tallyqa"}]}, "no effect in data.train"),
+        ({"train": [{**COUNT, **TALLY}]}, "leave out task and tasks"),
+        ({"train": [{"source": "a", **TALLY}]}, "no effect in data.train"),
         ({"train": [COUNT], "eval": [{**COUNT, "weight": 1}]}, "weight has no effect in data.eval"),
         ({"train": [COUNT], "mixing_temperature": 2}, "needs several sources"),
         ({"train": [COUNT, {**OTHER, "weight": 1}], "mixing_temperature": 2}, "without weights"),
@@ -70,21 +70,17 @@ def test_a_source_gets_the_defaults_of_all_sources():
         ({"train": "a.jsonl"}, "task has no value"),
         ({"train": [COUNT], "difficulty": "d.jsonl"}, "has no effect without data.filter"),
         ({"train": [COUNT], "task_options": {"tags": True}}, "task_options has no effect"),
+        ({"train": [COUNT], "eval": [COUNT], "evaluation": TALLY}, "give benchmark to a source"),
     ],
 )
 def test_wrong_sources_are_refused(values, message, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    data = {key: value for key, value in values.items() if key != "task_options"}
-    content = {"model": "embedded", "data": data, "task_options": values.get("task_options", {})}
-    recipe.write_text(yaml.safe_dump(content))
+    others = {key: values[key] for key in ("task_options", "evaluation") if key in values}
+    data = {key: value for key, value in values.items() if key not in others}
+    recipe.write_text(yaml.safe_dump({"model": "embedded", "data": data, **others}))
     with pytest.raises(UserError) as caught:
         load_settings(recipe)
     assert message in str(caught.value)
-
-
-def test_a_benchmark_of_the_run_is_refused_with_a_list_of_sources():
-    with pytest.raises(UserError, match="give benchmark to a source"):
-        Settings(data={"train": [COUNT], "eval": [COUNT]}, evaluation={"benchmark": "tallyqa"})
 
 
 def test_the_embedded_model_is_the_default_of_tasks_that_it_has_learned():

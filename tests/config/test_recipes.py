@@ -10,6 +10,9 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.errors import UserError
 
+SETTINGS, NO_RECIPE = load_settings("counting"), "recipe must be the name or the path of a recipe, "
+NO_LIST = r'overrides must be a list: \["optim.lr=1e-5"\]'
+
 
 def get_error(*overrides: str, recipe: str = "counting") -> str:
     with pytest.raises(UserError) as caught:
@@ -93,10 +96,7 @@ def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
     [
         (["optim.max_steps=5"], {}, 5, "optim.max_steps=5"),
         ([], {"optim": {"max_steps": 5}}, 5, "optim.max_steps=5"),
-        (
-            *(["optim.max_steps=5", "warm_start.steps=2"], {}, 3),
-            "the 3 steps of optim.max_steps=5 after those of warm_start",
-        ),
+        (["optim.max_steps=5", "warm_start.steps=2"], {}, 3, "the 3 steps of optim.max_steps=5 af"),
         (["optim.max_steps=30"], {}, 20, ""),
         ([], {}, 20, ""),
     ],
@@ -177,42 +177,17 @@ def test_an_unknown_recipe_error_suggests_the_nearest_and_lists_all():
 
 
 @pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        *((f"seed={value}", "counting cannot be read") for value in ("[" * 1000 + "]" * 1000, "[")),
-        *((f"seed={value}", "counting cannot be read") for value in ("9" * 5000,)),
-        ("optim=[1]", "recipe counting cannot be read: "),
-        *(("quickly", "'quickly'"), ("=3", "'=3'")),
-    ],
-    ids=lambda text: text[:8],
-)
-def test_an_override_that_cannot_be_parsed_is_refused(override, problem):
-    assert problem in get_error(override)
-
-
-class Opaque:
-    """An object that no setting accepts."""
-
-
-SETTINGS, TEXT = load_settings("counting"), r"recipe must be the name or the path of a recipe, not "
-
-
-@pytest.mark.parametrize(
     ("recipe", "overrides", "problem"),
     [
-        *((wrong, (), TEXT) for wrong in (None, {"task": "counting"}, SETTINGS)),
-        *(
-            ("counting", wrong, r'overrides must be a list: \["optim.lr=1e-5"\]')
-            for wrong in ("optim.lr=1e-5", 3, None, [3], SETTINGS)
-        ),
+        *((wrong, (), NO_RECIPE) for wrong in (None, {"task": "counting"}, SETTINGS)),
+        *(("counting", wrong, NO_LIST) for wrong in ("optim.lr=1e-5", 3, None, [3], SETTINGS)),
         ("counting", {"optim": {3: 1}}, "key 3 of the settings must be text, not int"),
-        *(
-            ("counting", values, "recipe counting has wrong settings")
-            for values in ({"seed": "4"}, {"seed": True}, {"zebra": 1})
-        ),
-        ("counting", {"model": Opaque()}, "^model must be text, not Opaque$"),
-        ("counting", {"output_dir": Opaque()}, "^output_dir must be text, not Opaque$"),
-        ("counting", {"rollout": {"stop": ["a", Opaque()]}}, r"rollout\.stop must be text, "),
+        ("counting", {"seed": "4"}, "recipe counting has wrong settings"),
+        ("counting", {"seed": True}, "recipe counting has wrong settings"),
+        ("counting", {"zebra": 1}, "recipe counting has wrong settings"),
+        ("counting", {"model": object()}, "^model must be text, not object$"),
+        ("counting", {"output_dir": object()}, "^output_dir must be text, not object$"),
+        ("counting", {"rollout": {"stop": ["a", object()]}}, r"rollout\.stop must be text, "),
     ],
 )
 def test_python_values_of_a_wrong_type_are_refused(recipe, overrides, problem):

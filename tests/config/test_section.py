@@ -10,6 +10,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys, merge
 from vlm_grpo.errors import UserError
 
+BY_KEY = {setting.key: setting for setting in list_settings()}
+
 
 def get_error(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
@@ -70,9 +72,16 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
         ("objective.loss_type=ppo", 'objective.loss_type="ppo" should be'),
         ("optim.betas=[0.9]", "optim.betas=[0.9] should have 2 items"),
         ("optim.betas=[0.9,0.99,1]", "optim.betas=[0.9, 0.99, 1] should have at most 2 items"),
+        ("seed=[", "counting cannot be read"),
+        (f"seed={'[' * 1000}{']' * 1000}", "counting cannot be read"),
+        (f"seed={'9' * 5000}", "counting cannot be read"),
+        ("optim=[1]", "recipe counting cannot be read: "),
+        ("quickly", "'quickly'"),
+        ("=3", "'=3'"),
     ],
+    ids=lambda text: text[:30],
 )
-def test_wrong_value_error_names_the_expected_type(override, expected):
+def test_an_override_with_a_wrong_value_or_form_is_refused(override, expected):
     assert expected in get_error(override)
 
 
@@ -80,9 +89,6 @@ def test_all_problems_are_reported_at_once():
     message = get_error("optim.lr=abc", "zebra=1", "policy.dtype=fp16")
     assert message.count("\n  - ") == 3
     assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))
-
-
-BY_KEY = {setting.key: setting for setting in list_settings()}
 
 
 def test_every_setting_is_listed_with_its_docstring():

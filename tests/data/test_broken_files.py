@@ -16,16 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from dataset_files import encode_image, get_load_error, png, png_with_claimed_size
+from dataset_files import encode_image, get_load_error, png, png_with_claimed_size, write_table
 from PIL import Image
-from published_formats import CAPTIONS, COCO, YAML, voc_xml, write_format, yolo_labels
-from pyarrow import table
-from pyarrow.parquet import write_table as write_empty_table
+from published_formats import COCO, FORMATS, YAML, voc_xml, write_format, yolo_labels
 
 Changes = dict[str, Any]
 HUGE = 16 * 2**20 + 1
 TABLE = yaml.safe_load(Path(__file__).with_name("broken_files.yaml").read_text("utf-8"))
-JSON_FILES = {"coco": ("instances.json", COCO), "captions": ("captions.json", CAPTIONS)}
 XML = "Annotations/a.xml"
 
 
@@ -44,8 +41,8 @@ def apply(form: str, case: dict[str, Any]) -> Changes:
     """Return the files that a case of the table changes."""
     match case:
         case {"set": [path, new]}:
-            name, content = JSON_FILES[form]
-            return {name: change(content, path, new)}
+            name, files = FORMATS[form]
+            return {name: change(files[name], path, new)}
         case {"replace": [old, new]}:
             assert old in voc_xml("a")
             return {XML: voc_xml("a").replace(old, new, 1)}
@@ -55,16 +52,15 @@ def apply(form: str, case: dict[str, Any]) -> Changes:
             row = {"file_name": "a.png", "question": "How many?", "answer": 1, **changes}
             return {"metadata.jsonl": [{k: v for k, v in row.items() if v != "REMOVE"}]}
     files: Changes = case["files"]
-    return {JSON_FILES[form][0] if name == "FILE" else name: text for name, text in files.items()}
+    return {FORMATS[form][0] if name == "FILE" else name: text for name, text in files.items()}
 
 
-DOCUMENT_TYPES = {
-    "bomb": '<!ENTITY b "cup"><!ENTITY c "&b;&b;">',
-    "file": '<!ENTITY c SYSTEM "file:///etc/passwd">',
-}
 WITH_ENTITIES = {
     name: f"<!DOCTYPE a [{text}]>" + voc_xml("a").replace("cup", "&c;")
-    for name, text in DOCUMENT_TYPES.items()
+    for name, text in (
+        ("bomb", '<!ENTITY b "cup"><!ENTITY c "&b;&b;">'),
+        ("file", '<!ENTITY c SYSTEM "file:///etc/passwd">'),
+    )
 }
 JSON_TEXT = json.dumps(COCO).encode()
 WITH_CODE: dict[str, dict[str, tuple[Any, str]]] = {
@@ -96,26 +92,22 @@ WITH_CODE: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }
 """Changed files, or the new content of the format's first file, by format and name."""
-FIRST = {"coco": "instances.json", "voc": XML, "yolo": "data.yaml"}
-
-BROKEN: dict[str, dict[str, tuple[Changes, str]]] = {
-    form: {name: (apply(form, case), case["says"]) for name, case in cases.items()}
+CASES: dict[str, tuple[str, Changes, str]] = {
+    f"{form}-{name}": (form, apply(form, case), case["says"])
     for form, cases in TABLE.items()
+    for name, case in cases.items()
 }
-"""Changed files of each format and the part of the message, by name."""
+"""The format, its changed files and the part of the message, by name."""
 for _form, _cases in WITH_CODE.items():
-    BROKEN[_form] |= {
-        name: (changed if isinstance(changed, dict) else {FIRST[_form]: changed}, reason)
-        for name, (changed, reason) in _cases.items()
-    }
+    for _name, (_changed, _reason) in _cases.items():
+        _changes = _changed if isinstance(_changed, dict) else {FORMATS[_form][0] or XML: _changed}
+        CASES[f"{_form}-{_name}"] = (_form, _changes, _reason)
 
 TASKS = {"captions": "ocr", "metadata": "counting"}
-CASES = [(form, name) for form, cases in BROKEN.items() for name in cases]
 
 
-@pytest.mark.parametrize(("form", "name"), CASES, ids=[f"{f}-{n}" for f, n in CASES])
-def test_a_broken_file_is_refused_with_its_place(tmp_path, form, name):
-    changes, reason = BROKEN[form][name]
+@pytest.mark.parametrize(("form", "changes", "reason"), CASES.values(), ids=CASES)
+def test_a_broken_file_is_refused_with_its_place(tmp_path, form, changes, reason):
     source = write_format(tmp_path, form, changes)
     message = get_load_error(source, TASKS.get(form, "detection"))
     assert str(tmp_path) in message
@@ -141,9 +133,8 @@ CELLS = {
 
 
 def test_a_table_without_rows_and_a_dataset_of_the_whole_disk_are_refused(tmp_path):
-    path = tmp_path / "rows.parquet"
-    write_empty_table(table({"question": [], "answer": []}), path)
-    assert get_load_error(str(path)) == f"{path} has no examples"
+    path = write_table(tmp_path / "rows.parquet", [])
+    assert get_load_error(path) == f"{path} has no examples"
     path = tmp_path / "data.yaml"
     path.write_text("path: /\ntrain: .\nval: .\nnames: [a]\n")
     assert "val is all of /: name a folder in it" in get_load_error(str(path), "detection")

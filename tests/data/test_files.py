@@ -4,21 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from dataset_files import get_load_error, make_row, write_rows
+from dataset_files import get_load_error, load, make_row, write_rows
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.data.files import MAX_DEPTH, MAX_LINE_BYTES, parse_object, read_jsonl
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
-
-COUNTING = load_task("counting")
 
 
 def test_a_json_array_is_read_like_json_lines(folder):
     path = folder / "rows.json"
     path.write_text(json.dumps([make_row(), make_row(id=...)], indent=2))
-    first, second = load_examples(str(path), COUNTING)
+    first, second = load(path)
     assert (first.name, first.images[0].size) == (f"{path} row 1: example a", (8, 6))
     assert second.id == "row-2"
 
@@ -43,9 +38,9 @@ def test_a_json_file_of_another_form_is_named(folder, content, reason):
 
 def test_csv_cells_are_read_as_the_task_needs_them(folder):
     lines = ["\ufeffimage,question,answer,level", 'a.png,"How many, ""roughly""?",3,']
-    (folder / "rows.csv").write_text("\n".join([*lines, ',"How\nmany?",4,hard']))
-    source = str(folder / "rows.csv")
-    first, second = load_examples(source, COUNTING)
+    source = folder / "rows.csv"
+    source.write_text("\n".join([*lines, ',"How\nmany?",4,hard']))
+    first, second = load(source)
     assert (first.id, first.question, first.answer) == ("row-1", 'How many, "roughly"?', 3)
     assert (first.images[0].size, first.meta["level"]) == ((8, 6), None)
     assert (second.id, second.images, second.meta["level"]) == ("row-2", (), "hard")
@@ -53,7 +48,7 @@ def test_csv_cells_are_read_as_the_task_needs_them(folder):
     for suffix in (".tsv", ".TSV"):
         path = folder / f"rows{suffix}"
         path.write_text("image\tquestion\tanswer\na.png\tHow many, roughly?\t3\n")
-        (example,) = load_examples(str(path), COUNTING)
+        (example,) = load(path)
         assert (example.question, example.answer) == ("How many, roughly?", 3)
 
 
@@ -79,5 +74,4 @@ def test_the_maximum_depth_is_accepted():
 def test_a_line_beyond_the_limit_is_one_bad_row_and_reading_continues(folder):
     source = write_rows(folder, '{"id": "' + "x" * (2 * MAX_LINE_BYTES) + '"}', make_row())
     assert f"{source}:1: the line is longer than" in get_load_error(source)
-    data = DataSettings(train=source, on_bad_row="skip")
-    assert [e.id for e in load_examples(source, load_task("counting"), data)] == ["a"]
+    assert [e.id for e in load(source, on_bad_row="skip")] == ["a"]

@@ -4,25 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_files import get_load_error, make_row, png, write_files, write_rows
+from dataset_files import get_load_error, load, make_row, png, write_files, write_rows
 from published_formats import BOXES, COCO, IMAGES, SAMPLES, make_tar, voc_xml, write_format
 from video_files import make_video
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.data.detection import CAPTION_QUESTION
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
-COUNTING, OCR, DETECTION = load_task("counting"), load_task("ocr"), load_task("detection")
-SEGMENTATION = load_task("segmentation")
-GROUNDING, EVERY = load_task("grounding"), load_task("grounding", several=True)
-POINTING = load_task("pointing", several=True)
-
-
-def load(source: str, task: Any, split: Any = "train", **settings: Any) -> list[Example]:
-    data = DataSettings.model_validate({"train": source, **settings})
-    return list(load_examples(source, task, data, split))
+EVERY, POINTING = (load_task(name, several=True) for name in ("grounding", "pointing"))
 
 
 def describe(examples: list[Example]) -> list[tuple[Any, ...]]:
@@ -44,11 +34,11 @@ def test_a_task_asks_about_the_boxes_of_every_detection_format(tmp_path, name, c
     every = describe(load(source, EVERY))
     assert every == [(a, "cup", [cup]), (a, "book", books), (b, "cup", [large])]
     assert describe(load(source, POINTING)) == every
-    assert describe(load(source, GROUNDING)) == [every[0], every[2]]  # which book is ambiguous
+    assert describe(load(source, "grounding")) == [every[0], every[2]]  # which book is ambiguous
     text = 'How many instances of "{}" are in the image?'
     counts = [(size, text.format(name), len(boxes)) for size, name, boxes in every]
-    assert describe(load(source, COUNTING)) == counts
-    first, second = load(source, DETECTION)
+    assert describe(load(source)) == counts
+    first, second = load(source, "detection")
     assert first.answer["labels"] == ["cup", "book", "book"]
     assert describe([first, second])[0][2] == [cup, *books]
     assert first.question == second.question
@@ -63,7 +53,7 @@ def write_coco(folder: Path, annotations: list[Any]) -> str:
 
 def test_images_about_which_a_task_does_not_ask_are_counted(tmp_path, caplog):
     source = write_coco(tmp_path, COCO["annotations"][1:])
-    (example,) = load(source, GROUNDING)
+    (example,) = load(source, "grounding")
     assert (example.id, example.meta["image_id"]) == ("8-1", "8")
     assert "1 images give no row: Grounding asks about none of their objects" in caplog.text
     assert "OCR cannot ask about labeled boxes: define ask_about" in get_load_error(source, "ocr")
@@ -73,13 +63,13 @@ def test_a_crowd_is_no_answer(tmp_path):
     first, second, third, fourth = COCO["annotations"]
     source = write_coco(tmp_path, [first, second, third | {"iscrowd": 1}, fourth])
     assert [e.question for e in load(source, EVERY)] == ["cup", "cup"]
-    first, _ = load(source, DETECTION)
+    first, _ = load(source, "detection")
     assert first.answer["labels"] == ["cup", "book"]
     assert first.meta["crowd"] == {"boxes": [[40, 8, 56, 20.5]], "labels": ["book"]}
 
 
 def test_captions_of_an_image_are_accepted_answers(tmp_path):
-    first, second = load(write_format(tmp_path, "captions"), OCR)
+    first, second = load(write_format(tmp_path, "captions"), "ocr")
     assert first.answer == ["A cup and two books.", "Books beside a cup."]
     assert (first.id, first.question) == ("7", CAPTION_QUESTION)
     assert (second.answer, second.images[0].size) == (["A cup."], (40, 30))
@@ -89,7 +79,7 @@ def test_captions_of_an_image_are_accepted_answers(tmp_path):
 def test_coco_images_are_found_where_its_tools_place_them(tmp_path, place):
     files = {f"{place}/{name}.png": data for name, data in IMAGES.items()}
     write_files(tmp_path, {"annotations/instances_val2017.json": COCO, **files})
-    assert len(load(str(tmp_path / "annotations/instances_val2017.json"), DETECTION)) == 2
+    assert len(load(tmp_path / "annotations/instances_val2017.json", "detection")) == 2
 
 
 def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_path):
@@ -97,10 +87,10 @@ def test_official_pascal_voc_counts_pixels_from_one_and_lists_its_splits(tmp_pat
     files = {"Annotations/a.xml": xml.replace("<difficult>0", "<difficult>1", 1)}
     files |= {"ImageSets/Main/train.txt": "a\n", "ImageSets/Main/val.txt": "b -1\n"}
     source = write_format(tmp_path, "voc", files)
-    (train,) = load(source, DETECTION)
+    (train,) = load(source, "detection")
     assert train.answer["boxes"] == [[19, 7, 36, 20], [39, 7, 56, 20.5]]
     assert train.meta["crowd"] == {"boxes": [[3, 5, 14, 26]], "labels": ["cup"]}
-    assert [e.images[0].name for e in load(source, DETECTION, "eval")] == ["b.png"]
+    assert [e.images[0].name for e in load(source, "detection", "eval")] == ["b.png"]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +110,8 @@ def test_yolo_splits_are_read(tmp_path, config, prefix):
         files[f"{path.replace('images', 'labels')}.txt"] = "0 .5 .5 .5 .5\n"
     write_files(tmp_path, files)
     for source in (tmp_path / "data.yaml", tmp_path):
-        (train,) = load(str(source), GROUNDING)
-        (held_out,) = load(str(source), GROUNDING, "eval")
+        (train,) = load(source, "grounding")
+        (held_out,) = load(source, "grounding", "eval")
         assert (train.images[0].size, held_out.images[0].size) == ((64, 48), (40, 30))
         assert train.answer == {"boxes": [[16, 12, 48, 36]]}
 
@@ -129,13 +119,13 @@ def test_yolo_splits_are_read(tmp_path, config, prefix):
 def test_yolo_polygons_and_keypoints_are_read_as_boxes(tmp_path):
     polygon = {"labels/a.txt": "0 .25 .25 .75 .5 .5 .75\n", "labels/b.txt": None}
     source = write_format(tmp_path / "a", "yolo", polygon)
-    assert load(source, GROUNDING)[0].answer == {"boxes": [[16, 12, 48, 36]]}
-    (row,) = load(source, SEGMENTATION)
+    assert load(source, "grounding")[0].answer == {"boxes": [[16, 12, 48, 36]]}
+    (row,) = load(source, "segmentation")
     assert row.answer == {"boxes": [[16, 12, 48, 36]], "masks": [[[16, 12, 48, 24, 32, 36]]]}
     keypoints = {"labels/a.txt": "0 .5 .5 .5 .5 .1 .1 2\n", "labels/b.txt": None}
     config = "kpt_shape: [1, 3]\ntrain: images\nnames: [cup]\n"
     source = write_format(tmp_path / "b", "yolo", {**keypoints, "data.yaml": config})
-    for task in (GROUNDING, SEGMENTATION):
+    for task in ("grounding", "segmentation"):
         assert load(source, task)[0].answer == {"boxes": [[16, 12, 48, 36]]}
 
 
@@ -145,13 +135,13 @@ def test_masks_of_coco_are_those_of_the_objects_of_a_kind(tmp_path):
     cup, books[0] = cup | {"segmentation": polygon}, books[0] | {"segmentation": runs}
     files = {"a.json": COCO | {"annotations": [cup, *books]}, "a.png": png(64, 48)}
     write_files(tmp_path, files | {"b.png": png(40, 30)})
-    answers = [row.answer for row in load(str(tmp_path / "a.json"), SEGMENTATION)]
+    answers = [row.answer for row in load(tmp_path / "a.json", "segmentation")]
     boxes = [[list(box) for _, box in BOXES["a"][part]] for part in (slice(1), slice(1, 3))]
     # One of the books has no mask, so that what is a book is not fully known.
     assert answers == [{"boxes": boxes[0], "masks": [polygon]}, {"boxes": boxes[1]}]
     books[1] = books[1] | {"segmentation": runs}
     write_files(tmp_path, {"a.json": COCO | {"annotations": [cup, *books]}})
-    assert load(str(tmp_path / "a.json"), SEGMENTATION)[1].answer["masks"] == [runs, runs]
+    assert load(tmp_path / "a.json", "segmentation")[1].answer["masks"] == [runs, runs]
 
 
 def test_labels_without_a_data_yaml_have_no_names(tmp_path):
@@ -162,22 +152,22 @@ def test_labels_without_a_data_yaml_have_no_names(tmp_path):
 def test_image_folders_are_read(tmp_path):
     source = write_format(tmp_path / "metadata", "metadata")
     expected = [(size, "How many cups?", 1) for size in ((64, 48), (40, 30))]
-    assert describe(load(source, COUNTING)) == expected
+    assert describe(load(source)) == expected
     for split, name in (("train", "b"), ("test", "a")):
         files = {f"{split}/cup/{name}.png": IMAGES[name], f"{split}/book/a.png": IMAGES["a"]}
         write_files(tmp_path / "classes", files)
     asked: dict[str, Any] = {"default_question": "Cup or book?"}
-    assert {e.question for e in load(source, COUNTING, **asked)} == {"How many cups?"}
+    assert {e.question for e in load(source, **asked)} == {"How many cups?"}
     asked["columns"] = {"answer": "label"}
     folder = f"hf:{tmp_path / 'classes'}"
-    first, second = load(folder, OCR, **asked)
+    first, second = load(folder, "ocr", **asked)
     assert (first.question, first.answer, second.answer) == ("Cup or book?", "book", "cup")
     assert [e.images[0].size for e in (first, second)] == [(64, 48), (40, 30)]
-    assert {e.images[0].size for e in load(folder, OCR, "eval", **asked)} == {(64, 48)}
+    assert {e.images[0].size for e in load(folder, "ocr", "eval", **asked)} == {(64, 48)}
 
 
 def test_samples_of_a_tar_file_are_read_without_keeping_their_images(tmp_path):
-    first, second = load(write_format(tmp_path, "webdataset"), COUNTING)
+    first, second = load(write_format(tmp_path, "webdataset"))
     assert (first.id, first.question, first.answer) == ("shard-0/a", "How many cups?", 1)
     assert first.location == f"{tmp_path / 'shard-0.tar'}: sample a"
     assert not isinstance(first.images[0].data, bytes)
@@ -194,7 +184,7 @@ def test_a_sample_without_json_is_answered_by_its_text(tmp_path):
         "s-00.tar": make_tar({"x/1.jpg": IMAGES["a"], "x/1.txt": b"two books\n"}),
         "s-01.tar": make_tar({"2.0.png": IMAGES["a"], "2.1.png": IMAGES["b"], "2.cls": b"7"}),
     }
-    caption, label = load(str(write_files(tmp_path, members) / "*.tar"), OCR)
+    caption, label = load(write_files(tmp_path, members) / "*.tar", "ocr")
     assert (caption.question, caption.answer) == (CAPTION_QUESTION, "two books")
     assert (label.answer, [image.size for image in label.images]) == ("7", [(64, 48), (40, 30)])
 
@@ -202,7 +192,7 @@ def test_a_sample_without_json_is_answered_by_its_text(tmp_path):
 def test_clips_of_a_sample_are_its_videos(tmp_path):
     row = b'{"question": "How many?", "answer": 2, "video": "elsewhere.mp4"}'
     write_files(tmp_path, {"s.tar": make_tar({"x.mp4": make_video(), "x.json": row})})
-    (example,) = load(str(tmp_path / "s.tar"), COUNTING)
+    (example,) = load(tmp_path / "s.tar")
     (clip,) = example.images
     assert (clip.kind, clip.num_frames, clip.load().size) == ("video", 4, (4 * 64, 48))
 
@@ -210,13 +200,13 @@ def test_clips_of_a_sample_are_its_videos(tmp_path):
 @pytest.mark.parametrize("pattern", ["s-*.tar", "s-0[012].tar", "."])
 def test_several_files_are_one_source(tmp_path, pattern):
     write_files(tmp_path, {f"s-0{number}.tar": make_tar(SAMPLES) for number in range(3)})
-    examples = load(str(tmp_path / pattern), COUNTING)
+    examples = load(tmp_path / pattern)
     assert [e.id for e in examples] == [f"s-0{number}/{n}" for number in range(3) for n in "ab"]
 
 
 def test_rows_of_several_files_are_numbered_on(tmp_path):
     write_files(tmp_path, {f"{n}.jsonl": [make_row(id=..., images=[])] * 2 for n in range(2)})
-    ids = [example.id for example in load(str(tmp_path / "*.jsonl"), COUNTING)]
+    ids = [example.id for example in load(tmp_path / "*.jsonl")]
     assert ids == [f"row-{number}" for number in range(1, 5)]
     message = get_load_error(str(tmp_path / "2*.jsonl"))
     assert message == f"there is no data file {tmp_path / '2*.jsonl'}"
@@ -226,9 +216,9 @@ def test_an_image_is_searched_in_the_image_root_and_beside_the_file(folder, tmp_
     write_files(tmp_path / "root", {"a.png": png(9, 9), "b.png": png(9, 9)})
     source = write_rows(folder, *(make_row(id=name, images=[f"{name}.png"]) for name in "ab"))
     root: dict[str, Any] = {"image_root": tmp_path / "root"}
-    assert [e.images[0].size for e in load(source, COUNTING, **root)] == [(9, 9), (9, 9)]
+    assert [e.images[0].size for e in load(source, **root)] == [(9, 9), (9, 9)]
     (tmp_path / "root/a.png").unlink()
-    assert [e.images[0].size for e in load(source, COUNTING, **root)] == [(8, 6), (9, 9)]
+    assert [e.images[0].size for e in load(source, **root)] == [(8, 6), (9, 9)]
     write_rows(folder, make_row(images=["c.png"]))
     message = get_load_error(source, **root)
     assert f"image c.png is missing in {tmp_path / 'root'} and in {folder}" in message

@@ -6,16 +6,10 @@ from typing import Any
 
 import datasets
 import pytest
-from dataset_files import get_load_error, png, write_table
+from dataset_files import get_load_error, load, png, write_table
 from PIL import Image
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.data.hub import read_hub
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
-
-COUNTING = load_task("counting")
 
 
 def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_settings(tmp_path):
@@ -24,8 +18,7 @@ def test_class_labels_are_read_by_name_and_asked_about_by_a_question_of_the_sett
     features = datasets.Features({"image": datasets.Image(), "label": labels})
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "saved"))
     source = str(tmp_path / "saved")
-    data = {"train": source, "columns": {"answer": "label"}, "default_question": "Cat or dog?"}
-    examples = load_examples(source, load_task("ocr"), DataSettings.model_validate(data))
+    examples = load(source, "ocr", columns={"answer": "label"}, default_question="Cat or dog?")
     assert {e.question for e in examples} == {"Cat or dog?"}
     assert [e.answer for e in examples] == ["dog", "cat"]
     assert [e.location for e in examples] == [f"hf:{source} row {n}" for n in (1, 2)]
@@ -36,8 +29,7 @@ def test_loading_writes_no_progress_bars_into_a_log(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.enable_progress_bars()
     (tmp_path / "train.jsonl").write_text('{"id": "a", "question": "q", "answer": "x"}\n')
-    rows = read_hub(str(tmp_path), "train")
-    assert len(list(rows)) == 1
+    assert len(list(read_hub(str(tmp_path), "train"))) == 1
     assert capsys.readouterr().err == ""
 
 
@@ -59,8 +51,8 @@ def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
     columns = datasets.Features({"image": datasets.Image(), "answer": datasets.Value("int64")})
     dataset = datasets.Dataset.from_dict({"image": ["a.png"], "answer": [3]}, features=columns)
     monkeypatch.setattr(datasets.Dataset, "cast_column", lambda *_: 1 / 0)
-    with pytest.raises(UserError, match="columns of the Dataset cannot be read: ZeroDivisionError"):
-        load_examples(dataset, COUNTING)
+    message = get_load_error(dataset)
+    assert "columns of the Dataset cannot be read: ZeroDivisionError" in message
 
 
 def open_table(tmp_path: Path, form: str) -> Any:
@@ -81,7 +73,7 @@ def open_table(tmp_path: Path, form: str) -> Any:
 
 @pytest.mark.parametrize("form", ["parquet", "shards", "dataset", "lists"])
 def test_images_of_a_table_are_read_when_they_are_needed(tmp_path, form):
-    examples = load_examples(open_table(tmp_path, form), COUNTING)
+    examples = load(open_table(tmp_path, form))
     sizes = [image.load().size for example in examples for image in example.images]
     times = {"shards": [8, 9, 10, 8, 9, 10], "lists": [8, 8, 9, 9, 10, 10]}
     assert sizes == [(width, 6) for width in times.get(form, [8, 9, 10])]

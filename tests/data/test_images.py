@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_files import encode_image, get_load_error, make_row, png, write_files, write_rows
+from dataset_files import encode_image, get_load_error, load, make_row, png, write_files, write_rows
 from PIL import ExifTags, Image, ImageOps
 from video_files import level, make_video
 
-from vlm_grpo.config.data import DataSettings, VideoSettings
-from vlm_grpo.data import load_examples
+from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example, VideoRef
+from vlm_grpo.types import VideoRef
 
-COUNTING = load_task("counting")
+FRAMES = [f"frames/{number}.png" for number in range(5)]
+VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -36,15 +34,6 @@ def test_an_image_is_read_from_every_form_of_reference(folder, value, name):
     reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
     assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
     assert reference.load().getpixel((7, 5)) == (200, 10, 10)
-
-
-def test_each_file_is_opened_once(folder):
-    reader = MediaReader(folder, max_pixels=48)
-    first = reader.read("a.png", "row 1")
-    with pytest.raises(ValueError, match=r"b\.png is missing"):
-        reader.read("b.png", "row 2")
-    (folder / "a.png").unlink()
-    assert reader.read("a.png", "row 3") is first
 
 
 def test_a_rotated_image_has_one_size_in_every_form(tmp_path):
@@ -75,11 +64,10 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
     lazy = Image.open(io.BytesIO(data))
     lazy.close()
     images = [Image.open(io.BytesIO(data[:-200])), closed, lazy, Image.new("RGB", (0, 0))]
-    with pytest.raises(UserError) as caught:
-        load_examples([{"image": i, "question": "?", "answer": 1} for i in images], COUNTING)
+    message = get_load_error([{"image": i, "question": "?", "answer": 1} for i in images])
     for number in range(1, 5):
-        assert f"row {number}: image data.eval row {number} image 1 cannot be" in str(caught.value)
-    assert str(caught.value).count("a PIL image must be complete and still open") == 4
+        assert f"row {number}: image data.eval row {number} image 1 cannot be" in message
+    assert message.count("a PIL image must be complete and still open") == 4
 
 
 @pytest.mark.parametrize(
@@ -109,10 +97,7 @@ def test_a_path_without_a_root_or_with_an_endless_one_is_named(tmp_path):
 def test_the_pixel_limit_is_a_setting(folder):
     source = write_rows(folder, make_row())
     assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
-    assert load_examples(source, COUNTING, DataSettings(train=source, max_image_pixels=48))
-
-
-FRAMES = [f"frames/{number}.png" for number in range(5)]
+    assert load(source, max_image_pixels=48)
 
 
 @pytest.fixture
@@ -188,26 +173,21 @@ def test_frames_of_a_folder_are_sorted_by_their_numbers(clips):
     assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
 
 
-def test_each_clip_is_opened_once_and_is_no_image(clips):
+def test_each_file_is_opened_once_and_a_clip_is_no_image(clips):
     reader = MediaReader(clips, 10_000, VideoSettings())
-    first = reader.read(Clip("a.mp4"), "row 1")
-    with pytest.raises(ValueError, match=r"image a\.mp4 cannot be read"):
-        reader.read("a.mp4", "row 2")
-    (clips / "a.mp4").unlink()
-    assert reader.read(Clip("a.mp4"), "row 3") is first
+    image, clip = reader.read("other.png", "row 1"), reader.read(Clip("a.mp4"), "row 1")
+    for name, reason in (("b.png", "is missing"), ("a.mp4", "cannot be read")):
+        with pytest.raises(ValueError, match=f"image {name} {reason}"):
+            reader.read(name, "row 2")
+    for name, value, first in (("other.png", "other.png", image), ("a.mp4", Clip("a.mp4"), clip)):
+        (clips / name).unlink()
+        assert reader.read(value, "row 3") is first
     with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
-        first.load()
-
-
-def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
-    return [*load_examples(write_rows(folder, *rows), COUNTING)]
+        clip.load()
 
 
 def ask(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
-
-
-VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +213,7 @@ VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 1.0}
     ],
 )
 def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
-    (example,) = load(clips, {"answer": 3, **row})  # through a store on disk
+    (example,) = load(write_rows(clips, {"answer": 3, **row}))  # through a store on disk
     assert (example.history, example.question) == ((), text)
     assert [image.name.rpartition("/")[2] for image in example.images] == names
     kinds = [image.kind for image in example.images]
@@ -243,9 +223,8 @@ def test_clips_stand_in_the_order_of_their_places(clips, row, text, names):
 
 
 def test_bad_rows_name_their_problem_and_settings_apply(clips):
-    source = write_rows(clips, {"question": "?", "answer": 1, "videos": ["a.mp4"]})
-    data = DataSettings(train=source, video=VideoSettings(max_seconds=1))
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: video a\.mp4 has 2 seconds"):
-        load_examples(source, COUNTING, data)
-    with pytest.raises(UserError, match="it has 2 <video> in its turns and 1 videos"):
-        load(clips, {"question": "<video><video>?", "answer": 1, "videos": ["a.mp4"]})
+    row = {"question": "?", "answer": 1, "videos": ["a.mp4"]}
+    message = get_load_error(write_rows(clips, row), video={"max_seconds": 1})
+    assert "rows.jsonl:1: video a.mp4 has 2 seconds" in message
+    message = get_load_error(write_rows(clips, {**row, "question": "<video><video>?"}))
+    assert "it has 2 <video> in its turns and 1 videos" in message

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_files import get_load_error, make_row, write_rows
+from dataset_files import get_load_error, load, make_row, write_rows
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.data import DataSettings
@@ -17,7 +17,7 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import loading
-from vlm_grpo.data.loading import Mixed, load_examples, load_run_task, split_by_image
+from vlm_grpo.data.loading import Mixed, load_run_task, split_by_image
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES
@@ -27,6 +27,13 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import ThinkingTags
 
 COUNTING = load_task("counting")
+COUNT = Example("count/a", (), "How many cups?", 3, source="count")
+READ = Example("read/a", (), "Which word?", "exit", source="read")
+ROWS = (
+    {"question": "How many?", "answer": 3, "kind": "counting"},
+    {"question": "Which word?", "answer": "exit", "kind": "ocr"},
+)
+BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, "ocr": {}}}
 
 
 @pytest.mark.parametrize(
@@ -37,25 +44,26 @@ COUNTING = load_task("counting")
     ],
 )
 def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name, task_name):
-    source, task = f"embedded:{name}", load_task(task_name)
-    settings = DataSettings(train=source, eval=source, train_limit=40, eval_limit=30)
-    train = load_examples(source, task, settings, "train")
-    held_out = load_examples(source, task, settings, "eval")
+    source, limits = f"embedded:{name}", {"train_limit": 40, "eval_limit": 30}
+    splits = ("train", "eval")
+    train, held_out = (load(source, task_name, s, eval=source, **limits) for s in splits)
     assert (len(train), len(held_out)) == (40, 30)
     assert not {e.images[0].data for e in train} & {e.images[0].data for e in held_out}
 
 
-def test_embedded_data_of_another_task_is_refused():
-    assert "does not fit Counting" in get_load_error("embedded:ocr")
-    assert "did you mean counting?" in get_load_error("embedded:countin")
-    assert "did you mean relations?" in get_load_error("embedded:relation:hard")
-
-
-def test_a_folder_of_an_unknown_user_is_a_missing_file():
-    message = get_load_error("~no-such-user/rows.jsonl")
-    assert message == "there is no data file ~no-such-user/rows.jsonl"
-    with pytest.raises(UserError, match=r"there is no task file ~no-such-user/task\.py"):
-        load_task("~no-such-user/task.py")
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("embedded:ocr", "does not fit Counting"),
+        ("embedded:countin", "did you mean counting?"),
+        ("embedded:relation:hard", "did you mean relations?"),
+        ("rows.txt", "rows.txt is not a data source"),
+        *((path, f"there is no data file {path}") for path in ("none.jsonl", "none.parquet")),
+        ("~no-such-user/rows.jsonl", "there is no data file ~no-such-user/rows.jsonl"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(source, reason):
+    assert reason in get_load_error(source)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,7 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(folder, question,
     source = write_rows(folder, make_row(id="good", meta={"hint": "Look!"}), make_row())
     message = rf"has 1 bad row \(good rows: 1\):\n.*:2: the task cannot write its prompt: {reason}"
     with pytest.raises(UserError, match=message):
-        load_examples(source, task)
+        load(source, task)
 
 
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder):
@@ -92,8 +100,7 @@ def test_a_duplicate_id_is_reported_with_both_lines(folder):
 
 def test_skipping_keeps_the_good_rows_and_logs_the_others(folder, caplog):
     source = write_rows(folder, make_row(id=1), make_row(id=2, answer="x"), make_row(id=3))
-    examples = load_examples(source, COUNTING, DataSettings(train=source, on_bad_row="skip"))
-    assert [e.id for e in examples] == ["1", "3"]
+    assert [e.id for e in load(source, on_bad_row="skip")] == ["1", "3"]
     assert "skipped 1 bad row, kept 2" in caplog.text
     assert f"{source}:2: the answer 'x'" in caplog.text
 
@@ -105,16 +112,6 @@ def test_skipping_all_rows_is_an_error(folder):
         assert "1 bad row (good rows: 0)" in message
         assert "on_bad_row" not in message  # no good row would be left
     assert "on_bad_row=skip" in get_load_error(write_rows(folder, make_row(answer="x"), make_row()))
-
-
-def test_a_source_that_cannot_be_read_is_named():
-    for source in ("none.jsonl", "none.parquet"):
-        assert f"there is no data file {source}" in get_load_error(source)
-    assert "rows.txt is not a data source" in get_load_error("rows.txt")
-
-
-COUNT = Example("count/a", (), "How many cups?", 3, source="count")
-READ = Example("read/a", (), "Which word?", "exit", source="read")
 
 
 @pytest.fixture
@@ -198,13 +195,6 @@ def test_a_limit_that_no_source_takes_is_refused():
     assert [source.limit for source in limits] == [6, 5]
 
 
-ROWS = (
-    {"question": "How many?", "answer": 3, "kind": "counting"},
-    {"question": "Which word?", "answer": "exit", "kind": "ocr"},
-)
-BY_ROW = {"name": "mix", "columns": {"task": "kind"}, "tasks": {"counting": {}, "ocr": {}}}
-
-
 def test_rows_may_name_their_tasks(tmp_path):
     settings = build_settings(tmp_path, *ROWS, **BY_ROW)
     task = load_run_task(settings)
@@ -230,9 +220,6 @@ def test_rows_that_name_no_known_task_are_refused(tmp_path, row, message):
         loading.load_split(settings, load_run_task(settings), "train")
 
 
-CUPS = Example("a", (), "How many cups?", 3)
-
-
 @pytest.fixture
 def benchmarked(tmp_path: Path) -> Settings:
     """Settings of a counting run that is evaluated on a benchmark of counting."""
@@ -250,14 +237,14 @@ def run_task() -> Task:
 
 def test_a_benchmark_gets_the_options_and_the_frame_of_the_run(benchmarked, run_task):
     task = loading.get_held_out_task(benchmarked, run_task)
-    assert task.prompt(CUPS) == f"Look. {run_task.prompt(CUPS)}"
+    assert task.prompt(COUNT) == f"Look. {run_task.prompt(COUNT)}"
     assert (task.tags, task.frame.name) == (True, "permille")
-    assert task.read("4?[/THINK]<answer>3</answer>", CUPS) == 3
-    assert task.read("<answer>3</answer>", CUPS) is None  # within the thinking
+    assert task.read("4?[/THINK]<answer>3</answer>", COUNT) == 3
+    assert task.read("<answer>3</answer>", COUNT) is None  # within the thinking
     assert (task.primary_metric, task.lower_is_better) == ("absolute_error", True)
     unpickled = pickle.loads(pickle.dumps(task))  # as for reward workers
-    assert unpickled.score("<answer>3</answer>", CUPS) == task.score("<answer>3</answer>", CUPS)
-    assert unpickled.corpus_metrics([3], [CUPS]) == task.corpus_metrics([3], [CUPS])
+    assert unpickled.score("<answer>3</answer>", COUNT) == task.score("<answer>3</answer>", COUNT)
+    assert unpickled.corpus_metrics([3], [COUNT]) == task.corpus_metrics([3], [COUNT])
 
 
 def test_a_benchmark_of_another_task_gets_the_common_options(benchmarked, run_task):
@@ -272,13 +259,11 @@ def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark():
     assert load_benchmark("super_clevr_200").load_task().tags
 
 
-EXAMPLES = [Example(str(n), (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for n in range(11)]
-
-
 def choose(text: str, difficulty: str | Path | None = None) -> list[str]:
+    examples = [Example(f"{n}", (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for n in range(11)]
     given = {"train": "rows.jsonl", "filter": text, "difficulty": difficulty}
-    data = DataSettings.model_validate(given)
-    return [example.id for example in loading.filter_examples(EXAMPLES, data)[0]]
+    chosen, _ = loading.filter_examples(examples, DataSettings.model_validate(given))
+    return [example.id for example in chosen]
 
 
 def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path):

@@ -6,18 +6,22 @@ from typing import Any
 
 import pytest
 import yaml
-from dataset_files import check_bad_row, get_load_error, png, write_files, write_rows
+from dataset_files import check_bad_row, get_load_error, load, png, write_files, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.data.messages import read_chat
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
 
-OCR, COUNTING = load_task("ocr"), load_task("counting")
 CHATS = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text("utf-8"))
+TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
+KEYS = ["role", "content", "from", "value", "type", "text", "image", "image_url", "url"]
+LEAVES = st.sampled_from([None, 0, 1, 2, 3, "", "<image>", "user", "gpt", "text", "image"])
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
+    max_leaves=12,
+)
 URL = "data:image/png;base64," + base64.b64encode(png(8, 6)).decode()
 
 
@@ -32,11 +36,6 @@ def turns(*texts: Any, roles: str = "user assistant") -> list[dict[str, Any]]:
     return [{"role": names[i % len(names)], "content": text} for i, text in enumerate(texts)]
 
 
-def load(folder: Path, row: dict[str, Any], task: Any = OCR) -> Example:
-    (example,) = load_examples(write_rows(folder, row), task)
-    return example
-
-
 def put_urls(value: Any) -> Any:
     """Return a value of the table with its data URLs."""
     if isinstance(value, dict):
@@ -48,7 +47,7 @@ def put_urls(value: Any) -> Any:
 
 @pytest.mark.parametrize("case", CHATS["read"], ids=lambda case: case["about"])
 def test_chats_are_read_without_conversion(folder, case):
-    example = load(folder, put_urls(case["row"]))
+    (example,) = load(write_rows(folder, put_urls(case["row"])), "ocr")
     assert [f"{turn.role}: {turn.text}" for turn in example.history] == case["history"]
     assert (example.question, example.answer) == (case["question"], case["answer"])
     assert [image.size[0] for image in example.images] == case["widths"]
@@ -63,15 +62,11 @@ def test_a_broken_chat_is_refused_with_its_line(folder, name):
 
 def test_the_last_turn_of_the_assistant_has_the_readings_of_another_toolkit_s_answer(folder):
     row = {"messages": turns("How many?", "<answer> 12 </answer>"), "images": ["a.png"], "id": 7}
-    example = load(folder, row, COUNTING)
+    (example,) = load(write_rows(folder, row))
     assert (example.id, example.answer) == ("7", 12)
     source = write_rows(folder, {"chat": row["messages"], "prompt": "kept"})
-    data = DataSettings(train=source, columns={"messages": "chat"})
-    (example,) = load_examples(source, COUNTING, data)
+    (example,) = load(source, columns={"messages": "chat"})
     assert (example.question, example.answer, example.meta) == ("How many?", 12, {"prompt": "kept"})
-
-
-TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,7 @@ TWO = {"ref": ["dog", "cat"], "bbox": [[1, 2, 11, 8], [3, 1, 19, 9.5]]}
 )
 def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, question, answer):
     row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
-    example = load(folder, row, load_task("grounding", several=True))
+    (example,) = load(write_rows(folder, row), load_task("grounding", several=True))
     assert (example.question, example.answer, example.meta) == (question, answer, {})
 
 
@@ -118,16 +113,6 @@ def test_objects_of_ms_swift_are_names_and_boxes(folder, texts, objects, questio
 def test_objects_that_do_not_fit_their_turns_are_refused(folder, texts, objects, reason):
     row = {"messages": turns(*texts), "images": ["a.png"], "objects": objects}
     assert reason in get_load_error(write_rows(folder, row), "grounding")
-
-
-KEYS = ["role", "content", "from", "value", "type", "text", "image", "image_url", "url"]
-VALUES = st.recursive(
-    st.none()
-    | st.integers(0, 3)
-    | st.sampled_from(["", "<image>", "user", "gpt", "text", "image"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
-    max_leaves=12,
-)
 
 
 @given(st.lists(VALUES, max_size=4) | VALUES, st.lists(st.just("a.png"), max_size=2), VALUES)

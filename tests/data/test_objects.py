@@ -7,11 +7,11 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from dataset_files import get_load_error, load
 
-from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.loading import load_examples, load_run_task, load_split
+from vlm_grpo.data.loading import load_run_task, load_split
 from vlm_grpo.data.objects import Objects
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import PERMILLE
@@ -120,7 +120,7 @@ def test_other_objects_are_not_rows(source, remedy):
     with pytest.raises(UserError, match=message):
         Objects(train=source).name_in(make_settings())
     with pytest.raises(UserError, match=message):
-        load_examples(source, Counting())
+        load(source)
     with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
         Objects(source).name_in(make_settings())
 
@@ -128,15 +128,14 @@ def test_other_objects_are_not_rows(source, remedy):
 @pytest.mark.parametrize("name", ["torch", "numpy", "pandas", "arrow"])
 def test_the_format_of_a_dataset_has_no_effect_and_its_transform_has(name):
     dataset = datasets.Dataset.from_list(ROWS)
-    examples = load_examples(dataset.with_format(name), Counting())
+    examples = load(dataset.with_format(name))
     assert [(type(e.answer), e.answer) for e in examples] == [(int, 0), (int, 1), (int, 2)]
     doubled = dataset.with_transform(lambda r: {**r, "answer": [2 * a for a in r["answer"]]})
-    assert [e.answer for e in load_examples(doubled, Counting())] == [0, 2, 4]
+    assert [e.answer for e in load(doubled)] == [0, 2, 4]
 
 
 def test_numpy_scalars_are_accepted_in_rows():
-    rows = [{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}]
-    (example,) = load_examples(rows, Counting())
+    (example,) = load([{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}])
     assert (example.id, example.question, example.answer) == ("7", "?", 3)
     assert (type(example.question), type(example.answer)) == (str, int)
 
@@ -152,15 +151,13 @@ def test_numpy_scalars_are_accepted_in_rows():
     ],
 )
 def test_an_example_with_a_wrong_field_is_a_bad_row(fields, reason):
-    with pytest.raises(UserError, match=f"data.eval row 1: an Example's {reason}"):
-        load_examples([replace(EXAMPLE, **fields)], Counting())
+    with pytest.raises(UserError, match=f"data.train row 1: an Example's {reason}"):
+        load([replace(EXAMPLE, **fields)])
 
 
 def test_bad_rows_in_memory_are_named():
     rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
-    with pytest.raises(UserError) as caught:
-        load_examples(rows, Counting(), DataSettings(train="python"), "train")
-    message = str(caught.value)
-    assert "data.train row 4: it has no answer" in message
-    assert "data.train row 5: it is not a mapping but int" in message
-    assert "data.train row 6: " in message
+    message = get_load_error(rows)
+    assert "data.eval row 4: it has no answer" in message
+    assert "data.eval row 5: it is not a mapping but int" in message
+    assert "data.eval row 6: " in message

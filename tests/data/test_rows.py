@@ -7,12 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from dataset_files import check_bad_row, get_load_error, make_row, png, write_rows
+from dataset_files import check_bad_row, get_load_error, load, make_row, png, write_rows
 from PIL import Image
 from published_formats import write_format
 
-from vlm_grpo.config.data import DataSettings, SourceSettings
-from vlm_grpo.data import load_examples
+from vlm_grpo.config.data import SourceSettings
 from vlm_grpo.data.files import MAX_DEPTH
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
@@ -20,7 +19,8 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 COUNTING = load_task("counting")
-GROUNDING = load_task("grounding")
+BOXES = [[1, 2, 3, 4], [5, 6, 7, 8]]
+LABELED = '```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]\n```'
 
 
 def convert(values: Any, columns: Any = MappingProxyType({}), root: Path | None = None) -> Example:
@@ -30,8 +30,7 @@ def convert(values: Any, columns: Any = MappingProxyType({}), root: Path | None 
 
 def test_a_canonical_row_becomes_an_example(folder):
     first_row = make_row(meta={"level": 2}, license="CC0")
-    source = write_rows(folder, first_row, "", make_row(id=7, images=...))
-    first, second = load_examples(source, COUNTING)
+    first, second = load(write_rows(folder, first_row, "", make_row(id=7, images=...)))
     assert (first.id, first.question, first.answer) == ("a", "How many?", 3)
     assert first.meta == {"level": 2, "license": "CC0"}
     assert first.images[0].size == first.images[0].resized_size == (8, 6)
@@ -69,15 +68,13 @@ def write_boxes(folder: Path, form: Any, size: tuple[int, int] = (640, 480)) -> 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_boxes_in_another_form_are_refused_with_the_settings_that_read_them(tmp_path, name):
-    expected = list(load_examples(write_boxes(tmp_path, lambda *box: list(box)), GROUNDING))
+    expected = load(write_boxes(tmp_path, lambda *box: list(box)), "grounding")
     form, options = FORMS[name]
     source = write_boxes(tmp_path, form)
     settings = " ".join(f"data.{name}={value}" for name, value in options.items())
     remedy = f"the first 100 rows are read without such a box by {settings}"
     assert remedy in get_load_error(source, "grounding")
-    data = DataSettings.model_validate({"train": source, **options})
-    found = load_examples(source, GROUNDING, data)
-    for own, example in zip(found, expected, strict=True):
+    for own, example in zip(load(source, "grounding", **options), expected, strict=True):
         for boxes in (own.answer["boxes"], own.meta["evidence"]):
             assert boxes[0] == pytest.approx(example.answer["boxes"][0], abs=0.001)
     with Path(source).open("a") as file:  # a row that is bad in every form
@@ -89,7 +86,7 @@ def test_boxes_of_another_size_of_the_image_are_found(tmp_path, caplog):
     source = write_boxes(tmp_path, lambda *box: [3 * edge for edge in box])
     assert "are they of another size of the images?" in get_load_error(source, "grounding")
     source = write_boxes(tmp_path, lambda *box: list(box), size=(1600, 1200))
-    assert len(load_examples(source, GROUNDING)) == 48
+    assert len(load(source, "grounding")) == 48
     assert "no box of 48 rows reaches beyond 40% of its image's width or 40% of its" in caplog.text
 
 
@@ -105,15 +102,14 @@ def test_few_bad_boxes_are_no_other_form(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     rows = [make_row(id=n, answer={"boxes": [[n, 5, 60, 45]]}) for n in range(9)]
     source = write_rows(tmp_path, *rows, make_row(answer={"boxes": [[1, 2, 99, 40]]}))
-    message = get_load_error(source, "grounding")
-    assert "is outside its image of 64x48\n" in message
+    assert "is outside its image of 64x48\n" in get_load_error(source, "grounding")
 
 
 def test_a_box_below_a_pixel_and_forms_of_boxes_that_are_known_are_refused(tmp_path):
     source = write_boxes(tmp_path, lambda x, y, u, v: [x, y, x + 0.5, v])
     assert "is smaller than a pixel of its image of 640x480" in get_load_error(source, "grounding")
     source = write_boxes(tmp_path, lambda *e: [1.3, e[1], 2.3, e[3]] if e[0] < 99 else [*e])
-    assert len(load_examples(source, GROUNDING)) == 48  # some are exactly one pixel wide
+    assert len(load(source, "grounding")) == 48  # some are exactly one pixel wide
     coco = write_format(tmp_path, "coco")
     message = get_load_error(coco, "detection", box_format="xywh")
     assert "its boxes are edges in pixels in any case: remove box_format and box_scale" in message
@@ -128,8 +124,8 @@ def test_vlm_r1_grounding_rows_are_converted(folder):
     asked = "Please provide the bounding box coordinate of the region this sentence describes"
     question = f"<image>{asked}: the red cup"
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": [1, 2, 3, 4.5]}]
-    source = write_rows(folder, {"id": 1, "image": "a.png", "conversations": turns, "size": 3})
-    (example,) = load_examples(source, GROUNDING)
+    row = {"id": 1, "image": "a.png", "conversations": turns, "size": 3}
+    (example,) = load(write_rows(folder, row), "grounding")
     assert (example.id, example.question) == ("1", "the red cup")
     assert example.answer == {"boxes": [[1, 2, 3, 4.5]]}
     assert example.meta == {"size": 3}
@@ -144,10 +140,6 @@ def test_columns_with_other_names_are_mapped(folder):
     message = r"no asked \(did you mean ask\?\); it has uid, ask, n, png"
     with pytest.raises(ValueError, match=message):
         convert(values, {"question": "asked"})
-
-
-BOXES = [[1, 2, 3, 4], [5, 6, 7, 8]]
-LABELED = '```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]\n```'
 
 
 @pytest.mark.parametrize(

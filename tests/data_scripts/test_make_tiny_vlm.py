@@ -11,13 +11,13 @@ from torch.nn import functional
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.run import EMBEDDED_TASKS
-from vlm_grpo.data_scripts import make_tiny_vlm
-from vlm_grpo.data_scripts.make_shapes import PAIRS
-from vlm_grpo.data_scripts.make_shapes import draw_examples as draw_shapes
+from vlm_grpo.data_scripts import make_shapes, make_tiny_vlm
 from vlm_grpo.data_scripts.make_tiny_vlm import MAKERS, Schedule, draw_examples, load_embedded_task
 from vlm_grpo.data_scripts.make_tool_vlm import build_tool_vlm
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
+NOTHING = dict.fromkeys(("see", "place", "locate", "tasks"), Schedule(steps=0, peak=0.0))
+BRIEF = make_tiny_vlm.WarmUpSettings(**NOTHING, places=4, held_out=4, test_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,6 @@ def test_the_accuracy_matches_the_recorded_one(processor, model, report, name):
     assert found == pytest.approx(recorded, abs=0.19)
 
 
-NOTHING = dict.fromkeys(("see", "place", "locate", "tasks"), Schedule(steps=0, peak=0.0))
-BRIEF = make_tiny_vlm.WarmUpSettings(**NOTHING, places=4, held_out=4, test_size=4)
-
-
 @pytest.fixture
 def short_answers(monkeypatch):
     """Untrained models never end an answer, all steps back are alike, and few images suffice."""
@@ -128,13 +124,13 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path, monkeypatch):
 
 
 def test_heads_that_are_right_have_no_loss_and_each_wrong_one_has():
-    scenes = draw_shapes("crowded", 2, 0, "lessons")
+    scenes = make_shapes.draw_examples("crowded", 2, 0, "lessons")
     labels = [make_tiny_vlm.label_scene(scene.meta["shapes"]) for scene in scenes]
     names, boxes, counts = (torch.cat(part) for part in zip(*labels, strict=True))
     assert counts.sum() == sum(len(scene.meta["shapes"]) for scene in scenes)
     # A token's features are the one-hot number of its place.
     heads, tokens = make_tiny_vlm.VisionHeads(18), torch.eye(18).view(2, 9, 18)
-    right = {"names": 50.0 * functional.one_hot(names, 1 + len(PAIRS)), "boxes": boxes}
+    right = {"names": 50.0 * functional.one_hot(names, 1 + len(make_shapes.PAIRS)), "boxes": boxes}
     right["counts"] = counts
     for name, values in right.items():
         head = getattr(heads, name)

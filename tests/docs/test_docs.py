@@ -24,6 +24,10 @@ from vlm_grpo.task.registry import load_task, task_names
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 
+COMPARISON, COMING_FROM = (
+    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("comparison", "coming-from")
+)
+
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 
 
@@ -166,7 +170,7 @@ def test_settings_exist(guide):
 
 def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs/coming-from.md").read_text("utf-8").partition("\n## Score")[0]
+    text = COMING_FROM.partition("\n## Score")[0]
     trainers = ["TRL's GRPOConfig", "VLM-R1", "EasyR1", "ms-swift", "Unsloth"]
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == trainers
     cells = [row.split(" | ")[1] for row in text.splitlines() if row.startswith("| `")]
@@ -242,18 +246,10 @@ def test_the_settings_of_each_paper_are_valid_and_its_tests_exist(monkeypatch):
             assert f"def {name}(" in (ROOT / file).read_text("utf-8"), (title, name)
 
 
-COMPARISON, COMING_FROM = (
-    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("comparison", "coming-from")
-)
-
-
 def read_sources(page: str) -> dict[str, tuple[str, str]]:
     """Return the repository and commit of each link of a page, by its label."""
-    found = re.findall(
-        r"^\[([\w.-]+)\]: https://github\.com/([\w.-]+/[\w.-]+)/(?:blob|tree)/([\w.]+)/\S+",
-        page,
-        re.MULTILINE,
-    )
+    link = r"^\[([\w.-]+)\]: https://github\.com/([\w.-]+/[\w.-]+)/(?:blob|tree)/([\w.]+)/\S+"
+    found = re.findall(link, page, re.MULTILINE)
     return {label: (repository, commit) for label, repository, commit in found}
 
 
@@ -272,11 +268,8 @@ def test_every_statement_about_another_trainer_is_a_link_to_its_source():
 
 
 def test_every_name_of_another_trainer_has_its_file():
-    rows = [
-        line.strip("|").split(" | ")
-        for line in COMING_FROM.partition("\n## Score")[0].splitlines()
-        if line.startswith("| ")
-    ]
+    tables = COMING_FROM.partition("\n## Score")[0]
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.*)\|$", tables, re.MULTILINE)]
     rows = [cells for cells in rows if len(cells) == 3]
     used = {label for cells in rows for label in re.findall(r"\]\[(.+?)\]", cells[2])}
     assert all("][" in cells[2] for cells in rows if "`" in cells[0])

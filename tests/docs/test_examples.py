@@ -22,6 +22,7 @@ from vlm_grpo.types import Example
 
 EXAMPLES = ROOT / "docs" / "examples"
 SMALL = {"train_limit": 128, "eval_limit": 32}
+ROW = Example("1", (), "What is it?", "dog")
 
 
 @pytest.mark.slow
@@ -70,12 +71,6 @@ def test_a_notebook_runs_and_shows_its_results(name, tmp_path):
     assert [text for text in PRINTED[name] if text not in shown["text"]] == []
 
 
-# The Python blocks of docs/python.md and docs/batch-rewards.md.
-
-BATCHES = (ROOT / "docs/batch-rewards.md").read_text("utf-8")
-ROW = Example("1", (), "What is it?", "dog")
-
-
 def test_the_snippets_of_the_python_guide_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = run_blocks(ROOT / "docs/python.md")
@@ -120,7 +115,7 @@ def test_a_service_is_asked_for_its_values(names):
 
 
 def test_the_table_lists_the_options_of_the_judge(names):
-    text = BATCHES.partition("## A judge")[2]
+    text = (ROOT / "docs/batch-rewards.md").read_text("utf-8").partition("## A judge")[2]
     rows = [row for row in text.splitlines() if row.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert set(listed) == set(vars(names["Judged"])["__annotations__"])

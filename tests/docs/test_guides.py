@@ -78,17 +78,14 @@ _ADDRESS = r"^https?://(localhost:8000|api\.openai\.com/v1)$"
 """Addresses of models in the guides, for which a local server answers."""
 
 
-def remove_launcher(line: str) -> str:
-    """Return the command that a launcher starts in each of its processes."""
-    return re.sub(r"accelerate launch .*-m vlm_grpo\.cli ", "vlm-grpo ", line)
-
-
+_LAUNCHER = r"accelerate launch .*-m vlm_grpo\.cli "
+"""What starts a command in each of several processes."""
 QUICKSTART = "vlm-grpo train quickstart"
 COMMANDS: dict[Path, list[str]] = {}
 """By guide: its commands that run, without those of the guides before it."""
 for _guide in GUIDES:
     _known = {QUICKSTART, *chain.from_iterable(COMMANDS.values())}
-    _lines = dict.fromkeys(map(remove_launcher, read_commands(_guide)))
+    _lines = dict.fromkeys(re.sub(_LAUNCHER, "vlm-grpo ", line) for line in read_commands(_guide))
     _lines = [line for line in _lines if line not in _known]
     COMMANDS[_guide] = [line for line in _lines if not re.search("|".join(NOT_RUN), line)]
 
@@ -154,10 +151,8 @@ def _write_grounding(folder: str = "") -> None:
 
 
 def _save_dataset(name: str, *splits: str) -> None:
-    parts = datasets.DatasetDict()
-    for split in splits:
-        parts[split] = datasets.Dataset.from_list(_make_table_rows(split))
-    parts.save_to_disk(name)
+    parts: Any = {split: datasets.Dataset.from_list(_make_table_rows(split)) for split in splits}
+    datasets.DatasetDict(parts).save_to_disk(name)
 
 
 def _write_your_own_data() -> None:
@@ -170,11 +165,9 @@ def _write_your_own_data() -> None:
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
     rows = {"image": [{"bytes": png(), "path": None}] * 2, "label": [0, 1]}
     datasets.Dataset.from_dict(rows, datasets.Features(features)).save_to_disk("saved")
-    for number in range(10):
-        label = ("cat\n", "dog\n")[number % 2]
-        photos = {f"photos/{number}.jpg": encode_image(photo(number), "JPEG")}
-        photos |= {"new.jpg": encode_image(photo(9), "JPEG")}
-        write_files(Path(), {**photos, f"labels/{number}.txt": label})
+    photos = {f"photos/{number}.jpg": encode_image(photo(number), "JPEG") for number in range(10)}
+    labels = {f"labels/{number}.txt": ("cat\n", "dog\n")[number % 2] for number in range(10)}
+    write_files(Path(), {**photos, **labels, "new.jpg": photos["photos/9.jpg"]})
 
 
 def _write_other_columns() -> None:

@@ -3,15 +3,15 @@ for it, whose observations were recorded from openenv 0.10."""
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accelerate.utils.other import get_free_port
+from processes import is_listening, wait_for
 from small_environments import EXAMPLE, see, write
 
 from vlm_grpo.errors import UserError
@@ -94,17 +94,11 @@ def serve(request, tmp_path, monkeypatch):
             (folder := tmp_path / "sessions").mkdir(exist_ok=True)
             yield f"http://{folder}_{most}_{chance}"
             return
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = get_free_port()
         command = [sys.executable, str(HELPERS / "openenv_server.py"), str(port), str(most), chance]
         with subprocess.Popen(command, env={**os.environ, "NO_PROXY": "*"}) as server:
             try:
-                for _ in range(600):
-                    time.sleep(0.1)
-                    with socket.socket() as found:
-                        if found.connect_ex(("127.0.0.1", port)) == 0:
-                            break
+                wait_for(lambda: is_listening(port))
                 yield f"http://127.0.0.1:{port}"
             finally:
                 server.kill()

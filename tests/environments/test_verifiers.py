@@ -1,7 +1,6 @@
 """A taskset of verifiers: its rows, tools and rewards, where the package is installed."""
 
 import importlib.util
-import json
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from vlm_grpo.task.registry import load_environment, load_task
 from vlm_grpo.task.scorer import RewardScorer, get_full_reward
 from vlm_grpo.task.soundness import check_task
 from vlm_grpo.types import EpisodeTurn, Example
+from vlm_grpo.utils.jsonl import read_rows
 
 is_installed = importlib.util.find_spec("verifiers") is not None
 needs_verifiers = pytest.mark.skipif(not is_installed, reason="needs verifiers")
@@ -25,11 +25,9 @@ ABACUS = {"name": "verifiers", "taskset": "abacus"}
 def test_a_taskset_becomes_rows_tools_and_rewards(tmp_path):
     config = '{"num_tasks": 4, "task": {"bonus": 0.5}}'
     taskset.main(["abacus", "--output", str(tmp_path / "rows.jsonl"), "--config", config])
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["id"], row["answer"]) for row in rows[2:]] == [
-        ("abacus-2", "2"),
-        ("abacus-3", "3"),
-    ]
+    rows = read_rows(tmp_path / "rows.jsonl")
+    found = [(row["id"], row["answer"]) for row in rows[2:]]
+    assert found == [("abacus-2", "2"), ("abacus-3", "3")]
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
     example = Example("a", (), "Push.", "3", meta={verifiers.COLUMN: rows[3][verifiers.COLUMN]})
     task = load_task("verifiers", taskset="abacus", environment=ABACUS)

@@ -7,27 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import make_settings, read_jsonl
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
+from vlm_grpo.eval import benchmark as reports
 from vlm_grpo.eval import generate
-from vlm_grpo.eval.benchmark import (
-    Report,
-    build_group_table,
-    build_report,
-    compare,
-    evaluate_benchmark,
-    format_comparison,
-    format_report,
-    score_benchmark,
-)
+from vlm_grpo.eval.benchmark import Report, compare, evaluate_benchmark, format_report
 from vlm_grpo.eval.generate import PredictionLog
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Completion, Example
+from vlm_grpo.utils.jsonl import read_rows
+
+
+def make_settings(tmp_path: Path, name: str = "run") -> Settings:
+    overrides = ["data.eval_limit=40", f"output_dir={tmp_path / 'runs'}", f"name={name}"]
+    return load_settings("counting", overrides)
 
 
 def make_examples(golds: list, **meta: list) -> list[Example]:
@@ -39,7 +37,8 @@ def make_report(name: str, examples: list[Example], texts: list[str]) -> Report:
     benchmark = load_benchmark(name)
     task = benchmark.load_task()
     scores = [task.score(text, row) for text, row in zip(texts, examples, strict=True)]
-    return build_report(benchmark, task, examples, [*map(Completion.from_text, texts)], scores)
+    outputs = [*map(Completion.from_text, texts)]
+    return reports.build_report(benchmark, task, examples, outputs, scores)
 
 
 def test_counting_report_by_hand():
@@ -81,7 +80,7 @@ def test_errors_are_printed_with_three_places():
     assert "  baseline, always '2': 0.333" in lines
     assert f"  {'val':<32}   0.333 [0.000, 1.000]  n = 3" in lines
     comparison = compare(report.benchmark, [0.0, 1.0, 0.0], [0.0, 0.0, 0.0])
-    line = format_comparison(report.benchmark, comparison)
+    line = reports.format_comparison(report.benchmark, comparison)
     assert line.startswith("difference +0.333 [+0.000, +1.000], p = ")
     assert line.endswith("n = 3; 0 better, 1 worse)")
 
@@ -126,7 +125,7 @@ def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
 
 
 def test_groups_with_numbers_are_sorted_by_size():
-    table = build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
+    table = reports.build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
     assert [row["group"] for row in table] == ["9", "10", "unknown"]
 
 
@@ -143,7 +142,7 @@ def test_comparison_is_paired():
     with pytest.raises(UserError, match="no example has an answer in both outputs"):
         compare(benchmark, [None, 1.0], [1.0, None])
     first, second = [1.0] * 3 + [0.0] * 2 + [1.0] * 45, [0.0] * 3 + [1.0] * 47
-    line = format_comparison(benchmark, compare(benchmark, first, second))
+    line = reports.format_comparison(benchmark, compare(benchmark, first, second))
     assert "(McNemar, n = 50; 3 better, 2 worse)" in line
 
 
@@ -168,7 +167,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_result(benchmark, tmp_path, 
         patch.setattr(PredictionLog, "append", append_and_stop)
         with pytest.raises(KeyboardInterrupt):
             evaluate_benchmark(benchmark, stopped)
-    assert len(read_jsonl(stopped.run_dir / "model" / "predictions-0.jsonl")) == 16
+    assert len(read_rows(stopped.run_dir / "model" / "predictions-0.jsonl")) == 16
     (resumed,) = evaluate_benchmark(benchmark, stopped)
     assert resumed.values == expected.values
     for name in ("model/predictions.jsonl", "results.json"):
@@ -187,7 +186,7 @@ def test_the_written_predictions_score_the_same_again(tmp_path):
     assert 0 < report.value < 100
     path = settings.run_dir / "model" / "predictions.jsonl"
     # The embedded model writes boxes in pixels of the resized image.
-    again = score_benchmark(str(definition), settings, path, frame=FRAMES["resized"])
+    again = reports.score_benchmark(str(definition), settings, path, frame=FRAMES["resized"])
     assert again.values == report.values
     files = [settings.run_dir / f"results{part}.json" for part in ("", "-predictions")]
     saved = [json.loads(file.read_text()) for file in files]

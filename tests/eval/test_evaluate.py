@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from commands import write_jsonl
-from evaluations import read_jsonl
 from PIL import Image
 
 from vlm_grpo.config.recipes import load_settings
@@ -16,6 +15,7 @@ from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.jsonl import read_rows
 
 
 def test_training_keeps_the_best_checkpoint_by_its_benchmark(tmp_path):
@@ -30,7 +30,7 @@ def test_training_keeps_the_best_checkpoint_by_its_benchmark(tmp_path):
     result = train(load_settings("counting", overrides))
     assert result.after is not None
     assert result.after.primary_metric == "absolute_error"
-    metrics = read_jsonl(result.run_dir / "metrics.jsonl")
+    metrics = read_rows(result.run_dir / "metrics.jsonl")
     errors = {row["step"] + 1: row["eval/absolute_error"] for row in metrics}
     assert len(set(errors.values())) > 1, "the learning rate is large enough to change answers"
     least = min(errors, key=lambda step: (errors[step], step))

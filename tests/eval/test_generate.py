@@ -14,19 +14,18 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
-from vlm_grpo.eval.generate import (
-    LocalModel,
-    PredictionLog,
-    generate_all,
-    open_log,
-    split_into_chunks,
-)
+from vlm_grpo.eval.generate import LocalModel, PredictionLog, generate_all, split_into_chunks
 from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Completion, Example, ImageRef
 from vlm_grpo.utils.chat import Turn
+
+EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
+KEYS = [(example.id, 0) for example in EXAMPLES]
+GOLDS = [Completion.from_text(str(example.answer)) for example in EXAMPLES]
+REQUEST = {"model": "embedded", "seed": 0}
 
 
 def make_example(number: int, *sides: int) -> Example:
@@ -66,7 +65,6 @@ def policy() -> Policy:
 def generate_counts(
     policy: Policy, count: int, *overrides: str, log: PredictionLog | None = None
 ) -> tuple[list[Example], list[Completion]]:
-    """Generate the outputs of some counting examples."""
     settings = load_settings("counting", [f"data.eval_limit={count}", *overrides])
     task = load_task("counting", frame=policy.prompts.frame)
     examples = load_examples("embedded:counting", task, settings.data, "eval")
@@ -103,12 +101,6 @@ def test_several_samples_begin_with_the_only_one_and_resume(policy, tmp_path, mo
     assert [json.loads(line)["output"] for line in lines] == [output.text for output in resumed]
 
 
-EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
-KEYS = [(example.id, 0) for example in EXAMPLES]
-GOLDS = [Completion.from_text(str(example.answer)) for example in EXAMPLES]
-REQUEST = {"model": "embedded", "seed": 0}
-
-
 def append(log: PredictionLog, chunk: slice) -> None:
     """Write the gold answers of some examples."""
     log.append(KEYS[chunk], EXAMPLES[chunk], GOLDS[chunk])
@@ -139,7 +131,7 @@ def test_a_request_has_the_prompts_in_full(tmp_path):
     def open_one(example: Example, *overrides: str) -> PredictionLog:
         settings = load_settings("counting", overrides)
         model: Any = SimpleNamespace(settings=settings, served_name=None)
-        return open_log(tmp_path, model, None, task, [example])
+        return generate.open_log(tmp_path, model, None, task, [example])
 
     open_one(EXAMPLES[0])
     open_one(EXAMPLES[0], "evaluation.every=5")  # does not change the outputs

@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import fails, run, write_jsonl
+from commands import run, write_jsonl
 from PIL import Image
 from published_formats import lmms_eval_sample
 
-from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.outputs import read_outputs
+from vlm_grpo.types import Example, ImageRef
+
+IMAGE = ImageRef("a", (84, 84), (84, 84), data=b"")
+EXAMPLES = [Example(f"row {n}", (IMAGE,), f"What is on sign {n}?", f"EXIT {n}") for n in range(9)]
+SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
+FIRST = {"id": EXAMPLES[0].id, "output": "3"}
 
 
 def write_data(folder: Path, *given: tuple[str, Any]) -> Path:
@@ -23,10 +28,6 @@ def write_data(folder: Path, *given: tuple[str, Any]) -> Path:
         for n, (question, answer) in enumerate(given)
     ]
     return write_jsonl(folder / "data.jsonl", *rows)
-
-
-def ocr_data(folder: Path) -> Path:
-    return write_data(folder, *((f"What is on sign {n}?", ["EXIT", "Exit"]) for n in range(3)))
 
 
 def score_as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
@@ -60,35 +61,11 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
         lmms_eval_sample(0, "What is on sign 0?", filtered_resps=["Exit"]),
         lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT", resps=[["EXIT sign"]]),
     ]
-    given = ["--predictions", write_jsonl(tmp_path / "log", *rows), "--data", ocr_data(tmp_path)]
-    given.append("tags=false")
-    *scores, total = score_as_json(capsys, "ocr", *given)
+    data = write_data(tmp_path, *((f"What is on sign {n}?", ["EXIT", "Exit"]) for n in range(3)))
+    given = ["--predictions", write_jsonl(tmp_path / "log", *rows), "--data", data]
+    *scores, total = score_as_json(capsys, "ocr", *given, "tags=false")
     assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
     assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
-
-
-SIGN_1 = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ([{"accuracy": 3}], 'a row is {"id": …, "output": text}, or a sample logged by lmms-eval'),
-        ([SIGN_1, {"doc_id": 0, "resps": [["a", "b"]]}], "log:2: a sample of lmms-eval must have"),
-        ([{"doc_id": "0", "resps": "a"}], "a sample of lmms-eval must have doc_id"),
-        ([{"doc_id": 9, "resps": [["a"]]}], "number 9 (from 0) does not exist"),
-        ([SIGN_1, SIGN_1], "log:2: example row 1 has an output already"),
-        ([{**SIGN_1, "doc_id": 0}], "contain 'What is on sign 0?', example number 0's question"),
-    ],
-)
-def test_a_file_of_another_form_or_of_other_examples_is_refused(capsys, tmp_path, content, reason):
-    path = write_jsonl(tmp_path / "log", *content)
-    given = ["--data", ocr_data(tmp_path), "--predictions", path]
-    assert reason in fails(capsys, "evaluate", "ocr", *given)
-
-
-EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
-FIRST = {"id": EXAMPLES[0].id, "output": "3"}
 
 
 def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
@@ -106,15 +83,20 @@ def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
     ("lines", "message"),
     [
         ([FIRST], f"no output for id '{EXAMPLES[1].id}'"),
-        ([{"name": "x"}], ":1: a row is"),
+        ([{"name": "x"}], r'a row is \{"id": …, "output": text\}, or a sample logged by lmms-eval'),
         ([{"id": "other", "output": "3"}], "no example has the id 'other'"),
         ([FIRST] * 2, "has an output already"),
+        ([SIGN_1, {"doc_id": 0, "resps": [["a", "b"]]}], ":2: a sample of lmms-eval must have"),
+        ([{"doc_id": "0", "resps": "a"}], "a sample of lmms-eval must have doc_id"),
+        ([{"doc_id": 9, "resps": [["a"]]}], r"number 9 \(from 0\) does not exist"),
+        ([SIGN_1, SIGN_1], ":2: example row 1 has an output already"),
+        ([{**SIGN_1, "doc_id": 0}], "contain 'What is on sign 0.', example number 0's question"),
         ([{**FIRST, "output": 3}], ":1: a row is"),
         ([{**FIRST, "turns": [{}]}], ":1: its turns cannot be read: KeyError"),
         (['"a text"'], "p.jsonl:1: "),
     ],
 )
-def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):
+def test_rows_of_another_form_or_of_other_examples_are_named(tmp_path, lines, message):
     path = write_jsonl(tmp_path / "p.jsonl", *lines)
     with pytest.raises(UserError, match=message):
         read_outputs(path, EXAMPLES)

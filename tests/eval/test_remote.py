@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_model import Answer, ChatModel, count_by_checksum, fail_some, get_images, serve
+from chat_model import Answer, ChatModel, count_by_checksum, get_images, serve
 from commands import run
 from judge_server import Reply
 
@@ -19,6 +20,7 @@ from vlm_grpo.eval import generate
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.generate import load_evaluated_model
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
@@ -27,6 +29,7 @@ from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils import http_json
 
 COUNT = 40
+ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
 DEFINITION = "title: Shapes\ntask: counting\nmetric: exact\n"
 
 
@@ -39,6 +42,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_settings(tmp_path: Path, *overrides: str, name: str = "run") -> Settings:
     given = [f"data.eval_limit={COUNT}", "model=none", f"output_dir={tmp_path}", f"name={name}"]
     return load_settings("counting", [*given, *overrides])
+
+
+def ask(model: ChatModel, settings: Settings, **endpoint: Any) -> Scored:
+    """Evaluate a model behind an address."""
+    with serve(model) as server:
+        return evaluate(settings, None, Endpoint(server.address, **endpoint))
 
 
 def load_counting(settings: Settings) -> list[Example]:
@@ -57,8 +66,7 @@ def read_folder(settings: Settings) -> list[tuple[str, str]]:
 def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_path):
     settings = make_settings(tmp_path)
     model = ChatModel(seconds=0.02)
-    with serve(model) as server:
-        found = evaluate(settings, None, Endpoint(server.address, concurrency=5))
+    found = ask(model, settings, concurrency=5)
     examples, task = load_counting(settings), load_task("counting")
     expected = [(e.id, count_by_checksum(task.prompt(e), e.images[0].load())) for e in examples]
     assert model.most == 5
@@ -122,14 +130,13 @@ def test_only_examples_without_an_output_are_asked_again(tmp_path, capsys):
     prompts = [load_task("counting").prompt(example) for example in load_counting(settings)]
     failing = [text for text in prompts if "circles" in text]
     refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
-    model = ChatModel(fail=fail_some(refusal, lambda text: "circles" in text))
-    with serve(model) as server:
-        message = (
-            rf"no output for {len(failing)} examples:\n  - example .*context length is 512 tokens\n"
-            rf"    {len(failing) - 1} more like it: .*\n.*lower policy.max_pixels"
-        )
-        with pytest.raises(UserError, match=message):
-            evaluate(settings, None, server.address)
+    model = ChatModel(fail=lambda text, earlier: refusal if "circles" in text else None)
+    message = (
+        rf"no output for {len(failing)} examples:\n  - example .*context length is 512 tokens\n"
+        rf"    {len(failing) - 1} more like it: .*\n.*lower policy.max_pixels"
+    )
+    with pytest.raises(UserError, match=message):
+        ask(model, settings)
     assert 0 < len(failing) < COUNT
     assert len(read_folder(settings)) == COUNT - len(failing)
     assert not (settings.run_dir / "evaluation" / "served-policy.jsonl").exists()
@@ -148,20 +155,15 @@ def test_each_sample_is_asked_for_with_a_seed_of_its_own(tmp_path):
     given = ["evaluation.temperature=1", "data.eval_limit=3"]
     turns = itertools.count()
     once, several = ChatModel(), ChatModel(answer=lambda text, image: str(next(turns)))
-    with serve(once) as server:
-        evaluate(make_settings(tmp_path, *given), None, Endpoint(server.address, concurrency=1))
+    ask(once, make_settings(tmp_path, *given), concurrency=1)
     settings = make_settings(tmp_path, *given, "evaluation.samples=2", name="several")
-    with serve(several) as server:
-        found = evaluate(settings, None, Endpoint(server.address, concurrency=1))
-        assert evaluate(settings, None, server.address).rows == found.rows  # nothing is asked
+    found = ask(several, settings, concurrency=1)
+    assert ask(several, settings).rows == found.rows  # nothing is asked
     seeds = [body["seed"] for body in several.bodies]
     assert seeds[::2] == [body["seed"] for body in once.bodies]
     assert len({*seeds}) == 6
     outputs = [sample["output"] for row in found.rows for sample in row.get("samples", [])]
     assert outputs == [*"012345"]
-
-
-ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
 
 
 @pytest.mark.parametrize(
@@ -177,18 +179,16 @@ ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - 
 )
 def test_a_server_without_answers_is_asked_no_more(status, concurrency, message, most, tmp_path):
     model = ChatModel(fail=lambda text, earlier: Reply(status=status, body=b"the reason"))
-    with serve(model) as server:
-        endpoint = Endpoint(server.address, concurrency=concurrency, retries=1)
-        with pytest.raises(UserError, match=message):
-            evaluate(make_settings(tmp_path), None, endpoint)
+    with pytest.raises(UserError, match=message):
+        ask(model, make_settings(tmp_path), concurrency=concurrency, retries=1)
     assert len(model.bodies) <= most
 
 
 def test_failures_between_answers_do_not_end_the_evaluation(tmp_path):
     turns = itertools.cycle((None, Reply(status=500)))
     model = ChatModel(fail=lambda text, earlier: next(turns))
-    with serve(model) as server, pytest.raises(UserError, match=f"for {COUNT // 2} examples:\n"):
-        evaluate(make_settings(tmp_path), None, Endpoint(server.address, concurrency=1, retries=0))
+    with pytest.raises(UserError, match=f"for {COUNT // 2} examples:\n"):
+        ask(model, make_settings(tmp_path), concurrency=1, retries=0)
     assert len(model.bodies) == COUNT
 
 
@@ -196,12 +196,11 @@ def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path):
     settings, refusal = make_settings(tmp_path), Reply(status=400, body=b"too long")
     first = iter([None])
     model = ChatModel(fail=lambda text, earlier: next(first, refusal))
-    with serve(model) as server:
-        # The second time, the server has answered before.
-        for asked in (COUNT, 2 * COUNT - 1):
-            with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
-                evaluate(settings, None, Endpoint(server.address, concurrency=1))
-            assert len(model.bodies) == asked
+    # The second time, the server has answered before.
+    for asked in (COUNT, 2 * COUNT - 1):
+        with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
+            ask(model, settings, concurrency=1)
+        assert len(model.bodies) == asked
 
 
 @pytest.mark.parametrize(
@@ -212,10 +211,9 @@ def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path):
     ],
 )
 def test_tokens_are_summed(prompt_tokens, tokens, tmp_path, capsys):
-    with serve(ChatModel(prompt_tokens=prompt_tokens)) as server:
-        evaluate(make_settings(tmp_path), None, server.address)
+    ask(ChatModel(prompt_tokens=prompt_tokens), make_settings(tmp_path))
     err = capsys.readouterr().err
-    assert f"asking policy at {server.address}, 16 requests at once: images in their own" in err
+    assert re.search(r"asking policy at http://127\S+, 16 requests at once: images in their ", err)
     assert f"40 answers: {tokens}\n" in err
 
 
@@ -223,19 +221,14 @@ def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     settings = make_settings(tmp_path)
     failure = Reply(status=500, body=b"Bearer sk-secret is over its quota")
-    model = ChatModel(fail=fail_some(failure, lambda text: "circles" in text))
-    with serve(model) as server:
-        with pytest.raises(UserError, match="Bearer … is over its quota") as caught:
-            evaluate(settings, None, Endpoint(server.address, retries=0))
-        model.fail = lambda text, earlier: None
-        evaluate(settings, None, server.address)
+    model = ChatModel(fail=lambda text, earlier: failure if "circles" in text else None)
+    with pytest.raises(UserError, match="Bearer … is over its quota") as caught:
+        ask(model, settings, retries=0)
+    ask(ChatModel(), settings)
     out, err = capsys.readouterr()
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) >= 3
     assert [text for text in (out, err, str(caught.value), *files) if "sk-secret" in text] == []
-
-
-# What is asked.
 
 
 def ask_once(
@@ -316,13 +309,9 @@ def test_boxes_are_asked_and_scored_in_the_given_frame(asked, value, tmp_path):
     examples = load_examples("embedded:grounding", task, settings.data, "eval")
     golds = {example.images[0].load().tobytes(): task.gold(example) for example in examples}
     model = ChatModel(lambda text, image: golds[image.tobytes() if image else b""])
-    with serve(model) as server:
-        found = evaluate(settings, None, Endpoint(server.address, frame=FRAMES[asked]))
+    found = ask(model, settings, frame=FRAMES[asked])
     assert found.value == value  # the model answers in thousandths, whatever it is asked for
     assert [FRAMES[asked].units in text for text in model.questions] == [True] * 6
-
-
-# What is refused.
 
 
 def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):

@@ -5,19 +5,14 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
-from evaluations import read_jsonl
 from small_tasks import Distance
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.sampling import (
-    SampledExamples,
-    find_outside_folder,
-    write_completions,
-    write_difficulty,
-)
+from vlm_grpo.eval import sampling
+from vlm_grpo.eval.sampling import SampledExamples, write_completions
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.prompts import PromptWriter
 from vlm_grpo.task import Task
@@ -25,8 +20,11 @@ from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Completion, Example
 from vlm_grpo.utils.chat import Turn
+from vlm_grpo.utils.jsonl import read_rows
 
 COUNTING = load_task("counting")
+EXAMPLES = [Example(name, (), f"How many {name}?", 3) for name in ("dogs", "cats", "cows")]
+TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
 
 
 def make_samples(
@@ -45,29 +43,25 @@ def make_samples(
     return SampledExamples(settings, task, writer, examples, outputs, scores)
 
 
-EXAMPLES = [Example(name, (), f"How many {name}?", 3) for name in ("dogs", "cats", "cows")]
-TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
-
-
 def test_the_pass_rate_is_the_mean_primary_metric(tmp_path):
     found = make_samples(EXAMPLES, TEXTS)
-    assert write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
+    assert sampling.write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
     row = {"id": "dogs", "pass_rate": 0.75, "samples": 4, "reward": 0.75}
-    assert read_jsonl(tmp_path / "d.jsonl")[0] == row
+    assert read_rows(tmp_path / "d.jsonl")[0] == row
 
 
 def test_of_an_error_it_is_the_share_with_the_full_reward(tmp_path):
     found = make_samples(EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance())
-    assert write_difficulty(found, tmp_path / "d.jsonl") == [0.5]
+    assert sampling.write_difficulty(found, tmp_path / "d.jsonl") == [0.5]
 
 
 def test_kept_completions_are_distinct_and_the_best(tmp_path):
     path = tmp_path / "s.jsonl"
     assert write_completions(make_samples(EXAMPLES, TEXTS), path) == (2, 2)
-    rows = [(row["id"], row["completion"]) for row in read_jsonl(path)]
+    rows = [(row["id"], row["completion"]) for row in read_rows(path)]
     assert rows == [("dogs", "3"), ("cows", "3")]
     assert write_completions(make_samples(EXAMPLES, TEXTS), path, least=0.0, keep=3) == (6, 3)
-    rows = [(row["id"], row["completion"]) for row in read_jsonl(path)]
+    rows = [(row["id"], row["completion"]) for row in read_rows(path)]
     assert rows[:4] == [("dogs", "3"), ("dogs#2", "3 "), ("dogs#3", "4"), ("cats", "5")]
     with pytest.raises(UserError, match="earned the full reward; the highest reward is 0: lower"):
         write_completions(make_samples(EXAMPLES[1:2], TEXTS[1:2]), tmp_path / "none.jsonl")
@@ -88,9 +82,9 @@ def test_the_rows_are_read_as_the_examples_that_they_were(tmp_path, columns):
     path = tmp_path / "s.jsonl"
     found = make_samples(examples, texts, columns=columns)
     write_completions(found, path)
-    assert find_outside_folder(found, path) is None
-    assert find_outside_folder(found, tmp_path / "a" / "s.jsonl") == tmp_path
-    assert read_jsonl(path)[0]["images"] == ["1.png"]
+    assert sampling.find_outside_folder(found, path) is None
+    assert sampling.find_outside_folder(found, tmp_path / "a" / "s.jsonl") == tmp_path
+    assert read_rows(path)[0]["images"] == ["1.png"]
     again = load_examples(path, COUNTING, found.settings.data, "train")
     for example, before, (text,) in zip(again, examples, texts, strict=True):
         assert example.meta == {**before.meta, "completion": text}
@@ -108,4 +102,4 @@ def test_truncated_completions_and_control_tokens_are_left_out(tmp_path):
     found = make_samples([EXAMPLES[0]] * 2, [["3", long, longest], ["3<|im_end|>", "4"]])
     path = tmp_path / "s.jsonl"
     write_completions(replace(found, prompts=prompts), path, least=-1.0, keep=9)
-    assert [row["completion"] for row in read_jsonl(path)] == ["3", longest, "4"]
+    assert [row["completion"] for row in read_rows(path)] == ["3", longest, "4"]

@@ -13,14 +13,9 @@ import pytest
 from small_tasks import Distance
 
 from vlm_grpo.data.loading import Mixed
-from vlm_grpo.eval.pass_at_k import estimate_best, find_majority, merge_scores
-from vlm_grpo.eval.scored import (
-    Row,
-    Scored,
-    compare_tools,
-    read_scored,
-    summarize,
-)
+from vlm_grpo.eval import pass_at_k, scored
+from vlm_grpo.eval.pass_at_k import estimate_best, merge_scores
+from vlm_grpo.eval.scored import Row, Scored, compare_tools
 from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
@@ -38,7 +33,7 @@ def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
     items = [e for e in examples for _ in range(len(texts) // len(examples))]
     with RewardScorer() as scorer:
         outputs = [*map(Completion.from_text, texts)]
-        return summarize(task, examples, outputs, scorer(task, texts, items), 0)
+        return scored.summarize(task, examples, outputs, scorer(task, texts, items), 0)
 
 
 def score(task: Task, texts: list[str]):
@@ -61,9 +56,6 @@ def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path):
     row = Row(id="1", output="", answer=answer, reward=1.0, rewards={}, metrics={})
     Scored((row,), "x", {"x": 1}).write(tmp_path / "p.jsonl")
     assert json.loads((tmp_path / "p.jsonl").read_text()) == row
-
-
-# Several sources.
 
 
 def test_sources_count_equally_and_keep_their_own_metrics():
@@ -112,7 +104,7 @@ def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path)
     assert errors == "e/error 0.250 [0.250, 0.250] (n = 1)"
     assert found.get_n("c/rmse") == 6  # of the corpus
     found.write(tmp_path / "a.jsonl")
-    assert read_scored(tmp_path / "a.jsonl").lines == found.lines
+    assert scored.read_scored(tmp_path / "a.jsonl").lines == found.lines
     before = evaluate(MIXED, examples, [*"019999", "0.5", "1"])
     change = measure_change(before, found, "score")
     assert change is not None
@@ -145,9 +137,6 @@ def test_a_source_whose_metric_is_of_the_corpus_has_no_interval():
     assert math.isnan(found.interval[0])
 
 
-# Several samples.
-
-
 @pytest.mark.parametrize("lower_is_better", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_the_best_of_k_is_the_mean_over_all_subsets(n, lower_is_better):
@@ -177,7 +166,7 @@ def test_the_best_of_many_samples_neither_overflows_nor_loses_precision():
     ],
 )
 def test_the_majority_is_of_answers_as_the_task_writes_them(texts, position):
-    assert find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
+    assert pass_at_k.find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
 
 
 def test_the_metrics_of_an_example_are_those_of_its_samples():

@@ -5,13 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from vlm_grpo.eval.statistics import (
-    adjust_p_values,
-    bootstrap_interval,
-    compare_pairs,
-    mcnemar_p_value,
-    sign_flip_p_value,
-)
+from vlm_grpo.eval import statistics
+from vlm_grpo.eval.statistics import bootstrap_interval, mcnemar_p_value, sign_flip_p_value
 
 
 def test_the_seed_determines_the_interval_and_equal_values_have_a_point():
@@ -34,11 +29,11 @@ def test_many_sign_flips_of_equal_size_agree_with_mcnemar():
 
 
 def test_values_choose_the_test():
-    binary = compare_pairs([0, 1, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0])
+    binary = statistics.compare_pairs([0, 1, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0])
     assert (binary.test, binary.n, binary.higher, binary.lower) == ("McNemar", 6, 4, 1)
     assert (binary.a, binary.b) == (pytest.approx(2 / 6), pytest.approx(5 / 6))
     assert binary.p_value == mcnemar_p_value(4, 1)
-    graded = compare_pairs([0.5, 1.0, 0.25], [0.75, 1.0, 0.5])
+    graded = statistics.compare_pairs([0.5, 1.0, 0.25], [0.75, 1.0, 0.5])
     assert graded.test == "sign flips"
     assert graded.p_value == 0.5  # only (+, +) and (-, -) are as far: 2 of 4
     low, high = graded.interval
@@ -46,6 +41,7 @@ def test_values_choose_the_test():
 
 
 def test_adjusted_p_values_are_ordered_and_at_most_one():
-    assert adjust_p_values([0.04, 0.03]) == pytest.approx([0.06, 0.06])  # 2 · 0.03, then no less
-    assert adjust_p_values([0.9, 0.8]) == [1.0, 1.0]
-    assert adjust_p_values([]) == []
+    adjust = statistics.adjust_p_values
+    assert adjust([0.04, 0.03]) == pytest.approx([0.06, 0.06])  # 2 · 0.03, then no less
+    assert adjust([0.9, 0.8]) == [1.0, 1.0]
+    assert adjust([]) == []

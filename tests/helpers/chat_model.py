@@ -23,11 +23,6 @@ def count_by_checksum(text: str, image: Image.Image | None) -> str:
     return str(zlib.crc32(text.encode() + pixels) % 7)
 
 
-def fail_some(failure: Reply, which: Callable[[str], bool]) -> Callable[[str, int], Reply | None]:
-    """Fail every request with certain questions."""
-    return lambda text, earlier: failure if which(text) else None
-
-
 @dataclass
 class ChatModel:
     answer: Answer = count_by_checksum  # to a question and its first image

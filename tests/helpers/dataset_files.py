@@ -17,7 +17,9 @@ from PIL import Image
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
+from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example
 
 
 def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -37,15 +39,11 @@ def photo(seed: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
 
 
 def png_with_claimed_size(width: int, height: int) -> bytes:
-    """Return a PNG of a few bytes whose header declares the given size."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    """Return a small PNG whose header declares the given size."""
+    data = bytearray(png(1, 1))
+    data[16:24] = struct.pack(">II", width, height)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
 
 
 def write_files(root: Path, files: Mapping[str, Any]) -> Path:
@@ -85,11 +83,20 @@ def write_rows(folder: Path, *rows: dict[str, Any] | str | bytes) -> str:
     return str(path)
 
 
-def get_load_error(source: str, task: str = "counting", **settings: Any) -> str:
+def load(
+    source: Any, task: str | Task = "counting", split: Any = "train", **settings: Any
+) -> list[Example]:
+    """Load a source, or rows, for a task or that of a name, with settings of data."""
+    train = source if isinstance(source, str | Path) else "python"
+    data = DataSettings.model_validate({"train": str(train), **settings})
+    task = load_task(task) if isinstance(task, str) else task
+    return [*load_examples(source, task, data, split)]
+
+
+def get_load_error(source: Any, task: str = "counting", **settings: Any) -> str:
     """Load a source that must be refused and return the error message."""
-    data = DataSettings.model_validate({"train": source, **settings})
     with pytest.raises(UserError) as error:
-        load_examples(source, load_task(task), data)
+        load(source, task, "eval", **settings)
     return str(error.value)
 
 

@@ -91,45 +91,27 @@ def make_tar(members: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
     return file.getvalue()
 
 
+_ROW = {"question": "How many cups?", "answer": 1}
 IMAGES = {name: png(*size, shade=90 + size[0]) for name, size in SIZES.items()}
 SAMPLES = {
     f"{name}{suffix}": content
     for name in SIZES
     for suffix, content in (
         (".png", IMAGES[name]),
-        (".json", json.dumps({"question": "How many cups?", "answer": 1}).encode()),
+        (".json", json.dumps(_ROW).encode()),
     )
 }
 _FILES = {f"{name}.png": data for name, data in IMAGES.items()}
+_ROWS = [{"file_name": name, **_ROW} for name in _FILES]
+_VOC = {f"Annotations/{name}.xml": voc_xml(name) for name in SIZES}
+_LABELS = {f"labels/{name}.txt": yolo_labels(name) for name in SIZES}
 _IN_IMAGES = {f"images/{name}": data for name, data in _FILES.items()}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "coco": ("instances.json", {"instances.json": COCO, **_FILES}),
     "captions": ("captions.json", {"captions.json": CAPTIONS, **_FILES}),
-    "voc": (
-        "",
-        {
-            **{f"Annotations/{name}.xml": voc_xml(name) for name in SIZES},
-            **{f"JPEGImages/{name}": data for name, data in _FILES.items()},
-        },
-    ),
-    "yolo": (
-        "data.yaml",
-        {
-            "data.yaml": YAML,
-            **{f"labels/{name}.txt": yolo_labels(name) for name in SIZES},
-            **_IN_IMAGES,
-        },
-    ),
-    "metadata": (
-        "",
-        {
-            "metadata.jsonl": [
-                {"file_name": f"{name}.png", "question": "How many cups?", "answer": 1}
-                for name in SIZES
-            ],
-            **_FILES,
-        },
-    ),
+    "voc": ("", {**_VOC, **{f"JPEGImages/{name}": data for name, data in _FILES.items()}}),
+    "yolo": ("data.yaml", {"data.yaml": YAML, **_LABELS, **_IN_IMAGES}),
+    "metadata": ("", {"metadata.jsonl": _ROWS, **_FILES}),
     "webdataset": ("shard-0.tar", {"shard-0.tar": make_tar(SAMPLES)}),
 }
 """Source and files of each format."""

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -125,10 +126,6 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
-def _recurse() -> Any:
-    return _recurse()
-
-
 def _keep(environment: Tools, value: Any) -> str:
     environment.seen = value
     return "kept"
@@ -145,12 +142,12 @@ FAILURES: dict[str, Callable[[Tools], Any]] = {
     "change the folder": lambda _: os.chdir("/"),
     "exit politely": lambda _: sys.exit("bye"),
     "interrupt": lambda _: _raise(KeyboardInterrupt("stop")),
-    "recurse": lambda _: _recurse(),
+    "recurse": lambda environment: FAILURES["recurse"](environment),
     "memory": lambda _: len(bytearray(10 * 2**30)),
     "raise a placeholder": lambda _: _raise(ValueError("<im<image>age> \ud800")),
     "raise an own class": lambda _: _raise(type("Own", (Exception,), {})("mine")),
     "state that cannot be sent": lambda environment: _keep(environment, lambda: 0),
-    "deep state": lambda environment: _keep(environment, _nest(10**5)),
+    "deep state": lambda environment: _keep(environment, reduce(lambda v, _: [v], range(10**5), 0)),
     "a generator": lambda _: iter(int, 1),
     "an array": lambda _: np.full((4, 4), np.nan),
     "an object": lambda _: object(),
@@ -172,10 +169,3 @@ FAILURES: dict[str, Callable[[Tools], Any]] = {
     "16 bits": lambda _: Image.new("I;16", (8, 8), 2**15),
     "CMYK": lambda _: Image.new("CMYK", (8, 8)),
 }
-
-
-def _nest(depth: int) -> Any:
-    value: Any = None
-    for _ in range(depth):
-        value = [value]
-    return value

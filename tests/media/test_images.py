@@ -110,20 +110,14 @@ def test_a_damaged_file_decodes_or_is_named(kind):
     assert failures > 20  # at least a tenth, so the damage matters
 
 
-def kept_variance(steps: int) -> float:
-    """Return the product of 1 − β over the steps, one after the other."""
-    kept = 1.0
-    for number in range(steps + 1):
-        gate = 1 / (1 + math.exp(-(-6 + 12 * number / 999)))
-        kept *= 1 - (gate * (0.5e-2 - 1e-5) + 1e-5)
-    return kept
-
-
 @pytest.mark.parametrize("steps", [1, 100, 500, MAX_NOISE_STEPS])
 def test_noise_follows_the_diffusion_formula(steps):
     pixels = np.random.default_rng(5).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     found = DiffusionNoise(steps, (1, 2))(Image.fromarray(pixels))
-    kept = kept_variance(steps)
+    kept = 1.0  # the product of 1 − β over the steps
+    for number in range(steps + 1):
+        gate = 1 / (1 + math.exp(-(-6 + 12 * number / 999)))
+        kept *= 1 - (gate * (0.5e-2 - 1e-5) + 1e-5)
     drawn = np.random.default_rng([1, 2]).standard_normal((40, 30, 3), np.float32).astype(float)
     exact = math.sqrt(kept) * pixels / 255 + math.sqrt(1 - kept) * drawn
     assert (found.mode, found.size) == ("RGB", (30, 40))

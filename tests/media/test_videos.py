@@ -15,6 +15,7 @@ from vlm_grpo.media import videos
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip, read_shape
 
 SIZE = (64, 48)
+UNEVEN = [step + 7 * (step // 20) for step in range(480)]
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
@@ -32,9 +33,6 @@ def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven():
     times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
     shown = [0, 1, 2, 2, 2, 3]
     assert [level(frame) for frame in decode_frames(io.BytesIO(data), times, SIZE)] == shown
-
-
-UNEVEN = [step + 7 * (step // 20) for step in range(480)]
 
 
 @pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])
@@ -82,11 +80,8 @@ def test_an_unknown_encoding_is_refused():
 
 
 def test_frames_are_resized_one_at_a_time():
-    def fit(frame: Image.Image) -> Image.Image:
-        return frame.resize((8, 6))
-
-    # also the last frame, which is repeated where the stream is a little short
-    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.0, 2.5], SIZE, fit)
+    times = [0.0, 1.0, 2.5]  # also the last frame, repeated where the stream is a little short
+    frames = decode_frames(io.BytesIO(make_video()), times, SIZE, lambda f: f.resize((8, 6)))
     assert [(frame.size, level(frame)) for frame in frames] == [((8, 6), n) for n in (0, 10, 19)]
 
 

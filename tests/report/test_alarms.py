@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from evaluations import read_jsonl
 
 from vlm_grpo.report.alarms import CONDITIONS, SHORT, WINDOW, AlarmMonitor, Row
+from vlm_grpo.utils.jsonl import read_rows
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 WEIGHTS = {"exact": 1.0, "format": 0.2}
@@ -69,7 +69,7 @@ def make_rows(**changes: Callable[[float], float]) -> list[dict[str, float]]:
 
 
 def test_a_recorded_quickstart_raises_nothing():
-    rows = read_jsonl(RECORDED / "quickstart.jsonl")
+    rows = read_rows(RECORDED / "quickstart.jsonl")
     assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
     # 32 prompts with 8 completions each.
     assert collect_alarms(rows, {"exact": 1.0}, completions=256) == []
@@ -276,7 +276,7 @@ def test_a_recorded_run_with_too_large_a_rate_collapses_and_does_not_overfit():
     """quickstart with 15 times its rate: held-out answers are worse before the mean over 20 steps
     of the sampled ones is, and that is no overfitting."""
     before: Row = {"mean_token_accuracy": 0.9, "eval/exact": 0.6}  # a value of the loaded model
-    rows = [before, *read_jsonl(RECORDED / "too_large_rate.jsonl")]
+    rows = [before, *read_rows(RECORDED / "too_large_rate.jsonl")]
     (alarm,) = collect_alarms(rows, {"exact": 1.0}, completions=256)
     assert (alarm.name, alarm.step) == ("collapse", 12)
     assert "after learning rates of up to 0.0018 (optim.lr)" in alarm.message

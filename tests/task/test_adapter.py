@@ -98,11 +98,10 @@ def test_a_class_of_trl_runs_unchanged_with_its_reward(path):
         first, hidden = (see(seen).text for *_, seen in runner.step([start.state] * 2, calls))
         assert first == "now 1"
         assert hidden.startswith("Error: there is no tool '_hidden'; there is increment")
-    scores = RewardScorer(workers=1)
-    for count, expected in ((2, 1.0), (1, 0.0)):
-        (score,) = scores(task, ["3"], [example], turns=[tuple(turns[:count])])
-        assert score.rewards["get_reward"] == expected
-    scores.close()
+    with RewardScorer(workers=1) as scores:
+        for count, expected in ((2, 1.0), (1, 0.0)):
+            (score,) = scores(task, ["3"], [example], turns=[tuple(turns[:count])])
+            assert score.rewards["get_reward"] == expected
 
 
 def test_its_docstrings_describe_its_tools(path):

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from vlm_grpo.task.coordinates import FRAMES, Box, CoordinateFrame, Size, gold_boxes
@@ -21,13 +22,6 @@ def read(frame: CoordinateFrame, text: str, size: Size, resized_size: Size) -> l
     """Return the boxes in a text, in original pixels."""
     parsed = parse_boxes(text, y_first=frame.y_first) or ()
     return [frame.to_pixels(box, size, resized_size) for box, _ in parsed]
-
-
-def get_unit_size(frame: CoordinateFrame, size: Size, resized_size: Size) -> tuple[float, float]:
-    """Return original pixels per unit of the frame in each direction, by its definition."""
-    spans = {"original": size, "resized": resized_size, "paligemma": (1024, 1024)}
-    width, height = spans.get(frame.name, (1000, 1000))
-    return size[0] / width, size[1] / height
 
 
 @pytest.mark.parametrize(
@@ -54,7 +48,8 @@ def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame):
     for _ in range(2_000):
         size = (rng.randint(28, 4000), rng.randint(28, 4000))
         resized_size = (28 * rng.randint(1, 100), 28 * rng.randint(1, 100))
-        x, y = get_unit_size(frame, size, resized_size)
+        spans = {"original": size, "resized": resized_size, "paligemma": (1024, 1024)}
+        x, y = np.divide(size, spans.get(frame.name, (1000, 1000)))  # original pixels per unit
         # Boxes of at least one unit that end before the last one, which PaliGemma cannot write.
         x1, y1 = rng.uniform(0, size[0] - 3 * x), rng.uniform(0, size[1] - 3 * y)
         x2, y2 = rng.uniform(x1 + x, size[0] - x), rng.uniform(y1 + y, size[1] - y)

@@ -47,12 +47,9 @@ def test_a_caption_has_at_most_eight_lines():
 
 
 def test_tables_of_gold_and_answer_are_drawn_side_by_side():
-    image = Image.new("RGB", (200, 100), "gray")
-    gold = draw_table(image, [["a", "b"], ["c"]], GOLD_COLOR)
-    answer = draw_table(image, [["a", "b"], ["c"]], PREDICTED_COLOR)
-    left, right = (
-        ImageChops.difference(drawn, image).getbbox() or (0,) * 4 for drawn in (gold, answer)
-    )
+    image, rows = Image.new("RGB", (200, 100), "gray"), [["a", "b"], ["c"]]
+    drawn = (draw_table(image, rows, color) for color in (GOLD_COLOR, PREDICTED_COLOR))
+    left, right = (ImageChops.difference(image, each).getbbox() or (0,) * 4 for each in drawn)
     assert (left[0], right[0]) == (0, 100)
     assert left[2] <= 100
     assert draw_table(image, [], GOLD_COLOR).tobytes() == image.tobytes()

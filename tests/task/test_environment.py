@@ -87,9 +87,22 @@ def test_a_hostile_call_is_answered_in_text(text, answer):
     json.dumps(call and dict(call.arguments), allow_nan=False)
 
 
-READ: dict[str, tuple[str, str, str]] = {
-    "a point": ("original", write("look", at=[10, 20.5]), "10 20.5 1 0"),
-    "a number as text": ("original", write("look", at=[1, 2], times="3"), "1 2 3 0"),
+READ: dict[str, tuple[str, str]] = {
+    "a point": (write("look", at=[10, 20.5]), "10 20.5 1 0"),
+    "a number as text": (write("look", at=[1, 2], times="3"), "1 2 3 0"),
+    "over the edge": (write("join", boxes=[[-5, -5, 1000, 20]]), "[(0.0, 0.0, 200.0, 20.0)] None"),
+    "parameters": (
+        wrap("<function=look>\n<parameter=at>\n[1, 2]\n</parameter>\n</function>"),
+        "1 2 1 0",
+    ),
+    "the last of two begins": (f"{TAGS[0]}no {write('say', text='b')}", "b"),
+    "the first of two calls": (write("say", text="a") + write("say", text="b"), "a"),
+    "unicode": (write("say", text="日本 🦊 \u202e"), "日本 🦊 \u202e"),
+    "half a surrogate pair": (write("say", text="a\ud800b"), "a?b"),
+    "a place of an image": (write("say", text="<im<image>age>"), "<im age>"),
+    "a zero byte": (write("say", text="\0"), "\0"),
+}
+IN_FRAMES: dict[str, tuple[str, str, str]] = {
     "thousandths": ("permille", write("look", at=[100, 500]), "20 50 1 0"),
     "y first": ("gemma4", write("look", at=[500, 100]), "20 50 1 0"),
     # 100 x 100 pixels for the model, 200 x 100 in the original
@@ -100,26 +113,11 @@ READ: dict[str, tuple[str, str, str]] = {
         "[(20.0, 0.0, 200.0, 50.0)] (0.0, 0.0, 200.0, 100.0)",
     ),
     "no box": ("permille", write("join", boxes=[], within=None), "[] None"),
-    "over the edge": (
-        "original",
-        write("join", boxes=[[-50, -50, 1000, 20]]),
-        "[(0.0, 0.0, 200.0, 20.0)] None",
-    ),
-    "parameters": (
-        "original",
-        wrap("<function=look>\n<parameter=at>\n[1, 2]\n</parameter>\n</function>"),
-        "1 2 1 0",
-    ),
-    "the last of two begins": ("original", f"{TAGS[0]}no {write('say', text='b')}", "b"),
-    "the first of two calls": ("original", write("say", text="a") + write("say", text="b"), "a"),
-    "unicode": ("original", write("say", text="日本 🦊 \u202e"), "日本 🦊 \u202e"),
-    "half a surrogate pair": ("original", write("say", text="a\ud800b"), "a?b"),
-    "a place of an image": ("original", write("say", text="<im<image>age>"), "<im age>"),
-    "a zero byte": ("original", write("say", text="\0"), "\0"),
 }
+IN_FRAMES |= {name: ("original", text, answer) for name, (text, answer) in READ.items()}
 
 
-@pytest.mark.parametrize(("frame", "text", "answer"), READ.values(), ids=READ)
+@pytest.mark.parametrize(("frame", "text", "answer"), IN_FRAMES.values(), ids=IN_FRAMES)
 def test_an_odd_call_that_can_be_read_is_answered(frame, text, answer):
     assert read(text, frame) == Observed(answer)
 

@@ -1,12 +1,10 @@
 """The runner of environments: whatever a tool does, the others go on and the state is kept."""
 
-import contextlib
 import os
-import time
-from pathlib import Path
 
 import pytest
 import small_environments
+from processes import is_alive, wait_for
 from small_environments import EXAMPLE, FAILURES, see, write
 
 from vlm_grpo.errors import UserError
@@ -41,10 +39,8 @@ ENDINGS = {
     "many images": "more than 8 images",
 }
 """What the model reads of the failures that are answered in text."""
-SHOWN = {
-    **dict.fromkeys(("a long text", "long texts"), "x" * MAX_TEXT),
-    **{"surrogates": "a?b", "placeholders": " <im age>"},
-}
+SHOWN = dict.fromkeys(("a long text", "long texts"), "x" * MAX_TEXT)
+SHOWN |= {"surrogates": "a?b", "placeholders": " <im age>"}
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +77,7 @@ def test_processes_that_a_tool_leaves_behind_end_with_the_workers():
         ((_, _, observed),) = runner.step([start.state], [write("fail", how="fork and sleep")])
         child = int(see(observed).text)
         os.kill(child, 0)
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":  # killed, not yet buried
-            time.sleep(0.01)
+    wait_for(lambda: not is_alive(child))
 
 
 class Shows(Environment):

@@ -12,6 +12,7 @@ from vlm_grpo.task import parsing
 from vlm_grpo.task.parsing import MAX_CHARACTERS, MAX_ITEMS, parse_boxes, parse_integer
 from vlm_grpo.task.sentences import unwrap
 
+COORDINATES = st.floats(-parsing.MAX_COORDINATE, parsing.MAX_COORDINATE).map(lambda v: round(v, 3))
 PARSERS = {
     "extract_answer with tags": lambda text: parsing.extract_answer(text, tags=True),
     "extract_answer": lambda text: parsing.extract_answer(text, tags=False),
@@ -91,11 +92,6 @@ def test_a_breakdown_must_add_up(first, second, total):
     total = first + second
     assert parse_integer(f"{total} dogs, {first} black and {second} white") is None
     assert parse_integer(f"{total} dogs ({first} black, {second} white)") == total
-
-
-COORDINATES = st.floats(-parsing.MAX_COORDINATE, parsing.MAX_COORDINATE, allow_nan=False).map(
-    lambda value: round(value, 3)
-)
 
 
 @given(COORDINATES, COORDINATES, COORDINATES, COORDINATES)
@@ -240,7 +236,6 @@ def measure_scans(parser, text: str) -> float:
 
 
 def measure(function, text: str) -> float:
-    """Return the CPU seconds of one call."""
     start = time.thread_time()
     function(text)
     return time.thread_time() - start

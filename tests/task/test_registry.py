@@ -40,13 +40,16 @@ class Parity(Task):
     def right(self, answer, example):
         return float(answer == example.answer)
 '''
+EMPTY = "from vlm_grpo.task import Task\nclass Empty(Task):\n    primary_metric = 'x'\n"
+FIELD = "    lenient: bool = False"
+BUILD = f"{PARITY}\n    def __post_init__(self):\n        raise "
+ITSELF = f"{PARITY}\n\nfrom vlm_grpo import load_task\nload_task(__file__)\n"
+OTHER_TYPE = "task must be a name, a path, a subclass of Task or a task"
 
 
 @pytest.fixture
 def parity(tmp_path):
-    path = tmp_path / "parity.py"
-    path.write_text(PARITY)
-    return path
+    return write_files(tmp_path, {"parity.py": PARITY}) / "parity.py"
 
 
 @pytest.fixture
@@ -105,17 +108,6 @@ def test_an_interrupted_task_file_is_not_a_user_error(parity):
         load_task(parity)
 
 
-@pytest.mark.parametrize("task", [None, 3, {"task": "counting"}, int])
-def test_a_task_of_another_type_is_refused(task):
-    assert get_error(task).startswith("task must be a name, a path, a subclass of Task or a task")
-
-
-EMPTY = "from vlm_grpo.task import Task\nclass Empty(Task):\n    primary_metric = 'x'\n"
-FIELD = "    lenient: bool = False"
-BUILD = f"{PARITY}\n    def __post_init__(self):\n        raise "
-ITSELF = f"{PARITY}\n\nfrom vlm_grpo import load_task\nload_task(__file__)\n"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -143,7 +135,12 @@ def test_a_wrong_task_file_is_reported(parity, text, expected):
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
+        *((other, {}, OTHER_TYPE) for other in (None, 3, {"task": "counting"}, int)),
+        ("vlm_grpo.tasks.counting:Pariti", {}, "no task class Pariti"),
+        ("no.module:Parity", {}, "no.module:Parity cannot be loaded"),
+        ("no.module:Parity", {}, "put its folder on PYTHONPATH"),
         ("none.py", {}, "no task file"),
+        ("~no-such-user/task.py", {}, "there is no task file ~no-such-user/task.py"),
         ("countin", {}, f"counting?): give one of {', '.join(registry.task_names())}, or"),
         ("counting", {"tag": True, "thinking": 3}, "tag (did you mean tags?)\n  - thinking=3"),
         ("counting", {"tags": "yes"}, "tags='yes' should be true or false"),
@@ -222,10 +219,3 @@ def test_a_class_is_named_by_its_import_path_or_that_of_its_file(tmp_path, monke
 )
 def test_the_short_name_is_that_of_the_class_or_file(task, name):
     assert registry.get_short_name(task) == name
-
-
-def test_a_module_that_is_missing_is_named_with_the_remedy():
-    with pytest.raises(UserError, match=r"no\.module:Parity cannot be loaded.*PYTHONPATH"):
-        load_task("no.module:Parity")
-    with pytest.raises(UserError, match="no task class Pariti"):
-        load_task("vlm_grpo.tasks.counting:Pariti")

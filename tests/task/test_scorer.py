@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from dataset_files import write_files
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, metric, reward
@@ -104,9 +106,7 @@ LIMIT = 0.2
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("task") / "tasks.py"
-    path.write_text(TASKS)
-    return path
+    return write_files(tmp_path_factory.mktemp("task"), {"tasks.py": TASKS}) / "tasks.py"
 
 
 @pytest.fixture(scope="module")
@@ -290,11 +290,6 @@ def test_the_completions_of_all_ranks_count(failing):
         FailureGuard().check(failing, [], [], other_fails)
 
 
-@pytest.fixture(scope="module")
-def source(tasks: Path) -> str:
-    return f"{tasks}:Batched"
-
-
 @pytest.fixture(params=["in this process", "in a worker"])
 def scorer(request: pytest.FixtureRequest) -> RewardScorer:
     if request.param == "in a worker":
@@ -302,17 +297,13 @@ def scorer(request: pytest.FixtureRequest) -> RewardScorer:
     return RewardScorer(LIMIT)
 
 
-TEXTS = ["good", "bad", "bad", "", "bad", "the parser raises"]
+def score_groups(scorer: RewardScorer, task: Task, groups: Any = (0, 0, 0, 0, 1, 1)) -> list[Score]:
+    texts = ["good", "bad", "bad", "", "bad", "the parser raises"]
+    return scorer(task, texts, [EXAMPLE] * 6, None, groups)
 
 
-def score_groups(
-    scorer: RewardScorer, task: Task, groups: tuple[int, ...] | None = (0, 0, 0, 0, 1, 1)
-) -> list[Score]:
-    return scorer(task, TEXTS, [EXAMPLE] * len(TEXTS), None, groups)
-
-
-def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, source):
-    good, bad, again, empty, other, unread = score_groups(scorer, load_task(source))
+def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, tasks):
+    good, bad, again, empty, other, unread = score_groups(scorer, load_task(f"{tasks}:Batched"))
     # Twice "bad" in group 0 and once in group 1; right 1 + rare / 2 − letters / 400.
     assert good.rewards == {"right": 1.0, "rare": 1.0, "brief": -0.04}
     assert good.total == pytest.approx(1.0 + 0.5 - 0.01)
@@ -323,7 +314,7 @@ def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, source):
     assert [s.metrics["size"] for s in (good, bad, again, empty, other)] == [4, 4, 4, None, 4]
     assert (unread.total, set(unread.failures)) == (None, {"parse"})
     assert unread.rewards == {"right": None, "rare": None, "brief": None}
-    alone = score_groups(scorer, load_task(source), None)  # each is a group of its own
+    alone = score_groups(scorer, load_task(f"{tasks}:Batched"), None)  # each is a group of its own
     assert [s.rewards["rare"] for s in alone] == [1.0, 1.0, 1.0, 0.0, 1.0, None]
 
 
@@ -336,23 +327,23 @@ def test_a_batch_reward_sees_groups_and_its_values_are_weighted(scorer, source):
         ("too few", "it returned 1 values for 4 completions"),
     ],
 )
-def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, source, does, reason):
-    scores = score_groups(scorer, load_task(source, does=does))
+def test_a_batch_reward_that_fails_makes_its_batch_unscorable(scorer, tasks, does, reason):
+    scores = score_groups(scorer, load_task(f"{tasks}:Batched", does=does))
     assert [s.total is None for s in scores] == [True, True, True, False, True, True]
     assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
     assert [s.rewards["right"] for s in scores[:3]] == [1.0, 0.0, 0.0]  # other rewards are kept
     assert scores[0].rewards["brief"] == -0.04
 
 
-def test_a_batch_reward_that_ends_its_worker_is_named(workers, source):
-    scores = score_groups(workers, load_task(source, does="dies"))
+def test_a_batch_reward_that_ends_its_worker_is_named(workers, tasks):
+    scores = score_groups(workers, load_task(f"{tasks}:Batched", does="dies"))
     assert scores[0].failures == {"rare": "the process that scored it ended with exit code 1"}
-    assert score_groups(workers, load_task(source))[0].total is not None
+    assert score_groups(workers, load_task(f"{tasks}:Batched"))[0].total is not None
 
 
-def test_one_bad_value_affects_its_own_completion(scorer, source):
+def test_one_bad_value_affects_its_own_completion(scorer, tasks):
     texts = ["good", "odd", "none", "fails"]
-    good, *failed = score(scorer, load_task(source), texts)
+    good, *failed = score(scorer, load_task(f"{tasks}:Batched"), texts)
     assert good.failures == {}
     reasons = ["not between", "NoneType", "no verdict"]
     for found, reason in zip(failed, reasons, strict=True):
@@ -360,8 +351,8 @@ def test_one_bad_value_affects_its_own_completion(scorer, source):
         assert reason in found.failures["brief"]
 
 
-def test_a_batch_of_one_gives_the_score_of_a_task(source):
-    task = load_task(source)
+def test_a_batch_of_one_gives_the_score_of_a_task(tasks):
+    task = load_task(f"{tasks}:Batched")
     assert score(RewardScorer(LIMIT), task, ["good"]) == [task.score("good", EXAMPLE)]
     assert list(task.score("the parser raises", EXAMPLE).metrics) == ["size"]
 

@@ -12,6 +12,9 @@ from torchvision.ops import box_iou, generalized_box_iou
 from vlm_grpo.task import scores
 from vlm_grpo.task.scores import Box, coco_average_precision, error_rate, f1, iou, matched_mean
 
+# Few letters, so that most distances lie between the extremes.
+WORDS = st.text(alphabet="abAB 你", max_size=12)
+
 
 def random_boxes(rng: random.Random, count: int) -> list[Box]:
     corners = ((rng.uniform(-50, 500), rng.uniform(-50, 400)) for _ in range(count))
@@ -56,10 +59,6 @@ def edit_distance(first, second) -> int:
         for j, b in enumerate(second, 1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
     return row[-1]
-
-
-# Few letters, so that most distances lie between the extremes.
-WORDS = st.text(alphabet="abAB 你", max_size=12)
 
 
 @given(WORDS, WORDS.filter(lambda text: text.strip()))

@@ -15,6 +15,9 @@ from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.types import Candidate, EpisodeTurn, Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
+TAGS, THINKING = {"tags": True}, {"thinking": True}
+BOTH = {**TAGS, **THINKING}
+SHORT, EQUAL, FALLING = [[0.5]], [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.0]]
 
 
 class Sum(Task):
@@ -122,10 +125,6 @@ def test_a_prompt_that_is_no_text_is_named(result):
         write_prompt(type("Ends", (Sum,), {"question": ends})(), EXAMPLE)
 
 
-TAGS, THINKING = {"tags": True}, {"thinking": True}
-BOTH = {**TAGS, **THINKING}
-
-
 @pytest.mark.parametrize(
     ("name", "text", "options", "value"),
     [
@@ -185,9 +184,6 @@ def test_a_weight_that_is_not_a_finite_number_is_refused(weight):
         reward(weight)(near)
     with pytest.raises(ValueError, match="weight of exact must be a finite number"):
         Sum(weights={"exact": weight})
-
-
-SHORT, EQUAL, FALLING = [[0.5]], [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.0]]
 
 
 @pytest.mark.parametrize("weight", [[], SHORT, EQUAL, FALLING, [[-0.1, 1.0]], [[0, 1.0], [1.1, 1]]])

@@ -9,6 +9,11 @@ from vlm_grpo.task import registry
 from vlm_grpo.types import Example
 
 OPTIONS = ["red", "green", "blue", "a cat"]
+KEPT = [
+    *(["Point A", "Point B"], ["A", "B", "C"], ["one", "two", "none of the above"]),
+    *(["cat", "dog", "Both A and B"], ["the second image", "all of them"]),
+]
+SHUFFLED = [["A cat", "a dog"], ["left", "right"], ["image 1", "image 2"]]
 load_task: Any = registry.load_task
 
 
@@ -25,13 +30,6 @@ def test_the_order_depends_on_the_id_only_and_favors_no_position():
     assert all(abs(letters[letter] - 300) < 60 for letter in "ABCD")
     assert task.order(examples[7]) == load_task("choice", tags=True).order(make_example("e7"))
     assert len({tuple(task.order(example)) for example in examples}) == 24  # all orders occur
-
-
-KEPT = [
-    *(["Point A", "Point B"], ["A", "B", "C"], ["one", "two", "none of the above"]),
-    *(["cat", "dog", "Both A and B"], ["the second image", "all of them"]),
-]
-SHUFFLED = [["A cat", "a dog"], ["left", "right"], ["image 1", "image 2"]]
 
 
 @pytest.mark.parametrize("options", [*KEPT, *SHUFFLED], ids=", ".join)
@@ -53,9 +51,8 @@ def test_corpus_metrics_show_a_bias_of_position():
     task = load_task("choice", shuffle=False)
     examples = [make_example("a"), make_example("b"), make_example("c", ["x", "y"])]
     examples[2].answer["answer"] = "y"
-    assert task.corpus_metrics([0, None, 0], examples) == pytest.approx(
-        {"majority_baseline": 2 / 3, "exact_of_A": 0.5, "exact_of_B": 0.0}
-    )
+    expected = {"majority_baseline": 2 / 3, "exact_of_A": 0.5, "exact_of_B": 0.0}
+    assert task.corpus_metrics([0, None, 0], examples) == pytest.approx(expected)
     assert task.corpus_metrics([], []) == {}
     assert [task.score("A", example).metrics["first"] for example in examples] == [1, 1, 1]
     task = load_task("choice")  # the letter that is shown

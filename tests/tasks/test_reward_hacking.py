@@ -35,6 +35,8 @@ make_charts, make_clips, make_pictures, make_screens, make_shapes, make_tables, 
 
 COUNT = 48
 SIDE = make_shapes.SIDE
+NAMES = ("Ann", "Bob", "Eve", "Jim", "Kim", "Lea", "Max", "Tom")
+PUZZLES = {"rows": 2, "columns": 2, "joined": True}
 Rng = random.Random
 
 
@@ -64,9 +66,6 @@ def draw_cluttered() -> Sequence[Example]:
         answer = {"boxes": [[*s["box"]] for s in shapes], "labels": [s["kind"] for s in shapes]}
         examples.append(dataclasses.replace(example, question="shape", answer=answer))
     return examples
-
-
-PUZZLES = {"rows": 2, "columns": 2, "joined": True}
 
 
 def draw_puzzles() -> Sequence[Example]:
@@ -106,9 +105,6 @@ def draw_formula(rng: Rng) -> tuple[str, str]:
     a, b = rng.randint(1, 60), rng.randint(2, 7)
     forms = [str(a), str(a), rf"\frac{{{a}}}{{{b}}}", rf"{a}\sqrt{{{b}}}", rf"{a}^{{\circ}}", "B"]
     return "Find x.", rng.choice(forms)
-
-
-NAMES = ("Ann", "Bob", "Eve", "Jim", "Kim", "Lea", "Max", "Tom")
 
 
 def draw_page(rng: Rng) -> tuple[str, Any]:

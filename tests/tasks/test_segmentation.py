@@ -79,11 +79,6 @@ def test_the_metrics_of_a_dataset_are_those_of_lisa_and_grefcoco(monkeypatch):
     assert load_task("segmentation").corpus_metrics(answers, examples) == {}
 
 
-def test_a_mask_reward_without_a_segmenter_is_refused():
-    with pytest.raises(Exception, match="the reward mask_iou needs segmenter"):
-        load_task("segmentation", weights={"mask_iou": 1.0})
-
-
 def test_sam_2_of_transformers_makes_the_masks_of_an_answer(tmp_path):
     """A tiny SAM 2 of random weights: its masks are those of its own best output."""
     config = Sam2Config(

@@ -4,12 +4,11 @@ import io
 from collections import Counter
 from typing import Any
 
+import dataset_files
 import numpy as np
 import pytest
 from PIL import Image
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.soundness import check_task
@@ -24,8 +23,7 @@ def paint(seed: int, width: int = 96, height: int = 90) -> Image.Image:
 
 def load(source: Any, puzzle: str, skips: bool = False, **options: Any) -> list[Example]:
     task = load_task("self_supervised", puzzle=puzzle, **options)
-    data = DataSettings(train="python", on_bad_row="skip" if skips else "error")
-    return list(load_examples(source, task, data, "train"))
+    return dataset_files.load(source, task, on_bad_row="skip" if skips else "error")
 
 
 def get_pixels(image: Any) -> np.ndarray:

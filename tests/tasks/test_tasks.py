@@ -1,4 +1,4 @@
-"""Tests of all built-in tasks: gold answers earn 1, rewards stay in their range; corpus metrics."""
+"""All built-in tasks: gold answers earn 1, rewards stay in their range; options; corpus metrics."""
 
 import math
 from itertools import product
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import FRAMES, PERMILLE
 from vlm_grpo.task.registry import load_task
@@ -161,7 +162,8 @@ def test_the_prompt_describes_the_frame(case):
             assert frame.describe_point(IMAGE.size) in task.prompt(example)
 
 
-ACTIONS = {"actions": ["type", "scroll", "back"]}
+ACTIONS, NOSE = {"actions": ["type", "scroll", "back"]}, {"points": {"nose": [1, 2]}}
+JUDGE = {"address": "http://a", "judge_model": "b"}
 BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("counting", {}, "3", "an integer"),
     ("counting", {}, True, "an integer"),
@@ -216,23 +218,15 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
         ("numeric", {}, gold, "the answer")
         for gold in (None, True, {}, [], "", " . ", math.nan, "x" * 300, [None])
     ),
-    *(
-        ("keypoints", {}, answer, "must have points")
-        for answer in ({"boxes": []}, {"points": {}, "area": 9})
-    ),
-    *(
-        ("keypoints", {}, {"points": {"nose": point}, "area": 9}, "must be two numbers")
-        for point in ([1, 2, 2], [1, True], [1, math.nan])
-    ),
-    *(
-        ("keypoints", {}, {"points": {"nose": [1, 2]}, **more}, reason)
-        for more, reason in (
-            ({}, "a positive area, or a box"),
-            ({"area": 0}, "a positive area, or a box"),
-            ({"area": 9, "names": ["ear"]}, "the labeled ones among them"),
-            ({"area": 9, "names": ["nose", "Nose"]}, "each point once"),
-        )
-    ),
+    ("keypoints", {}, {"boxes": []}, "must have points"),
+    ("keypoints", {}, {"points": {}, "area": 9}, "must have points"),
+    ("keypoints", {}, {"points": {"nose": [1, 2, 2]}, "area": 9}, "must be two numbers"),
+    ("keypoints", {}, {"points": {"nose": [1, True]}, "area": 9}, "must be two numbers"),
+    ("keypoints", {}, {"points": {"nose": [1, math.nan]}, "area": 9}, "must be two numbers"),
+    ("keypoints", {}, NOSE, "a positive area, or a box"),
+    ("keypoints", {}, {**NOSE, "area": 0}, "a positive area, or a box"),
+    ("keypoints", {}, {**NOSE, "area": 9, "names": ["ear"]}, "the labeled ones among them"),
+    ("keypoints", {}, {**NOSE, "area": 9, "names": ["nose", "Nose"]}, "each point once"),
     *(
         ("segmentation", {}, {"boxes": [[1, 2, 3, 4]], "masks": [mask]}, reason)
         for mask, reason in (
@@ -254,6 +248,30 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
     task = load_task(name, **options)
     with pytest.raises(ValueError, match=reason):
         task.check(make_example(answer, CLIP if name == "temporal" else IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("gui", {"actions": ["tap"]}, "give a list of click"),
+        ("gui", {"actions": ["type"], "box": True}, "choose one"),
+        ("gui", {"weights": {"coverage": 1}}, "set box=true"),
+        ("gui", {"spread": 0}, "above 0"),
+        ("numeric", {"tolerance": 1.0}, r"tolerance is 1\.0; it must be from 0 to less than 1"),
+        ("segmentation", {"weights": {"mask_iou": 1.0}}, "the reward mask_iou needs segmenter"),
+        ("counting", {"weights": {"overlong": 1.0}}, "needs overlong_cache"),
+        ("judged", {}, r"set task_options\.address=…"),
+        ("judged", {**JUDGE, "address": "host:80/v1"}, "address 'host:80/v1' must start with http"),
+        ("judged", {**JUDGE, "lowest": 10.0}, "lowest=10 must be less than highest=10"),
+        ("judged", {**JUDGE, "concurrency": 0}, "concurrency is 0; it must be at least 1"),
+        ("judged", {**JUDGE, "timeout": float("inf")}, "timeout is inf"),
+        ("judged", {**JUDGE, "judge_options": {"model": "x"}}, "judge_options must not have model"),
+        ("judged", {**JUDGE, "adress": "x"}, "unknown option adress .did you mean address"),
+    ],
+)
+def test_wrong_options_are_refused(name, options, reason):
+    with pytest.raises(UserError, match=reason):
+        load_task(name, **options)
 
 
 def test_an_example_without_an_image_is_an_error():

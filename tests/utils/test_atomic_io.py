@@ -1,11 +1,9 @@
 """Atomic and durable writes, including on a disk that is really full."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from processes import SmallDisk, small_disk
+from processes import small_disk
 from safetensors import SafetensorError
 
 from vlm_grpo.errors import UserError
@@ -15,7 +13,7 @@ SIZE = 2**20  # size of the disk in bytes; the tests write more
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+def disk(tmp_path):
     with small_disk(tmp_path / "disk", SIZE) as mounted:
         yield mounted
 

@@ -19,7 +19,8 @@ from vlm_grpo.errors import Stopped
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils.timing import CallTimeout, Stopwatch, can_interrupt, time_limit
+from vlm_grpo.utils import timing
+from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -100,19 +101,16 @@ def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(monkeypa
 
 
 def test_a_hangup_that_the_process_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.reason is None
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.reason is None
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_phase_includes_the_phases_nested_in_it():
     waits: list[str | None] = []
-    stopwatch = Stopwatch()
+    stopwatch = timing.Stopwatch()
     stopwatch.wait = lambda: waits.append(stopwatch.phase)
     with stopwatch("outer"):
         with stopwatch("inner"):
