@@ -145,11 +145,15 @@ def make_batch(prompts: list[Prompt]) -> MicroBatch:
 
 
 def backpropagate(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of a weighted sum of log-probs, of the weights that have one."""
+    """Return the gradient of a weighted sum of log-probs, of the weights where it is not 0."""
     policy.model.zero_grad()
     (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    return {name: grad for name, grad in read_gradient(policy).items() if grad.any()}
+
+
+def read_gradient(policy: Policy) -> dict[str, Tensor]:
     weights = policy.trainable_parameters()
-    return {n: w.grad.clone() for n, w in weights if w.grad is not None and w.grad.any()}
+    return {name: w.grad.clone() for name, w in weights if w.grad is not None}
 
 
 def compare_with_transformers(name: str) -> tuple[float, float]:

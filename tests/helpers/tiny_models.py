@@ -1,6 +1,7 @@
 """Small random models of each family's real architecture, their prompts and their completions."""
 
-import io
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import use_fast_linears
@@ -172,11 +174,8 @@ def noise_example(
     images = []
     for index, (width, height) in enumerate(sizes):
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        images.append(
-            ImageRef(f"{name}-{index}", (width, height), (width, height), data=buffer.getvalue())
-        )
+        data, size = encode_png(Image.fromarray(pixels)), (width, height)
+        images.append(ImageRef(f"{name}-{index}", size, size, data=data))
     return Example(name, tuple(images), question, 0)
 
 
@@ -207,6 +206,16 @@ def make_prompt(policy: Policy, example: Example) -> Prompt:
     return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
 
 
+def text_prompts(policy: Policy, words: Iterable[int]) -> list[Prompt]:
+    """Build prompts without images, with questions of these numbers of words."""
+    return [make_prompt(policy, noise_example(str(n), [], "What? " * n)) for n in words]
+
+
+def image_prompts(policy: Policy, sizes: list[list[tuple[int, int]]]) -> list[Prompt]:
+    """Build prompts with images of these sizes."""
+    return [make_prompt(policy, noise_example(str(len(own)), own)) for own in sizes]
+
+
 def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
     """Build prompts with zero to two images of many sizes, and questions of many lengths."""
     random = np.random.default_rng(0)
@@ -234,7 +243,10 @@ def sample_groups(
     return policy.sample(prompts, sampling, group_size, seeds, max_tokens)
 
 
-def pack_groups(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> MicroBatch:
+Groups = Sequence[tuple[Completion, ...]]
+
+
+def pack_groups(prompts: list[Prompt], groups: Groups) -> MicroBatch:
     slices, row = [], 0
     for prompt, group in zip(prompts, groups, strict=True):
         rows = tuple(range(row, row + len(group)))
@@ -243,7 +255,18 @@ def pack_groups(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> 
     return MicroBatch(tuple(slices))
 
 
-def sampled_logprobs(groups: list[tuple[Completion, ...]]) -> Tensor:
+def read_tokens(groups: Groups) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def assert_same_samples(found: Groups, expected: Groups) -> None:
+    """Compare samples of models in float64: equal tokens, and log-probs that differ by rounding."""
+    assert read_tokens(found) == read_tokens(expected)
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-9)
+
+
+def sampled_logprobs(groups: Groups) -> Tensor:
     """Return the log-probabilities recorded while sampling, of all tokens in order."""
     return torch.tensor([value for group in groups for c in group for value in c.logprobs])
 

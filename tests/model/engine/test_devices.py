@@ -4,13 +4,13 @@ GPU with its own kernels, are close to those in float32 on the CPU."""
 import numpy as np
 import pytest
 import torch
+from family_policies import read_gradient
 from gpu_standins import record_copies
 from gradients import relative_distance, relative_error
-from meta_device import DEVICE, build_policy, no_host_tensors, sample, use_gpu_kernels
+from meta_device import DEVICE, SIZES, build_policy, no_host_tensors, sample, use_gpu_kernels
 from tiny_models import (
     FAMILIES,
-    make_prompt,
-    noise_example,
+    image_prompts,
     pack_groups,
     sample_groups,
     sampled_logprobs,
@@ -37,10 +37,6 @@ WRONG = (
     lambda x: torch.tensor([0], device=x.device),
     lambda x: x[x > 0],
 )
-
-
-def build_prompts(policy: Policy, sizes: list[list[tuple[int, int]]]) -> list[Prompt]:
-    return [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
 
 
 def build_batch(prompts: list[Prompt]) -> MicroBatch:
@@ -80,7 +76,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
     policy = build_policy(family, lora)
-    batch = build_batch(build_prompts(policy, [[(56, 56), (84, 28)], [(28, 56)], []]))
+    batch = build_batch(image_prompts(policy, SIZES))
     with no_host_tensors():
         policy.score(batch).logprobs.sum().backward()
     trained = policy.trainable_parameters()
@@ -125,8 +121,7 @@ def compute(policy: Policy, prompts: list[Prompt]) -> tuple[Tensor, dict[str, Te
     """Return the log-probs of completions, and the gradient of their sum."""
     logprobs = policy.score(build_batch(prompts)).logprobs
     logprobs.sum().backward()
-    trained = policy.trainable_parameters()
-    grads = {name: w.grad.cpu().double() for name, w in trained if w.grad is not None}
+    grads = {name: grad.cpu() for name, grad in read_gradient(policy).items()}
     return logprobs.detach().cpu(), grads
 
 
@@ -135,7 +130,7 @@ def compute(policy: Policy, prompts: list[Prompt]) -> tuple[Tensor, dict[str, Te
 def test_features_samples_scores_and_gradients(family, device):
     """The bounds are about twice the errors of bfloat16 on a CPU, in nats."""
     pair = policy, exact = build_pair(family, device)
-    prompts = build_prompts(exact, [[(112, 84), (84, 28)], [(28, 56)], []])
+    prompts = image_prompts(exact, [[(112, 84), (84, 28)], [(28, 56)], []])
     with torch.no_grad():
         features = [
             [f for x in prompts for f in p.family.encode_images(p.model, p.family.split_images(x))]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
-from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups
+from recorded import record_calls
+from tiny_models import mixed_prompts, read_tokens, sample_groups, text_prompts
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
@@ -117,8 +118,7 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(family, parts, monkeyp
     found = sample_groups(policy, prompts, max_tokens=600)
     shortest = min(len(prompt.token_ids) for prompt in prompts)
     assert {given[1] for given in calls} == ({shortest} if family != "gemma3" else set())
-    for group, other in zip(found, expected, strict=True):
-        assert [c.token_ids for c in group] == [c.token_ids for c in other]
+    assert read_tokens(found) == read_tokens(expected)
 
 
 def test_empty_slots_have_as_many_tokens_as_parts():
@@ -240,17 +240,9 @@ def test_layers_that_differ_are_counted_one_by_one(name, per_token, state, monke
     place = config.vocab_size * (2 + LOGIT_BYTES) + 2 * state
     assert count(config, (1000, 4)) == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
 
-    caches: list[KVCache] = []
-    open_cache = SharedEngine.open_cache
-
-    def record(decoder: SharedEngine, *arguments: Any) -> KVCache:
-        caches.append(open_cache(decoder, *arguments))
-        return caches[-1]
-
-    monkeypatch.setattr(SharedEngine, "open_cache", record)
-    prompt = make_prompt(policy, noise_example("0", [], "What?"))
-    sample_groups(policy, [prompt], group_size=3, length=2)
-    [cache] = caches
+    opened = record_calls(monkeypatch, SharedEngine, "open_cache")
+    sample_groups(policy, text_prompts(policy, (1,)), group_size=3, length=2)
+    [(*_, cache)] = opened
     tokens = cache.size.prompt_length + 3 * 2
     assert cache.count_bytes() == tokens * 2 * per_token + (1 + 3) * state
     # The CPU's kernel reads the tokens of a key head one after the other.

@@ -1,13 +1,15 @@
 """The fast layers, and those with weights prepared for a rollout, equal the plain layers."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gradients import relative_error
+from gradients import output_and_gradients, relative_error
 from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
+from recorded import Call, record_calls
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,15 +70,11 @@ def make_net(
     return net
 
 
-def output_and_gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Return the output and the gradients of input and weights, by name."""
-    x = x.clone().requires_grad_()
-    net.zero_grad()
-    output = net(x)
-    output.float().pow(2).sum().backward()
-    assert x.grad is not None
-    grads = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    return {"output": output.detach(), "input": x.grad, **grads}
+def compute(net: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Return the output of ``run``, or of the network, and the gradients of input and weights."""
+    weights = [weight for weight in net.parameters() if weight.requires_grad]
+    inputs = [x.detach().requires_grad_(), *weights]
+    return output_and_gradients(lambda x, *_: (run or net)(x), inputs)
 
 
 # Sums of 52 products: float32 has 24 bits, bfloat16 8; float64 goes through the plain layer.
@@ -89,18 +87,18 @@ def test_values_and_gradients_equal_the_plain_layers(dtype, bound, shape, kind):
     net = make_net(kind, dtype, fast=False)
     before = {n: w.clone() for n, w in net.state_dict().items()}
     x = torch.randn(shape, dtype=dtype)
-    plain = output_and_gradients(net, x)
+    plain = compute(net, x)
     use_fast_linears(net)
-    fast = output_and_gradients(net, x)
+    fast = compute(net, x)
     assert is_fast(net.down)
     assert is_adapted(net.down) == (kind != "full")
-    assert {name: fast[name].dtype for name in fast} == {name: plain[name].dtype for name in plain}
-    for name, value in plain.items():
-        assert relative_error(fast[name], value) < bound, name
+    for found, expected in zip(fast, plain, strict=True):
+        assert found.dtype == expected.dtype
+        assert relative_error(found, expected) < bound
     with torch.no_grad(), rollout_weights(net):
-        assert relative_error(net(x), plain["output"]) < bound
+        assert relative_error(net(x), plain[0]) < bound
     # The prepared weights are dropped.
-    assert torch.equal(net(x), fast["output"])
+    assert torch.equal(net(x), fast[0])
     assert list(net.state_dict()) == list(before)
     assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
 
@@ -112,7 +110,7 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
     net, x = make_net(kind, torch.bfloat16), torch.randn(6, IN).bfloat16()
     for layer in net.children():
         layer.scaling["default"] = scaling
-    expected = output_and_gradients(net, x)
+    expected = compute(net, x)
     layers = use_fast_linears(net)
     assert layers == list(net.children())
 
@@ -123,15 +121,8 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
         assert not any("cast_factors" in vars(layer) for layer in layers)
         return output
 
-    net.zero_grad()
-    x = x.requires_grad_()
-    run(x).float().pow(2).sum().backward()
-    named = [*net.named_parameters(), ("input", x)]
-    found = {name: p.grad for name, p in named if p.grad is not None}
-    assert {"output", *found} == set(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert all(map(torch.equal, compute(net, x, run), expected))
     # Of two layers of a shape, only the second has a gradient.
-    net.zero_grad()
     other = make_net(kind, torch.bfloat16)
     with cast_together([*layers, *use_fast_linears(other)]):
         other.q_proj(x).float().sum().backward()
@@ -214,23 +205,16 @@ def test_frozen_siblings_move_together_once_and_are_multiplied_at_once(kind, mon
     net, x = make_net(kind, torch.bfloat16), torch.randn(6, IN).bfloat16()
     before = {name: weight.clone() for name, weight in net.state_dict().items()}
     bases = [getattr(net, name).base_layer for name in SIBLINGS]
-    calls: list[int] = []
-    linear = nn.functional.linear
-
-    def record(x: Tensor, weight: Tensor, *bias: Any) -> Tensor:
-        calls.append(len(weight))
-        return linear(x, weight, *bias)
-
     addresses = []
     for _ in range(2):
         expected = net(x)
         with monkeypatch.context() as patch, torch.no_grad(), rollout_weights(net):
-            patch.setattr(nn.functional, "linear", record)
+            products = record_calls(patch, nn.functional, "linear")
             found = net(x)
+        # The adapters have 3 · 4 and 4 rows beside them, in multiples of 8.
+        assert [len(call.arguments[1]) for call in products] == [32 + 8 + 12 + 16, IN + 8]
         assert relative_error(found, expected.detach()) < 2e-2
         addresses.append([base.weight.data_ptr() for base in bases])
-    # The adapters have 3 · 4 and 4 rows beside them, in multiples of 8.
-    assert calls == [32 + 8 + 12 + 16, IN + 8] * 2
     assert addresses[0] == addresses[1]
     assert len({base.weight.untyped_storage().data_ptr() for base in bases}) == 1
     assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
@@ -242,18 +226,13 @@ def test_frozen_siblings_move_together_once_and_are_multiplied_at_once(kind, mon
 
 
 @pytest.fixture
-def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the width of each product with reordered weights."""
-    found: list[int] = []
-    multiply = module.multiply_by_onednn
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Return a list that receives the products with reordered weights."""
+    return record_calls(monkeypatch, module, "multiply_by_onednn")
 
-    def count(*arguments: Any) -> Tensor:
-        output = multiply(*arguments)
-        found.append(output.shape[-1])
-        return output
 
-    monkeypatch.setattr(module, "multiply_by_onednn", count)
-    return found
+def get_widths(products: list[Call]) -> list[int]:
+    return [call.result.shape[-1] for call in products]
 
 
 in_each_precision = pytest.mark.parametrize(
@@ -273,7 +252,7 @@ in_each_precision = pytest.mark.parametrize(
 @pytest.mark.parametrize("targets", [SIBLINGS, ["v_proj"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_read_the_same_input_are_multiplied_at_once(
-    kind, targets, dtype, bound, widths
+    kind, targets, dtype, bound, products
 ):
     net = make_net(kind, dtype, targets)
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((5, IN), (2, 3, IN))]
@@ -281,14 +260,14 @@ def test_layers_that_read_the_same_input_are_multiplied_at_once(
     with torch.no_grad(), rollout_weights(net):
         found = [net(x) for x in inputs]
     factors = [RANK * len(targets)] if kind != "full" and dtype == torch.bfloat16 else []
-    assert widths == [*factors, 32 + 8 + 12, IN] * 2
+    assert get_widths(products) == [*factors, 32 + 8 + 12, IN] * 2
     for output, other in zip(found, expected, strict=True):
         assert output.shape == other.shape
         assert relative_error(output, other.detach()) < bound
 
 
 @in_each_precision
-def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, widths):
+def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, products):
     net = make_net("lora", dtype, SIBLINGS)
     x, other = torch.randn(2, 5, IN, dtype=dtype).unbind()
     expected = net(x, other)
@@ -297,7 +276,7 @@ def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, wi
     # In bfloat16 the adapters are beside the weights.
     factor, factors = ([], []) if dtype == torch.float32 else ([RANK], [3 * RANK])
     others = [*factor, 8, *factor, 12, IN]
-    assert widths == [*factors, 32 + 8 + 12, *others, *factor, 32, *others]
+    assert get_widths(products) == [*factors, 32 + 8 + 12, *others, *factor, 32, *others]
     for output in found:
         assert relative_error(output, expected.detach()) < bound
 
