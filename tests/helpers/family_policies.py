@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
-from tiny_models import make_builder, make_prompt, noise_example, tiny_model, wrap_model
+from tiny_models import (
+    make_builder,
+    make_prompt,
+    noise_example,
+    pack_tokens,
+    tiny_model,
+    wrap_model,
+)
 from torch import Tensor
 
 from vlm_grpo.config.policy import PolicySettings
@@ -13,7 +20,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.adapters import apply_lora_or_freeze
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.families.family import place
@@ -64,8 +71,7 @@ def build_prompt(policy: Policy, side: int = 112) -> Prompt:
 
 
 def build_batch(prompt: Prompt, group: int = 3, length: int = 5) -> MicroBatch:
-    completion = tuple(range(70, 70 + length))
-    return MicroBatch((GroupSlice(prompt, (completion,) * group, tuple(range(group))),))
+    return pack_tokens([prompt], [[tuple(range(70, 70 + length))] * group])
 
 
 def build_family_model(name: str) -> tuple[Any, Any]:
@@ -137,11 +143,7 @@ def score_each_alone(model: Any, batch: MicroBatch) -> Tensor:
 
 def make_batch(prompts: list[Prompt]) -> MicroBatch:
     groups: Any = [((70, 71, 72, 73), (80, 81)), ((90, 91, 92),), ((75,), (76, 77)), ((78, 79),)]
-    slices = tuple(
-        GroupSlice(prompt, group, tuple(range(len(group))))
-        for prompt, group in zip(prompts, groups, strict=False)
-    )
-    return MicroBatch(slices)
+    return pack_tokens(prompts, groups[: len(prompts)])
 
 
 def backpropagate(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Small random models of each family's real architecture, their prompts and their completions."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -247,11 +247,16 @@ Groups = Sequence[tuple[Completion, ...]]
 
 
 def pack_groups(prompts: list[Prompt], groups: Groups) -> MicroBatch:
-    slices, row = [], 0
+    return pack_tokens(prompts, read_tokens(groups))
+
+
+def pack_tokens(
+    prompts: Sequence[Prompt], groups: Sequence[Sequence[tuple[int, ...]]]
+) -> MicroBatch:
+    """Build a micro-batch of the tokens of each prompt's completions."""
+    slices, row = [], count()
     for prompt, group in zip(prompts, groups, strict=True):
-        rows = tuple(range(row, row + len(group)))
-        slices.append(GroupSlice(prompt, tuple(c.token_ids for c in group), rows))
-        row += len(group)
+        slices.append(GroupSlice(prompt, tuple(group), tuple(islice(row, len(group)))))
     return MicroBatch(tuple(slices))
 
 

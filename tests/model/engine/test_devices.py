@@ -12,6 +12,7 @@ from tiny_models import (
     FAMILIES,
     image_prompts,
     pack_groups,
+    pack_tokens,
     sample_groups,
     sampled_logprobs,
     tiny_policy,
@@ -20,11 +21,10 @@ from torch import Tensor
 
 from vlm_grpo.model import transfer
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.shared import CHECK_EVERY
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.types import Prompt
 
 TOKENS = ((70, 71, 72, 73), (74, 75), (76,))
 WRONG = (
@@ -37,11 +37,6 @@ WRONG = (
     lambda x: torch.tensor([0], device=x.device),
     lambda x: x[x > 0],
 )
-
-
-def build_batch(prompts: list[Prompt]) -> MicroBatch:
-    group = tuple(Completion(t, (0.0,) * len(t), "", "eos", ()) for t in TOKENS)
-    return pack_groups(prompts, [group] * len(prompts))
 
 
 def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch):
@@ -76,7 +71,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
     policy = build_policy(family, lora)
-    batch = build_batch(image_prompts(policy, SIZES))
+    batch = pack_tokens(image_prompts(policy, SIZES), [TOKENS] * 3)
     with no_host_tensors():
         policy.score(batch).logprobs.sum().backward()
     trained = policy.trainable_parameters()
@@ -119,7 +114,7 @@ def build_pair(family: str, device: str) -> tuple[Policy, Policy]:
 
 def compute(policy: Policy, prompts: list[Prompt]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs of completions, and the gradient of their sum."""
-    logprobs = policy.score(build_batch(prompts)).logprobs
+    logprobs = policy.score(pack_tokens(prompts, [TOKENS] * 3)).logprobs
     logprobs.sum().backward()
     grads = {name: grad.cpu() for name, grad in read_gradient(policy).items()}
     return logprobs.detach().cpu(), grads
