@@ -13,18 +13,10 @@ from tiny_models import mixed_prompts, read_tokens, sample_groups, text_prompts
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine import kernels, kv_cache
 from vlm_grpo.model.engine.attention import PrefillAttention
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.kernels import GroupSpan
-from vlm_grpo.model.engine.kv_cache import (
-    CachedKeys,
-    CacheSize,
-    KVCache,
-    SharedKeys,
-    SlotScheduler,
-    count_free_tokens,
-)
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 
@@ -47,7 +39,7 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, 
     query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
     key, value = torch.randn(2, 3, 7, 2, 8, dtype=torch.float64)
     lengths = torch.tensor([5, 5, 5] if equal else [5, 1, 4])
-    visible = CachedKeys.build(lengths, 5, equal, key)
+    visible = kv_cache.CachedKeys.build(lengths, 5, equal, key)
     output, lse = visible(query, key, value, 0.3)
     for row, length in enumerate(lengths.tolist()):
         check_attention(output[row], lse[row], query[row], key[row, :length], value[row, :length])
@@ -58,7 +50,7 @@ def test_one_kernel_attends_to_parts_of_prompts_and_own_tokens_of_a_cache_that_h
     parts, monkeypatch
 ):
     use_plain_varlen(monkeypatch)
-    cache = KVCache(CacheSize(3, 5, 7, 4))
+    cache = kv_cache.KVCache(kv_cache.CacheSize(3, 5, 7, 4))
     prefill = PrefillAttention([GroupSpan(0, 2, ())])
     first, second = torch.zeros(2, 1, 2, 2, 8).double()
     prefill.keys, prefill.heads = {0: (first, second)}, [(4, 2)]
@@ -68,10 +60,10 @@ def test_one_kernel_attends_to_parts_of_prompts_and_own_tokens_of_a_cache_that_h
     for tensor in (*cache.prompts[0], *cache.completions[0]):
         tensor.normal_()
     lengths = torch.tensor([5, 6]), torch.tensor([1, 4, 2])
-    visible = [CachedKeys(x, int(x.max())) for x in lengths]
+    visible = [kv_cache.CachedKeys(x, int(x.max())) for x in lengths]
     queries = torch.randn(2, 3, 2, 8).double(), torch.randn(3, 2, 2, 8).double()
     rows = torch.cat([x.flatten(0, 1) for x in (*[queries[0]] * parts, queries[1])])
-    keys = SharedKeys.build(cache, [3, 2], visible, parts)
+    keys = kv_cache.SharedKeys.build(cache, [3, 2], visible, parts)
     assert keys.longest == (3, 6 if parts == 1 else 4)
     output, lse = keys(rows, *cache.joined[0], 0.3)
     start = 0
@@ -96,7 +88,7 @@ def test_prompts_are_split_where_a_gpu_would_be_idle(monkeypatch):
 
 def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row():
     keys = torch.zeros(2, 5, 1, 1)
-    every = CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
+    every = kv_cache.CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
     mask = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
     assert mask is not None
     assert [[row.nonzero().flatten().tolist() for row in seen] for seen in mask[:, 0] == 0] == [
@@ -122,7 +114,7 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(family, parts, monkeyp
 
 
 def test_empty_slots_have_as_many_tokens_as_parts():
-    scheduler = SlotScheduler(np.array([5, 7]), [2, 2], slots=2, places=2)
+    scheduler = kv_cache.SlotScheduler(np.array([5, 7]), [2, 2], slots=2, places=2)
     scheduler.admit()  # the completions of one prompt fill all places
     _, lengths, *_ = scheduler.build_index([(4, 2)], torch.device("cpu"), parts=3)
     assert lengths.tolist() == [7, 3]
@@ -132,7 +124,7 @@ def test_empty_slots_have_as_many_tokens_as_parts():
 def test_every_completion_gets_a_place_beside_its_prompt(slots, places):
     """A place is free for another completion, of any prompt, as soon as its own is finished."""
     random = np.random.default_rng(0)
-    scheduler = SlotScheduler(np.array([5, 3, 1, 6, 2, 4]), [4] * 6, slots, places)
+    scheduler = kv_cache.SlotScheduler(np.array([5, 3, 1, 6, 2, 4]), [4] * 6, slots, places)
     left = random.integers(1, 9, 24)  # steps until each completion is finished
     started: list[int] = []
     steps = 0
@@ -157,7 +149,7 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots, places):
 
 
 def test_empty_places_are_given_up_when_none_waits():
-    scheduler = SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
+    scheduler = kv_cache.SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
     scheduler.admit()
     assert scheduler.shrink(0.5) is None
     for active, slots, places in (([2, 4], [0, 1], [2, 4]), ([4], [1], [1])):
@@ -169,7 +161,7 @@ def test_empty_places_are_given_up_when_none_waits():
 
 
 def test_an_empty_slot_is_kept_beside_the_first_prompt():
-    scheduler = SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
+    scheduler = kv_cache.SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
     scheduler.admit()
     scheduler.release(np.isin(np.arange(6), [0, 4]))
     kept = scheduler.shrink(0.5)
@@ -203,7 +195,9 @@ def set_memory(
 
 
 def count(config: Any, completions: tuple[int, int], kept: int = 0, device: str = "cuda") -> int:
-    return count_free_tokens(config, torch.device(device), torch.bfloat16, completions, kept)
+    return kv_cache.count_free_tokens(
+        config, torch.device(device), torch.bfloat16, completions, kept
+    )
 
 
 def test_tokens_that_fit_into_free_memory(monkeypatch):
