@@ -21,6 +21,8 @@ ERNIE = {
     for what in ("image", "video")
     for part, mark in (("", "PLACEHOLDER"), ("start_", "START"), ("end_", "END"))
 }
+MINICPM = {"image_start": "<image>", "image_end": "</image>"}
+MINICPM |= {"slice_start": "<slice>", "slice_end": "</slice>"}
 IDEFICS: dict[str, Any] = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 
 
@@ -86,15 +88,9 @@ def _lfm2_vl() -> Any:
 
 
 def _minicpm(kind: Any) -> Any:
-    names = {f"{what}_{edge}_token" for what in ("image", "slice") for edge in ("start", "end")}
-    tokens = {n: "<{}{}>".format("/" * ("end" in n), n.partition("_")[0]) for n in sorted(names)}
-    tokenizer = tiny_tokenizer(
-        image_token="<|image_pad|>",
-        video_token="<|video_pad|>",
-        image_id_start_token="<image_id>",
-        image_id_end_token="</image_id>",
-        **tokens,
-    )
+    pads = {f"{what}_token": f"<|{what}_pad|>" for what in ("image", "video")}
+    marks = MINICPM | {"image_id_start": "<image_id>", "image_id_end": "</image_id>"}
+    tokenizer = tiny_tokenizer(**pads, **{f"{name}_token": mark for name, mark in marks.items()})
     images = hf.MiniCPMV4_6ImageProcessor(max_slice_nums=4, scale_resolution=56)
     return kind(images, hf.MiniCPMV4_6VideoProcessor(), tokenizer)
 
