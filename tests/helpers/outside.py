@@ -4,13 +4,13 @@ that several ranks of ``tests/training/test_steps_ahead.py`` make with it."""
 import copy
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from processes import wait_for
 from small_runs import small_run
 
 from vlm_grpo.config.run import Settings
@@ -43,12 +43,8 @@ def train_on_ranks(folder: Path, model: Path, resume: bool) -> None:
         def hang(number: int) -> None:
             if number != 1 or resume or not strategy.accelerator.is_main_process:
                 return
-            for reached in (
-                lambda: "update" in stopwatch.seconds,
-                lambda: stopwatch.phase == "rollout",
-            ):
-                while not reached():
-                    time.sleep(0.001)
+            wait_for(lambda: "update" in stopwatch.seconds)
+            wait_for(lambda: stopwatch.phase == "rollout")
             stop.signal = signal.SIGINT
             released.wait()
 

@@ -92,44 +92,28 @@ def make_tar(members: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
 
 
 IMAGES = {name: png(*size, shade=90 + size[0]) for name, size in SIZES.items()}
+_ANSWER = {"question": "How many cups?", "answer": 1}
 SAMPLES = {
     f"{name}{suffix}": content
     for name in SIZES
     for suffix, content in (
         (".png", IMAGES[name]),
-        (".json", json.dumps({"question": "How many cups?", "answer": 1}).encode()),
+        (".json", json.dumps(_ANSWER).encode()),
     )
 }
 _FILES = {f"{name}.png": data for name, data in IMAGES.items()}
-_IN_IMAGES = {f"images/{name}": data for name, data in _FILES.items()}
+_VOC = {f"Annotations/{name}.xml": voc_xml(name) for name in SIZES}
+_YOLO = {f"labels/{name}.txt": yolo_labels(name) for name in SIZES}
+_ROWS = [{"file_name": f"{name}.png", **_ANSWER} for name in SIZES]
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "coco": ("instances.json", {"instances.json": COCO, **_FILES}),
     "captions": ("captions.json", {"captions.json": CAPTIONS, **_FILES}),
-    "voc": (
-        "",
-        {
-            **{f"Annotations/{name}.xml": voc_xml(name) for name in SIZES},
-            **{f"JPEGImages/{name}": data for name, data in _FILES.items()},
-        },
-    ),
+    "voc": ("", {**_VOC, **{f"JPEGImages/{name}": data for name, data in _FILES.items()}}),
     "yolo": (
         "data.yaml",
-        {
-            "data.yaml": YAML,
-            **{f"labels/{name}.txt": yolo_labels(name) for name in SIZES},
-            **_IN_IMAGES,
-        },
+        {"data.yaml": YAML, **_YOLO, **{f"images/{name}": data for name, data in _FILES.items()}},
     ),
-    "metadata": (
-        "",
-        {
-            "metadata.jsonl": [
-                {"file_name": f"{name}.png", "question": "How many cups?", "answer": 1}
-                for name in SIZES
-            ],
-            **_FILES,
-        },
-    ),
+    "metadata": ("", {"metadata.jsonl": _ROWS, **_FILES}),
     "webdataset": ("shard-0.tar", {"shard-0.tar": make_tar(SAMPLES)}),
 }
 """Source and files of each format."""

@@ -35,8 +35,7 @@ from torch.utils._pytree import tree_leaves
 from transfer_server import GPU, run_transfer_server
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_run_task
-from vlm_grpo.data.loading import load_split
+from vlm_grpo.data.loading import load_run
 from vlm_grpo.dist.collectives import gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
@@ -398,8 +397,7 @@ CHECKED: set[str] = set()
 
 def build_trainer(settings: Settings) -> Trainer:
     """Build a trainer. Only the first of its policy settings compares the forms of the prompt."""
-    task = load_run_task(settings)
-    examples = load_split(settings, task, "train")
+    task, examples, _ = load_run(settings)
     accelerator = build_accelerator(settings)
     torch.manual_seed(0)
     policy, kind = load_policy(settings), settings.policy.model_dump_json()

@@ -276,10 +276,15 @@ def sampled_logprobs(groups: Groups) -> Tensor:
     return torch.tensor([value for group in groups for c in group for value in c.logprobs])
 
 
+def fill_adapters(model: nn.Module) -> None:
+    """Draw the factors that are initially 0, which would leave the model's output unchanged."""
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+
+
 def add_lora(policy: Policy, target_modules: list[str]) -> None:
     torch.manual_seed(1)
     get_peft_model(policy.model, LoraConfig(r=4, target_modules=target_modules))
-    for name, weight in policy.model.named_parameters():
-        if "lora_B" in name:  # initially 0, which would leave the model's output unchanged
-            nn.init.normal_(weight, std=0.1)
+    fill_adapters(policy.model)
     policy.adapted_layers = use_fast_linears(policy.model)

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import compiled_steps
 import forked
@@ -131,10 +132,7 @@ def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     policy.engine.use_capture(TracedStep)
     expected = sample(policy)
-
-    def fail(state: SamplerState) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("out of memory"))
     with monkeypatch.context() as patch:
         patch.setattr(SamplerState, "update_active", fail)
         with pytest.raises(torch.OutOfMemoryError):

@@ -54,10 +54,8 @@ def score_plainly(policy: Policy, groups: tuple[GroupSlice, ...]) -> Tensor:
         for number, own in enumerate(group.completions):
             parts: list[tuple[Prompt, tuple[int, ...]]] = [(group.prompt, own)]
             for observation in group.observations[number] if group.observations else ():
-                (prompt, rest), start = (
-                    parts.pop(),
-                    observation.start - sum(len(tokens) for _, tokens in parts),
-                )
+                prompt, rest = parts.pop()
+                start = observation.start - sum(len(tokens) for _, tokens in parts)
                 parts += [(prompt, rest[:start]), (observation.prompt, rest[start:])]
             found.append(score_parts(policy, parts))
     return torch.cat(found)
@@ -136,20 +134,15 @@ def test_sampling_goes_on_behind_observations_with_one_pass_over_the_prompt(name
     group, other, _ = make_groups(policy, name)
     # The first two texts of a group have been answered, and one of another prompt.
     begun = [(group.prompt, (70, 71), group.observations[0][:1])]
-    begun += [
-        (group.prompt, (82,), group.observations[2]),
-        (other.prompt, (90,), other.observations[0]),
-    ]
+    begun.append((group.prompt, (82,), group.observations[2]))
+    begun.append((other.prompt, (90,), other.observations[0]))
     prompts = [extend_prompt(p, Path(own, observed)) for p, own, observed in begun]
     lengths = [len(own) for _, own, _ in begun]
     sampling = SamplingSettings(policy.distribution, 8)
     groups = policy.sample(prompts, sampling, 1, [(0, i) for i in range(3)], begun=lengths)
-    own = [len(prompt.token_ids) for prompt in (group.prompt, other.prompt)]
-    rest = [
-        len(whole.token_ids) - len(prompt.token_ids)
-        for whole, (prompt, *_) in zip(prompts, begun, strict=True)
-    ]
-    assert policy.counters.prefill_tokens == sum(own) + sum(rest)
+    # Two of them begin with the same prompt.
+    tokens = sum(len(prompt.token_ids) for prompt in prompts) - len(group.prompt.token_ids)
+    assert policy.counters.prefill_tokens == tokens
     for (prompt, before, observed), (completion,) in zip(begun, groups, strict=True):
         assert len(completion.token_ids) == 8 - len(before)
         piece = GroupSlice(prompt, ((*before, *completion.token_ids),), (0,), (observed,))

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
+from tiny_models import (
+    make_prompt,
+    mixed_prompts,
+    noise_example,
+    pack_tokens,
+    sample_groups,
+    tiny_policy,
+)
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import (
     SamplerState,
     SamplingDistribution,
@@ -19,22 +25,19 @@ from vlm_grpo.model.engine.sampling import (
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
-
-def image_prompt(policy: Policy) -> Prompt:
-    return make_prompt(policy, noise_example("a", [(56, 56)]))
+EXAMPLE = noise_example("a", [(56, 56)])
 
 
 def first_token_logprobs(policy: Policy, prompt: Prompt) -> torch.Tensor:
     """Return the log-probability of every token of the vocabulary as the first one."""
-    every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
-    batch = MicroBatch((GroupSlice(prompt, every, tuple(range(len(every)))),))
+    every = [(token,) for token in range(policy.model.config.text_config.vocab_size)]
     with torch.no_grad():
-        return policy.score(batch).logprobs
+        return policy.score(pack_tokens([prompt], [every])).logprobs
 
 
 def test_sampled_frequencies_follow_the_scored_distribution():
     policy = tiny_policy("qwen2_5_vl")
-    prompt = image_prompt(policy)
+    prompt = make_prompt(policy, EXAMPLE)
     samples = 4000
     (group,) = sample_groups(policy, [prompt], samples, length=1)
     probabilities = first_token_logprobs(policy, prompt).double().exp().numpy()
@@ -129,7 +132,7 @@ def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one():
 
 def test_temperature_is_part_of_the_scored_distribution():
     cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
-    prompt = image_prompt(cold)
+    prompt = make_prompt(cold, EXAMPLE)
     a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
     # log-odds between two tokens scale with 1 / temperature.
     assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)

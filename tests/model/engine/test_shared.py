@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -280,12 +281,8 @@ def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(monk
     with pytest.raises(torch.OutOfMemoryError):
         sample_groups(policy, prompts)
     assert policy.describe_engine().endswith("as CUDA graphs")  # the next ones may fit
-
-    def refuse(*arguments: Any) -> None:
-        raise TypeError("a wrong step")
-
     policy.engine.use_capture(TracedStep)
-    monkeypatch.setattr(shared, "DecodeAttention", refuse)
+    monkeypatch.setattr(shared, "DecodeAttention", Mock(side_effect=TypeError("a wrong step")))
     with pytest.raises(TypeError, match="a wrong step"):
         sample_groups(policy, prompts)
     assert not caplog.records
