@@ -38,6 +38,7 @@ PATCHES = {"patch_size": 16, "num_position_embeddings": 64}
 SIGLIP = {"vision_config": {"model_type": "siglip_vision_model"}}
 CLIP = {"vision_config": {"model_type": "clip_vision_model"}}
 PIXTRAL = {"model_type": "pixtral", "head_dim": 16, "image_size": 84}
+IN_PIXTRAL: Any = {"vision_config": PIXTRAL, "vision_feature_layer": -1}
 LINE_BREAK = "Ċ"  # how byte-level tokenizers write it
 LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
@@ -166,7 +167,7 @@ def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
 
 def _build_gemma3n() -> tuple[Any, Any]:
     """Build Gemma 3n with another convolutional tower than that of the package timm."""
-    vocabulary = {"vocab_size": 4, "vocab_offset": 1000, "rms_norm_eps": 1e-6}
+    vision = {"vocab_size": 4, "vocab_offset": 1000, "rms_norm_eps": 1e-6, "hidden_size": 32}
     audio = {
         "vocab_size": 4, "vocab_offset": 1004, "hidden_size": 16, "conf_num_attention_heads": 2,
         "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [4, 4],
@@ -180,18 +181,12 @@ def _build_gemma3n() -> tuple[Any, Any]:
     build = towers.from_config
 
     def build_tower(config: Any) -> Any:
-        return build(
-            hf.ConvNextConfig(**CONVNEXT) if config.model_type == "gemma3n_vision" else config
-        )
+        is_vision = config.model_type == "gemma3n_vision"
+        return build(hf.ConvNextConfig(**CONVNEXT) if is_vision else config)
 
+    own: Any = {"vision_config": vision, "vision_soft_tokens_per_image": 4, "audio_config": audio}
     with patch.object(towers, "from_config", build_tower):
-        return _model(
-            "gemma3n",
-            text,
-            vision_config=vocabulary | {"hidden_size": 32},
-            vision_soft_tokens_per_image=4,
-            audio_config=audio,
-        )()
+        return _build("gemma3n", "gemma3n", text, **own)
 
 
 VISION_MARKS = {f"vision_{edge}": f"<|vision_{edge}|>" for edge in ("start", "end")}
@@ -245,17 +240,9 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "llava_onevision", QWEN2, image_grid_pinpoints=TILES, vision_feature_layer=-1, **SIGLIP
     ),
     "pixtral": partial(
-        _build,
-        "llava",
-        "pixtral",
-        MISTRAL,
-        vision_feature_select_strategy="full",
-        vision_config=PIXTRAL,
-        vision_feature_layer=-1,
+        _build, "llava", "pixtral", MISTRAL, vision_feature_select_strategy="full", **IN_PIXTRAL
     ),
-    "mistral3": _model(
-        "mistral3", MISTRAL, spatial_merge_size=2, vision_config=PIXTRAL, vision_feature_layer=-1
-    ),
+    "mistral3": _model("mistral3", MISTRAL, spatial_merge_size=2, **IN_PIXTRAL),
     "gemma3": _model(
         "gemma3",
         {

@@ -138,12 +138,9 @@ def classify(kind: str) -> str:
         return "refused: it does not write text token by token"
     if (reason := load_family(config).why_not_shared(config)) is not None:
         return f"repeated: {reason}"
-    is_compared = kind in {*FAMILIES, *BUILDERS}
-    return (
-        "shared, compared with images above"
-        if is_compared
-        else "shared if a run's own check agrees"
-    )
+    if kind in {*FAMILIES, *BUILDERS}:
+        return "shared, compared with images above"
+    return "shared if a run's own check agrees"
 
 
 def build_count() -> str:

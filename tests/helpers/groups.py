@@ -16,11 +16,10 @@ EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
 
 
 def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> ExampleStream:
-    sources = [{"source": f"{name}.jsonl", "task": "counting", "name": name} for name in counts]
-    weights = data.pop("weights", {})
-    for source in sources:
-        source |= {"weight": weights[source["name"]]} if source["name"] in weights else {}
-    settings = Settings(seed=seed, data={"train": sources, **data})
+    sources = {n: {"source": f"{n}.jsonl", "task": "counting", "name": n} for n in counts}
+    for name, weight in data.pop("weights", {}).items():
+        sources[name]["weight"] = weight
+    settings = Settings(seed=seed, data={"train": [*sources.values()], **data})
     examples = [
         Example(f"{name}/{n}", (), "?", n, source=name)
         for name, c in counts.items()

@@ -19,14 +19,9 @@ from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 SMALL = (
-    "data.train_limit=12",
-    "data.eval=null",
-    "evaluation.every=0",
-    "logging.samples_every=0",
-    "optim.prompts_per_step=3",
-    "optim.warmup_steps=0",
+    *("data.train_limit=12", "data.eval=null", "evaluation.every=0", "logging.samples_every=0"),
+    *("optim.prompts_per_step=3", "optim.warmup_steps=0", "rollout.num_generations=4"),
     "optim.lr=1e-3",  # large enough that every snapshot is a different policy
-    "rollout.num_generations=4",
 )
 TASK = '''
 from vlm_grpo.task import Task, metric, reward

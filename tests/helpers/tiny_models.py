@@ -27,6 +27,8 @@ from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+ENDS = tuple(range(70, 110))
+"""So many tokens that end completions that they have many lengths."""
 NORMALIZATION: dict[str, Any] = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
 """That of the images, which is a clip's, too, as in Qwen3-VL's own files."""
 
@@ -152,11 +154,9 @@ def wrap_model(
     """Build the policy of a model, which samples under its own distribution with these changes."""
     family = load_family(model.config)
     loaded = LoadedModel(model, make_builder(model, processor), shared, adapters)
-    defaults = {
-        "banned": family.banned_token_ids(model.config, processor),
-        "eos": (model.generation_config.eos_token_id,),
-    }
-    return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens)
+    distribution.setdefault("banned", family.banned_token_ids(model.config, processor))
+    distribution.setdefault("eos", (model.generation_config.eos_token_id,))
+    return Policy(loaded, SamplingDistribution(**distribution), chunk_tokens)
 
 
 def make_builder(model: Any, processor: Any) -> PromptBuilder:
@@ -221,9 +221,7 @@ def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
     random = np.random.default_rng(0)
     prompts = []
     for index in range(count):
-        sizes = [
-            (int(w), int(h)) for w, h in random.integers(20, 150, (int(random.integers(0, 3)), 2))
-        ]
+        sizes = random.integers(20, 150, (random.integers(0, 3), 2)).tolist()
         question = "What? " * int(random.integers(1, 8))
         prompts.append(make_prompt(policy, noise_example(str(index), sizes, question, seed=index)))
     return prompts

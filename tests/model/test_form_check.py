@@ -133,8 +133,7 @@ def make_group(prompt: Prompt, *lengths: int) -> Group:
 
 def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     policy, prompt = checked_policy()
-    check = policy.form_check
-    assert check is not None
+    check: Any = policy.form_check
     assert check.is_larger([make_group(prompt, 3)])  # as an outside sampler's first group
     sample(policy, prompt)
     assert not check.is_larger([make_group(prompt, 3, 16)])

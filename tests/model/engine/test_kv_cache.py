@@ -9,7 +9,7 @@ import torch
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
 from recorded import record_calls
-from tiny_models import mixed_prompts, read_tokens, sample_groups, text_prompts
+from tiny_models import ENDS, mixed_prompts, read_tokens, sample_groups, text_prompts
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
@@ -89,8 +89,7 @@ def test_prompts_are_split_where_a_gpu_would_be_idle(monkeypatch):
 def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row():
     keys = torch.zeros(2, 5, 1, 1)
     every = kv_cache.CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
-    mask = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
-    assert mask is not None
+    mask: Any = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
     assert [[row.nonzero().flatten().tolist() for row in seen] for seen in mask[:, 0] == 0] == [
         [[2, 3, 4], [0, 1, 2, 3, 4]],
         [[0, 1, 2], []],
@@ -100,8 +99,7 @@ def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_th
 @pytest.mark.parametrize(("family", "parts"), [("qwen2_5_vl", 1), ("qwen2_5_vl", 3), ("gemma3", 3)])
 def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(family, parts, monkeypatch):
     """Layers with windows, which need masks, do not split prompts."""
-    eos = tuple(range(70, 110))
-    policy = build_family_policy(family, torch.float64, shared=True, eos=eos)
+    policy = build_family_policy(family, torch.float64, shared=True, eos=ENDS)
     prompts = mixed_prompts(policy, 4)
     expected = sample_groups(policy, prompts, max_tokens=600)  # a few places at a time
     use_plain_varlen(monkeypatch)
@@ -154,8 +152,7 @@ def test_empty_places_are_given_up_when_none_waits():
     assert scheduler.shrink(0.5) is None
     for active, slots, places in (([2, 4], [0, 1], [2, 4]), ([4], [1], [1])):
         scheduler.release(np.isin(np.arange(8), active))
-        kept = scheduler.shrink(0.5)
-        assert kept is not None
+        kept: Any = scheduler.shrink(0.5)
         assert (kept[0].tolist(), kept[1].tolist()) == (slots, places)
         assert scheduler.rows.tolist() == active
 
@@ -164,8 +161,7 @@ def test_an_empty_slot_is_kept_beside_the_first_prompt():
     scheduler = kv_cache.SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
     scheduler.admit()
     scheduler.release(np.isin(np.arange(6), [0, 4]))
-    kept = scheduler.shrink(0.5)
-    assert kept is not None
+    kept: Any = scheduler.shrink(0.5)
     assert [part.tolist() for part in kept] == [[0, 2, 1], [0, 4, 1]]
     assert scheduler.prompts.tolist() == [0, 2, -1]
 

@@ -15,6 +15,7 @@ from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
 from recorded import record_calls
 from tiny_models import (
+    ENDS,
     FAMILIES,
     add_lora,
     assert_same_samples,
@@ -121,8 +122,8 @@ def test_videos_are_taken_where_they_are_supported(family, overrides):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
     policy = tiny_policy(family)
-    assert policy.budget is not None
-    policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
+    budget: Any = policy.budget
+    policy.prompts.budget = replace(budget, video_pixels=12 * 64 * 64)
     image = noise_example("i", [(56, 84)]).images[0]
     clip = Example("large", (noise_clip("g", (300, 300), 12), image), "?", 0)
     resized = policy.prompts.with_resized_sizes(clip).images
@@ -195,8 +196,7 @@ def test_rollouts_of_varied_lengths_need_few_captures_on_a_gpu(monkeypatch):
     """With FlashAttention a step of any length is the same; only the number of rows changes it."""
     use_plain_varlen(monkeypatch)
     monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)
-    eos = tuple(range(70, 110))  # completions of many lengths
-    policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=eos) for _ in range(2))
+    policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=ENDS) for _ in range(2))
     captured: list[tuple[Tensor, ...]] = []
     policy.engine.use_capture(lambda step, inputs: (captured.append(inputs), step)[1])
     for words in (9, 2, 20, 5, 14):
