@@ -48,9 +48,8 @@ def update(optimizer: torch.optim.Optimizer, weights: Named, step: int) -> None:
 def test_weights_decay_only_in_matrices():
     weights = make_weights()
     optimizer = make_optimizer(weights, weight_decay=0.1)
-    decays = {
-        id(w): group["weight_decay"] for group in optimizer.param_groups for w in group["params"]
-    }
+    groups = optimizer.param_groups
+    decays = {id(w): group["weight_decay"] for group in groups for w in group["params"]}
     assert [decays[id(weight)] for _, weight in weights] == [0.0, 0.1]
     assert optimizer.defaults["fused"]  # one kernel for all weights
 
@@ -112,10 +111,8 @@ def make_layer(dtype: torch.dtype = torch.float32) -> Named:
     """Return a large matrix of a layer, a small one outside the layers, and a vector."""
     random = torch.Generator().manual_seed(0)
     shapes = {"layers.0.weight": (80, 64), "head.weight": (8, 64), "norm.weight": (64,)}
-    return [
-        (name, nn.Parameter(torch.randn(shape, generator=random).to(dtype)))
-        for name, shape in shapes.items()
-    ]
+    values = {n: torch.randn(shape, generator=random).to(dtype) for n, shape in shapes.items()}
+    return [(name, nn.Parameter(value)) for name, value in values.items()]
 
 
 def adamw64(grads: list[Tensor], lr: float) -> Tensor:

@@ -170,10 +170,8 @@ def compare_functions() -> None:
     heads = numbers.view(1, 3, 4, 8).transpose(1, 2), numbers[:48].view(1, 3, 2, 8).transpose(1, 2)
     angles = numbers[:24].view(1, 3, 8)
     rows = numbers.view(3, 32).split(16, -1)
-    for function, trained, others in (
-        (rotate, heads, (angles.cos(), angles.sin())),
-        (gate, rows, (layer.mlp.act_fn,)),
-    ):
+    cases = (rotate, heads, (angles.cos(), angles.sin())), (gate, rows, (layer.mlp.act_fn,))
+    for function, trained, others in cases:
         compiled = torch.compile(function.function, backend=BACKEND, fullgraph=True)
         found = []
         for form in (function.function, compiled):

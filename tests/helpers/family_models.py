@@ -33,7 +33,8 @@ GATED_DELTA = {
     "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
 }
 WINDOWS = {"sliding_window": 16, "rope_parameters": None, "head_dim": 8}
-ALTERNATING = {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+MIXED = ["sliding_attention", "full_attention"]
+ALTERNATING = {**WINDOWS, "layer_types": MIXED * 2}
 PATCHES = {"patch_size": 16, "num_position_embeddings": 64}
 SIGLIP = {"vision_config": {"model_type": "siglip_vision_model"}}
 CLIP = {"vision_config": {"model_type": "clip_vision_model"}}
@@ -42,11 +43,7 @@ IN_PIXTRAL: Any = {"vision_config": PIXTRAL, "vision_feature_layer": -1}
 LINE_BREAK = "Ċ"  # how byte-level tokenizers write it
 LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
-COHERE2 = {
-    "model_type": "cohere2",
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 16,
-}
+COHERE2 = {"model_type": "cohere2", "layer_types": MIXED, "sliding_window": 16}
 CONVNEXT = {
     "model_type": "convnext", "hidden_size": 32, "hidden_sizes": [16, 32], "depths": [1, 1],
     "num_stages": 2, "patch_size": 8,
@@ -108,19 +105,14 @@ def _build(
     return model, built
 
 
-def build_qwen3(
-    model_type: str, text: dict[str, Any], **vision: Any
-) -> Callable[[], tuple[Any, Any]]:
-    return partial(_build, model_type, "qwen3", text, vision_config={**PATCHES, **vision})
+def build_qwen3(kind: str, text: dict[str, Any], **vision: Any) -> Callable[[], tuple[Any, Any]]:
+    return partial(_build, kind, "qwen3", text, vision_config={**PATCHES, **vision})
 
 
 def _glm(kind: str, processor: str, **text: Any) -> Callable[[], Any]:
     language = {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text}
-    marks = {
-        f"{what}_{edge}": f"<|{mark}_of_{what}|>"
-        for what in ("image", "video")
-        for edge, mark in (("start", "begin"), ("end", "end"))
-    }
+    marks = {"image_start": "<|begin_of_image|>", "image_end": "<|end_of_image|>"}
+    marks |= {"video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"}
     return partial(_build, kind, processor, language, marks, vision_config={"image_size": 112})
 
 

@@ -37,15 +37,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_policy(
-    family: str, values: dict[str, Any], **depths: int
-) -> tuple[Policy, PolicySettings]:
+def build_policy(name: str, values: dict[str, Any], **depths: int) -> tuple[Policy, PolicySettings]:
     """Build a tiny policy as ``load_model`` does, with the given numbers of layers."""
     settings = PolicySettings.model_validate(values)
     dtype = torch.bfloat16 if values.get("lora") and values["dtype"] == "bfloat16" else None
     if settings.master_weights == "bfloat16":
         dtype = torch.bfloat16
-    model, processor = tiny_model(family, dtype or torch.float32, layers=3)
+    model, processor = tiny_model(name, dtype or torch.float32, layers=3)
     language, vision = model.model.language_model, model.model.visual
     if "text" in depths:
         language.layers = language.layers[: depths["text"]]
@@ -110,13 +108,11 @@ def build_prompts(policy: Policy, name: str, count: int) -> list[Prompt]:
     if name.startswith("paligemma"):  # refuses prompts without an image
         sizes = sizes[:3]
     questions = ("What is it?", "Where?", "How many are there?")
-    return [
-        make_prompt(
-            policy,
-            noise_example(f"{index}", sizes[index % len(sizes)], questions[index % 3], seed=index),
-        )
-        for index in range(count)
-    ]
+    prompts = []
+    for index in range(count):
+        own, question = sizes[index % len(sizes)], questions[index % 3]
+        prompts.append(make_prompt(policy, noise_example(f"{index}", own, question, seed=index)))
+    return prompts
 
 
 def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tensor:
@@ -167,9 +163,8 @@ def compare_with_transformers(name: str) -> tuple[float, float]:
     logprobs: list[Tensor] = []
     gradients: list[dict[str, Tensor]] = []
     for shared in (False, True):
-        policy = build_family_policy(
-            name, torch.float64, shared=shared, policy={"dtype": "float32"}, banned=()
-        )
+        full = {"dtype": "float32"}
+        policy = build_family_policy(name, torch.float64, shared=shared, policy=full, banned=())
         batch = make_batch(build_prompts(policy, name, 4))
         scores = policy.score(batch).logprobs if shared else score_each_alone(policy.model, batch)
         gradients.append(backpropagate(policy, scores))

@@ -121,12 +121,11 @@ def build_form_table() -> str:
     for name, title in names.items():
         config = build_family_model(name)[0].config
         reason = load_family(config).why_not_shared(config)
-        cells = {"prompt": "shared" if reason is None else f"repeated: {reason}"}
-        figures = ("—", "—")
+        cells = [title, f"repeated: {reason}", "—", "—"]
         if reason is None:
-            figures = tuple(f"{figure:.0e}" for figure in compare_with_transformers(name))
-        cells["log-probs"], cells["gradient"] = figures
-        rows.append({"model": title, **cells})
+            figures = (f"{figure:.0e}" for figure in compare_with_transformers(name))
+            cells = [title, "shared", *figures]
+        rows.append(dict(zip(FORM_COLUMNS, cells, strict=True)))
     return format_table(FORM_COLUMNS, rows)
 
 

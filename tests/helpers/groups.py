@@ -20,11 +20,8 @@ def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> Example
     for name, weight in data.pop("weights", {}).items():
         sources[name]["weight"] = weight
     settings = Settings(seed=seed, data={"train": [*sources.values()], **data})
-    examples = [
-        Example(f"{name}/{n}", (), "?", n, source=name)
-        for name, c in counts.items()
-        for n in range(c)
-    ]
+    names = [(name, n) for name, count in counts.items() for n in range(count)]
+    examples = [Example(f"{name}/{n}", (), "?", n, source=name) for name, n in names]
     return build_stream(examples, settings)
 
 

@@ -15,7 +15,6 @@ from small_runs import small_run
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training import rollout, trainer
 from vlm_grpo.types import Completion, Prompt
@@ -80,14 +79,8 @@ class CopySampler:
         self.copy.model.load_state_dict(weights)
         self.version = version
 
-    def start(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        num_generations: Sequence[range],
-        seeds: Sequence[Sequence[int | str]],
-    ) -> Future[list[tuple[Completion, ...]]]:
-        return self.thread.submit(self._sample, prompts, sampling, num_generations, seeds)
+    def start(self, *arguments: Any) -> Future[list[tuple[Completion, ...]]]:
+        return self.thread.submit(self._sample, *arguments)
 
     def _sample(self, prompts: Sequence[Prompt], *arguments: Any) -> list[tuple[Completion, ...]]:
         self.before(len(self.sampled))

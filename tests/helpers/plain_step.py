@@ -29,6 +29,7 @@ from vlm_grpo.types import Completion, Group, Prompt
 BANNED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 Weights = Mapping[str, Tensor]
+Pairs = Sequence[tuple[Prompt, Completion]]
 
 
 class PlainModel:
@@ -224,12 +225,8 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         counted = [e for e, (_, completion) in both if not _is_masked(completion, objective)]
         threshold = torch.cat(counted).quantile(1 - objective.top_entropy_quantile)
         factors = [f * (e >= threshold) for f, e in zip(factors, entropies, strict=True)]
-    rows = [
-        _Row(*pair, *constants)
-        for pair, *constants in zip(
-            pairs, old, reference, advantages, teacher, masked, factors, balance, strict=True
-        )
-    ]
+    constants = old, reference, advantages, teacher, masked, factors, balance
+    rows = [_Row(*pair, *own) for pair, *own in zip(pairs, *constants, strict=True)]
     again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
     return [*rows, *again]
 
@@ -257,9 +254,7 @@ def _teach(
 
 
 def _balance(
-    pairs: Sequence[tuple[Prompt, Completion]],
-    teacher: Sequence[tuple[Tensor, ...] | None],
-    objective: ObjectiveSettings,
+    pairs: Pairs, teacher: Sequence[tuple[Tensor, ...] | None], objective: ObjectiveSettings
 ) -> list[Tensor | float]:
     """Return the factors of the divergence, with which the mean over the tokens that the teacher
     finds likeliest, beside the sampler, counts as much as that over the others."""
@@ -300,10 +295,7 @@ def _diverge(policy: Tensor, teacher: Tensor, settings: Any) -> Tensor:
 
 
 def _score_masked(
-    model: PlainModel,
-    step: PlainStep,
-    pairs: Sequence[tuple[Prompt, Completion]],
-    objective: ObjectiveSettings,
+    model: PlainModel, step: PlainStep, pairs: Pairs, objective: ObjectiveSettings
 ) -> tuple[list[Tensor | None], list[Tensor | float]]:
     """Return the log-probs behind masked images, and the factors of the policy losses."""
     masked: list[Tensor | None] = [None] * len(pairs)

@@ -93,14 +93,9 @@ def make_tar(members: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
 
 IMAGES = {name: png(*size, shade=90 + size[0]) for name, size in SIZES.items()}
 _ANSWER = {"question": "How many cups?", "answer": 1}
-SAMPLES = {
-    f"{name}{suffix}": content
-    for name in SIZES
-    for suffix, content in (
-        (".png", IMAGES[name]),
-        (".json", json.dumps(_ANSWER).encode()),
-    )
-}
+SAMPLES: dict[str, bytes] = {}
+for _name, _data in IMAGES.items():
+    SAMPLES |= {f"{_name}.png": _data, f"{_name}.json": json.dumps(_ANSWER).encode()}
 _FILES = {f"{name}.png": data for name, data in IMAGES.items()}
 _VOC = {f"Annotations/{name}.xml": voc_xml(name) for name in SIZES}
 _YOLO = {f"labels/{name}.txt": yolo_labels(name) for name in SIZES}

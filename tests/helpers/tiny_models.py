@@ -25,6 +25,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
+from vlm_grpo.utils.chat import Turn
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENDS = tuple(range(70, 110))
@@ -122,10 +123,8 @@ def initialize(model: Any, tokenizer: Any) -> None:
                 inputs = parameter[0].numel() if is_convolution else parameter.shape[-1]
                 # Large enough to keep attention and logits far from uniform.
                 nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
-    model.generation_config = hf.GenerationConfig(
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    )
+    end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    model.generation_config = hf.GenerationConfig(eos_token_id=end, pad_token_id=padding)
 
 
 def tiny_policy(
@@ -202,6 +201,10 @@ def clip_examples() -> list[Example]:
     ]
 
 
+CHAT = (Turn("system", "Be brief."), Turn("user", "Is <image> like <image>"))
+CHAT += (Turn("assistant", "Yes."),)
+
+
 def make_prompt(policy: Policy, example: Example) -> Prompt:
     return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
 
@@ -248,9 +251,7 @@ def pack_groups(prompts: list[Prompt], groups: Groups) -> MicroBatch:
     return pack_tokens(prompts, read_tokens(groups))
 
 
-def pack_tokens(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence[tuple[int, ...]]]
-) -> MicroBatch:
+def pack_tokens(prompts: list[Prompt], groups: Sequence[Sequence[tuple[int, ...]]]) -> MicroBatch:
     """Build a micro-batch of the tokens of each prompt's completions."""
     slices, row = [], count()
     for prompt, group in zip(prompts, groups, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from tiny_models import noise_example, tiny_model
+from tiny_models import CHAT, noise_example, tiny_model
 
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
@@ -165,9 +165,7 @@ def test_the_token_that_opens_gemmas_thinking_belongs_to_the_answer():
 def split_at_images(text: str) -> list[dict[str, str]]:
     parts = re.split("(<image>)", text)
     image = {"type": "image"}
-    return [
-        image if part == "<image>" else {"type": "text", "text": part} for part in parts if part
-    ]
+    return [image if p == "<image>" else {"type": "text", "text": p} for p in parts if p]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -182,19 +180,13 @@ def test_published_templates_write_chats_and_show_their_thinking(name):
             tags = switched.read_thinking(family.thinking_tags)
             assert (tags.is_native, tags.is_open) == (thinking, thinking and "qwen3" in name)
     assert chat.moves_images == (name in ("llava_next", "glm4moe"))  # GLM-4.5 has no images
-    turns = ask(
-        Turn("system", "Be brief."),
-        Turn("user", "Is <image> like <image>"),
-        Turn("assistant", "Yes."),
-        text="Or like <image>?",
-    )
+    turns = ask(*CHAT, text="Or like <image>?")
     in_parts = name in ("idefics3", "llava_next", "smolvlm")  # which read no plain text
-    messages = [
-        {"role": turn.role, "content": split_at_images(turn.text)}
-        if in_parts or turn.role == "user"
-        else {"role": turn.role, "content": turn.text}
-        for turn in turns
-    ]
+    messages = []
+    for turn in turns:
+        is_split = in_parts or turn.role == "user"
+        content = split_at_images(turn.text) if is_split else turn.text
+        messages.append({"role": turn.role, "content": content})
     expected = chat.processor.apply_chat_template(messages, add_generation_prompt=True)
     assert chat.render(turns) == expected
     assert "Be brief." in expected
@@ -214,9 +206,8 @@ def test_a_control_token_in_the_system_prompt_is_refused():
 
 
 def test_the_estimate_of_a_plan_counts_a_chat_as_it_is_built():
-    builder = load_prompt_builder(
-        load_settings("counting", ["prompt.template='Twice: {{ question }}'"])
-    )
+    settings = load_settings("counting", ["prompt.template='Twice: {{ question }}'"])
+    builder = load_prompt_builder(settings)
     chat = Turn("user", "Is <image> red?"), Turn("assistant", "No.")
     example = replace(noise_example("a", [(56, 28), (84, 56)], "Or <image>?"), history=chat)
     resized = builder.with_resized_sizes(example)
@@ -267,9 +258,8 @@ def test_published_templates_keep_the_images_of_results(name):
     assert chat.result_form[0] == role
     # A text alone is given in the same role, and one that looks like the probe changes nothing.
     assert chat.observe("Be brief.").count("Be brief.") == 1
-    assert chat.observe("Be brief.").partition("<tool_response>")[0] == (
-        expected.partition("<tool_response>")[0].replace("<image>\n", "")
-    )
+    before = expected.partition("<tool_response>")[0].replace("<image>\n", "")
+    assert chat.observe("Be brief.").partition("<tool_response>")[0] == before
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen3", "gptoss"])  # of models without images

@@ -103,9 +103,7 @@ NO_CAPTURE = RuntimeError("CUDA error: operation not permitted when stream is ca
         ),
     ],
 )
-def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
-    capture, problem, must_share, caplog
-):
+def test_wrong_or_failing_captures_are_no_fault_of_the_form(capture, problem, must_share, caplog):
     policy, prompt = checked_policy(must_share)
     policy.engine.use_capture(capture)
     assert sample(policy, prompt) == sample(tiny_policy("qwen2_5_vl"), prompt)
@@ -183,9 +181,7 @@ def test_dropout_is_no_fault_of_the_form():
     assert policy.model.training
 
 
-def test_a_form_that_is_wrong_for_larger_shapes_only_is_given_up_within_a_run(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_form_that_is_wrong_for_larger_shapes_is_given_up_in_a_run(tmp_path, monkeypatch, caplog):
     lengths = ("rollout.max_completion_length=24", "rollout.min_new_tokens=24")
     trainer = make_embedded_trainer(tmp_path, *lengths)
     cascade = kernels.cascade

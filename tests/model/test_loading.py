@@ -207,9 +207,8 @@ def test_a_model_without_values_has_the_same_weights_and_ties(tied, monkeypatch)
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = tied
     expected = type(model)(model.config)
     monkeypatch.setattr(loading.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(
-        loading, "broadcast_object_list", lambda news: [False, model.generation_config]
-    )
+    news = [False, model.generation_config]
+    monkeypatch.setattr(loading, "broadcast_object_list", lambda _: news)
     empty = loading.read_once(lambda: None, model.config, torch.float32, remote_code=False)
     assert list_tensors(empty) == list_tensors(expected)
     head, embeddings = empty.get_output_embeddings(), empty.get_input_embeddings()

@@ -64,11 +64,9 @@ def test_the_dummy_batch_scores_one_token(shared):
 
 def test_a_prompt_is_laid_out_once_per_step(monkeypatch):
     policy = tiny_policy("qwen2_5_vl")
-    prompts = [
-        make_prompt(policy, noise_example("a", [(56, 56)], "Why?")),
-        make_prompt(policy, noise_example("a", [(56, 84)], "Why?")),
-        make_prompt(policy, noise_example("a", [(56, 56)], "Where?")),
-    ]
+    asked = (56, "Why?"), (84, "Why?"), (56, "Where?")
+    examples = [noise_example("a", [(56, height)], question) for height, question in asked]
+    prompts = [make_prompt(policy, example) for example in examples]
     calls = record_calls(monkeypatch, policy.family, "lay_out")
     for _ in range(2):
         groups = sample_groups(policy, prompts, length=3)

@@ -87,9 +87,7 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
         (FAMILIES[2], False, 3, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
     ],
 )
-def test_a_rollout_reads_only_which_completions_are_finished(
-    family, lora, parts, truncation, monkeypatch
-):
+def test_a_rollout_reads_only_which_completions_ended(family, lora, parts, truncation, monkeypatch):
     monkeypatch.setattr(kernels, "count_parts", lambda *_: parts)
     steps = sample(build_policy(family, lora), monkeypatch, **truncation)
     assert steps == 4 * CHECK_EVERY  # one read after the first tokens, then one for eight
@@ -126,11 +124,9 @@ def test_features_samples_scores_and_gradients(family, device):
     """The bounds are about twice the errors of bfloat16 on a CPU, in nats."""
     pair = policy, exact = build_pair(family, device)
     prompts = image_prompts(exact, [[(112, 84), (84, 28)], [(28, 56)], []])
+    images = [policy.family.split_images(prompt) for prompt in prompts]
     with torch.no_grad():
-        features = [
-            [f for x in prompts for f in p.family.encode_images(p.model, p.family.split_images(x))]
-            for p in pair
-        ]
+        features = [[f for x in images for f in p.family.encode_images(p.model, x)] for p in pair]
     assert len(features[0]) == 3
     for found, expected in zip(*features, strict=True):
         pairs = [(found.embeds, expected.embeds)]

@@ -140,16 +140,6 @@ def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch):
     assert TracedStep.traces > 0
 
 
-def build_dynamic_policy() -> Policy:
-    """Build a policy whose RoPE reads the greatest position from the device."""
-    policy = build_family_policy("internvl", torch.float64, shared=True)
-    config = policy.model.config.get_text_config()
-    config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
-    language_model: Any = policy.model.get_decoder()
-    language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
-    return policy
-
-
 @pytest.mark.parametrize(
     ("device", "capture", "cause"),
     [
@@ -158,10 +148,13 @@ def build_dynamic_policy() -> Policy:
         pytest.param("cuda", CudaGraph, "capturing", marks=pytest.mark.gpu),
     ],
 )
-def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(
-    device, capture, cause, caplog
-):
-    policy = build_dynamic_policy()
+def test_steps_run_eagerly_after_a_capture_that_reads_the_device(device, capture, cause, caplog):
+    """A dynamic RoPE reads the greatest position."""
+    policy = build_family_policy("internvl", torch.float64, shared=True)
+    config = policy.model.config.get_text_config()
+    config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
+    language_model: Any = policy.model.get_decoder()
+    language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
     policy.model.to(device)
     draw = partial(sample_groups, policy, text_prompts(policy, (1,)), group_size=2, length=5)
     eager = read_tokens(draw())
@@ -251,7 +244,7 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "shared", "training", "has_cuda", "expected"),
+    ("settings", "shared", "training", "cuda", "expected"),
     [
         ({}, False, True, True, None),
         ({}, True, True, False, None),
@@ -265,10 +258,8 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
         ({"torch_compile": True}, False, True, True, "torch_compile=true has no effect"),
     ],
 )
-def test_unsupported_cuda_graphs_are_refused(
-    settings, shared, training, has_cuda, expected, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+def test_unsupported_graphs_are_refused(settings, shared, training, cuda, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     rollout = RolloutSettings(**settings)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):

@@ -10,6 +10,7 @@ from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
 from recorded import record_calls
 from tiny_models import ENDS, mixed_prompts, read_tokens, sample_groups, text_prompts
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
@@ -20,9 +21,7 @@ from vlm_grpo.model.engine.kernels import GroupSpan
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 
-def check_attention(
-    output: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: Any, value: Any
-) -> None:
+def check_attention(output: Tensor, lse: Tensor, query: Tensor, key: Any, value: Any) -> None:
     """Compare the attention of n queries with the softmax over all keys."""
     scores = torch.einsum("nhd,mhd->nhm", query, key) * 0.3
     expected = torch.einsum("nhm,mhd->nhd", scores.softmax(-1), value)
@@ -33,8 +32,7 @@ def check_attention(
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("equal", [True, False])
 def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, monkeypatch):
-    if not on_cpu:
-        monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
+    monkeypatch.setattr(kernels, "is_cpu", lambda query: on_cpu)
     torch.manual_seed(0)
     query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
     key, value = torch.randn(2, 3, 7, 2, 8, dtype=torch.float64)
@@ -46,9 +44,7 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, 
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_one_kernel_attends_to_parts_of_prompts_and_own_tokens_of_a_cache_that_hides_slots(
-    parts, monkeypatch
-):
+def test_one_kernel_sees_parts_of_prompts_and_own_tokens_beside_hidden_slots(parts, monkeypatch):
     use_plain_varlen(monkeypatch)
     cache = kv_cache.KVCache(kv_cache.CacheSize(3, 5, 7, 4))
     prefill = PrefillAttention([GroupSpan(0, 2, ())])
@@ -90,10 +86,8 @@ def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_th
     keys = torch.zeros(2, 5, 1, 1)
     every = kv_cache.CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
     mask: Any = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
-    assert [[row.nonzero().flatten().tolist() for row in seen] for seen in mask[:, 0] == 0] == [
-        [[2, 3, 4], [0, 1, 2, 3, 4]],
-        [[0, 1, 2], []],
-    ]
+    seen = [[row.nonzero().flatten().tolist() for row in rows] for rows in mask[:, 0] == 0]
+    assert seen == [[[2, 3, 4], [0, 1, 2, 3, 4]], [[0, 1, 2], []]]
 
 
 @pytest.mark.parametrize(("family", "parts"), [("qwen2_5_vl", 1), ("qwen2_5_vl", 3), ("gemma3", 3)])
@@ -177,17 +171,14 @@ def test_slots_and_places_fit_into_the_tokens():
 
 
 def test_captured_lengths_grow_by_half_at_most():
-    assert [round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)] == [
-        *(64, 64, 96, 96, 128, 192, 256, 1000)
-    ]
+    rounded = [round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)]
+    assert rounded == [64, 64, 96, 96, 128, 192, 256, 1000]
 
 
-def set_memory(
-    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, allocated: int = 0
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+def set_memory(patch: pytest.MonkeyPatch, free: int, reserved: int = 0, allocated: int = 0) -> None:
+    patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
+    patch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    patch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
 
 
 def count(config: Any, completions: tuple[int, int], kept: int = 0, device: str = "cuda") -> int:

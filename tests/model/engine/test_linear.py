@@ -13,14 +13,8 @@ from recorded import Call, record_calls
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine import rollout_weights as module
-from vlm_grpo.model.engine.linear import (
-    cast_together,
-    is_adapted,
-    is_fast,
-    product,
-    use_fast_linears,
-)
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 
 IN, RANK = 24, 4
@@ -66,7 +60,7 @@ def make_net(
             if "magnitude" in name:
                 nn.init.uniform_(weight, 0.5, 2)
     if fast:
-        use_fast_linears(net)
+        linear.use_fast_linears(net)
     return net
 
 
@@ -88,10 +82,10 @@ def test_values_and_gradients_equal_the_plain_layers(dtype, bound, shape, kind):
     before = {n: w.clone() for n, w in net.state_dict().items()}
     x = torch.randn(shape, dtype=dtype)
     plain = compute(net, x)
-    use_fast_linears(net)
+    linear.use_fast_linears(net)
     fast = compute(net, x)
-    assert is_fast(net.down)
-    assert is_adapted(net.down) == (kind != "full")
+    assert linear.is_fast(net.down)
+    assert linear.is_adapted(net.down) == (kind != "full")
     for found, expected in zip(fast, plain, strict=True):
         assert found.dtype == expected.dtype
         assert relative_error(found, expected) < bound
@@ -111,11 +105,11 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
     for layer in net.children():
         layer.scaling["default"] = scaling
     expected = compute(net, x)
-    layers = use_fast_linears(net)
+    layers = linear.use_fast_linears(net)
     assert layers == list(net.children())
 
     def run(x: Tensor) -> Tensor:
-        with cast_together(layers):
+        with linear.cast_together(layers):
             assert all("cast_factors" in vars(layer) for layer in layers)
             output: Any = checkpoint(net, x, use_reentrant=False)
         assert not any("cast_factors" in vars(layer) for layer in layers)
@@ -124,7 +118,7 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
     assert all(map(torch.equal, compute(net, x, run), expected))
     # Of two layers of a shape, only the second has a gradient.
     other = make_net(kind, torch.bfloat16)
-    with cast_together([*layers, *use_fast_linears(other)]):
+    with linear.cast_together([*layers, *linear.use_fast_linears(other)]):
         other.q_proj(x).float().sum().backward()
     assert all(p.grad is None for p in net.parameters())
     named = other.named_parameters()
@@ -133,7 +127,7 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
 
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"init_lora_weights": "mica"}])
 def test_other_kinds_of_adapters_are_not_replaced(config):
-    assert not is_fast(make_net("lora", **config).down)
+    assert not linear.is_fast(make_net("lora", **config).down)
 
 
 def test_disabled_adapters_give_the_base_model_also_in_rollouts():
@@ -148,7 +142,7 @@ def test_disabled_adapters_give_the_base_model_also_in_rollouts():
 
 def test_tensors_that_contradict_the_annotated_shapes_are_refused():
     with pytest.raises(TypeCheckError, match="product"):
-        product(torch.zeros(3, IN), torch.zeros(8, IN + 1))
+        linear.product(torch.zeros(3, IN), torch.zeros(8, IN + 1))
 
 
 def test_rollout_weights_follow_autocast():
@@ -187,9 +181,7 @@ def test_without_onednn_only_float32_adapters_are_copied_and_others_follow_the_t
                 storages = (w.untyped_storage() for w in (used.weight, layer.base_layer.weight))
                 assert (len({storage.data_ptr() for storage in storages}) == 2) == is_copied
             kept = vars(net.down).get("rollout_factors", {}).values()
-            addresses.append(
-                [part.data_ptr() for parts in kept for part in parts if part is not None]
-            )
+            addresses.append([p.data_ptr() for parts in kept for p in parts if p is not None])
         assert relative_error(rollout, net(x)) < 1e-2  # 8 bits
         with torch.no_grad():
             for name, weight in net.named_parameters():
@@ -251,9 +243,7 @@ in_each_precision = pytest.mark.parametrize(
 @in_each_precision
 @pytest.mark.parametrize("targets", [SIBLINGS, ["v_proj"]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_read_the_same_input_are_multiplied_at_once(
-    kind, targets, dtype, bound, products
-):
+def test_layers_of_the_same_input_are_multiplied_at_once(kind, targets, dtype, bound, products):
     net = make_net(kind, dtype, targets)
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((5, IN), (2, 3, IN))]
     expected = [net(x) for x in inputs]

@@ -107,9 +107,8 @@ SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 )
 def test_methods_without_videos_refuse_them_before_the_run(overrides):
     settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
-    with pytest.raises(
-        UserError, match=r"odd: (rollout|objective|visual_credit)[a-z.=]* does not sup"
-    ):
+    message = r"odd: (rollout|objective|visual_credit)[a-z.=]* does not sup"
+    with pytest.raises(UserError, match=message):
         select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
 
 
@@ -167,16 +166,11 @@ def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again():
     policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64) for _ in range(2))
     policy.engine.use_capture(TracedStep)
 
-    def count(words: int, prompts: int, length: int = 12, max_tokens: int = 100_000) -> int:
+    def count(words: int, prompts: int, **limits: int) -> int:
         """Return the number of captures of a rollout, whose tokens must be right."""
         built = text_prompts(policy, range(words, words - prompts, -1))
         before = TracedStep.traces
-        assert_same_samples(
-            *(
-                sample_groups(p, built, length=length, max_tokens=max_tokens)
-                for p in (policy, eager)
-            )
-        )
+        assert_same_samples(*(sample_groups(p, built, **limits) for p in (policy, eager)))
         return TracedStep.traces - before
 
     assert count(60, 3) == 1

@@ -22,11 +22,8 @@ from vlm_grpo.types import ImageRef
 def make_slices(policy: Policy) -> list[GroupSlice]:
     """Build two prompts about one image and one about another, three completions each."""
     first = noise_example("a", [(60, 90)], "What is this?", seed=1)
-    examples = [
-        first,
-        replace(first, id="b", question="How many are there?"),
-        noise_example("c", [(56, 56)], seed=2),
-    ]
+    second = replace(first, id="b", question="How many are there?")
+    examples = [first, second, noise_example("c", [(56, 56)], seed=2)]
     prompts = [make_prompt(policy, example) for example in examples]
     own = [(tuple(range(9 + index, 20 + index)),) * 3 for index in range(3)]
     return list(pack_tokens(prompts, own).slices)

@@ -12,7 +12,6 @@ from family_policies import (
     build_prompts,
     make_batch,
     read_gradient,
-    score_alone,
     score_each_alone,
 )
 from gradients import relative_distance, use_float64_recurrence
@@ -23,6 +22,7 @@ from tiny_models import (
     make_prompt,
     noise_example,
     pack_groups,
+    pack_tokens,
     read_tokens,
     sample_groups,
     sampled_logprobs,
@@ -30,7 +30,6 @@ from tiny_models import (
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.families.family import place
 from vlm_grpo.model.form_check import BOUND
 from vlm_grpo.model.policy import load_policy
@@ -55,9 +54,9 @@ def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens():
     example = noise_example("0", [(60, 40)], "What is it?" + "?" * missing)
     prompt = make_prompt(policy, example)
     assert prompt.vision["pixel_values"].shape[:2] == (1, len(prompt.token_ids))
-    scores = policy.score(MicroBatch((GroupSlice(prompt, ((70, 71, 72),), (0,)),))).logprobs
-    expected = score_alone(policy.model, prompt, (70, 71, 72))
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-9)
+    batch = pack_tokens([prompt], [[(70, 71, 72)]])
+    expected = score_each_alone(policy.model, batch)
+    torch.testing.assert_close(policy.score(batch).logprobs, expected, rtol=0, atol=1e-9)
 
 
 @functools.cache
