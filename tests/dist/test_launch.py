@@ -123,9 +123,6 @@ def test_what_a_launch_cannot_do_is_refused(override, plugins, processes, messag
         launch.build_accelerator(make_settings(override))
 
 
-# Processes.
-
-
 def write_device(file: Path, is_told: bool) -> None:
     """Write this rank's device, and the number of processes that it finds."""
     if not is_told:

@@ -220,9 +220,6 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
         make_optimizer(make_weights(), name="adamw_8bit")
 
 
-# Rounding.
-
-
 def make_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

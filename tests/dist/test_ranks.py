@@ -79,9 +79,6 @@ def assert_equal_steps(expected: list[Step], found: list[Step]) -> None:
         assert relative_distance(b["grads"], a["grads"]) < 1e-5
 
 
-# The steps.
-
-
 def test_two_processes_make_the_steps_of_one(folder):
     results = run_launches(folder, ["ddp-1", *TWO])
     compare_with_one_process(results)
@@ -184,16 +181,12 @@ def test_weights_and_state_in_main_memory_make_the_same_steps(folder):
 def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder):
     run_launches(folder, ["fsdp-2-oom"])
     last, first = ((folder / f"fsdp-2-oom.{rank}").read_text() for rank in ("last", "first"))
-    assert re.search(
-        r"process 1: out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last
-    )
+    advice = r"resume=true optim\.max_tokens_per_batch=\d+$"
+    assert re.search(f"process 1: out of memory .* {advice}", last)
     assert first.startswith("another process of this run has died")
     checkpoints = folder / "runs" / "fsdp-2-oom" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
     verify_checkpoint(checkpoints / "step-1")
-
-
-# The communication.
 
 
 def test_communication_is_what_the_guide_states(folder):
@@ -219,9 +212,6 @@ def test_communication_is_what_the_guide_states(folder):
             assert sent.get("_reduce_scatter_base_", 0) == 4 * scattered, launch
             # In addition the step's totals, and the flags of errors and stop requests.
             assert 0 <= sent["allreduce_"] - 4 * reduced < 100, launch
-
-
-# Resumed runs.
 
 
 def test_a_run_resumes_with_any_number_of_processes(folder):
@@ -258,14 +248,10 @@ def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder):
     assert_same_weights(expected / "checkpoints" / "step-4", resumed / "checkpoints" / "step-4")
 
 
-# Sharded checkpoints.
-
-
 def test_a_sharded_checkpoint_can_be_used_as_a_model(folder, tmp_path):
     run_launches(folder, ["ddp-1", *TWO])
-    sharded, full = (
-        folder / "runs" / run / "checkpoints" / "step-2" for run in ("fsdp_held-2", "ddp-2")
-    )
+    runs = "fsdp_held-2", "ddp-2"
+    sharded, full = (folder / "runs" / run / "checkpoints" / "step-2" for run in runs)
     names = {path.name for path in sharded.iterdir()}
     parts = [f"0000{rank}-of-00002.safetensors" for rank in (1, 2)]
     for kind in ("model", "optimizer", "reference"):

@@ -70,9 +70,6 @@ def test_completions_keep_the_special_tokens_of_answers():
         assert "<|endoftext|>" not in completion.text
 
 
-# The shared form.
-
-
 class OtherConfig(InternVLConfig):
     model_type = "other"
 
@@ -116,9 +113,6 @@ def test_a_family_that_is_unknown_shares_its_prompt(name, monkeypatch):
     batch = make_batch([prompt])
     found, expected = novel.score(batch).logprobs, known.score(batch).logprobs
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-
-
-# Qwen's own form.
 
 
 @pytest.mark.parametrize("size", [(60, 40), (10, 12), (500, 300)])
