@@ -82,10 +82,8 @@ def assert_equal_steps(expected: list[Step], found: list[Step]) -> None:
 def test_two_processes_make_the_steps_of_one(folder):
     results = run_launches(folder, ["ddp-1", *TWO])
     compare_with_one_process(results)
-    decodes = {
-        launch: sum(s["metrics"]["work/image_decodes"] for s in cases["steps, full"])
-        for launch, cases in results.items()
-    }
+    steps = {name: [s["metrics"] for s in cases["steps, full"]] for name, cases in results.items()}
+    decodes = {name: sum(row["work/image_decodes"] for row in rows) for name, rows in steps.items()}
     # Groups were moved: the ranks that got them read their images again.
     assert all(decodes[launch] > decodes["ddp-1"] for launch in TWO)
     # Micro-batches are as large as the smallest of the devices allows.

@@ -33,10 +33,8 @@ def make_group(
     ``lengths`` are numbers of tokens, by default 1 each. Token i of completion c is 10 · c + i.
     """
     prompt = Prompt(Example(name, (), "?", 0), "", (7, 8), {})
-    completions = tuple(
-        Completion(tuple(10 * row + i for i in range(length)), (-0.5,) * length, "", "eos")
-        for row, length in enumerate(lengths or [1] * len(rewards))
-    )
+    tokens = [range(10 * row, 10 * row + n) for row, n in enumerate(lengths or [1] * len(rewards))]
+    completions = tuple(Completion((*own,), (-0.5,) * len(own), "", "eos") for own in tokens)
     return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
 
 

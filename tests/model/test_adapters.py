@@ -40,9 +40,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def make_settings(source: Path, dtype: str = "float32", **lora: Any) -> Settings:
     policy = {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **lora}}
-    return Settings.model_validate(
-        {"task": "none", "model": str(source), "data": {"train": "none"}, "policy": policy}
-    )
+    values = {"task": "none", "data": {"train": "none"}, "model": str(source), "policy": policy}
+    return Settings.model_validate(values)
 
 
 def change(policy: Policy) -> None:

@@ -172,9 +172,8 @@ def test_images_are_checked_as_soon_as_a_prompt_has_some(monkeypatch, caplog):
 
 def test_dropout_is_no_fault_of_the_form():
     policy, prompt = checked_policy()
-    policy.model.get_decoder().layers[0].register_forward_hook(
-        lambda layer, _, output: torch.nn.functional.dropout(output, 0.5, layer.training)
-    )
+    layer, dropout = policy.model.get_decoder().layers[0], torch.nn.functional.dropout
+    layer.register_forward_hook(lambda own, _, output: dropout(output, 0.5, own.training))
     policy.model.train()
     sample(policy, prompt)
     assert policy.shared
