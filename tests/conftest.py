@@ -35,13 +35,7 @@ settings.load_profile("no deadline")
 
 # Checks the annotations of these packages: a tensor of a wrong shape or type fails where it enters.
 # The hook must be installed before they are imported.
-install_import_hook(
-    [
-        "vlm_grpo.training.objective",
-        "vlm_grpo.model",
-    ],
-    "beartype.beartype",
-)
+install_import_hook(["vlm_grpo.training.objective", "vlm_grpo.model"], "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

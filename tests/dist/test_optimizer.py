@@ -31,31 +31,33 @@ def make_optimizer(weights: Named, **optim: Any) -> torch.optim.Optimizer:
     return build_optimizer(weights, OptimSettings(**optim))
 
 
-def make_state(weights: Named) -> dict[str, Tensor]:
+def make_state() -> dict[str, Tensor]:
     """Return the state of an optimizer after one step."""
-    optimizer = make_optimizer(weights)
-    for number, (_, weight) in enumerate(weights, 1):
-        weight.grad = torch.full_like(weight, float(number))
-    optimizer.step()
+    optimizer = make_optimizer(weights := make_weights())
+    update(optimizer, weights, 0)
     return optimizer_tensors(optimizer, weights)
+
+
+def update(optimizer: torch.optim.Optimizer, weights: Named, step: int) -> None:
+    random = torch.Generator().manual_seed(step + 1)
+    for _, weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=random).to(weight.dtype)
+    optimizer.step()
 
 
 def test_weights_decay_only_in_matrices():
     weights = make_weights()
     optimizer = make_optimizer(weights, weight_decay=0.1)
-    decays = {
-        id(weight): group["weight_decay"]
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    }
-    assert {name: decays[id(weight)] for name, weight in weights} == {"norm": 0.0, "linear": 0.1}
+    groups = optimizer.param_groups
+    decays = {id(w): group["weight_decay"] for group in groups for w in group["params"]}
+    assert [decays[id(weight)] for _, weight in weights] == [0.0, 0.1]
     assert optimizer.defaults["fused"]  # one kernel for all weights
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_state_is_loaded_by_name_in_any_order(order):
     """The optimizer numbers matrices before vectors, in whatever order the weights are named."""
-    state = make_state(make_weights())
+    state = make_state()
     weights = make_weights()[::order]
     optimizer = make_optimizer(weights)
     load_optimizer_tensors(optimizer, weights, dict(reversed(state.items())))
@@ -65,7 +67,7 @@ def test_state_is_loaded_by_name_in_any_order(order):
 
 
 def test_state_of_other_weights_is_refused():
-    state = make_state(make_weights())
+    state = make_state()
 
     def load(weights: Named, name: OptimizerName = "adamw") -> None:
         load_optimizer_tensors(make_optimizer(weights, name=name), weights, state)
@@ -86,9 +88,8 @@ def test_state_of_other_weights_is_refused():
 
 
 def test_only_the_state_of_one_weight_at_a_time_is_read():
-    state, held = make_state(make_weights()), list[int]()
-    weights = make_weights()
-    optimizer = make_optimizer(weights)
+    state, held = make_state(), list[int]()
+    optimizer = make_optimizer(weights := make_weights())
 
     class Recorded(dict[str, torch.Tensor]):
         def __getitem__(self, key: str) -> torch.Tensor:
@@ -110,17 +111,8 @@ def make_layer(dtype: torch.dtype = torch.float32) -> Named:
     """Return a large matrix of a layer, a small one outside the layers, and a vector."""
     random = torch.Generator().manual_seed(0)
     shapes = {"layers.0.weight": (80, 64), "head.weight": (8, 64), "norm.weight": (64,)}
-    return [
-        (name, nn.Parameter(torch.randn(shape, generator=random).to(dtype)))
-        for name, shape in shapes.items()
-    ]
-
-
-def update(optimizer: torch.optim.Optimizer, weights: Named, step: int) -> None:
-    random = torch.Generator().manual_seed(step + 1)
-    for _, weight in weights:
-        weight.grad = torch.randn(weight.shape, generator=random).to(weight.dtype)
-    optimizer.step()
+    values = {n: torch.randn(shape, generator=random).to(dtype) for n, shape in shapes.items()}
+    return [(name, nn.Parameter(value)) for name, value in values.items()]
 
 
 def adamw64(grads: list[Tensor], lr: float) -> Tensor:
@@ -189,17 +181,15 @@ def test_two_updates_equal_those_of_the_formula(name):
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH)
 def test_the_state_of_each_optimizer_resumes_bit_for_bit(name, dtype, tmp_path):
-    weights = make_layer(dtype)
+    weights, path = make_layer(dtype), tmp_path / "state.safetensors"
     optimizer = make_optimizer(weights, name=name, lr=1e-2)
     for step in range(2):
         update(optimizer, weights, step)
-    state = {key: value.clone() for key, value in optimizer_tensors(optimizer, weights).items()}
-    save_file(
-        optimizer_tensors(optimizer, weights), tmp_path / "state.safetensors"
-    )  # refuses tensors that share memory
+    save_file(optimizer_tensors(optimizer, weights), path)  # refuses tensors that share memory
+    state = load_file(path)
     resumed = [(key, nn.Parameter(weight.detach().clone())) for key, weight in weights]
     other = make_optimizer(resumed, name=name, lr=1e-2)
-    load_optimizer_tensors(other, resumed, load_file(tmp_path / "state.safetensors"))
+    load_optimizer_tensors(other, resumed, load_file(path))
     for step in range(2, 4):
         update(optimizer, weights, step)
         update(other, resumed, step)
@@ -215,25 +205,19 @@ def test_the_description_of_the_state_is_that_of_the_library(name, dtype):
     weights = make_layer(dtype)
     optimizer = make_optimizer(weights, name=name, lr=1e-2)
     update(optimizer, weights, 0)
-    found = {
-        key: (tuple(v.shape), v.dtype) for key, v in optimizer_tensors(optimizer, weights).items()
-    }
-    assert found == {
-        f"{weight_name}/{key}": value
-        for weight_name, weight in weights
-        for key, value in describe_state(
-            get_kind(weight_name, weight.shape, name), weight.shape, dtype
-        ).items()
-    }
+    expected = {}
+    for key, weight in weights:
+        kind = get_kind(key, weight.shape, name)
+        described = describe_state(kind, weight.shape, dtype)
+        expected |= {f"{key}/{part}": value for part, value in described.items()}
+    found = optimizer_tensors(optimizer, weights)
+    assert {key: (tuple(v.shape), v.dtype) for key, v in found.items()} == expected
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"needs bitsandbytes.*vlm-grpo\[quantization\]"):
         make_optimizer(make_weights(), name="adamw_8bit")
-
-
-# Rounding.
 
 
 def make_generator(seed: int = 0) -> torch.Generator:
@@ -243,13 +227,12 @@ def make_generator(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("value", [1 + 2**-10, -(1 + 3 * 2**-10), 1e-30, -3.3e5])
 def test_a_number_becomes_one_of_its_neighbors_and_is_right_in_the_mean(value):
     values = torch.full((1 << 16,), value)
-    rounded = round_stochastically(values, make_generator())
+    rounded, exact = round_stochastically(values, make_generator()), values[0].item()
     assert rounded.dtype == torch.bfloat16
     lower, upper = sorted(set(rounded.tolist()))  # both neighbors, and nothing else
-    assert lower < values[0].item() < upper
-    spacing = upper - lower
+    assert lower < exact < upper
     # The error of a mean of 2^16 draws with a standard deviation of at most half the spacing.
-    assert abs(rounded.double().mean().item() - values[0].item()) < 5 * 0.5 * spacing / 256
+    assert abs(rounded.double().mean().item() - exact) < 5 * 0.5 * (upper - lower) / 256
 
 
 def test_numbers_of_bfloat16_stay_and_equal_seeds_round_equally(monkeypatch):
@@ -265,18 +248,18 @@ def test_numbers_of_bfloat16_stay_and_equal_seeds_round_equally(monkeypatch):
     assert not torch.equal(chunked[0], chunked[1])
 
 
-def train(seed: int) -> Tensor:
-    """Return 512 weights that began as 1 after 200 updates of 10^-4 each."""
+def train(lr: float, seed: int, *grads: float) -> tuple[nn.Parameter, Any]:
+    """Return 512 weights that began as 1 after an update by each gradient, and their state."""
     weight = nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))
-    optimizer = build_optimizer([("layers.0.w", weight)], OptimSettings(lr=1e-4), seed)
-    for _ in range(200):
-        weight.grad = torch.ones_like(weight)
+    optimizer = build_optimizer([("layers.0.w", weight)], OptimSettings(lr=lr), seed)
+    for grad in grads:
+        weight.grad = torch.full_like(weight, grad)
         optimizer.step()
-    return weight.detach()
+    return weight, optimizer.state[weight]
 
 
 def test_the_random_bits_depend_on_the_seed_the_weight_and_the_update():
-    first, again, other = map(train, (1, 1, 2))
+    (first, _), (again, _), (other, _) = (train(1e-4, seed, *[1.0] * 200) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     weights = [(f"layers.{i}.w", nn.Parameter(torch.ones(8, 64).bfloat16())) for i in range(2)]
@@ -295,11 +278,6 @@ def test_the_random_bits_depend_on_the_seed_the_weight_and_the_update():
 
 def test_the_moments_are_rounded_right_in_the_mean():
     """The second moment falls by 1/1000 per update, which rounding to the nearest would drop."""
-    weight = nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))
-    optimizer = build_optimizer([("layers.0.w", weight)], OptimSettings(lr=1e-6), 0)
-    for step in range(300):
-        weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
-        optimizer.step()
-    square = optimizer.state[weight]["exp_avg_sq"]
+    square = train(1e-6, 0, 1.0, *[0.0] * 299)[1]["exp_avg_sq"]
     assert square.dtype == torch.bfloat16
     assert square.double().mean().item() == pytest.approx(1e-3 * 0.999**299, rel=0.02)

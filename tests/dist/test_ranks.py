@@ -73,16 +73,17 @@ def compare_with_one_process(results: Results) -> None:
                     assert b["metrics"][name] == value, (launch, case, name)
 
 
-# The steps.
+def assert_equal_steps(expected: list[Step], found: list[Step]) -> None:
+    for a, b in zip(expected, found, strict=True):
+        assert b["metrics"]["reward"] == a["metrics"]["reward"]
+        assert relative_distance(b["grads"], a["grads"]) < 1e-5
 
 
 def test_two_processes_make_the_steps_of_one(folder):
     results = run_launches(folder, ["ddp-1", *TWO])
     compare_with_one_process(results)
-    decodes = {
-        launch: sum(s["metrics"]["work/image_decodes"] for s in cases["steps, full"])
-        for launch, cases in results.items()
-    }
+    steps = {name: [s["metrics"] for s in cases["steps, full"]] for name, cases in results.items()}
+    decodes = {name: sum(row["work/image_decodes"] for row in rows) for name, rows in steps.items()}
     # Groups were moved: the ranks that got them read their images again.
     assert all(decodes[launch] > decodes["ddp-1"] for launch in TWO)
     # Micro-batches are as large as the smallest of the devices allows.
@@ -161,11 +162,9 @@ def test_the_cases_are_uneven(folder):
 def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(folder, kind):
     results = run_launches(folder, ["ddp-1", *TWO])
     case = f"bfloat16, {kind}"
-    for a, b in zip(results["ddp-2"][case], results["fsdp-2"][case], strict=True):
-        assert b["metrics"]["reward"] == a["metrics"]["reward"]
-        # The same values are rounded in the same places and summed in another order. With norms or
-        # a residual stream in bfloat16 other tokens are sampled, and the distance is 1.
-        assert relative_distance(b["grads"], a["grads"]) < 1e-5
+    # The same values are rounded in the same places and summed in another order. With norms or
+    # a residual stream in bfloat16 other tokens are sampled, and the distance is 1.
+    assert_equal_steps(results["ddp-2"][case], results["fsdp-2"][case])
 
 
 def test_weights_and_state_in_main_memory_make_the_same_steps(folder):
@@ -173,24 +172,19 @@ def test_weights_and_state_in_main_memory_make_the_same_steps(folder):
     results = run_launches(folder, ["ddp-1", "fsdp-2", "fsdp_offload-2"])
     plain, offloaded = results["fsdp-2"], results["fsdp_offload-2"]
     assert offloaded["offloaded"] == [True]
-    for a, b in zip(plain["steps, full"], offloaded["steps, full"], strict=True):
-        assert b["metrics"]["reward"] == a["metrics"]["reward"]
-        assert relative_distance(b["grads"], a["grads"]) < 1e-5  # other sums of the gradient's norm
+    # The gradient's norm is summed in another order.
+    assert_equal_steps(plain["steps, full"], offloaded["steps, full"])
 
 
 def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder):
     run_launches(folder, ["fsdp-2-oom"])
     last, first = ((folder / f"fsdp-2-oom.{rank}").read_text() for rank in ("last", "first"))
-    assert re.search(
-        r"process 1: out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last
-    )
+    advice = r"resume=true optim\.max_tokens_per_batch=\d+$"
+    assert re.search(f"process 1: out of memory .* {advice}", last)
     assert first.startswith("another process of this run has died")
     checkpoints = folder / "runs" / "fsdp-2-oom" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
     verify_checkpoint(checkpoints / "step-1")
-
-
-# The communication.
 
 
 def test_communication_is_what_the_guide_states(folder):
@@ -218,9 +212,6 @@ def test_communication_is_what_the_guide_states(folder):
             assert 0 <= sent["allreduce_"] - 4 * reduced < 100, launch
 
 
-# Resumed runs.
-
-
 def test_a_run_resumes_with_any_number_of_processes(folder):
     """Resumed runs have the steps and final weights of an uninterrupted one."""
     run_launches(folder, ["ddp-1", *TWO])  # each leaves the beginning of a run
@@ -245,9 +236,8 @@ def load_weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder):
-    run_launches(folder, ["ddp-1", *TWO])
     names = ["fsdp-2-resumed", "fsdp-2-uninterrupted"]
-    run_launches(folder, names)
+    run_launches(folder, ["ddp-1", *TWO, *names])
     begun, resumed, expected = (folder / "runs" / name for name in ("fsdp-2", *names))
     assert [path.name for path in (begun / "checkpoints").iterdir()] == ["step-2"]
     for a, b in zip(read_metrics(expected), read_metrics(resumed), strict=True):
@@ -256,14 +246,10 @@ def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder):
     assert_same_weights(expected / "checkpoints" / "step-4", resumed / "checkpoints" / "step-4")
 
 
-# Sharded checkpoints.
-
-
 def test_a_sharded_checkpoint_can_be_used_as_a_model(folder, tmp_path):
     run_launches(folder, ["ddp-1", *TWO])
-    sharded, full = (
-        folder / "runs" / run / "checkpoints" / "step-2" for run in ("fsdp_held-2", "ddp-2")
-    )
+    runs = "fsdp_held-2", "ddp-2"
+    sharded, full = (folder / "runs" / run / "checkpoints" / "step-2" for run in runs)
     names = {path.name for path in sharded.iterdir()}
     parts = [f"0000{rank}-of-00002.safetensors" for rank in (1, 2)]
     for kind in ("model", "optimizer", "reference"):

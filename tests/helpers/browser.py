@@ -19,14 +19,9 @@ from vlm_grpo.utils.http_json import ServiceError, post_json
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 DRIVER = shutil.which("chromedriver")
 FLAGS = (
-    "--headless",
     "--no-sandbox",  # tests often run as root in a container, where Chromium refuses its sandbox
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
+    *("--headless", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     # Every request to a host fails, which exposes a page that needs the network.
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )

@@ -12,11 +12,11 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import meta_device
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,7 +24,7 @@ from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
 from meta_device import build_policy, sample, use_gpu_kernels
 from packaging.version import Version
-from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy
+from tiny_models import assert_same_samples, sample_groups, text_prompts, tiny_policy
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from vlm_grpo.model.engine import forwards, shared
 from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Completion
 
 BACKEND = "aot_eager_decomp_partition"
 """PyTorch's compiler up to the operations of which Inductor writes kernels."""
@@ -151,19 +150,12 @@ def compare(family: str, words: Sequence[int]) -> None:
     """Compare what eager and compiled steps sample; one rollout compiles at most three graphs."""
     policy = build_family_policy(family, torch.float64, shared=True)
     keep_layers(policy)
-    prompts = [make_prompt(policy, noise_example(str(n), [], "What? " * n)) for n in words]
-
-    def draw() -> list[Completion]:
-        groups = sample_groups(policy, prompts, group_size=3, length=9)
-        return [completion for group in groups for completion in group]
-
+    draw = partial(sample_groups, policy, text_prompts(policy, words), group_size=3, length=9)
     eager = draw()
     torch._dynamo.reset()  # noqa: SLF001
     counters.clear()
     policy.engine.use_capture(compile_whole)
-    for found, expected in zip(draw(), eager, strict=True):
-        assert found.token_ids == expected.token_ids
-        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-9)
+    assert_same_samples(draw(), eager)
     assert 1 <= counters["stats"]["unique_graphs"] <= 3, counters["stats"]
     assert policy.describe_engine().endswith("as CUDA graphs")  # no step failed to compile
 
@@ -178,10 +170,8 @@ def compare_functions() -> None:
     heads = numbers.view(1, 3, 4, 8).transpose(1, 2), numbers[:48].view(1, 3, 2, 8).transpose(1, 2)
     angles = numbers[:24].view(1, 3, 8)
     rows = numbers.view(3, 32).split(16, -1)
-    for function, trained, others in (
-        (rotate, heads, (angles.cos(), angles.sin())),
-        (gate, rows, (layer.mlp.act_fn,)),
-    ):
+    cases = (rotate, heads, (angles.cos(), angles.sin())), (gate, rows, (layer.mlp.act_fn,))
+    for function, trained, others in cases:
         compiled = torch.compile(function.function, backend=BACKEND, fullgraph=True)
         found = []
         for form in (function.function, compiled):
@@ -197,8 +187,8 @@ def compare_functions() -> None:
 def compare_rollouts() -> None:
     """Compare rollouts that compile rotations, gates and merges one by one, as on a GPU."""
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, layers=1)
-    prompts = [make_prompt(policy, noise_example(str(n), [], "What? " * n)) for n in (0, 3)]
-    expected = sample_groups(policy, prompts, group_size=2, length=3)
+    draw = partial(sample_groups, policy, text_prompts(policy, (0, 3)), group_size=2, length=3)
+    expected = draw()
 
     def can_compile(tensor: Tensor) -> bool:
         return forwards.Compiled.mode == "compiled" and not torch.compiler.is_compiling()
@@ -211,9 +201,7 @@ def compare_rollouts() -> None:
             use_plain_varlen(patch, parts)
             patch.setattr(forwards, "can_compile", can_compile)
             patch.setattr(forwards.Compiled, "compiled", property(build))
-            found = sample_groups(policy, prompts, group_size=2, length=3)
-        pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
-        assert all(one.token_ids == other.token_ids for one, other in pairs)
+            assert_same_samples(draw(), expected)
         assert forwards.Compiled.mode == "compiled"  # no function failed to compile
 
 

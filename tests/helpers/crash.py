@@ -44,28 +44,15 @@ class Kills:
 
 def make_settings(folder: Path, name: str, steps: int, *more: str) -> Settings:
     """Return a small run of the embedded model: full weights, two updates per step, evaluations."""
-    return load_settings(
-        "counting",
-        [
-            f"name={name}",
-            f"output_dir={folder}",
-            "data.train_limit=24",  # all that are drawn; a process does so at each start
-            "data.eval_limit=4",
-            "evaluation.every=10",
-            "rollout.num_generations=2",
-            "objective.num_iterations=2",
-            "objective.beta=0.05",
-            "objective.reference_refresh_every=2",
-            "optim.warmup_steps=0",
-            "optim.prompts_per_step=2",
-            f"optim.max_steps={steps}",
-            "checkpoint.every=1",
-            "logging.trackers=[]",
-            "logging.samples_every=1",
-            "logging.samples_per_step=1",
-            *more,
-        ],
+    fixed = (
+        "data.train_limit=24",  # all that are drawn; a process does so at each start
+        *("data.eval_limit=4", "evaluation.every=10", "rollout.num_generations=2"),
+        *("objective.num_iterations=2", "objective.beta=0.05"),
+        *("objective.reference_refresh_every=2", "checkpoint.every=1"),
+        *("optim.warmup_steps=0", "optim.prompts_per_step=2", f"optim.max_steps={steps}"),
+        *("logging.trackers=[]", "logging.samples_every=1", "logging.samples_per_step=1"),
     )
+    return load_settings("counting", [f"name={name}", f"output_dir={folder}", *fixed, *more])
 
 
 def start(settings: Settings, log: Path) -> int:

@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -49,10 +50,8 @@ class FakeVllm:
         self.plan = PLAN | json.loads((folder / "plan.json").read_text())
         config = json.loads((model / "config.json").read_text())
         images = json.loads((model / "processor_config.json").read_text())["image_processor"]
-        self.image_token, self.side = (
-            config["image_token_id"],
-            images["patch_size"] * images["merge_size"],
-        )
+        self.image_token = config["image_token_id"]
+        self.side = images["patch_size"] * images["merge_size"]
         self.calls = folder / "calls.jsonl"
         earlier = [call["path"] for call in read_calls(folder)]
         self.count = {path: earlier.count(path) for path in set(earlier)}
@@ -67,8 +66,7 @@ class FakeVllm:
             call = {"path": path, "pid": os.getpid(), "version": self.version, "body": body}
             with self.calls.open("a") as calls:
                 calls.write(json.dumps(call) + "\n")
-        faults = self.plan["starts" if path == "start" else "faults"]
-        faults = faults if path == "start" else faults.get(path, {})
+        faults = self.plan["starts"] if path == "start" else self.plan["faults"].get(path, {})
         return faults.get(str(number), faults.get("*"))
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -186,9 +184,8 @@ def listen(fake: FakeVllm, address: tuple[str, int]) -> ThreadingTCPServer:
                     value["choices"][0]["finish_reason"] = "abort"
                 return Reply(status=status, body=json.dumps(value).encode())
             case fault if fault.isdecimal():
-                return Reply(
-                    status=int(fault), body=b'{"error": "a fault of status %s"}' % fault.encode()
-                )
+                body = b'{"error": "a fault of status %s"}' % fault.encode()
+                return Reply(status=int(fault), body=body)
             case fault:
                 return Reply(body=fault.encode())
 
@@ -235,9 +232,7 @@ def write_python(folder: Path, **plan: Any) -> Path:
 def main(arguments: list[str]) -> int:
     """Run a server as the process that a run starts."""
     folder, model = Path(arguments[0]), Path(arguments[arguments.index("serve") + 1])
-    options = dict(
-        text.split("=", 1) for text in arguments if text.startswith("--") and "=" in text
-    )
+    options = dict(text.split("=", 1) for text in arguments if re.match("--.+=", text))
     fake = FakeVllm(folder, model, end=lambda: os._exit(1))
     if fake.plan["ignores_sigterm"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 import transformers as hf
-from family_processors import TILES, TILES_56, build_processor
+from family_processors import MINICPM, TILES, TILES_56, build_processor
 from tiny_models import ROPE, initialize, text_config
 from transformers.models.gemma3n import modeling_gemma3n
 
@@ -22,7 +22,7 @@ SMALL = VISION | {
     "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
 """Sizes of small models. A configuration gets those that it has a field for."""
 MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
@@ -32,19 +32,18 @@ GATED_DELTA = {
     "head_dim": 16,
     "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
 }
-WINDOWS = {"sliding_window": 16, "rope_parameters": None}
-ALTERNATING = {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+WINDOWS = {"sliding_window": 16, "rope_parameters": None, "head_dim": 8}
+MIXED = ["sliding_attention", "full_attention"]
+ALTERNATING = {**WINDOWS, "layer_types": MIXED * 2}
 PATCHES = {"patch_size": 16, "num_position_embeddings": 64}
 SIGLIP = {"vision_config": {"model_type": "siglip_vision_model"}}
 CLIP = {"vision_config": {"model_type": "clip_vision_model"}}
 PIXTRAL = {"model_type": "pixtral", "head_dim": 16, "image_size": 84}
+IN_PIXTRAL: Any = {"vision_config": PIXTRAL, "vision_feature_layer": -1}
+LINE_BREAK = "Ċ"  # how byte-level tokenizers write it
 LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
-COHERE2 = {
-    "model_type": "cohere2",
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 16,
-}
+COHERE2 = {"model_type": "cohere2", "layer_types": MIXED, "sliding_window": 16}
 CONVNEXT = {
     "model_type": "convnext", "hidden_size": 32, "hidden_sizes": [16, 32], "depths": [1, 1],
     "num_stages": 2, "patch_size": 8,
@@ -94,8 +93,11 @@ def _build(
     built, default, text = build_processor(processor), kind(), text or {}
     sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size")}
     language = text_config(built.tokenizer, **sizes, rope_parameters=ROPE)
+    if "layer_types" in text:
+        text = {"num_hidden_layers": len(text["layer_types"]), **text}
     config["text_config"] = _shrink(default.get_text_config(), text) | language | text
-    config["vision_config"] = _shrink(default.vision_config, config.get("vision_config", {}))
+    for name in {"vision_config", "adapter_config"} & {"vision_config", *config}:
+        config[name] = _shrink(getattr(default, name), config.get(name, {}))
     ids = _find_tokens(model_type, built, tokens or {})
     # Copied, because configurations add defaults to nested settings.
     model = hf.AutoModelForImageTextToText.from_config(kind(**deepcopy({**ids, **config})))
@@ -103,19 +105,14 @@ def _build(
     return model, built
 
 
-def build_qwen3(
-    model_type: str, text: dict[str, Any], **vision: Any
-) -> Callable[[], tuple[Any, Any]]:
-    return partial(_build, model_type, "qwen3", text, vision_config={**PATCHES, **vision})
+def build_qwen3(kind: str, text: dict[str, Any], **vision: Any) -> Callable[[], tuple[Any, Any]]:
+    return partial(_build, kind, "qwen3", text, vision_config={**PATCHES, **vision})
 
 
 def _glm(kind: str, processor: str, **text: Any) -> Callable[[], Any]:
     language = {"head_dim": 16, "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, **text}
-    marks = {
-        f"{what}_{edge}": f"<|{mark}_of_{what}|>"
-        for what in ("image", "video")
-        for edge, mark in (("start", "begin"), ("end", "end"))
-    }
+    marks = {"image_start": "<|begin_of_image|>", "image_end": "<|end_of_image|>"}
+    marks |= {"video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"}
     return partial(_build, kind, processor, language, marks, vision_config={"image_size": 112})
 
 
@@ -146,7 +143,7 @@ def _build_mllama() -> tuple[Any, Any]:
 
 def _gemma4(**own: Any) -> Callable[[], tuple[Any, Any]]:
     text = ALTERNATING | {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16,
+        "num_kv_shared_layers": 2, "global_head_dim": 16,
         "vocab_size_per_layer_input": 320,  # at least the tokenizer's
         "hidden_size_per_layer_input": 8, "final_logit_softcapping": 30.0,
     }  # fmt: skip
@@ -162,13 +159,13 @@ def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
 
 def _build_gemma3n() -> tuple[Any, Any]:
     """Build Gemma 3n with another convolutional tower than that of the package timm."""
-    vocabulary = {"vocab_size": 4, "vocab_offset": 1000, "rms_norm_eps": 1e-6}
+    vision = {"vocab_size": 4, "vocab_offset": 1000, "rms_norm_eps": 1e-6, "hidden_size": 32}
     audio = {
         "vocab_size": 4, "vocab_offset": 1004, "hidden_size": 16, "conf_num_attention_heads": 2,
         "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [4, 4],
     }  # fmt: skip
     text = ALTERNATING | {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "laurel_rank": 4,
+        "num_kv_shared_layers": 2, "laurel_rank": 4,
         "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     }  # fmt: skip
@@ -176,21 +173,17 @@ def _build_gemma3n() -> tuple[Any, Any]:
     build = towers.from_config
 
     def build_tower(config: Any) -> Any:
-        return build(
-            hf.ConvNextConfig(**CONVNEXT) if config.model_type == "gemma3n_vision" else config
-        )
+        is_vision = config.model_type == "gemma3n_vision"
+        return build(hf.ConvNextConfig(**CONVNEXT) if is_vision else config)
 
+    own: Any = {"vision_config": vision, "vision_soft_tokens_per_image": 4, "audio_config": audio}
     with patch.object(towers, "from_config", build_tower):
-        return _model(
-            "gemma3n",
-            text,
-            vision_config=vocabulary | {"hidden_size": 32},
-            vision_soft_tokens_per_image=4,
-            audio_config=audio,
-        )()
+        return _build("gemma3n", "gemma3n", text, **own)
 
 
 VISION_MARKS = {f"vision_{edge}": f"<|vision_{edge}|>" for edge in ("start", "end")}
+MOLMO2 = ("image_patch_id", "image_start", "low_res_image_start", "image_end")
+MOLMO2 += ("frame_start", "frame_end")
 GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
 AUDIO = {
     "num_mel_bins": 4, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
@@ -200,7 +193,8 @@ EXPERTS = {
     "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
     "num_global_key_value_heads": 1, "enable_moe_block": True, "top_k_experts": 2,
 }  # fmt: skip
-INDEXER = {
+INDEXED = {
+    "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_lowrank": 8,
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
@@ -218,15 +212,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_vl_moe": build_qwen3("qwen3_vl_moe", INTERLEAVED, deepstack_visual_indexes=[0, 1]),
     "qwen3_5": build_qwen3("qwen3_5", GATED_DELTA),
     "qwen3_5_moe": build_qwen3("qwen3_5_moe", GATED_DELTA),
-    "qwen4_exp": build_qwen3(
-        "qwen4_exp",
-        {
-            **GATED_DELTA,
-            "layer_types": ["linear_attention", "indexed_attention"] * 2,
-            "hc_lowrank": 8,
-            **INDEXER,
-        },
-    ),
+    "qwen4_exp": build_qwen3("qwen4_exp", GATED_DELTA | INDEXED),
     "glm4v": _glm("glm4v", "glm4v"),
     "glm46v": _glm("glm46v", "glm46v", model_type="glm4v_text"),
     "glm4v_moe": _glm("glm4v_moe", "glm4v", first_k_dense_replace=1),
@@ -246,24 +232,14 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "llava_onevision", QWEN2, image_grid_pinpoints=TILES, vision_feature_layer=-1, **SIGLIP
     ),
     "pixtral": partial(
-        _build,
-        "llava",
-        "pixtral",
-        MISTRAL,
-        vision_feature_select_strategy="full",
-        vision_config=PIXTRAL,
-        vision_feature_layer=-1,
+        _build, "llava", "pixtral", MISTRAL, vision_feature_select_strategy="full", **IN_PIXTRAL
     ),
-    "mistral3": _model(
-        "mistral3", MISTRAL, spatial_merge_size=2, vision_config=PIXTRAL, vision_feature_layer=-1
-    ),
+    "mistral3": _model("mistral3", MISTRAL, spatial_merge_size=2, **IN_PIXTRAL),
     "gemma3": _model(
         "gemma3",
         {
             **WINDOWS,
-            "num_hidden_layers": 4,
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "head_dim": 8,
             "query_pre_attn_scalar": 8,
         },
         {"image": "<image_soft_token>"},
@@ -277,12 +253,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "paligemma2": _paligemma("gemma2", sliding_window=16),
     "lfm2_vl": _model(
         "lfm2_vl",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention"] * 2,
-            "block_auto_adjust_ff_dim": False,
-            "model_type": "lfm2",
-        },
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
         vision_config={"model_type": "siglip2_vision_model", "num_patches": 16},
         projector_hidden_size=32,
     ),
@@ -294,12 +265,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "aya_vision": _model("aya_vision", COHERE2, {"image": "<|IMG_PATCH|>"}, **SIGLIP),
     "lfm3_vl": _model(
         "lfm3_vl",
-        {
-            **WINDOWS,
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
-            "head_dim": 8,
-        },
+        {**WINDOWS, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
         vision_config={"patch_size": 16, "num_hidden_layers": 4, "num_key_value_heads": 1},
         projector_hidden_size=32,
     ),
@@ -309,50 +275,24 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "minicpmv4_7": _model(
         "minicpmv4_7",
         GATED_DELTA,
-        {
-            "image_start_id": "<image>",
-            "image_end_id": "</image>",
-            "slice_start_id": "<slice>",
-            "slice_end_id": "</slice>",
-            "newline_id": "Ċ",  # how byte-level tokenizers write a line break
-        },
+        {f"{name}_id": mark for name, mark in MINICPM.items()} | {"newline_id": LINE_BREAK},
         vision_config={"image_size": 224},
         insert_layer_id=0,
     ),
     "molmo2": _model(
         "molmo2",
         {"head_dim": 8, "additional_vocab_size": 8},
-        {
-            "image_patch_id": "<im_patch>",
-            **{
-                name: f"<{name.replace('image', 'im')}>"
-                for name in ("image_start", "low_res_image_start", "image_end")
-            },
-            "frame_start": "<frame_start>",
-            "frame_end": "<frame_end>",
-        },
+        {name: f"<{name.removesuffix('_id').replace('image', 'im')}>" for name in MOLMO2},
         vision_config={"head_dim": 16, "image_size": [56, 56]},
-        adapter_config={
-            **{name: SMALL[name] for name in ("hidden_size", "intermediate_size")},
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "text_hidden_size": 32,
-            "vision_feature_layer": [1, 0],
-        },
+        adapter_config={"head_dim": 16, "text_hidden_size": 32, "vision_feature_layer": [1, 0]},
     ),
     "gemma3n": _build_gemma3n,
     "hunyuan_vl": _model(
         "hunyuan_vl",
         {
             "head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 10000.0,
-                "factor": 1.0,
-                "alpha": 1000.0,
-                "mrope_section": [1, 1, 1, 1],
-            },
+            "rope_parameters": ROPE
+            | {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "mrope_section": [1] * 4},
         },
         {"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
         vision_config={"patch_size": 16, "text_hidden_size": 32, "max_image_size": 128},
@@ -363,14 +303,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "deepseek_ocr2": _model(
         "deepseek_ocr2",
         {"mlp_layer_types": ["dense", "sparse"]},
-        vision_config={
-            "sam_config": SAM,
-            "encoder_config": {
-                name: SMALL[name]
-                for name in (*VISION, "num_key_value_heads")
-                if name != "patch_size"
-            },
-        },
+        vision_config={"sam_config": SAM, "encoder_config": VISION | {"num_key_value_heads": 2}},
     ),
     "granite4_vision": _model(
         "granite4_vision",

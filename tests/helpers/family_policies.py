@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
-from tiny_models import make_builder, make_prompt, noise_example, tiny_model, wrap_model
+from tiny_models import (
+    make_builder,
+    make_prompt,
+    noise_example,
+    pack_tokens,
+    tiny_model,
+    wrap_model,
+)
 from torch import Tensor
 
 from vlm_grpo.config.policy import PolicySettings
@@ -13,7 +20,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.adapters import apply_lora_or_freeze
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families.family import place
 from vlm_grpo.model.families.known import load_family
@@ -30,15 +37,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_policy(
-    family: str, values: dict[str, Any], **depths: int
-) -> tuple[Policy, PolicySettings]:
+def build_policy(name: str, values: dict[str, Any], **depths: int) -> tuple[Policy, PolicySettings]:
     """Build a tiny policy as ``load_model`` does, with the given numbers of layers."""
     settings = PolicySettings.model_validate(values)
     dtype = torch.bfloat16 if values.get("lora") and values["dtype"] == "bfloat16" else None
     if settings.master_weights == "bfloat16":
         dtype = torch.bfloat16
-    model, processor = tiny_model(family, dtype or torch.float32, layers=3)
+    model, processor = tiny_model(name, dtype or torch.float32, layers=3)
     language, vision = model.model.language_model, model.model.visual
     if "text" in depths:
         language.layers = language.layers[: depths["text"]]
@@ -64,8 +69,7 @@ def build_prompt(policy: Policy, side: int = 112) -> Prompt:
 
 
 def build_batch(prompt: Prompt, group: int = 3, length: int = 5) -> MicroBatch:
-    completion = tuple(range(70, 70 + length))
-    return MicroBatch((GroupSlice(prompt, (completion,) * group, tuple(range(group))),))
+    return pack_tokens([prompt], [[tuple(range(70, 70 + length))] * group])
 
 
 def build_family_model(name: str) -> tuple[Any, Any]:
@@ -104,13 +108,11 @@ def build_prompts(policy: Policy, name: str, count: int) -> list[Prompt]:
     if name.startswith("paligemma"):  # refuses prompts without an image
         sizes = sizes[:3]
     questions = ("What is it?", "Where?", "How many are there?")
-    return [
-        make_prompt(
-            policy,
-            noise_example(f"{index}", sizes[index % len(sizes)], questions[index % 3], seed=index),
-        )
-        for index in range(count)
-    ]
+    prompts = []
+    for index in range(count):
+        own, question = sizes[index % len(sizes)], questions[index % 3]
+        prompts.append(make_prompt(policy, noise_example(f"{index}", own, question, seed=index)))
+    return prompts
 
 
 def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tensor:
@@ -137,19 +139,19 @@ def score_each_alone(model: Any, batch: MicroBatch) -> Tensor:
 
 def make_batch(prompts: list[Prompt]) -> MicroBatch:
     groups: Any = [((70, 71, 72, 73), (80, 81)), ((90, 91, 92),), ((75,), (76, 77)), ((78, 79),)]
-    slices = tuple(
-        GroupSlice(prompt, group, tuple(range(len(group))))
-        for prompt, group in zip(prompts, groups, strict=False)
-    )
-    return MicroBatch(slices)
+    return pack_tokens(prompts, groups[: len(prompts)])
 
 
 def backpropagate(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of a weighted sum of log-probs, of the weights that have one."""
+    """Return the gradient of a weighted sum of log-probs, of the weights where it is not 0."""
     policy.model.zero_grad()
     (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    return {name: grad for name, grad in read_gradient(policy).items() if grad.any()}
+
+
+def read_gradient(policy: Policy) -> dict[str, Tensor]:
     weights = policy.trainable_parameters()
-    return {n: w.grad.clone() for n, w in weights if w.grad is not None and w.grad.any()}
+    return {name: w.grad.clone() for name, w in weights if w.grad is not None}
 
 
 def compare_with_transformers(name: str) -> tuple[float, float]:
@@ -161,9 +163,8 @@ def compare_with_transformers(name: str) -> tuple[float, float]:
     logprobs: list[Tensor] = []
     gradients: list[dict[str, Tensor]] = []
     for shared in (False, True):
-        policy = build_family_policy(
-            name, torch.float64, shared=shared, policy={"dtype": "float32"}, banned=()
-        )
+        full = {"dtype": "float32"}
+        policy = build_family_policy(name, torch.float64, shared=shared, policy=full, banned=())
         batch = make_batch(build_prompts(policy, name, 4))
         scores = policy.score(batch).logprobs if shared else score_each_alone(policy.model, batch)
         gradients.append(backpropagate(policy, scores))

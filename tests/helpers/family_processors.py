@@ -11,9 +11,10 @@ from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 TILES_56 = [[2 * side for side in sides] for sides in TILES]
-TILE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
-GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-GEMMA["image_token"] = "<image_soft_token>"
+TILE_MARKS = {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
+TILE_MARKS |= {"image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"}
+GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+GEMMA4 = ("<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>")
 MOLMO2 = [f"<{n}>" for n in ("im_patch", "im_col", "im_start", "low_res_im_start", "im_end")]
 MOLMO2 += ["<frame_start>", "<frame_end>", "<im_low>"]
 ERNIE = {
@@ -21,6 +22,8 @@ ERNIE = {
     for what in ("image", "video")
     for part, mark in (("", "PLACEHOLDER"), ("start_", "START"), ("end_", "END"))
 }
+MINICPM = {"image_start": "<image>", "image_end": "</image>"}
+MINICPM |= {"slice_start": "<slice>", "slice_end": "</slice>"}
 IDEFICS: dict[str, Any] = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 
 
@@ -66,6 +69,12 @@ def _smolvlm() -> Any:
     return hf.SmolVLMProcessor(images, tokenizer, hf.SmolVLMVideoProcessor(), image_seq_len=1)
 
 
+def _gemma_tokenizer(*marks: str) -> Any:
+    names = ("boi", "eoi", "image", "boa", "eoa", "audio")
+    named = zip(names, marks, strict=False)  # not all read sounds
+    return tiny_tokenizer(**{f"{name}_token": mark for name, mark in named})
+
+
 def _llava(kind: Any, images: Any) -> Any:
     tokenizer, own = tiny_tokenizer("<image>"), {"vision_feature_select_strategy": "default"}
     return kind(images, tokenizer, patch_size=14, num_additional_image_tokens=1, **own)
@@ -86,15 +95,9 @@ def _lfm2_vl() -> Any:
 
 
 def _minicpm(kind: Any) -> Any:
-    names = {f"{what}_{edge}_token" for what in ("image", "slice") for edge in ("start", "end")}
-    tokens = {n: "<{}{}>".format("/" * ("end" in n), n.partition("_")[0]) for n in sorted(names)}
-    tokenizer = tiny_tokenizer(
-        image_token="<|image_pad|>",
-        video_token="<|video_pad|>",
-        image_id_start_token="<image_id>",
-        image_id_end_token="</image_id>",
-        **tokens,
-    )
+    pads = {f"{what}_token": f"<|{what}_pad|>" for what in ("image", "video")}
+    marks = MINICPM | {"image_id_start": "<image_id>", "image_id_end": "</image_id>"}
+    tokenizer = tiny_tokenizer(**pads, **{f"{name}_token": mark for name, mark in marks.items()})
     images = hf.MiniCPMV4_6ImageProcessor(max_slice_nums=4, scale_resolution=56)
     return kind(images, hf.MiniCPMV4_6VideoProcessor(), tokenizer)
 
@@ -163,19 +166,12 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "pixtral": lambda: _pixtral(1),
     "mistral3": lambda: _pixtral(2),
     "gemma3": lambda: hf.Gemma3Processor(
-        hf.Gemma3ImageProcessor(size=SQUARE), tiny_tokenizer(**GEMMA), image_seq_length=4
+        hf.Gemma3ImageProcessor(size=SQUARE), _gemma_tokenizer(*GEMMA), image_seq_length=4
     ),
     "gemma4": lambda: hf.Gemma4Processor(
         hf.Gemma4AudioFeatureExtractor(),
         hf.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2),
-        tiny_tokenizer(
-            boi_token="<|image>",
-            eoi_token="<image|>",
-            image_token="<|image|>",
-            boa_token="<|audio>",
-            eoa_token="<audio|>",
-            audio_token="<|audio|>",
-        ),
+        _gemma_tokenizer(*GEMMA4),
         hf.Gemma4VideoProcessor(),
     ),
     "paligemma": lambda: hf.PaliGemmaProcessor(
@@ -197,16 +193,11 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "cohere2_vision": lambda: hf.Cohere2VisionProcessor(
         # patch_size: the side of a tile in image tokens
         _set(hf.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4), patch_size=1),
-        tiny_tokenizer(
-            boi_token="<|START_OF_IMG|>",
-            eoi_token="<|END_OF_IMG|>",
-            image_token="<|IMG_PATCH|>",
-            img_line_break_token="<|IMG_LINE_BREAK|>",
-        ),
+        tiny_tokenizer(**TILE_MARKS),
     ),
     "aya_vision": lambda: hf.AyaVisionProcessor(
         hf.GotOcr2ImageProcessor(size=SQUARE, max_patches=4),
-        tiny_tokenizer("<image>", *TILE_MARKS, "TILE", "TILE_GLOBAL"),
+        tiny_tokenizer("<image>", *TILE_MARKS.values(), "TILE", "TILE_GLOBAL"),
         patch_size=14,
         img_size=28,
         downsample_factor=2,
@@ -226,12 +217,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "gemma3n": lambda: hf.Gemma3nProcessor(
         hf.Gemma3nAudioFeatureExtractor(),
         hf.SiglipImageProcessor(size=_square(32)),
-        tiny_tokenizer(
-            **GEMMA,
-            boa_token="<start_of_audio>",
-            eoa_token="<end_of_audio>",
-            audio_token="<audio_soft_token>",
-        ),
+        _gemma_tokenizer(*GEMMA, *(mark.replace("image", "audio") for mark in GEMMA)),
         image_seq_length=4,
     ),
     "hunyuan_vl": lambda: hf.HunYuanVLProcessor(

@@ -3,13 +3,17 @@
 Run ``python tests/helpers/family_table.py`` to print them.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import transformers as hf
 from benchmark_table import format_table
 from family_models import BUILDERS
 from family_policies import build_family_model, compare_with_transformers
 from tiny_models import FAMILIES
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.task.coordinates import FRAMES
@@ -56,6 +60,7 @@ TITLES = {
     "qwen4_exp": "Qwen4-Exp",
 }
 """Names of the models by model type, in the order of the table."""
+TYPES = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 COLUMNS = ("models", "model type", "a box", "pixel budget", "source of the frame")
 
 
@@ -116,14 +121,36 @@ def build_form_table() -> str:
     for name, title in names.items():
         config = build_family_model(name)[0].config
         reason = load_family(config).why_not_shared(config)
-        cells = {"prompt": "shared" if reason is None else f"repeated: {reason}"}
-        figures = ("—", "—")
+        cells = [title, f"repeated: {reason}", "—", "—"]
         if reason is None:
-            figures = tuple(f"{figure:.0e}" for figure in compare_with_transformers(name))
-        cells["log-probs"], cells["gradient"] = figures
-        rows.append({"model": title, **cells})
+            figures = (f"{figure:.0e}" for figure in compare_with_transformers(name))
+            cells = [title, "shared", *figures]
+        rows.append(dict(zip(FORM_COLUMNS, cells, strict=True)))
     return format_table(FORM_COLUMNS, rows)
 
 
+def classify(kind: str) -> str:
+    """Return what becomes of the prompt of models of the type, by their configuration alone."""
+    config = hf.CONFIG_MAPPING[kind]()
+    model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if model is not None and not issubclass(model, hf.GenerationMixin):
+        return "refused: it does not write text token by token"
+    if (reason := load_family(config).why_not_shared(config)) is not None:
+        return f"repeated: {reason}"
+    if kind in {*FAMILIES, *BUILDERS}:
+        return "shared, compared with images above"
+    return "shared if a run's own check agrees"
+
+
+def build_count() -> str:
+    """Return the numbers of types of transformers by what becomes of a group's prompt."""
+    found = {kind: classify(kind) for kind in TYPES}
+    rows = []
+    for what, count in sorted(Counter(found.values()).items(), key=lambda pair: -pair[1]):
+        kinds = ", ".join(f"`{kind}`" for kind in TYPES if found[kind] == what)
+        rows.append({"prompt": what, "types": f"{count}", "model types": kinds})
+    return format_table(("prompt", "types", "model types"), rows)
+
+
 if __name__ == "__main__":
-    print(build_table(), build_form_table(), sep="\n\n")
+    print(build_table(), build_form_table(), build_count(), sep="\n\n")

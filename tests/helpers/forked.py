@@ -39,9 +39,7 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def start(
-    output: Path, function: Callable[..., Any], *arguments: Any, **environment: str
-) -> BaseProcess:
+def start(output: Path, function: Callable, *arguments: Any, **environment: str) -> BaseProcess:
     """Start a call in a process that has these environment variables, and prints to ``output``."""
     process = SERVER.Process(target=_call, args=(output, environment, function, arguments))
     process.start()
@@ -68,9 +66,7 @@ def run_alone(words: list[str], folder: str, again: bool) -> None:
     import_module("vlm_grpo.cli").main(words)
 
 
-def _call(
-    output: Path, environment: dict[str, str], function: Callable[..., Any], arguments: Any
-) -> None:
+def _call(output: Path, environment: dict[str, str], function: Callable, arguments: Any) -> None:
     # Also where nohup, or a shell in the background, has started the tests.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -82,7 +78,7 @@ def _call(
     function(*arguments)
 
 
-def run_ranks(output: Path, count: int, function: Callable[..., Any], *arguments: Any) -> None:
+def run_ranks(output: Path, count: int, function: Callable, *arguments: Any) -> None:
     """Run a call in every process of a group on CPUs, as launchers start them.
 
     Every rank must end in time, with exit status 0.

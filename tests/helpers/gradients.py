@@ -62,11 +62,8 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 def relative_distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Return the norm of the difference of two gradients over that of ``b``, if this is not 0."""
     assert set(a) == set(b)
-    differences, norms = [a[name] - grad for name, grad in b.items()], b.values()
-    error, norm = (
-        torch.stack([part.double().norm() for part in parts]).norm()
-        for parts in (differences, norms)
-    )
+    parts = [a[name] - grad for name, grad in b.items()], b.values()
+    error, norm = (torch.stack([x.double().norm() for x in part]).norm() for part in parts)
     return float(error / norm if norm else error)
 
 

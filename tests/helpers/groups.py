@@ -16,16 +16,12 @@ EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
 
 
 def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> ExampleStream:
-    sources = [{"source": f"{name}.jsonl", "task": "counting", "name": name} for name in counts]
-    weights = data.pop("weights", {})
-    for source in sources:
-        source |= {"weight": weights[source["name"]]} if source["name"] in weights else {}
-    settings = Settings(seed=seed, data={"train": sources, **data})
-    examples = [
-        Example(f"{name}/{n}", (), "?", n, source=name)
-        for name, c in counts.items()
-        for n in range(c)
-    ]
+    sources = {n: {"source": f"{n}.jsonl", "task": "counting", "name": n} for n in counts}
+    for name, weight in data.pop("weights", {}).items():
+        sources[name]["weight"] = weight
+    settings = Settings(seed=seed, data={"train": [*sources.values()], **data})
+    names = [(name, n) for name, count in counts.items() for n in range(count)]
+    examples = [Example(f"{name}/{n}", (), "?", n, source=name) for name, n in names]
     return build_stream(examples, settings)
 
 
@@ -37,10 +33,8 @@ def make_group(
     ``lengths`` are numbers of tokens, by default 1 each. Token i of completion c is 10 · c + i.
     """
     prompt = Prompt(Example(name, (), "?", 0), "", (7, 8), {})
-    completions = tuple(
-        Completion(tuple(10 * row + i for i in range(length)), (-0.5,) * length, "", "eos")
-        for row, length in enumerate(lengths or [1] * len(rewards))
-    )
+    tokens = [range(10 * row, 10 * row + n) for row, n in enumerate(lengths or [1] * len(rewards))]
+    completions = tuple(Completion((*own,), (-0.5,) * len(own), "", "eos") for own in tokens)
     return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
+from recorded import record_calls
+from tiny_models import add_lora, image_prompts, tiny_policy
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,6 +29,8 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
 
 DEVICE = torch.device("meta")
+SIZES = [[(56, 56), (84, 28)], [(28, 56)], []]
+"""The images of prompts."""
 
 
 class _NoHostTensors(TorchDispatchMode):
@@ -165,10 +168,8 @@ def sample(policy: Policy, monkeypatch: pytest.MonkeyPatch, **truncation: float)
     monkeypatch.setattr(SamplerState, "update_active", lambda state: next(reads))
     done = Completion((1,), (0.0,), "", "eos")
     monkeypatch.setattr(Policy, "_build_completions", lambda policy, state: [done] * state.count)
-    steps, step = [], SharedEngine.step
-    monkeypatch.setattr(SharedEngine, "step", lambda *args: [step(*args), steps.append(1)][0])
-    sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
-    prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
+    steps = record_calls(monkeypatch, SharedEngine, "step")
+    prompts = image_prompts(policy, SIZES)
     settings = SamplingSettings(
         dataclasses.replace(policy.distribution, min_new_tokens=2),
         40,

@@ -117,11 +117,7 @@ WRITTEN: list[tuple[str, str, str]] = [
         "with_entropy, False, others)",
     ),
     ("training/methods/warm_start.py", ", self.end)\n", ")\n"),
-    (
-        "training/methods/warm_start.py",
-        "(*before, *own, self.end)",
-        "(self.end, *before, *own)",
-    ),
+    ("training/methods/warm_start.py", "(*before, *own, self.end)", "(self.end, *before, *own)"),
     ("training/update.py", "/ max(totals.active_tokens, 1)}", "/ max(len(lengths), 1)}"),
     ("training/update.py", "signal = torch.stack(", "torch.stack("),
     ("training/objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),

@@ -4,18 +4,17 @@ that several ranks of ``tests/training/test_steps_ahead.py`` make with it."""
 import copy
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from processes import wait_for
 from small_runs import small_run
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training import rollout, trainer
 from vlm_grpo.training.stopping import StopRequest
@@ -43,12 +42,8 @@ def train_on_ranks(folder: Path, model: Path, resume: bool) -> None:
         def hang(number: int) -> None:
             if number != 1 or resume or not strategy.accelerator.is_main_process:
                 return
-            for reached in (
-                lambda: "update" in stopwatch.seconds,
-                lambda: stopwatch.phase == "rollout",
-            ):
-                while not reached():
-                    time.sleep(0.001)
+            wait_for(lambda: "update" in stopwatch.seconds)
+            wait_for(lambda: stopwatch.phase == "rollout")
             stop.signal = signal.SIGINT
             released.wait()
 
@@ -84,14 +79,8 @@ class CopySampler:
         self.copy.model.load_state_dict(weights)
         self.version = version
 
-    def start(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        num_generations: Sequence[range],
-        seeds: Sequence[Sequence[int | str]],
-    ) -> Future[list[tuple[Completion, ...]]]:
-        return self.thread.submit(self._sample, prompts, sampling, num_generations, seeds)
+    def start(self, *arguments: Any) -> Future[list[tuple[Completion, ...]]]:
+        return self.thread.submit(self._sample, *arguments)
 
     def _sample(self, prompts: Sequence[Prompt], *arguments: Any) -> list[tuple[Completion, ...]]:
         self.before(len(self.sampled))

@@ -29,6 +29,7 @@ from vlm_grpo.types import Completion, Group, Prompt
 BANNED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 Weights = Mapping[str, Tensor]
+Pairs = Sequence[tuple[Prompt, Completion]]
 
 
 class PlainModel:
@@ -39,10 +40,8 @@ class PlainModel:
         model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
         if settings.policy.lora is not None:
             lora = settings.policy.lora
-            targets = list(lora.target)
-            get_peft_model(
-                model, LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets)
-            )
+            own = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=list(lora.target))
+            get_peft_model(model, own)
         self.model: Any = model.double().eval()
         self.trained = {n: w for n, w in model.named_parameters() if w.requires_grad}
         self.rollout, self.teacher = settings.rollout, None
@@ -158,11 +157,11 @@ def compute_gradient(
         model.rows = step, _collect_rows(model, step, objective)
     rows = model.rows[1]
     limit = settings.rollout.max_completion_length
-    parts, masked = settings.optim.mini_batches, objective.mask_truncated_completions
+    parts = settings.optim.mini_batches
     active = [
         (place * parts // len(rows), row)
         for place, row in enumerate(rows)
-        if not (masked and row.completion.stop == "length")
+        if not _is_masked(row.completion, objective)
     ]
     tokens = sum(len(row.old) for _, row in active)
     model.load(weights)
@@ -192,6 +191,10 @@ def compute_gradient(
     return total.item(), dict(zip(names, found, strict=True))
 
 
+def _is_masked(completion: Completion, objective: ObjectiveSettings) -> bool:
+    return objective.mask_truncated_completions and completion.stop == "length"
+
+
 @torch.no_grad()
 def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettings) -> list[_Row]:
     pairs = [(group.prompt, c) for group in step.groups for c in group.completions]
@@ -218,19 +221,12 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
     if objective.top_entropy_quantile < 1:
         model.load(step.before)
         entropies = [model.score(*pair)[1] for pair in pairs]
-        counted = [
-            e
-            for e, (_, c) in zip(entropies, pairs, strict=True)
-            if not (objective.mask_truncated_completions and c.stop == "length")
-        ]
+        both = zip(entropies, pairs, strict=True)
+        counted = [e for e, (_, completion) in both if not _is_masked(completion, objective)]
         threshold = torch.cat(counted).quantile(1 - objective.top_entropy_quantile)
         factors = [f * (e >= threshold) for f, e in zip(factors, entropies, strict=True)]
-    rows = [
-        _Row(*pair, *constants)
-        for pair, *constants in zip(
-            pairs, old, reference, advantages, teacher, masked, factors, balance, strict=True
-        )
-    ]
+    constants = old, reference, advantages, teacher, masked, factors, balance
+    rows = [_Row(*pair, *own) for pair, *own in zip(pairs, *constants, strict=True)]
     again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
     return [*rows, *again]
 
@@ -258,9 +254,7 @@ def _teach(
 
 
 def _balance(
-    pairs: Sequence[tuple[Prompt, Completion]],
-    teacher: Sequence[tuple[Tensor, ...] | None],
-    objective: ObjectiveSettings,
+    pairs: Pairs, teacher: Sequence[tuple[Tensor, ...] | None], objective: ObjectiveSettings
 ) -> list[Tensor | float]:
     """Return the factors of the divergence, with which the mean over the tokens that the teacher
     finds likeliest, beside the sampler, counts as much as that over the others."""
@@ -268,7 +262,7 @@ def _balance(
     gains = {
         row: (scores[0] - torch.tensor(c.logprobs)).tolist()
         for row, ((_, c), scores) in enumerate(zip(pairs, teacher, strict=True))
-        if scores and not (objective.mask_truncated_completions and c.stop == "length")
+        if scores and not _is_masked(c, objective)
     }
     factors: list[Tensor | float] = [1.0] * len(pairs)
     every = sorted(gain for row in gains.values() for gain in row)
@@ -301,10 +295,7 @@ def _diverge(policy: Tensor, teacher: Tensor, settings: Any) -> Tensor:
 
 
 def _score_masked(
-    model: PlainModel,
-    step: PlainStep,
-    pairs: Sequence[tuple[Prompt, Completion]],
-    objective: ObjectiveSettings,
+    model: PlainModel, step: PlainStep, pairs: Pairs, objective: ObjectiveSettings
 ) -> tuple[list[Tensor | None], list[Tensor | float]]:
     """Return the log-probs behind masked images, and the factors of the policy losses."""
     masked: list[Tensor | None] = [None] * len(pairs)
@@ -323,9 +314,8 @@ def _score_masked(
                     settings.mask_ratio, settings.patch_size, (*seed, number)
                 )(image),
             )[0]
-    gaps = {
-        r: torch.tensor(pairs[r][1].logprobs) - m for r, m in enumerate(masked) if m is not None
-    }
+    with_image = [(row, own) for row, own in enumerate(masked) if own is not None]
+    gaps = {row: torch.tensor(pairs[row][1].logprobs) - own for row, own in with_image}
     dependency = {row: ((-gap).exp() - 1 + gap).tolist() for row, gap in gaps.items()}
     means = {row: statistics.mean(values) for row, values in dependency.items()}
     low, spread = min(means.values()), max(means.values()) - min(means.values())
@@ -342,11 +332,9 @@ def _compute_advantages(
     step: PlainStep, penalties: Sequence[Tensor], objective: ObjectiveSettings
 ) -> list[Tensor]:
     left, values = iter(penalties), []
+    weights = step.reward_weights.items()
     rewards = [
-        [
-            sum(w * (score.rewards[name] or 0) for name, w in step.reward_weights.items())
-            for score in group.scores
-        ]
+        [sum(w * (score.rewards[name] or 0) for name, w in weights) for score in group.scores]
         for group in step.groups
     ]
     if objective.advantage_estimator == "reinforce_plus_plus_baseline":

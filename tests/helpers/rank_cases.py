@@ -35,8 +35,7 @@ from torch.utils._pytree import tree_leaves
 from transfer_server import GPU, run_transfer_server
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_run_task
-from vlm_grpo.data.loading import load_split
+from vlm_grpo.data.loading import load_run
 from vlm_grpo.dist.collectives import gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
@@ -80,12 +79,8 @@ def send_weights(folder: Path, launch: str) -> None:
                 assert torch.equal(found, expected[name]), name
 
 
-FSDP = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+FSDP |= {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 STRATEGIES = {
     "ddp": {},
     "fsdp": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
@@ -106,11 +101,8 @@ memory."""
 STEPS = {"full": 3, "frozen_vision": 2, "lora": 2}
 """Number of steps of each kind of weights. The second follows an update; the third follows an
 update with the optimizer's state, and starts the next epoch."""
-WEIGHTS = {
-    "full": {},
-    "frozen_vision": {"freeze": ["vision"]},
-    "lora": {"lora": {"r": 4, "alpha": 8}},
-}
+WEIGHTS: dict[str, Any] = {"full": {}, "frozen_vision": {"freeze": ["vision"]}}
+WEIGHTS |= {"lora": {"lora": {"r": 4, "alpha": 8}}}
 KINDS = {"ddp-4": ("full",), "hsdp-4": ("full",), "fsdp_held-2": ("full", "lora")}
 """The kinds of weights of the launches that do not have all."""
 COMMUNICATION = {"ddp-4": (), "hsdp-4": ("full",)}
@@ -188,11 +180,8 @@ update; on four ranks it has those in which some ranks have none."""
 ONE_STEP = ("a mixture", "one example", "nothing to learn")
 """The cases in which a second step would show nothing new."""
 WITH_EPISODES = "ddp-2", "fsdp-2"
-BEGUN_BY = {
-    "fsdp-2-resumed": "fsdp-2",
-    "fsdp_held-2-resumed": "ddp-1",
-    "ddp-1-resumed": "fsdp_held-2",
-}
+BEGUN_BY = {"fsdp-2-resumed": "fsdp-2", "fsdp_held-2-resumed": "ddp-1"}
+BEGUN_BY |= {"ddp-1-resumed": "fsdp_held-2"}
 """The launch whose run each launch resumes. ``ddp-1`` has made two steps of its run; the others
 were terminated in the middle of the third."""
 
@@ -212,9 +201,8 @@ def prepare(folder: Path) -> None:
         Image.fromarray(pixels).save(folder / f"{index}.png")
         images = [] if index % 3 == 0 else [f"{index}.png"]
         row = {"id": str(index), "images": images, "question": "Write.", "answer": "abc"}
-        rows.append(
-            row | ({"evidence": [[0, 0, 28, 28]], "boxes": [[0, 0, 40, 28]]} if images else {})
-        )
+        marks = {"evidence": [[0, 0, 28, 28]], "boxes": [[0, 0, 40, 28]]} if images else {}
+        rows.append(row | marks)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -280,12 +268,12 @@ class SelfTermination(StopRequest):
             raise StepInterrupted
 
 
-def train_and_read(settings: Settings) -> list[dict[str, float]]:
+def train_and_read(folder: Path, launch: str, **changes: Any) -> list[dict[str, float]]:
     """Train, and return the run's metrics.
 
     The end of a run destroys the process group, so a launch makes one run at most.
     """
-    train(settings)
+    train(settings := make_run_settings(folder, launch, **changes))
     return [json.loads(line) for line in (settings.run_dir / "metrics.jsonl").open()]
 
 
@@ -306,12 +294,11 @@ def begin_run(folder: Path, launch: str) -> None:
 
 def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
     """Resume the run that another launch has begun."""
-    settings = make_run_settings(folder, launch, resume=True)
-    accelerator = build_accelerator(settings)
+    accelerator = build_accelerator(make_run_settings(folder, launch))
     if accelerator.is_main_process:
-        shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
+        shutil.copytree(folder / "runs" / BEGUN_BY[launch], folder / "runs" / launch)
     accelerator.wait_for_everyone()
-    return train_and_read(settings)
+    return train_and_read(folder, launch, resume=True)
 
 
 def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
@@ -398,8 +385,7 @@ CHECKED: set[str] = set()
 
 def build_trainer(settings: Settings) -> Trainer:
     """Build a trainer. Only the first of its policy settings compares the forms of the prompt."""
-    task = load_run_task(settings)
-    examples = load_split(settings, task, "train")
+    task, examples, _ = load_run(settings)
     accelerator = build_accelerator(settings)
     torch.manual_seed(0)
     policy, kind = load_policy(settings), settings.policy.model_dump_json()
@@ -575,14 +561,9 @@ def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:
 
 def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the names and functions of the cases that all ranks of a launch run together."""
-    if launch.endswith("-uninterrupted"):
-        yield "run", lambda: train_and_read(make_run_settings(folder, launch))
-        return
-    if launch.endswith("-oom"):
-        yield "error", lambda: run_out_of_memory(folder, launch)
-        return
-    if launch in BEGUN_BY:
-        yield "run", lambda: resume_run(folder, launch)
+    runs = {"uninterrupted": train_and_read, "oom": run_out_of_memory, "resumed": resume_run}
+    if name := "".join(launch.split("-")[2:]):
+        yield "run", lambda: runs[name](folder, launch)
         return
 
     def steps(count: int, **changes: Any) -> Callable[[], Any]:

@@ -100,15 +100,12 @@ def load_few_examples(
 
 def make_group(task: Task, example: Example, texts: list[str]) -> Group:
     prompt = Prompt(example, task.prompt(example), (0,), {})
+    stops: Any = ["eos" if text.endswith("</answer>") else "length" for text in texts]
     completions = tuple(
-        Completion((0,) * len(text), (-0.1,) * len(text), text, _get_stop_reason(text), (0.5,))
-        for text in texts
+        Completion((0,) * len(text), (-0.1,) * len(text), text, stop, (0.5,))
+        for text, stop in zip(texts, stops, strict=True)
     )
     return Group(prompt, completions, tuple(task.score(text, example) for text in texts))
-
-
-def _get_stop_reason(text: str) -> Any:
-    return "eos" if text.endswith("</answer>") else "length"
 
 
 def write_completion(task: Task, example: Example, skill: float, generator: random.Random) -> str:

@@ -12,22 +12,16 @@ from tiny_models import tiny_model
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_run
 from vlm_grpo.errors import Stopped
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.training.trainer import Trainer, train
 
 SMALL = (
-    "data.train_limit=12",
-    "data.eval=null",
-    "evaluation.every=0",
-    "logging.samples_every=0",
-    "optim.prompts_per_step=3",
-    "optim.warmup_steps=0",
+    *("data.train_limit=12", "data.eval=null", "evaluation.every=0", "logging.samples_every=0"),
+    *("optim.prompts_per_step=3", "optim.warmup_steps=0", "rollout.num_generations=4"),
     "optim.lr=1e-3",  # large enough that every snapshot is a different policy
-    "rollout.num_generations=4",
 )
 TASK = '''
 from vlm_grpo.task import Task, metric, reward
@@ -83,11 +77,7 @@ def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
 
 
 def make_trainer(settings: Settings) -> Trainer:
-    task = load_task(settings.task, **settings.task_options)
-    examples = load_examples(settings.data.train, task, settings.data, "train")
-    held_out = []
-    if settings.data.eval is not None:
-        held_out = load_examples(settings.data.eval, task, settings.data, "eval")
+    task, examples, held_out = load_run(settings)
     return Trainer(settings, load_policy(settings), task, examples, held_out)
 
 
@@ -153,11 +143,9 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     """Return a trainer of the embedded model on twelve counting examples."""
     settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
     torch.manual_seed(0)
-    policy = load_policy(settings)
-    policy.form_check = None  # it would add passes to the counts
-    task = load_task(settings.task, **settings.task_options)
-    examples = load_examples(settings.data.train, task, settings.data, "train")
-    return Trainer(settings, policy, task, examples, [])
+    trainer = make_trainer(settings)
+    trainer.policy.form_check = None  # it would add passes to the counts
+    return trainer
 
 
 def stop_run(run: Settings, *stop: int) -> str:

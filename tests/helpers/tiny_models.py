@@ -1,6 +1,7 @@
 """Small random models of each family's real architecture, their prompts and their completions."""
 
-import io
+from collections.abc import Iterable, Sequence
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import use_fast_linears
@@ -23,8 +25,11 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
+from vlm_grpo.utils.chat import Turn
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+ENDS = tuple(range(70, 110))
+"""So many tokens that end completions that they have many lengths."""
 NORMALIZATION: dict[str, Any] = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
 """That of the images, which is a clip's, too, as in Qwen3-VL's own files."""
 
@@ -118,10 +123,8 @@ def initialize(model: Any, tokenizer: Any) -> None:
                 inputs = parameter[0].numel() if is_convolution else parameter.shape[-1]
                 # Large enough to keep attention and logits far from uniform.
                 nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
-    model.generation_config = hf.GenerationConfig(
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    )
+    end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    model.generation_config = hf.GenerationConfig(eos_token_id=end, pad_token_id=padding)
 
 
 def tiny_policy(
@@ -150,11 +153,9 @@ def wrap_model(
     """Build the policy of a model, which samples under its own distribution with these changes."""
     family = load_family(model.config)
     loaded = LoadedModel(model, make_builder(model, processor), shared, adapters)
-    defaults = {
-        "banned": family.banned_token_ids(model.config, processor),
-        "eos": (model.generation_config.eos_token_id,),
-    }
-    return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens)
+    distribution.setdefault("banned", family.banned_token_ids(model.config, processor))
+    distribution.setdefault("eos", (model.generation_config.eos_token_id,))
+    return Policy(loaded, SamplingDistribution(**distribution), chunk_tokens)
 
 
 def make_builder(model: Any, processor: Any) -> PromptBuilder:
@@ -172,11 +173,8 @@ def noise_example(
     images = []
     for index, (width, height) in enumerate(sizes):
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        images.append(
-            ImageRef(f"{name}-{index}", (width, height), (width, height), data=buffer.getvalue())
-        )
+        data, size = encode_png(Image.fromarray(pixels)), (width, height)
+        images.append(ImageRef(f"{name}-{index}", size, size, data=data))
     return Example(name, tuple(images), question, 0)
 
 
@@ -203,8 +201,22 @@ def clip_examples() -> list[Example]:
     ]
 
 
+CHAT = (Turn("system", "Be brief."), Turn("user", "Is <image> like <image>"))
+CHAT += (Turn("assistant", "Yes."),)
+
+
 def make_prompt(policy: Policy, example: Example) -> Prompt:
     return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
+
+
+def text_prompts(policy: Policy, words: Iterable[int]) -> list[Prompt]:
+    """Build prompts without images, with questions of these numbers of words."""
+    return [make_prompt(policy, noise_example(str(n), [], "What? " * n)) for n in words]
+
+
+def image_prompts(policy: Policy, sizes: list[list[tuple[int, int]]]) -> list[Prompt]:
+    """Build prompts with images of these sizes."""
+    return [make_prompt(policy, noise_example(str(len(own)), own)) for own in sizes]
 
 
 def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
@@ -212,9 +224,7 @@ def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
     random = np.random.default_rng(0)
     prompts = []
     for index in range(count):
-        sizes = [
-            (int(w), int(h)) for w, h in random.integers(20, 150, (int(random.integers(0, 3)), 2))
-        ]
+        sizes = random.integers(20, 150, (random.integers(0, 3), 2)).tolist()
         question = "What? " * int(random.integers(1, 8))
         prompts.append(make_prompt(policy, noise_example(str(index), sizes, question, seed=index)))
     return prompts
@@ -234,24 +244,46 @@ def sample_groups(
     return policy.sample(prompts, sampling, group_size, seeds, max_tokens)
 
 
-def pack_groups(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> MicroBatch:
-    slices, row = [], 0
+Groups = Sequence[tuple[Completion, ...]]
+
+
+def pack_groups(prompts: list[Prompt], groups: Groups) -> MicroBatch:
+    return pack_tokens(prompts, read_tokens(groups))
+
+
+def pack_tokens(prompts: list[Prompt], groups: Sequence[Sequence[tuple[int, ...]]]) -> MicroBatch:
+    """Build a micro-batch of the tokens of each prompt's completions."""
+    slices, row = [], count()
     for prompt, group in zip(prompts, groups, strict=True):
-        rows = tuple(range(row, row + len(group)))
-        slices.append(GroupSlice(prompt, tuple(c.token_ids for c in group), rows))
-        row += len(group)
+        slices.append(GroupSlice(prompt, tuple(group), tuple(islice(row, len(group)))))
     return MicroBatch(tuple(slices))
 
 
-def sampled_logprobs(groups: list[tuple[Completion, ...]]) -> Tensor:
+def read_tokens(groups: Groups) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def assert_same_samples(found: Groups, expected: Groups) -> None:
+    """Compare samples of models in float64: equal tokens, and log-probs that differ by rounding."""
+    assert read_tokens(found) == read_tokens(expected)
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-9)
+
+
+def sampled_logprobs(groups: Groups) -> Tensor:
     """Return the log-probabilities recorded while sampling, of all tokens in order."""
     return torch.tensor([value for group in groups for c in group for value in c.logprobs])
+
+
+def fill_adapters(model: nn.Module) -> None:
+    """Draw the factors that are initially 0, which would leave the model's output unchanged."""
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
 
 
 def add_lora(policy: Policy, target_modules: list[str]) -> None:
     torch.manual_seed(1)
     get_peft_model(policy.model, LoraConfig(r=4, target_modules=target_modules))
-    for name, weight in policy.model.named_parameters():
-        if "lora_B" in name:  # initially 0, which would leave the model's output unchanged
-            nn.init.normal_(weight, std=0.1)
+    fill_adapters(policy.model)
     policy.adapted_layers = use_fast_linears(policy.model)

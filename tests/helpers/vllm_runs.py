@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import pack_groups, sampled_logprobs
+from tiny_models import Groups, pack_groups, sampled_logprobs
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
@@ -63,9 +63,7 @@ def sample(
 
 
 @torch.no_grad()
-def find_difference(
-    policy: Policy, prompts: list[Prompt], groups: list[tuple[Completion, ...]]
-) -> float:
+def find_difference(policy: Policy, prompts: list[Prompt], groups: Groups) -> float:
     """Return the largest difference of the sampled tokens' log-probs from the policy's."""
     scored = policy.score(pack_groups(prompts, groups)).logprobs
     policy.engine.clear_image_features()

@@ -49,14 +49,14 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operations(TorchDispatchMode):
-    """Counts of dispatched operations, of those that compute, and of those that read values."""
+class Operations(TorchDispatchMode):
+    """The names of dispatched operations, and how many of them compute, or read values."""
 
-    count = kernels = reads = 0
+    kernels = reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
         name = func.overloadpacket.__name__
+        self.names.append(name)
         self.kernels += not (func.is_view or name in ("_unsafe_view", "empty"))
         by_mask = name.startswith("index") and any(
             isinstance(index, Tensor) and index.dtype == torch.bool
@@ -64,6 +64,10 @@ class _Operations(TorchDispatchMode):
         )
         self.reads += name in READS_OF_VALUES or by_mask
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self.names: list[str] = []
+        return super().__enter__()
 
 
 class _Memory(TorchDispatchMode):
@@ -102,9 +106,9 @@ def count_memory(counts: Counts) -> Iterator[None]:
 @contextmanager
 def count_work() -> Iterator[Counts]:
     counts: Counts = {}
-    with _Reads() as reads, _Operations() as operations:
+    with _Reads() as reads, Operations() as operations:
         yield counts
-    counts |= {"operations": operations.count, "host_reads": operations.reads + reads.count}
+    counts |= {"operations": len(operations.names), "host_reads": operations.reads + reads.count}
 
 
 def measure_saved_bytes(policy: Policy, batch: MicroBatch) -> int:
@@ -162,7 +166,7 @@ def measure_kernels(targets: Sequence[str]) -> Counts:
         counts, step = [], SharedEngine.step
 
         def count(*args: Any) -> Any:
-            with _Operations() as operations:
+            with Operations() as operations:
                 drawn = step(*args)
             counts.append(operations.kernels)
             return drawn
@@ -184,9 +188,9 @@ def measure_layer() -> Counts:
             prompt = make_prompt(policy, noise_example("0", []))
             batch = MicroBatch((GroupSlice(prompt, ((5,) * 8,) * 4, (0, 1, 2, 3)),))
             policy.score(batch)  # constants are made once
-            with _Operations() as operations:
+            with Operations() as operations:
                 policy.score(batch).logprobs.sum().backward()
-            counts.append(operations.count)
+            counts.append(len(operations.names))
     return {"operations": counts[1] - counts[0]}
 
 

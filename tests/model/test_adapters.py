@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from family_policies import make_batch
 from peft import PeftModel
 from small_runs import assert_resumes, save_tiny_model, small_run
 
@@ -14,7 +15,6 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import is_fast
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.serve.launch import describe_adapter
@@ -40,9 +40,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def make_settings(source: Path, dtype: str = "float32", **lora: Any) -> Settings:
     policy = {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **lora}}
-    return Settings.model_validate(
-        {"task": "none", "model": str(source), "data": {"train": "none"}, "policy": policy}
-    )
+    values = {"task": "none", "data": {"train": "none"}, "model": str(source), "policy": policy}
+    return Settings.model_validate(values)
 
 
 def change(policy: Policy) -> None:
@@ -57,8 +56,7 @@ def change(policy: Policy) -> None:
 @torch.no_grad()
 def score(policy: Policy) -> torch.Tensor:
     prompt = tiny_models.make_prompt(policy, tiny_models.noise_example("a", [(60, 40)]))
-    group = GroupSlice(prompt, ((70, 71, 72, 73), (80, 81)), (0, 1))
-    return policy.score(MicroBatch((group,))).logprobs.float()
+    return policy.score(make_batch([prompt])).logprobs.float()
 
 
 def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:

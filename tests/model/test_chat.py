@@ -1,5 +1,6 @@
 """Chat templates: system prompts and arguments reach every prompt, or are one clear error."""
 
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from tiny_models import noise_example, tiny_model
+from tiny_models import CHAT, noise_example, tiny_model
 
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
@@ -56,16 +57,25 @@ def ask(*turns: Turn, text: str = "Where?") -> list[Turn]:
     return [*turns, Turn("user", text)]
 
 
+BROKEN, SWITCH = "the model's chat template cannot be used: .*", r"no switch \(enable_think"
+SYSTEM = {"system": "Be brief."}
+
+
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "prompt", "message"),
     [
-        ("{% if %}", "line 1: Expected an expression"),
-        ("{{ " + 3000 * "(" + "messages" + 3000 * ")" + " }}", "recursion"),
+        ("{% if %}", {}, f"{BROKEN}line 1: Expected an expression"),
+        ("{{ " + 3000 * "(" + "messages" + 3000 * ")" + " }}", {}, f"{BROKEN}recursion"),
+        (NO_SYSTEM, SYSTEM, r"^prompt.system: .* refuses it \(no system role\): remove it"),
+        (IGNORED, SYSTEM, "^prompt.system: the model's .* leaves it out: remove it"),
+        (DUMPED, SYSTEM, "^prompt.system: the model's .* leaves it out: remove it"),
+        (CHAT_TEMPLATE, {"thinking": True}, f"^prompt.thinking=true: the .* {SWITCH}"),
+        (IGNORED, {"thinking": True}, f"^prompt.thinking=true: the .* {SWITCH}"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_one_error(template, reason):
-    with pytest.raises(UserError, match=f"the model's chat template cannot be used: .*{reason}"):
-        make_chat(template)
+def test_what_the_template_has_no_place_for_and_a_broken_one_are_refused(template, prompt, message):
+    with pytest.raises(UserError, match=message):
+        make_chat(template, **prompt)
 
 
 def test_a_template_that_grows_without_end_is_an_error_of_the_prompt():
@@ -91,26 +101,11 @@ def test_arguments_reach_the_template():
     "name", ["enable_thinkin", "messages", "bos_token", "add_generation_prompt"]
 )
 def test_an_argument_that_the_template_does_not_take_is_refused(name):
-    with pytest.raises(
-        UserError, match=r"has no such variable.*; it has enable_thinking$"
-    ) as error:
+    refused = rf"^prompt\.chat_template_kwargs\.{name}: .*has no such variable.*; it has "
+    with pytest.raises(UserError, match=refused + "enable_thinking$"):
         make_chat(THINKING, chat_template_kwargs={name: False})
-    assert str(error.value).startswith(f"prompt.chat_template_kwargs.{name}: ")
-    with pytest.raises(UserError, match=r"; it has none$"):
+    with pytest.raises(UserError, match=refused + "none$"):
         make_chat(CHAT_TEMPLATE, chat_template_kwargs={name: False})
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (NO_SYSTEM, r"refuses it \(no system role\): remove it"),
-        (IGNORED, "leaves it out: remove it"),
-        (DUMPED, "leaves it out: remove it"),
-    ],
-)
-def test_a_system_prompt_without_a_place_is_refused(template, reason):
-    with pytest.raises(UserError, match=f"^prompt.system: the model's .* {reason}"):
-        make_chat(template, system="Be brief.")
 
 
 @pytest.mark.parametrize(
@@ -125,12 +120,6 @@ def test_a_system_prompt_without_a_place_is_refused(template, reason):
 def test_a_template_shows_whether_the_model_thinks(template, thinking, is_open, is_native):
     tags = make_chat(template, thinking=thinking).read_thinking(("<think>", "</think>"))
     assert (tags.is_open, tags.is_native) == (is_open, is_native)
-
-
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, IGNORED])
-def test_a_thinking_that_the_template_cannot_switch_is_refused(template):
-    with pytest.raises(UserError, match=r"^prompt.thinking=true: the .* no switch \(enable_think"):
-        make_chat(template, thinking=True)
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
@@ -174,6 +163,12 @@ def test_the_token_that_opens_gemmas_thinking_belongs_to_the_answer():
     assert [family.belongs_to_answer(token) for token in tokens] == [True, True, False, False]
 
 
+def split_at_images(text: str) -> list[dict[str, str]]:
+    parts = re.split("(<image>)", text)
+    image = {"type": "image"}
+    return [image if p == "<image>" else {"type": "text", "text": p} for p in parts if p]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_write_chats_and_show_their_thinking(name):
     chat = make_chat(read_published(name))
@@ -186,26 +181,13 @@ def test_published_templates_write_chats_and_show_their_thinking(name):
             tags = switched.read_thinking(family.thinking_tags)
             assert (tags.is_native, tags.is_open) == (thinking, thinking and "qwen3" in name)
     assert chat.moves_images == (name in ("llava_next", "glm4moe"))  # GLM-4.5 has no images
-    turns = ask(
-        Turn("system", "Be brief."),
-        Turn("user", "Is <image> like <image>"),
-        Turn("assistant", "Yes."),
-        text="Or like <image>?",
-    )
+    turns = ask(*CHAT, text="Or like <image>?")
     in_parts = name in ("idefics3", "llava_next", "smolvlm")  # which read no plain text
-    brief, yes, is_, like, or_, end = (
-        {"type": "text", "text": text}
-        for text in ("Be brief.", "Yes.", "Is ", " like ", "Or like ", "?")
-    )
-    image = {"type": "image"}
-    contents: list[Any] = [
-        [brief] if in_parts else "Be brief.",
-        [is_, image, like, image],
-        [yes] if in_parts else "Yes.",
-        [or_, image, end],
-    ]
-    roles = [turn.role for turn in turns]
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    messages = []
+    for turn in turns:
+        is_split = in_parts or turn.role == "user"
+        content = split_at_images(turn.text) if is_split else turn.text
+        messages.append({"role": turn.role, "content": content})
     expected = chat.processor.apply_chat_template(messages, add_generation_prompt=True)
     assert chat.render(turns) == expected
     assert "Be brief." in expected
@@ -225,9 +207,8 @@ def test_a_control_token_in_the_system_prompt_is_refused():
 
 
 def test_the_estimate_of_a_plan_counts_a_chat_as_it_is_built():
-    builder = load_prompt_builder(
-        load_settings("counting", ["prompt.template='Twice: {{ question }}'"])
-    )
+    settings = load_settings("counting", ["prompt.template='Twice: {{ question }}'"])
+    builder = load_prompt_builder(settings)
     chat = Turn("user", "Is <image> red?"), Turn("assistant", "No.")
     example = replace(noise_example("a", [(56, 28), (84, 56)], "Or <image>?"), history=chat)
     resized = builder.with_resized_sizes(example)
@@ -278,9 +259,8 @@ def test_published_templates_keep_the_images_of_results(name):
     assert chat.result_form[0] == role
     # A text alone is given in the same role, and one that looks like the probe changes nothing.
     assert chat.observe("Be brief.").count("Be brief.") == 1
-    assert chat.observe("Be brief.").partition("<tool_response>")[0] == (
-        expected.partition("<tool_response>")[0].replace("<image>\n", "")
-    )
+    before = expected.partition("<tool_response>")[0].replace("<image>\n", "")
+    assert chat.observe("Be brief.").partition("<tool_response>")[0] == before
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen3", "gptoss"])  # of models without images

@@ -1,16 +1,17 @@
 """A shared form that does not compute what transformers does is noticed, and given up."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from recorded import record_calls
 from small_runs import make_embedded_trainer
-from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy
+from tiny_models import make_prompt, noise_example, read_tokens, sample_groups, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import attention, kernels, kv_cache
-from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import PrefixInputs
@@ -26,8 +27,7 @@ def checked_policy(must_share: bool = False) -> tuple[Policy, Prompt]:
 
 
 def sample(policy: Policy, prompt: Prompt) -> list[tuple[int, ...]]:
-    (group,) = sample_groups(policy, [prompt], length=6)
-    return [completion.token_ids for completion in group]
+    return read_tokens(sample_groups(policy, [prompt], length=6))[0]
 
 
 def test_a_correct_form_is_kept_and_changes_nothing():
@@ -79,11 +79,7 @@ def test_a_rollout_that_differs_from_the_scores_is_noticed(monkeypatch, caplog):
 )
 def test_a_model_that_fails_ends_the_run(error, shown, monkeypatch):
     policy, prompt = checked_policy()
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
+    monkeypatch.setattr(attention.PackedAttention, "__call__", Mock(side_effect=error))
     with pytest.raises((type(error), UserError), match=shown):
         sample(policy, prompt)
     assert policy.shared
@@ -93,24 +89,21 @@ def lower_logprobs(tokens: Tensor, logprobs: Tensor, *others: Tensor) -> tuple[T
     return tokens, logprobs - 1, *others
 
 
-def fail_to_capture(*_: Any) -> Any:
-    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+NO_CAPTURE = RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize("must_share", [False, True])
 @pytest.mark.parametrize(
     ("capture", "problem"),
     [
-        (fail_to_capture, "(RuntimeError: CUDA error: operation not permitted"),
+        (Mock(side_effect=NO_CAPTURE), "(RuntimeError: CUDA error: operation not permitted"),
         (
             lambda step, _: lambda *inputs: lower_logprobs(*step(*inputs)),
             ": as CUDA graphs, the log-probs of sampled tokens differ by",
         ),
     ],
 )
-def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
-    capture, problem, must_share, caplog
-):
+def test_wrong_or_failing_captures_are_no_fault_of_the_form(capture, problem, must_share, caplog):
     policy, prompt = checked_policy(must_share)
     policy.engine.use_capture(capture)
     assert sample(policy, prompt) == sample(tiny_policy("qwen2_5_vl"), prompt)
@@ -123,13 +116,9 @@ def test_captured_steps_that_fail_or_are_wrong_are_no_fault_of_the_form(
 
 def test_steps_that_are_no_longer_captured_are_told_if_eager_ones_do_not_fit(monkeypatch, caplog):
     policy, _ = checked_policy()
-    policy.engine.use_capture(fail_to_capture)
-    ends = iter([RuntimeError("wrong"), torch.OutOfMemoryError("out")])
-
-    def fail(batch: MicroBatch) -> None:
-        raise next(ends)
-
-    monkeypatch.setattr(policy, "compare", fail)
+    policy.engine.use_capture(Mock(side_effect=NO_CAPTURE))
+    errors = [RuntimeError("wrong"), torch.OutOfMemoryError("out")]
+    monkeypatch.setattr(policy, "compare", Mock(side_effect=errors))
     policy.check_groups([])
     assert policy.engine.capture is None
     assert "decode steps run eagerly from now on" in caplog.text
@@ -142,8 +131,7 @@ def make_group(prompt: Prompt, *lengths: int) -> Group:
 
 def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     policy, prompt = checked_policy()
-    check = policy.form_check
-    assert check is not None
+    check: Any = policy.form_check
     assert check.is_larger([make_group(prompt, 3)])  # as an outside sampler's first group
     sample(policy, prompt)
     assert not check.is_larger([make_group(prompt, 3, 16)])
@@ -159,10 +147,7 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch):
 def test_a_lack_of_memory_in_a_later_check_ends_no_run(monkeypatch):
     policy, prompt = checked_policy()
     sample(policy, prompt)
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("out"))
     monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
     policy.check_groups([make_group(prompt, 20)])
     assert policy.shared
@@ -172,39 +157,30 @@ def test_images_are_checked_as_soon_as_a_prompt_has_some(monkeypatch, caplog):
     policy, with_image = checked_policy()
     text = make_prompt(policy, noise_example("t", [], "What? " * 20))
     settings = SamplingSettings(policy.distribution, 6)
-    checked: list[Prompt] = []
-    compare = Policy.compare
-
-    def record(policy: Policy, batch: MicroBatch, *sampled: Any) -> str | None:
-        checked.append(batch.slices[0].prompt)
-        return compare(policy, batch, *sampled)
-
-    monkeypatch.setattr(Policy, "compare", record)
+    calls = record_calls(monkeypatch, Policy, "compare")
     for prompts in ([text], [text, text], [text, with_image], [with_image], [text]):
         policy.sample(prompts, settings, 2, [(1,)] * len(prompts))
+    checked = [call.arguments[1].slices[0].prompt for call in calls]
     assert checked == [text, with_image]
     assert policy.form_check is not None
     assert policy.form_check.checked == (max(len(p.token_ids) for p in checked), 8)
     other, with_image = checked_policy()
     text = make_prompt(other, noise_example("t", []))
     other.sample([text, with_image], settings, 2, [(1,), (2,)])
-    assert checked[2:] == [with_image]
+    assert [call.arguments[1].slices[0].prompt for call in calls[2:]] == [with_image]
 
 
 def test_dropout_is_no_fault_of_the_form():
     policy, prompt = checked_policy()
-    policy.model.get_decoder().layers[0].register_forward_hook(
-        lambda layer, _, output: torch.nn.functional.dropout(output, 0.5, layer.training)
-    )
+    layer, dropout = policy.model.get_decoder().layers[0], torch.nn.functional.dropout
+    layer.register_forward_hook(lambda own, _, output: dropout(output, 0.5, own.training))
     policy.model.train()
     sample(policy, prompt)
     assert policy.shared
     assert policy.model.training
 
 
-def test_a_form_that_is_wrong_for_larger_shapes_only_is_given_up_within_a_run(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_form_that_is_wrong_for_larger_shapes_is_given_up_in_a_run(tmp_path, monkeypatch, caplog):
     lengths = ("rollout.max_completion_length=24", "rollout.min_new_tokens=24")
     trainer = make_embedded_trainer(tmp_path, *lengths)
     cascade = kernels.cascade

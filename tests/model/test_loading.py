@@ -25,10 +25,23 @@ from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn
 
+LORA = load_settings("quickstart", ["policy.lora.r=2"])
 
-def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(loading.get_model_source("embedded"), folder)
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a copy of the embedded model."""
+    return shutil.copytree(loading.get_model_source("embedded"), tmp_path / "model")
+
+
+def save_adapter(folder: Path) -> loading.LoadedModel:
+    loaded = loading.load_model(LORA)
+    assert loaded.adapters is not None
+    loaded.adapters.save_pretrained(str(folder))
+    return loaded
+
+
+def test_a_models_dropout_is_refused_where_two_passes_are_compared(folder):
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["attention_dropout"] = 0.25
     (folder / "config.json").write_text(json.dumps(config))
@@ -45,28 +58,20 @@ def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path):
 
 
 def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path):
-    settings = load_settings("quickstart", ["policy.lora.r=2"])
-    loaded = loading.load_model(settings)
-    assert loaded.adapters is not None
-    loaded.adapters.save_pretrained(str(tmp_path))
+    loaded = save_adapter(tmp_path)
     loaded.prompts.processor.save_pretrained(tmp_path)
-    loading.load_model(settings, tmp_path, training=False)
+    loading.load_model(LORA, tmp_path, training=False)
     loaded.prompts.processor.tokenizer.add_tokens(["<|new|>"])
     loaded.prompts.processor.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="was trained on another model than model=embedded is now"):
-        loading.load_model(settings, tmp_path, training=False)
+        loading.load_model(LORA, tmp_path, training=False)
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("damage", ["cut", "shape"])
-def test_damaged_weights_are_one_message(kind, damage, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(loading.get_model_source("embedded"), folder)
-    settings = load_settings("quickstart", ["policy.lora.r=2"])
+def test_damaged_weights_are_one_message(kind, damage, folder):
     if kind == "adapter":
-        adapters = loading.load_model(settings).adapters
-        assert adapters is not None
-        adapters.save_pretrained(str(folder))
+        save_adapter(folder)
     path = folder / ("model.safetensors" if kind == "model" else "adapter_model.safetensors")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
@@ -74,7 +79,7 @@ def test_damaged_weights_are_one_message(kind, damage, tmp_path):
         weights = load_file(path)
         save_file({name: w.new_zeros(1) for name, w in weights.items()}, path, {"format": "pt"})
     with pytest.raises(UserError, match=rf"^{kind} \S+ cannot be loaded: "):
-        loading.load_model(settings, folder)
+        loading.load_model(LORA, folder)
 
 
 @pytest.mark.parametrize(
@@ -87,18 +92,11 @@ def test_damaged_weights_are_one_message(kind, damage, tmp_path):
         ("config.json", {"text_config": 3}),
     ],
 )
-def test_a_config_of_wrong_values_is_one_message(file, content, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(loading.get_model_source("embedded"), folder)
-    settings = load_settings("quickstart", ["policy.lora.r=2"])
-    checkpoint = folder if file == "adapter_config.json" else None
-    if checkpoint is None:
-        settings = settings.model_copy(update={"model": str(folder)})
-    else:
-        adapters = loading.load_model(settings).adapters
-        assert adapters is not None
-        adapters.save_pretrained(str(folder))
-    path = folder / file
+def test_a_config_of_wrong_values_is_one_message(file, content, folder):
+    checkpoint, settings, path = None, LORA.model_copy(update={"model": str(folder)}), folder / file
+    if file == "adapter_config.json":
+        checkpoint, settings = folder, LORA
+        save_adapter(folder)
     if isinstance(content, dict):
         content = json.dumps(json.loads(path.read_text()) | content)
     path.write_text(content)
@@ -132,7 +130,9 @@ def test_of_qwen_omni_the_thinker_is_loaded(tmp_path):
     config = hf.Qwen2_5OmniConfig(thinker_config=thinker.config.to_dict())
     config.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    weights = {f"thinker.{name}": value for name, value in read_saved(thinker, tmp_path).items()}
+    thinker.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    weights = {f"thinker.{name}": value for name, value in saved.items()}
     others = {"talker.codec_head.weight": torch.ones(2), "token2wav.x.weight": torch.ones(2)}
     save_file(weights | others, tmp_path / "model.safetensors", {"format": "pt"})
     settings = load_settings("quickstart", [f"model={tmp_path}", "policy.dtype=float32"])
@@ -140,12 +140,6 @@ def test_of_qwen_omni_the_thinker_is_loaded(tmp_path):
     assert loaded.config.model_type == "qwen2_5_omni_thinker"
     expected = dict(thinker.named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
-
-
-def read_saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights by their names in its files."""
-    model.save_pretrained(folder / "saved")
-    return load_file(folder / "saved/model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["paligemma", "internvl"])
@@ -159,10 +153,8 @@ def test_a_model_without_a_chat_template_has_the_prompt_of_its_processor(name, t
         with pytest.raises(UserError, match="choose its instruction-tuned version"):
             loading.load_prompt_builder(settings)
         return
-    builder, example = (
-        loading.load_prompt_builder(settings),
-        noise_example("a", [(60, 40)] * 2, "cap en"),
-    )
+    builder = loading.load_prompt_builder(settings)
+    example = noise_example("a", [(60, 40)] * 2, "cap en")
     prompt = builder.build(example, PlainQuestion())
     images = [[image.load() for image in example.images]]
     expected = processor(text=["cap en"], images=images)  # which adds <image> itself
@@ -215,9 +207,8 @@ def test_a_model_without_values_has_the_same_weights_and_ties(tied, monkeypatch)
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = tied
     expected = type(model)(model.config)
     monkeypatch.setattr(loading.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(
-        loading, "broadcast_object_list", lambda news: [False, model.generation_config]
-    )
+    news = [False, model.generation_config]
+    monkeypatch.setattr(loading, "broadcast_object_list", lambda _: news)
     empty = loading.read_once(lambda: None, model.config, torch.float32, remote_code=False)
     assert list_tensors(empty) == list_tensors(expected)
     head, embeddings = empty.get_output_embeddings(), empty.get_input_embeddings()

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 import torch
 from family_policies import build_family_policy
+from recorded import record_calls
 from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, tiny_policy
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.engine.repeated import Counters
-from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.families.family import PromptLayout
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
@@ -44,8 +43,8 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared):
 def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared():
     freeze = {"freeze": ["vision", "projector"]}
     policy = build_family_policy(FAMILY, shared=True, policy=freeze)
-    assert isinstance(policy.engine, SharedEngine)
-    assert not policy.engine.encoder.is_trained
+    engine: Any = policy.engine
+    assert not engine.encoder.is_trained
     prompts = make_prompts(policy)
     policy.encode_images(prompts)
     sample_groups(policy, prompts, GENERATIONS)
@@ -65,25 +64,16 @@ def test_the_dummy_batch_scores_one_token(shared):
 
 def test_a_prompt_is_laid_out_once_per_step(monkeypatch):
     policy = tiny_policy("qwen2_5_vl")
-    prompts = [
-        make_prompt(policy, noise_example("a", [(56, 56)], "Why?")),
-        make_prompt(policy, noise_example("a", [(56, 84)], "Why?")),
-        make_prompt(policy, noise_example("a", [(56, 56)], "Where?")),
-    ]
-    laid_out: list[Prompt] = []
-    lay_out = policy.family.lay_out
-
-    def record(model: Any, prompt: Prompt) -> PromptLayout:
-        laid_out.append(prompt)
-        return lay_out(model, prompt)
-
-    monkeypatch.setattr(policy.family, "lay_out", record)
+    asked = (56, "Why?"), (84, "Why?"), (56, "Where?")
+    examples = [noise_example("a", [(56, height)], question) for height, question in asked]
+    prompts = [make_prompt(policy, example) for example in examples]
+    calls = record_calls(monkeypatch, policy.family, "lay_out")
     for _ in range(2):
         groups = sample_groups(policy, prompts, length=3)
         policy.score(pack_groups(prompts, groups))
-        assert laid_out == prompts
+        assert [call.arguments[1] for call in calls] == prompts
         policy.engine.clear_image_features()
-        laid_out.clear()
+        calls.clear()
 
 
 def test_decode_steps_are_captured_as_the_settings_and_the_model_say(monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from family_models import BUILDERS
 from family_policies import build_family_policy
-from tiny_models import FAMILIES, make_builder, make_prompt, noise_example, tiny_model
+from tiny_models import CHAT, FAMILIES, make_builder, make_prompt, noise_example, tiny_model
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -44,11 +44,6 @@ def ask(question: str) -> Example:
 def test_chats_are_those_of_the_chat_template(family):
     policy = build_family_policy(family)
     example = noise_example("a", [(64, 64), (96, 32), (32, 64)], "Or like <image>?")
-    chat = (
-        Turn("system", "Be brief."),
-        Turn("user", "Is <image> like <image>"),
-        Turn("assistant", "Yes."),
-    )
     images = [{"type": "image", "image": reference.load()} for reference in example.images]
     texts = [{"type": "text", "text": text} for text in ("Is ", " like ", "Or like ", "?")]
     messages = [
@@ -60,14 +55,12 @@ def test_chats_are_those_of_the_chat_template(family):
     expected = policy.processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    prompt = make_prompt(policy, replace(example, history=chat))
+    prompt = make_prompt(policy, replace(example, history=CHAT))
     assert prompt.token_ids == tuple(expected["input_ids"][0].tolist())
     assert "assistant\nYes.<|im_end|>\n<|im_start|>user\nOr like " in prompt.text
-    assert {name: values.shape for name, values in prompt.vision.items()} == {
-        name: values.shape
-        for name, values in expected.items()
-        if name not in ("input_ids", "attention_mask", "labels")
-    }
+    others = {"input_ids", "attention_mask", "labels"}
+    shapes = {name: values.shape for name, values in expected.items() if name not in others}
+    assert {name: values.shape for name, values in prompt.vision.items()} == shapes
     # Images are resized before the processor, which in some families rounds pixels differently;
     # those of two noisy images differ by about 1.
     difference = prompt.vision["pixel_values"] - expected["pixel_values"]

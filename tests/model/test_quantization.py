@@ -10,8 +10,9 @@ from bitsandbytes.autograd._functions import matmul_4bit
 from family_models import BUILDERS
 from family_policies import backpropagate, build_family_model, build_prompts, make_batch
 from gradients import relative_distance, use_float64_recurrence
+from recorded import record_calls
 from small_runs import assert_resumes, load_weights, make_trainer, small_run
-from tiny_models import pack_groups, sample_groups, sampled_logprobs
+from tiny_models import fill_adapters, pack_groups, sample_groups, sampled_logprobs
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
@@ -129,17 +130,11 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     policy.form_check = None
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
     monkeypatch.setattr(rollout_weights, "_has_room", lambda quantized: has_room)
-    restored = []
-
-    def count(weight: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-        restored.append(type(weight).__name__)
-        return restore(weight, to)
-
-    monkeypatch.setattr(linear, "restore", count)
+    restored = record_calls(monkeypatch, linear, "restore")
     prompts = build_prompts(policy, "qwen2_5_vl", 2)
     groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
-    layers = len(names_of_quantized(policy))
-    times = restored.count("Params4bit") // layers
+    count = sum(type(call.arguments[0]).__name__ == "Params4bit" for call in restored)
+    times = count // len(names_of_quantized(policy))
     assert times == (1 if has_room else 4)  # one prefill and three steps of decoding
     bound = 1e-5 if dtype == "float32" else HALF_BOUND
     assert compare_with_scored(policy, prompts, groups).mean() < bound
@@ -190,9 +185,7 @@ def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(qwen, tmp_path):
 def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(kind, qwen, tmp_path):
     run = small_run(tmp_path, qwen, policy={"load_in": kind, "lora": {"r": 4}})
     policy = load_policy(run)
-    for name, weight in policy.trainable_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.1)
+    fill_adapters(policy.model)
     policy.save(tmp_path / "checkpoint", policy.weights())
     batch = make_batch(build_prompts(policy, "qwen2_5_vl", 4))
     again = load_policy(run, tmp_path / "checkpoint", training=False)

@@ -8,21 +8,20 @@ import torch
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
 from gradients import output_and_gradients, relative_error, use_float64_recurrence
+from recorded import record_calls
 from torch import Tensor
 
 from vlm_grpo.model.engine import attention, kernels
-from vlm_grpo.model.engine.attention import (
-    LayerState,
-    PackedAttention,
-    find_recurrent_layers,
-)
-from vlm_grpo.model.engine.kernels import GroupSpan, Layer, VarlenPlan, _Gather
+from vlm_grpo.model.engine.attention import LayerState, PackedAttention, find_recurrent_layers
+from vlm_grpo.model.engine.kernels import GroupSpan, Layer, _Gather
 from vlm_grpo.model.families.family import ALL_LAYERS
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (2, 1, 2, 1), (-1, -1, 0, 0))]
 SPANS.append(GroupSpan(31, 6, ()))
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
 LAYER = Layer(0, "full_attention", SCALING)
+Masks = Sequence[Tensor | None]
+NO_MASKS: Masks = (None,) * 3
 
 
 def build_tensors(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> list[Tensor]:
@@ -54,9 +53,7 @@ def list_sequences() -> Iterator[tuple[int, list[int], int]]:
             first += count
 
 
-def attend_by_definition(
-    tensors: Sequence[Tensor], layer: Layer = LAYER, masks: Sequence[Tensor | None] = (None,) * 3
-) -> Tensor:
+def attend_by_definition(tensors: Sequence[Tensor], layer: Layer, masks: Masks) -> Tensor:
     """Compute every completion behind its own copy of the prompt."""
     outputs = []
     for group, rows, before in list_sequences():
@@ -72,10 +69,7 @@ def attend_by_definition(
 
 
 def compare(
-    tensors: list[Tensor],
-    bound: float,
-    layer: Layer = LAYER,
-    masks: Sequence[Tensor | None] = (None,) * 3,
+    tensors: list[Tensor], bound: float, layer: Layer = LAYER, masks: Masks = NO_MASKS
 ) -> None:
     """Compare packed attention and its gradients with the definition in float64."""
     given = [{} if mask is None else {layer.kind: mask} for mask in masks]
@@ -108,7 +102,7 @@ def block_mask(length: int) -> Tensor:
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 2, 5, 9, 12, 40])
 def test_attention_in_windows_with_caps_and_masks(window, cap, has_mask):
-    masks = (block_mask(9), None, block_mask(6)) if has_mask else (None,) * 3
+    masks = (block_mask(9), None, block_mask(6)) if has_mask else NO_MASKS
     compare(build_tensors(), 1e-12, Layer(0, "sliding_attention", SCALING, window, cap), masks)
 
 
@@ -116,7 +110,7 @@ def test_attention_in_windows_with_caps_and_masks(window, cap, has_mask):
 @pytest.mark.parametrize("window", [None, 2, 5])
 def test_one_kernel_and_a_mask_for_some_prompts(window, has_mask, monkeypatch):
     use_plain_varlen(monkeypatch)
-    masks = (block_mask(9), None, None) if has_mask else (None,) * 3
+    masks = (block_mask(9), None, None) if has_mask else NO_MASKS
     compare(build_tensors(), 1e-12, LAYER._replace(window=window), masks)
 
 
@@ -132,13 +126,7 @@ def test_masks_of_other_layers_are_ignored():
 
 def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch):
     use_plain_varlen(monkeypatch)
-    built: list[VarlenPlan] = []
-
-    def record(*arguments: Any) -> VarlenPlan:
-        built.append(VarlenPlan(*arguments))
-        return built[-1]
-
-    monkeypatch.setattr(attention, "VarlenPlan", record)
+    built = record_calls(monkeypatch, attention, "VarlenPlan")
     packed = PackedAttention(SPANS)
     for index in range(3):
         packed(LAYER._replace(index=index), *build_tensors())
@@ -155,19 +143,12 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
     assert v.grad is not None
     assert v.grad[0, 0, 0, 0] == 129
     # The CPU's kernel has a wide sum of its own; a GPU's adds in the precision of the tensor.
-    precisions, add = [], Tensor.index_add_
-
-    def record(total: Tensor, *arguments: Any) -> Tensor:
-        precisions.append(total.dtype)
-        return add(total, *arguments)
-
-    monkeypatch.setattr(Tensor, "index_add_", record)
-    row = torch.ones(3, 1, 1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
+    sums = record_calls(monkeypatch, Tensor, "index_add_")
+    row: Any = torch.ones(3, 1, 1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
     gathered: Any = _Gather.apply(*row, torch.tensor([0] * 1000 + [1]))
     torch.cat(gathered).sum().backward()
-    assert row.grad is not None
     assert row.grad[..., 0].flatten().tolist() == [1, 1, 1000, 1, 1000, 1]
-    assert precisions == [torch.float32]
+    assert [total.dtype for (total, *_), *_ in sums] == [torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +206,7 @@ def test_a_recurrent_layer_over_single_tokens_equals_a_whole_row(name, parameter
 def test_a_fork_does_not_change_its_origin():
     state = LayerState()
     state.update_conv_state(torch.ones(1, 3, 2), 0, conv_kernel_size=4)
-    before = state.get_conv_state(0)
-    assert before is not None
+    before: Any = state.get_conv_state(0)
     assert before.tolist() == [[[0, 0, 1, 1]] * 3]
     fork = state.fork(2)
     inputs = fork.update_conv_state(torch.full((2, 3, 1), 5.0), 0, conv_kernel_size=4)

@@ -4,14 +4,15 @@ GPU with its own kernels, are close to those in float32 on the CPU."""
 import numpy as np
 import pytest
 import torch
+from family_policies import read_gradient
 from gpu_standins import record_copies
 from gradients import relative_distance, relative_error
-from meta_device import DEVICE, build_policy, no_host_tensors, sample, use_gpu_kernels
+from meta_device import DEVICE, SIZES, build_policy, no_host_tensors, sample, use_gpu_kernels
 from tiny_models import (
     FAMILIES,
-    make_prompt,
-    noise_example,
+    image_prompts,
     pack_groups,
+    pack_tokens,
     sample_groups,
     sampled_logprobs,
     tiny_policy,
@@ -20,11 +21,10 @@ from torch import Tensor
 
 from vlm_grpo.model import transfer
 from vlm_grpo.model.engine import kernels
-from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.shared import CHECK_EVERY
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.types import Prompt
 
 TOKENS = ((70, 71, 72, 73), (74, 75), (76,))
 WRONG = (
@@ -37,15 +37,6 @@ WRONG = (
     lambda x: torch.tensor([0], device=x.device),
     lambda x: x[x > 0],
 )
-
-
-def build_prompts(policy: Policy, sizes: list[list[tuple[int, int]]]) -> list[Prompt]:
-    return [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
-
-
-def build_batch(prompts: list[Prompt]) -> MicroBatch:
-    group = tuple(Completion(t, (0.0,) * len(t), "", "eos", ()) for t in TOKENS)
-    return pack_groups(prompts, [group] * len(prompts))
 
 
 def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch):
@@ -80,7 +71,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
     policy = build_policy(family, lora)
-    batch = build_batch(build_prompts(policy, [[(56, 56), (84, 28)], [(28, 56)], []]))
+    batch = pack_tokens(image_prompts(policy, SIZES), [TOKENS] * 3)
     with no_host_tensors():
         policy.score(batch).logprobs.sum().backward()
     trained = policy.trainable_parameters()
@@ -96,9 +87,7 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family, lora):
         (FAMILIES[2], False, 3, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
     ],
 )
-def test_a_rollout_reads_only_which_completions_are_finished(
-    family, lora, parts, truncation, monkeypatch
-):
+def test_a_rollout_reads_only_which_completions_ended(family, lora, parts, truncation, monkeypatch):
     monkeypatch.setattr(kernels, "count_parts", lambda *_: parts)
     steps = sample(build_policy(family, lora), monkeypatch, **truncation)
     assert steps == 4 * CHECK_EVERY  # one read after the first tokens, then one for eight
@@ -123,10 +112,9 @@ def build_pair(family: str, device: str) -> tuple[Policy, Policy]:
 
 def compute(policy: Policy, prompts: list[Prompt]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs of completions, and the gradient of their sum."""
-    logprobs = policy.score(build_batch(prompts)).logprobs
+    logprobs = policy.score(pack_tokens(prompts, [TOKENS] * 3)).logprobs
     logprobs.sum().backward()
-    trained = policy.trainable_parameters()
-    grads = {name: w.grad.cpu().double() for name, w in trained if w.grad is not None}
+    grads = {name: grad.cpu() for name, grad in read_gradient(policy).items()}
     return logprobs.detach().cpu(), grads
 
 
@@ -135,12 +123,10 @@ def compute(policy: Policy, prompts: list[Prompt]) -> tuple[Tensor, dict[str, Te
 def test_features_samples_scores_and_gradients(family, device):
     """The bounds are about twice the errors of bfloat16 on a CPU, in nats."""
     pair = policy, exact = build_pair(family, device)
-    prompts = build_prompts(exact, [[(112, 84), (84, 28)], [(28, 56)], []])
+    prompts = image_prompts(exact, [[(112, 84), (84, 28)], [(28, 56)], []])
+    images = [policy.family.split_images(prompt) for prompt in prompts]
     with torch.no_grad():
-        features = [
-            [f for x in prompts for f in p.family.encode_images(p.model, p.family.split_images(x))]
-            for p in pair
-        ]
+        features = [[f for x in images for f in p.family.encode_images(p.model, x)] for p in pair]
     assert len(features[0]) == 3
     for found, expected in zip(*features, strict=True):
         pairs = [(found.embeds, expected.embeds)]

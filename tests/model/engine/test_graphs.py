@@ -1,9 +1,11 @@
 """A captured decode step that is replayed samples the tokens of the eager loop."""
 
-import functools
 import threading
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import compiled_steps
 import forked
@@ -11,7 +13,18 @@ import pytest
 import torch
 from compiled_steps import RecordedCuda, TracedStep
 from family_policies import build_family_policy
-from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
+from tiny_models import (
+    ENDS,
+    FAMILIES,
+    Groups,
+    assert_same_samples,
+    make_prompt,
+    noise_example,
+    read_tokens,
+    sample_groups,
+    text_prompts,
+    tiny_policy,
+)
 from torch import Tensor
 
 from vlm_grpo.config.rollout import RolloutSettings
@@ -25,11 +38,10 @@ from vlm_grpo.types import Completion
 SIZES: list[list[tuple[int, int]]] = [[], [(56, 56)], [(84, 56), (56, 56)], [(112, 84)], []]
 
 
-def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
+def sample(policy: Policy, max_tokens: int = 100_000) -> Groups:
     examples = [noise_example(str(n), sizes, "What? " * n, seed=n) for n, sizes in enumerate(SIZES)]
     prompts = [make_prompt(policy, example) for example in examples]
-    groups = sample_groups(policy, prompts, max_tokens=max_tokens)
-    return [completion for group in groups for completion in group]
+    return sample_groups(policy, prompts, max_tokens=max_tokens)
 
 
 # With 200 tokens the prompts wait for one another, whatever the family; buckets of 4 need several
@@ -40,23 +52,18 @@ def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
 )
 def test_a_captured_step_samples_equal_tokens(family, max_tokens, monkeypatch):
     monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)
-    # The tiny model would rarely end a completion: with several end tokens, rows finish at
-    # different times.
-    eos = tuple(range(70, 110))
-    policy = build_family_policy(family, torch.float64, shared=True, eos=eos)
+    policy = build_family_policy(family, torch.float64, shared=True, eos=ENDS)
     eager = sample(policy, max_tokens)
-    assert len({len(completion.token_ids) for completion in eager}) > 3
+    assert len({len(completion.token_ids) for completion in chain(*eager)}) > 3
     policy.engine.use_capture(TracedStep)
     TracedStep.traces = 0
     captured = sample(policy, max_tokens)
     assert TracedStep.traces >= 3
     assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
-    for a, b in zip(captured, eager, strict=True):
-        assert a.token_ids == b.token_ids
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+    assert_same_samples(captured, eager)
 
 
-def sample_twice(policy: Policy) -> tuple[list[Completion], list[Completion]]:
+def sample_twice(policy: Policy) -> tuple[Groups, Groups]:
     """Sample before and after a change of the weights, in place, which is then undone."""
     before = sample(policy)
     weights = [weight.detach().clone() for weight in policy.model.parameters()]
@@ -69,8 +76,10 @@ def sample_twice(policy: Policy) -> tuple[list[Completion], list[Completion]]:
     return before, after
 
 
-def count_equal(first: list[Completion], second: list[Completion]) -> int:
-    return sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True))
+def find_equal(first: Groups, second: Groups) -> list[tuple[Completion, Completion]]:
+    """Return the pairs of completions of equal tokens."""
+    pairs = zip(chain(*first), chain(*second), strict=True)
+    return [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
 
 
 GPU_CASES = [
@@ -91,9 +100,9 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(f
     policy = tiny_policy(family, dtype=dtype)
     policy.model.to("cpu" if form == "traced" else "cuda")
     eager = sample_twice(policy)
-    count, captures = len(eager[0]), []
+    count, captures = 3 * len(SIZES), []
     # Graphs that read the old weights would sample the tokens of before.
-    assert count_equal(*eager) <= 0.5 * count
+    assert len(find_equal(*eager)) <= 0.5 * count
 
     def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
         captures.append(inputs)
@@ -111,37 +120,24 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights(f
     # and then all later ones do.
     share, tolerance = (0.8, 0.1) if dtype == torch.bfloat16 else (1.0, 1e-4)
     for found, expected in zip(captured, eager, strict=True):
-        assert count_equal(found, expected) >= share * count
-        for a, b in zip(found, expected, strict=True):
-            if a.token_ids == b.token_ids:
-                assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
+        equal = find_equal(found, expected)
+        assert len(equal) >= share * count
+        for a, b in equal:
+            assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
 
 
 def test_a_rollout_that_fails_keeps_no_captured_step(monkeypatch):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     policy.engine.use_capture(TracedStep)
     expected = sample(policy)
-
-    def fail(state: SamplerState) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("out of memory"))
     with monkeypatch.context() as patch:
         patch.setattr(SamplerState, "update_active", fail)
         with pytest.raises(torch.OutOfMemoryError):
             sample(policy)
     TracedStep.traces = 0
-    assert count_equal(sample(policy), expected) == len(expected)
+    assert read_tokens(sample(policy)) == read_tokens(expected)
     assert TracedStep.traces > 0
-
-
-def build_dynamic_policy() -> Policy:
-    """Build a policy whose RoPE reads the greatest position from the device."""
-    policy = build_family_policy("internvl", torch.float64, shared=True)
-    config = policy.model.config.get_text_config()
-    config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
-    language_model: Any = policy.model.get_decoder()
-    language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
-    return policy
 
 
 @pytest.mark.parametrize(
@@ -152,16 +148,18 @@ def build_dynamic_policy() -> Policy:
         pytest.param("cuda", CudaGraph, "capturing", marks=pytest.mark.gpu),
     ],
 )
-def test_steps_are_decoded_eagerly_after_a_capture_that_reads_from_the_device(
-    device, capture, cause, caplog
-):
-    policy = build_dynamic_policy()
+def test_steps_run_eagerly_after_a_capture_that_reads_the_device(device, capture, cause, caplog):
+    """A dynamic RoPE reads the greatest position."""
+    policy = build_family_policy("internvl", torch.float64, shared=True)
+    config = policy.model.config.get_text_config()
+    config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
+    language_model: Any = policy.model.get_decoder()
+    language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
     policy.model.to(device)
-    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
-    (eager,) = sample_groups(policy, prompts, group_size=2, length=5)
+    draw = partial(sample_groups, policy, text_prompts(policy, (1,)), group_size=2, length=5)
+    eager = read_tokens(draw())
     policy.engine.use_capture(capture)
-    (found,) = sample_groups(policy, prompts, group_size=2, length=5)
-    assert [c.token_ids for c in found] == [c.token_ids for c in eager]
+    assert read_tokens(draw()) == eager
     assert cause in caplog.text
     if device == "cuda":
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -189,12 +187,8 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(monkeypatch):
     first = torch.tensor([1, 2])
     graph = CudaGraph(step, (first,))
     assert cuda.events == [
-        "side waits for main",
-        "step on side",
-        "main waits for side",
-        "begin in pool 1, thread_local",
-        "step on capture",
-        "end",
+        *("side waits for main", "step on side", "main waits for side"),
+        *("begin in pool 1, thread_local", "step on capture", "end"),
     ]
     assert cuda.current == "main"
     assert captured[0] is captured[1] is not first
@@ -219,21 +213,21 @@ def test_graphs_share_a_pool_that_ends_with_the_last_of_them(monkeypatch):
 def test_a_capture_that_fails_leaves_the_stream_and_its_pool_and_names_its_cause(monkeypatch):
     cuda = RecordedCuda(monkeypatch)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        note = functools.partial(lambda name, *pool: cuda.events.append(f"{name} {pool}"), name)
+        note = partial(lambda name, *pool: cuda.events.append(f"{name} {pool}"), name)
         monkeypatch.setattr(torch._C, name, note, raising=False)  # noqa: SLF001
+
+    cause = "operation not permitted when stream is capturing"
 
     def step(tokens: Tensor) -> tuple[Tensor]:
         if cuda.current == "capture":
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise RuntimeError(cause)
         return (tokens,)
 
     with pytest.raises(RuntimeError, match="previous error") as caught:
         CudaGraph(step, (torch.ones(1),))
     assert cuda.current == "main"
     assert cuda.events[-2:] == ["_cuda_endAllocateToPool (0, 1)", "_cuda_releasePool (0, 1)"]
-    assert (
-        str(graphs.find_cause(caught.value)) == "operation not permitted when stream is capturing"
-    )
+    assert str(graphs.find_cause(caught.value)) == cause
     # What an error's author leaves out, or raises it from, is no cause that users need.
     error = ValueError("in detail")
     error.__cause__ = error.__context__ = RuntimeError("too much")
@@ -250,7 +244,7 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "shared", "training", "has_cuda", "expected"),
+    ("settings", "shared", "training", "cuda", "expected"),
     [
         ({}, False, True, True, None),
         ({}, True, True, False, None),
@@ -264,10 +258,8 @@ def test_a_compiled_graph_captures_the_compiled_step(monkeypatch):
         ({"torch_compile": True}, False, True, True, "torch_compile=true has no effect"),
     ],
 )
-def test_unsupported_cuda_graphs_are_refused(
-    settings, shared, training, has_cuda, expected, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+def test_unsupported_graphs_are_refused(settings, shared, training, cuda, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     rollout = RolloutSettings(**settings)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):

@@ -8,28 +8,20 @@ import pytest
 import torch
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
-from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups
+from recorded import record_calls
+from tiny_models import ENDS, mixed_prompts, read_tokens, sample_groups, text_prompts
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine import kernels, kv_cache
 from vlm_grpo.model.engine.attention import PrefillAttention
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.engine.kernels import GroupSpan
-from vlm_grpo.model.engine.kv_cache import (
-    CachedKeys,
-    CacheSize,
-    KVCache,
-    SharedKeys,
-    SlotScheduler,
-    count_free_tokens,
-)
 from vlm_grpo.model.engine.shared import SharedEngine, _fit, round_up
 
 
-def check_attention(
-    output: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: Any, value: Any
-) -> None:
+def check_attention(output: Tensor, lse: Tensor, query: Tensor, key: Any, value: Any) -> None:
     """Compare the attention of n queries with the softmax over all keys."""
     scores = torch.einsum("nhd,mhd->nhm", query, key) * 0.3
     expected = torch.einsum("nhm,mhd->nhd", scores.softmax(-1), value)
@@ -40,24 +32,21 @@ def check_attention(
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("equal", [True, False])
 def test_cached_attention_equals_a_softmax_over_the_visible_keys(on_cpu, equal, monkeypatch):
-    if not on_cpu:
-        monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
+    monkeypatch.setattr(kernels, "is_cpu", lambda query: on_cpu)
     torch.manual_seed(0)
     query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
     key, value = torch.randn(2, 3, 7, 2, 8, dtype=torch.float64)
     lengths = torch.tensor([5, 5, 5] if equal else [5, 1, 4])
-    visible = CachedKeys.build(lengths, 5, equal, key)
+    visible = kv_cache.CachedKeys.build(lengths, 5, equal, key)
     output, lse = visible(query, key, value, 0.3)
     for row, length in enumerate(lengths.tolist()):
         check_attention(output[row], lse[row], query[row], key[row, :length], value[row, :length])
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_one_kernel_attends_to_parts_of_prompts_and_own_tokens_of_a_cache_that_hides_slots(
-    parts, monkeypatch
-):
+def test_one_kernel_sees_parts_of_prompts_and_own_tokens_beside_hidden_slots(parts, monkeypatch):
     use_plain_varlen(monkeypatch)
-    cache = KVCache(CacheSize(3, 5, 7, 4))
+    cache = kv_cache.KVCache(kv_cache.CacheSize(3, 5, 7, 4))
     prefill = PrefillAttention([GroupSpan(0, 2, ())])
     first, second = torch.zeros(2, 1, 2, 2, 8).double()
     prefill.keys, prefill.heads = {0: (first, second)}, [(4, 2)]
@@ -67,10 +56,10 @@ def test_one_kernel_attends_to_parts_of_prompts_and_own_tokens_of_a_cache_that_h
     for tensor in (*cache.prompts[0], *cache.completions[0]):
         tensor.normal_()
     lengths = torch.tensor([5, 6]), torch.tensor([1, 4, 2])
-    visible = [CachedKeys(x, int(x.max())) for x in lengths]
+    visible = [kv_cache.CachedKeys(x, int(x.max())) for x in lengths]
     queries = torch.randn(2, 3, 2, 8).double(), torch.randn(3, 2, 2, 8).double()
     rows = torch.cat([x.flatten(0, 1) for x in (*[queries[0]] * parts, queries[1])])
-    keys = SharedKeys.build(cache, [3, 2], visible, parts)
+    keys = kv_cache.SharedKeys.build(cache, [3, 2], visible, parts)
     assert keys.longest == (3, 6 if parts == 1 else 4)
     output, lse = keys(rows, *cache.joined[0], 0.3)
     start = 0
@@ -95,20 +84,16 @@ def test_prompts_are_split_where_a_gpu_would_be_idle(monkeypatch):
 
 def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row():
     keys = torch.zeros(2, 5, 1, 1)
-    every = CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
-    mask = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
-    assert mask is not None
-    assert [[row.nonzero().flatten().tolist() for row in seen] for seen in mask[:, 0] == 0] == [
-        [[2, 3, 4], [0, 1, 2, 3, 4]],
-        [[0, 1, 2], []],
-    ]
+    every = kv_cache.CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
+    mask: Any = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
+    seen = [[row.nonzero().flatten().tolist() for row in rows] for rows in mask[:, 0] == 0]
+    assert seen == [[[2, 3, 4], [0, 1, 2, 3, 4]], [[0, 1, 2], []]]
 
 
 @pytest.mark.parametrize(("family", "parts"), [("qwen2_5_vl", 1), ("qwen2_5_vl", 3), ("gemma3", 3)])
 def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(family, parts, monkeypatch):
     """Layers with windows, which need masks, do not split prompts."""
-    eos = tuple(range(70, 110))
-    policy = build_family_policy(family, torch.float64, shared=True, eos=eos)
+    policy = build_family_policy(family, torch.float64, shared=True, eos=ENDS)
     prompts = mixed_prompts(policy, 4)
     expected = sample_groups(policy, prompts, max_tokens=600)  # a few places at a time
     use_plain_varlen(monkeypatch)
@@ -117,12 +102,11 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(family, parts, monkeyp
     found = sample_groups(policy, prompts, max_tokens=600)
     shortest = min(len(prompt.token_ids) for prompt in prompts)
     assert {given[1] for given in calls} == ({shortest} if family != "gemma3" else set())
-    for group, other in zip(found, expected, strict=True):
-        assert [c.token_ids for c in group] == [c.token_ids for c in other]
+    assert read_tokens(found) == read_tokens(expected)
 
 
 def test_empty_slots_have_as_many_tokens_as_parts():
-    scheduler = SlotScheduler(np.array([5, 7]), [2, 2], slots=2, places=2)
+    scheduler = kv_cache.SlotScheduler(np.array([5, 7]), [2, 2], slots=2, places=2)
     scheduler.admit()  # the completions of one prompt fill all places
     _, lengths, *_ = scheduler.build_index([(4, 2)], torch.device("cpu"), parts=3)
     assert lengths.tolist() == [7, 3]
@@ -132,7 +116,7 @@ def test_empty_slots_have_as_many_tokens_as_parts():
 def test_every_completion_gets_a_place_beside_its_prompt(slots, places):
     """A place is free for another completion, of any prompt, as soon as its own is finished."""
     random = np.random.default_rng(0)
-    scheduler = SlotScheduler(np.array([5, 3, 1, 6, 2, 4]), [4] * 6, slots, places)
+    scheduler = kv_cache.SlotScheduler(np.array([5, 3, 1, 6, 2, 4]), [4] * 6, slots, places)
     left = random.integers(1, 9, 24)  # steps until each completion is finished
     started: list[int] = []
     steps = 0
@@ -157,23 +141,21 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots, places):
 
 
 def test_empty_places_are_given_up_when_none_waits():
-    scheduler = SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
+    scheduler = kv_cache.SlotScheduler(np.array([2, 1]), [4] * 2, 2, 8)
     scheduler.admit()
     assert scheduler.shrink(0.5) is None
     for active, slots, places in (([2, 4], [0, 1], [2, 4]), ([4], [1], [1])):
         scheduler.release(np.isin(np.arange(8), active))
-        kept = scheduler.shrink(0.5)
-        assert kept is not None
+        kept: Any = scheduler.shrink(0.5)
         assert (kept[0].tolist(), kept[1].tolist()) == (slots, places)
         assert scheduler.rows.tolist() == active
 
 
 def test_an_empty_slot_is_kept_beside_the_first_prompt():
-    scheduler = SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
+    scheduler = kv_cache.SlotScheduler(np.array([3, 2, 1]), [2] * 3, 3, 6)
     scheduler.admit()
     scheduler.release(np.isin(np.arange(6), [0, 4]))
-    kept = scheduler.shrink(0.5)
-    assert kept is not None
+    kept: Any = scheduler.shrink(0.5)
     assert [part.tolist() for part in kept] == [[0, 2, 1], [0, 4, 1]]
     assert scheduler.prompts.tolist() == [0, 2, -1]
 
@@ -189,21 +171,20 @@ def test_slots_and_places_fit_into_the_tokens():
 
 
 def test_captured_lengths_grow_by_half_at_most():
-    assert [round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)] == [
-        *(64, 64, 96, 96, 128, 192, 256, 1000)
-    ]
+    rounded = [round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)]
+    assert rounded == [64, 64, 96, 96, 128, 192, 256, 1000]
 
 
-def set_memory(
-    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, allocated: int = 0
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+def set_memory(patch: pytest.MonkeyPatch, free: int, reserved: int = 0, allocated: int = 0) -> None:
+    patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
+    patch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    patch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
 
 
 def count(config: Any, completions: tuple[int, int], kept: int = 0, device: str = "cuda") -> int:
-    return count_free_tokens(config, torch.device(device), torch.bfloat16, completions, kept)
+    return kv_cache.count_free_tokens(
+        config, torch.device(device), torch.bfloat16, completions, kept
+    )
 
 
 def test_tokens_that_fit_into_free_memory(monkeypatch):
@@ -240,17 +221,9 @@ def test_layers_that_differ_are_counted_one_by_one(name, per_token, state, monke
     place = config.vocab_size * (2 + LOGIT_BYTES) + 2 * state
     assert count(config, (1000, 4)) == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
 
-    caches: list[KVCache] = []
-    open_cache = SharedEngine.open_cache
-
-    def record(decoder: SharedEngine, *arguments: Any) -> KVCache:
-        caches.append(open_cache(decoder, *arguments))
-        return caches[-1]
-
-    monkeypatch.setattr(SharedEngine, "open_cache", record)
-    prompt = make_prompt(policy, noise_example("0", [], "What?"))
-    sample_groups(policy, [prompt], group_size=3, length=2)
-    [cache] = caches
+    opened = record_calls(monkeypatch, SharedEngine, "open_cache")
+    sample_groups(policy, text_prompts(policy, (1,)), group_size=3, length=2)
+    [(*_, cache)] = opened
     tokens = cache.size.prompt_length + 3 * 2
     assert cache.count_bytes() == tokens * 2 * per_token + (1 + 3) * state
     # The CPU's kernel reads the tokens of a key head one after the other.

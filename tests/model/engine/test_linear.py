@@ -1,24 +1,20 @@
 """The fast layers, and those with weights prepared for a rollout, equal the plain layers."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gradients import relative_error
+from gradients import output_and_gradients, relative_error
 from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
+from recorded import Call, record_calls
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vlm_grpo.model.engine import linear
 from vlm_grpo.model.engine import rollout_weights as module
-from vlm_grpo.model.engine.linear import (
-    cast_together,
-    is_adapted,
-    is_fast,
-    product,
-    use_fast_linears,
-)
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 
 IN, RANK = 24, 4
@@ -64,19 +60,15 @@ def make_net(
             if "magnitude" in name:
                 nn.init.uniform_(weight, 0.5, 2)
     if fast:
-        use_fast_linears(net)
+        linear.use_fast_linears(net)
     return net
 
 
-def output_and_gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Return the output and the gradients of input and weights, by name."""
-    x = x.clone().requires_grad_()
-    net.zero_grad()
-    output = net(x)
-    output.float().pow(2).sum().backward()
-    assert x.grad is not None
-    grads = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    return {"output": output.detach(), "input": x.grad, **grads}
+def compute(net: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Return the output of ``run``, or of the network, and the gradients of input and weights."""
+    weights = [weight for weight in net.parameters() if weight.requires_grad]
+    inputs = [x.detach().requires_grad_(), *weights]
+    return output_and_gradients(lambda x, *_: (run or net)(x), inputs)
 
 
 # Sums of 52 products: float32 has 24 bits, bfloat16 8; float64 goes through the plain layer.
@@ -89,18 +81,18 @@ def test_values_and_gradients_equal_the_plain_layers(dtype, bound, shape, kind):
     net = make_net(kind, dtype, fast=False)
     before = {n: w.clone() for n, w in net.state_dict().items()}
     x = torch.randn(shape, dtype=dtype)
-    plain = output_and_gradients(net, x)
-    use_fast_linears(net)
-    fast = output_and_gradients(net, x)
-    assert is_fast(net.down)
-    assert is_adapted(net.down) == (kind != "full")
-    assert {name: fast[name].dtype for name in fast} == {name: plain[name].dtype for name in plain}
-    for name, value in plain.items():
-        assert relative_error(fast[name], value) < bound, name
+    plain = compute(net, x)
+    linear.use_fast_linears(net)
+    fast = compute(net, x)
+    assert linear.is_fast(net.down)
+    assert linear.is_adapted(net.down) == (kind != "full")
+    for found, expected in zip(fast, plain, strict=True):
+        assert found.dtype == expected.dtype
+        assert relative_error(found, expected) < bound
     with torch.no_grad(), rollout_weights(net):
-        assert relative_error(net(x), plain["output"]) < bound
+        assert relative_error(net(x), plain[0]) < bound
     # The prepared weights are dropped.
-    assert torch.equal(net(x), fast["output"])
+    assert torch.equal(net(x), fast[0])
     assert list(net.state_dict()) == list(before)
     assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
 
@@ -112,28 +104,21 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
     net, x = make_net(kind, torch.bfloat16), torch.randn(6, IN).bfloat16()
     for layer in net.children():
         layer.scaling["default"] = scaling
-    expected = output_and_gradients(net, x)
-    layers = use_fast_linears(net)
+    expected = compute(net, x)
+    layers = linear.use_fast_linears(net)
     assert layers == list(net.children())
 
     def run(x: Tensor) -> Tensor:
-        with cast_together(layers):
+        with linear.cast_together(layers):
             assert all("cast_factors" in vars(layer) for layer in layers)
             output: Any = checkpoint(net, x, use_reentrant=False)
         assert not any("cast_factors" in vars(layer) for layer in layers)
         return output
 
-    net.zero_grad()
-    x = x.requires_grad_()
-    run(x).float().pow(2).sum().backward()
-    named = [*net.named_parameters(), ("input", x)]
-    found = {name: p.grad for name, p in named if p.grad is not None}
-    assert {"output", *found} == set(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert all(map(torch.equal, compute(net, x, run), expected))
     # Of two layers of a shape, only the second has a gradient.
-    net.zero_grad()
     other = make_net(kind, torch.bfloat16)
-    with cast_together([*layers, *use_fast_linears(other)]):
+    with linear.cast_together([*layers, *linear.use_fast_linears(other)]):
         other.q_proj(x).float().sum().backward()
     assert all(p.grad is None for p in net.parameters())
     named = other.named_parameters()
@@ -142,7 +127,7 @@ def test_factors_that_are_cast_together_equal_those_of_each_layer(kind, scaling)
 
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"init_lora_weights": "mica"}])
 def test_other_kinds_of_adapters_are_not_replaced(config):
-    assert not is_fast(make_net("lora", **config).down)
+    assert not linear.is_fast(make_net("lora", **config).down)
 
 
 def test_disabled_adapters_give_the_base_model_also_in_rollouts():
@@ -157,7 +142,7 @@ def test_disabled_adapters_give_the_base_model_also_in_rollouts():
 
 def test_tensors_that_contradict_the_annotated_shapes_are_refused():
     with pytest.raises(TypeCheckError, match="product"):
-        product(torch.zeros(3, IN), torch.zeros(8, IN + 1))
+        linear.product(torch.zeros(3, IN), torch.zeros(8, IN + 1))
 
 
 def test_rollout_weights_follow_autocast():
@@ -196,9 +181,7 @@ def test_without_onednn_only_float32_adapters_are_copied_and_others_follow_the_t
                 storages = (w.untyped_storage() for w in (used.weight, layer.base_layer.weight))
                 assert (len({storage.data_ptr() for storage in storages}) == 2) == is_copied
             kept = vars(net.down).get("rollout_factors", {}).values()
-            addresses.append(
-                [part.data_ptr() for parts in kept for part in parts if part is not None]
-            )
+            addresses.append([p.data_ptr() for parts in kept for p in parts if p is not None])
         assert relative_error(rollout, net(x)) < 1e-2  # 8 bits
         with torch.no_grad():
             for name, weight in net.named_parameters():
@@ -214,23 +197,16 @@ def test_frozen_siblings_move_together_once_and_are_multiplied_at_once(kind, mon
     net, x = make_net(kind, torch.bfloat16), torch.randn(6, IN).bfloat16()
     before = {name: weight.clone() for name, weight in net.state_dict().items()}
     bases = [getattr(net, name).base_layer for name in SIBLINGS]
-    calls: list[int] = []
-    linear = nn.functional.linear
-
-    def record(x: Tensor, weight: Tensor, *bias: Any) -> Tensor:
-        calls.append(len(weight))
-        return linear(x, weight, *bias)
-
     addresses = []
     for _ in range(2):
         expected = net(x)
         with monkeypatch.context() as patch, torch.no_grad(), rollout_weights(net):
-            patch.setattr(nn.functional, "linear", record)
+            products = record_calls(patch, nn.functional, "linear")
             found = net(x)
+        # The adapters have 3 · 4 and 4 rows beside them, in multiples of 8.
+        assert [len(call.arguments[1]) for call in products] == [32 + 8 + 12 + 16, IN + 8]
         assert relative_error(found, expected.detach()) < 2e-2
         addresses.append([base.weight.data_ptr() for base in bases])
-    # The adapters have 3 · 4 and 4 rows beside them, in multiples of 8.
-    assert calls == [32 + 8 + 12 + 16, IN + 8] * 2
     assert addresses[0] == addresses[1]
     assert len({base.weight.untyped_storage().data_ptr() for base in bases}) == 1
     assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
@@ -242,18 +218,13 @@ def test_frozen_siblings_move_together_once_and_are_multiplied_at_once(kind, mon
 
 
 @pytest.fixture
-def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the width of each product with reordered weights."""
-    found: list[int] = []
-    multiply = module.multiply_by_onednn
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Return a list that receives the products with reordered weights."""
+    return record_calls(monkeypatch, module, "multiply_by_onednn")
 
-    def count(*arguments: Any) -> Tensor:
-        output = multiply(*arguments)
-        found.append(output.shape[-1])
-        return output
 
-    monkeypatch.setattr(module, "multiply_by_onednn", count)
-    return found
+def get_widths(products: list[Call]) -> list[int]:
+    return [call.result.shape[-1] for call in products]
 
 
 in_each_precision = pytest.mark.parametrize(
@@ -272,23 +243,21 @@ in_each_precision = pytest.mark.parametrize(
 @in_each_precision
 @pytest.mark.parametrize("targets", [SIBLINGS, ["v_proj"]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_read_the_same_input_are_multiplied_at_once(
-    kind, targets, dtype, bound, widths
-):
+def test_layers_of_the_same_input_are_multiplied_at_once(kind, targets, dtype, bound, products):
     net = make_net(kind, dtype, targets)
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((5, IN), (2, 3, IN))]
     expected = [net(x) for x in inputs]
     with torch.no_grad(), rollout_weights(net):
         found = [net(x) for x in inputs]
     factors = [RANK * len(targets)] if kind != "full" and dtype == torch.bfloat16 else []
-    assert widths == [*factors, 32 + 8 + 12, IN] * 2
+    assert get_widths(products) == [*factors, 32 + 8 + 12, IN] * 2
     for output, other in zip(found, expected, strict=True):
         assert output.shape == other.shape
         assert relative_error(output, other.detach()) < bound
 
 
 @in_each_precision
-def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, widths):
+def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, products):
     net = make_net("lora", dtype, SIBLINGS)
     x, other = torch.randn(2, 5, IN, dtype=dtype).unbind()
     expected = net(x, other)
@@ -297,7 +266,7 @@ def test_layers_with_different_inputs_are_multiplied_one_by_one(dtype, bound, wi
     # In bfloat16 the adapters are beside the weights.
     factor, factors = ([], []) if dtype == torch.float32 else ([RANK], [3 * RANK])
     others = [*factor, 8, *factor, 12, IN]
-    assert widths == [*factors, 32 + 8 + 12, *others, *factor, 32, *others]
+    assert get_widths(products) == [*factors, 32 + 8 + 12, *others, *factor, 32, *others]
     for output in found:
         assert relative_error(output, expected.detach()) < bound
 

@@ -63,10 +63,8 @@ def test_scores_and_gradients_equal_the_definition(kind, entropy, chunk):
         for values, exact in zip(columns, expected, strict=False):
             assert torch.allclose(values, exact, atol=1e-12)
     pairs: Any = (scores.logprobs, scores.entropies), expected
-    grads = [
-        torch.autograd.grad((a * coefficients).sum() + (b.sum() if entropy else 0), wanted)
-        for a, b in pairs
-    ]
+    sums = [(a * coefficients).sum() + (b.sum() if entropy else 0) for a, b in pairs]
+    grads = [torch.autograd.grad(total, wanted) for total in sums]
     for grad, exact in zip(*grads, strict=True):
         assert torch.allclose(grad, exact, atol=1e-12)
 

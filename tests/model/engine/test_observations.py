@@ -2,6 +2,8 @@
 equal plain transformers."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -54,10 +56,8 @@ def score_plainly(policy: Policy, groups: tuple[GroupSlice, ...]) -> Tensor:
         for number, own in enumerate(group.completions):
             parts: list[tuple[Prompt, tuple[int, ...]]] = [(group.prompt, own)]
             for observation in group.observations[number] if group.observations else ():
-                (prompt, rest), start = (
-                    parts.pop(),
-                    observation.start - sum(len(tokens) for _, tokens in parts),
-                )
+                prompt, rest = parts.pop()
+                start = observation.start - sum(len(tokens) for _, tokens in parts)
                 parts += [(prompt, rest[:start]), (observation.prompt, rest[start:])]
             found.append(score_parts(policy, parts))
     return torch.cat(found)
@@ -90,12 +90,9 @@ def run(policy: Policy, score: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
-    policies = [
-        build_family_policy(
-            name, torch.float64, shared=shared, policy={"dtype": "float32"}, banned=()
-        )
-        for shared in (False, True, True)
-    ]
+    full = {"dtype": "float32"}
+    build = partial(build_family_policy, name, torch.float64, policy=full, banned=())
+    policies = [build(shared=shared) for shared in (False, True, True)]
     use_float64(monkeypatch, *(policy.model for policy in policies))
     plain, merged, in_one = policies
     groups = (*make_groups(plain, name), make_forks(plain, name))
@@ -112,10 +109,8 @@ def test_scores_and_gradients_equal_plain_transformers(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["idefics3", "llava_onevision", "mistral3"])
 def test_images_of_other_sizes_are_filled_as_by_the_processor(name):
-    plain, merged = (
-        build_family_policy(name, torch.float64, shared=shared, banned=())
-        for shared in (False, True)
-    )
+    build = partial(build_family_policy, name, torch.float64, banned=())
+    plain, merged = build(), build(shared=True)
     groups = MicroBatch(make_groups(plain, name))
     with torch.no_grad():  # one encodes each observation by itself, the other all of a path
         scores = [policy.score(groups).logprobs for policy in (plain, merged)]
@@ -135,28 +130,23 @@ def test_sampling_goes_on_behind_observations_with_one_pass_over_the_prompt(name
     use_float64_recurrence(monkeypatch, policy.model)
     group, other, _ = make_groups(policy, name)
     # The first two texts of a group have been answered, and one of another prompt.
-    begun = [(group.prompt, (70, 71), group.observations[0][:1])]
-    begun += [
-        (group.prompt, (82,), group.observations[2]),
-        (other.prompt, (90,), other.observations[0]),
-    ]
+    begun: list[Any] = [(group.prompt, (70, 71), group.observations[0][:1])]
+    begun.append((group.prompt, (82,), group.observations[2]))
+    begun.append((other.prompt, (90,), other.observations[0]))
     prompts = [extend_prompt(p, Path(own, observed)) for p, own, observed in begun]
     lengths = [len(own) for _, own, _ in begun]
     sampling = SamplingSettings(policy.distribution, 8)
     groups = policy.sample(prompts, sampling, 1, [(0, i) for i in range(3)], begun=lengths)
-    own = [len(prompt.token_ids) for prompt in (group.prompt, other.prompt)]
-    rest = [
-        len(whole.token_ids) - len(prompt.token_ids)
-        for whole, (prompt, *_) in zip(prompts, begun, strict=True)
-    ]
-    assert policy.counters.prefill_tokens == sum(own) + sum(rest)
+    # Two of them begin with the same prompt.
+    tokens = sum(len(prompt.token_ids) for prompt in prompts) - len(group.prompt.token_ids)
+    assert policy.counters.prefill_tokens == tokens
     for (prompt, before, observed), (completion,) in zip(begun, groups, strict=True):
         assert len(completion.token_ids) == 8 - len(before)
         piece = GroupSlice(prompt, ((*before, *completion.token_ids),), (0,), (observed,))
-        scored = score_plainly(policy, (piece,))[len(before) :]
-        torch.testing.assert_close(
-            scored.detach(), torch.tensor(completion.logprobs).double(), rtol=0, atol=2e-5
-        )  # norms and rotations are float32
+        scored = score_plainly(policy, (piece,))[len(before) :].detach()
+        sampled = torch.tensor(completion.logprobs).double()
+        # Norms and rotations are float32.
+        torch.testing.assert_close(scored, sampled, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -168,9 +158,8 @@ def test_the_minimum_length_counts_the_tokens_of_earlier_turns(shared):
     vocabulary = policy.model.config.get_text_config().vocab_size
     ends = tuple(token for token in range(vocabulary) if token != 70)  # all others end an episode
     ending = replace(policy.distribution, eos=ends, min_new_tokens=2)
-    groups = policy.sample(
-        prompts, SamplingSettings(ending, 8), 3, [(0, i) for i in range(2)], begun=[2, 1]
-    )
+    sampling, seeds = SamplingSettings(ending, 8), [(0, 0), (0, 1)]
+    groups = policy.sample(prompts, sampling, 3, seeds, begun=[2, 1])
     # The first episode may end at once, the second after another token, which must be 70.
     assert [[len(c.token_ids) for c in group] for group in groups] == [[1] * 3, [2] * 3]
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
+from tiny_models import image_prompts, mixed_prompts, pack_tokens, sample_groups, tiny_policy
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import (
     SamplerState,
     SamplingDistribution,
@@ -20,21 +19,16 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
 
-def image_prompt(policy: Policy) -> Prompt:
-    return make_prompt(policy, noise_example("a", [(56, 56)]))
-
-
 def first_token_logprobs(policy: Policy, prompt: Prompt) -> torch.Tensor:
     """Return the log-probability of every token of the vocabulary as the first one."""
-    every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
-    batch = MicroBatch((GroupSlice(prompt, every, tuple(range(len(every)))),))
+    every = [(token,) for token in range(policy.model.config.text_config.vocab_size)]
     with torch.no_grad():
-        return policy.score(batch).logprobs
+        return policy.score(pack_tokens([prompt], [every])).logprobs
 
 
 def test_sampled_frequencies_follow_the_scored_distribution():
     policy = tiny_policy("qwen2_5_vl")
-    prompt = image_prompt(policy)
+    [prompt] = image_prompts(policy, [[(56, 56)]])
     samples = 4000
     (group,) = sample_groups(policy, [prompt], samples, length=1)
     probabilities = first_token_logprobs(policy, prompt).double().exp().numpy()
@@ -129,7 +123,7 @@ def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one():
 
 def test_temperature_is_part_of_the_scored_distribution():
     cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
-    prompt = image_prompt(cold)
+    [prompt] = image_prompts(cold, [[(56, 56)]])
     a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
     # log-odds between two tokens scale with 1 / temperature.
     assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)
@@ -184,9 +178,8 @@ def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(
 
 
 def test_nothing_is_stored_for_finished_completions():
-    state = SamplerState(
-        torch.rand(3, 4, dtype=torch.float64), SamplingSettings(SamplingDistribution(eos=(2,)), 4)
-    )
+    uniform = torch.rand(3, 4, dtype=torch.float64)
+    state = SamplerState(uniform, SamplingSettings(SamplingDistribution(eos=(2,)), 4))
     logits = torch.full((3, 5), -torch.inf)
     logits[[0, 1, 2], [1, 2, 3]] = 0.0
     for _ in range(6):  # two more than the longest completion has tokens

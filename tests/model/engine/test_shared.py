@@ -3,25 +3,32 @@ steps are kept, or given up where they fail. Its scores are compared in ``test_o
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from compiled_steps import TracedStep
 from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
+from recorded import record_calls
 from tiny_models import (
+    ENDS,
     FAMILIES,
     add_lora,
+    assert_same_samples,
     clip_examples,
     make_prompt,
     mixed_prompts,
     noise_clip,
     noise_example,
     pack_groups,
+    read_tokens,
     sample_groups,
     sampled_logprobs,
+    text_prompts,
     tiny_policy,
 )
 from torch import Tensor
@@ -50,10 +57,6 @@ def build_prompts(policy: Policy, examples: Sequence[Example]) -> list[Prompt]:
     return [make_prompt(policy, example) for example in examples]
 
 
-def get_tokens(groups: Any) -> list[list[tuple[int, ...]]]:
-    return [[completion.token_ids for completion in group] for group in groups]
-
-
 # Adapters are merged for a rollout in float32.
 @pytest.mark.parametrize(
     ("family", "lora"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen2_5_vl", True)]
@@ -69,7 +72,7 @@ def test_both_forms_sample_as_generate_and_score_what_they_sampled(family, lora)
         prompts = [*build_prompts(policy, CLIPS), *mixed_prompts(policy, 6)]
         # Without sharing, by transformers' generate.
         groups = sample_groups(policy, prompts, with_entropies=True)
-        tokens.append(get_tokens(groups))
+        tokens.append(read_tokens(groups))
         after = policy.model.state_dict()
         assert all(torch.equal(after[n], w) for n, w in before.items())
         scored = policy.score(pack_groups(prompts, groups), with_entropy=True)
@@ -104,9 +107,8 @@ SERVERS = ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
 )
 def test_methods_without_videos_refuse_them_before_the_run(overrides):
     settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
-    with pytest.raises(
-        UserError, match=r"odd: (rollout|objective|visual_credit)[a-z.=]* does not sup"
-    ):
+    message = r"odd: (rollout|objective|visual_credit)[a-z.=]* does not sup"
+    with pytest.raises(UserError, match=message):
         select_usable(policy, CLIPS, PlainQuestion(), settings, build_methods(settings))
 
 
@@ -119,8 +121,8 @@ def test_videos_are_taken_where_they_are_supported(family, overrides):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family):
     policy = tiny_policy(family)
-    assert policy.budget is not None
-    policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
+    budget: Any = policy.budget
+    policy.prompts.budget = replace(budget, video_pixels=12 * 64 * 64)
     image = noise_example("i", [(56, 84)]).images[0]
     clip = Example("large", (noise_clip("g", (300, 300), 12), image), "?", 0)
     resized = policy.prompts.with_resized_sizes(clip).images
@@ -137,7 +139,7 @@ def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions():
     """Each completion is the one with its number, whatever is sampled beside it."""
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(0, 256, 7)))
     prompts = mixed_prompts(policy, 7)
-    expected = get_tokens(sample_groups(policy, prompts, group_size=5))
+    expected = read_tokens(sample_groups(policy, prompts, group_size=5))
     lengths = [len(tokens) for group in expected for tokens in group]
     assert min(lengths) < max(lengths)  # completions leave the batch at different times
     numbers = [range(5), range(3, 5), range(1), range(4), range(2, 3), range(5), range(1, 4)]
@@ -145,40 +147,30 @@ def test_tokens_do_not_depend_on_slots_other_prompts_or_other_completions():
     settings = SamplingSettings(policy.distribution, 12)
     seeds = [(0, index) for index in range(7)]
     for max_tokens in (1, 600, 100_000):  # one slot, a few, or all at once
-        assert get_tokens(policy.sample(prompts, settings, numbers, seeds, max_tokens)) == kept
+        assert read_tokens(policy.sample(prompts, settings, numbers, seeds, max_tokens)) == kept
     for index, prompt in enumerate(prompts[:3]):
         alone = policy.sample([prompt], settings, 5, [seeds[index]], 100_000)
-        assert get_tokens(alone) == [expected[index]]
+        assert read_tokens(alone) == [expected[index]]
 
 
 def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch):
-    policy, sizes = tiny_policy("qwen2_5_vl", shared=False), []
-    generate = policy.model.generate
-
-    def record_size(**inputs: Any) -> Any:
-        rows, length = inputs["input_ids"].shape
-        sizes.append((rows, rows * (length + 12)))  # 12 new tokens
-        return generate(**inputs)
-
-    monkeypatch.setattr(policy.model, "generate", record_size)
+    policy = tiny_policy("qwen2_5_vl", shared=False)
+    calls = record_calls(monkeypatch, policy.model, "generate")
     sample_groups(policy, mixed_prompts(policy, 6), max_tokens=300)
-    assert max(rows for rows, _ in sizes) > 1
-    assert all(tokens <= 300 or rows == 1 for rows, tokens in sizes)
+    shapes = [call.named["input_ids"].shape for call in calls]
+    assert max(rows for rows, _ in shapes) > 1
+    assert all(rows * (length + 12) <= 300 or rows == 1 for rows, length in shapes)  # 12 new tokens
 
 
 def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again():
     policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64) for _ in range(2))
     policy.engine.use_capture(TracedStep)
 
-    def count(words: int, prompts: int, length: int = 12, max_tokens: int = 100_000) -> int:
+    def count(words: int, prompts: int, **limits: int) -> int:
         """Return the number of captures of a rollout, whose tokens must be right."""
-        examples = [noise_example(str(n), [], "What? " * (words - n)) for n in range(prompts)]
-        built = [make_prompt(policy, example) for example in examples]
+        built = text_prompts(policy, range(words, words - prompts, -1))
         before = TracedStep.traces
-        groups, expected = (
-            sample_groups(p, built, length=length, max_tokens=max_tokens) for p in (policy, eager)
-        )
-        assert get_tokens(groups) == get_tokens(expected)
+        assert_same_samples(*(sample_groups(p, built, **limits) for p in (policy, eager)))
         return TracedStep.traces - before
 
     assert count(60, 3) == 1
@@ -198,15 +190,12 @@ def test_rollouts_of_varied_lengths_need_few_captures_on_a_gpu(monkeypatch):
     """With FlashAttention a step of any length is the same; only the number of rows changes it."""
     use_plain_varlen(monkeypatch)
     monkeypatch.setattr(shared, "LENGTH_BUCKET", 4)
-    eos = tuple(range(70, 110))  # completions of many lengths
-    policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=eos) for _ in range(2))
+    policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=ENDS) for _ in range(2))
     captured: list[tuple[Tensor, ...]] = []
     policy.engine.use_capture(lambda step, inputs: (captured.append(inputs), step)[1])
     for words in (9, 2, 20, 5, 14):
-        examples = [noise_example(str(n), [], "What? " * (words + n)) for n in range(4)]
-        prompts = [make_prompt(policy, example) for example in examples]
-        found, expected = (sample_groups(p, prompts, group_size=4) for p in (policy, eager))
-        assert get_tokens(found) == get_tokens(expected)
+        prompts = text_prompts(policy, range(words, words + 4))
+        assert_same_samples(*(sample_groups(p, prompts, group_size=4) for p in (policy, eager)))
     assert 2 < len(captured) <= 8
     del captured[:]
     kept = vars(policy.engine)["_steps"]
@@ -244,14 +233,11 @@ def fail_to_capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
 def test_steps_run_eagerly_after_a_capture_that_fails(caplog):
     """Recurrent states are then those of before it."""
     policy = build_family_policy("lfm2_vl", torch.float64, shared=True)
-    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
-    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    draw = partial(sample_groups, policy, text_prompts(policy, (1,)), group_size=2, length=5)
+    eager = draw()
     policy.engine.use_capture(fail_to_capture)
     for _ in range(2):
-        [found] = sample_groups(policy, prompts, group_size=2, length=5)
-        for a, b in zip(found, eager, strict=True):
-            assert a.token_ids == b.token_ids
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+        assert_same_samples(draw(), eager)
     [record] = [r for r in caplog.records if r.name == shared.logger.name]
     assert record.getMessage() == (
         "decode steps run eagerly from now on, which takes longer: they cannot be captured as CUDA "
@@ -264,11 +250,11 @@ def test_steps_run_eagerly_after_a_capture_that_fails(caplog):
 def test_steps_that_cannot_be_compiled_are_captured(monkeypatch, caplog):
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     prompts = mixed_prompts(policy, 2)
-    expected = get_tokens(sample_groups(policy, prompts))
+    expected = sample_groups(policy, prompts)
     monkeypatch.setattr(shared, "capture_compiled", fail_to_capture)
     monkeypatch.setattr(shared, "CudaGraph", TracedStep)
     policy.engine.use_capture(fail_to_capture)
-    assert get_tokens(sample_groups(policy, prompts)) == expected
+    assert_same_samples(sample_groups(policy, prompts), expected)
     assert policy.engine.capture is TracedStep
     [record] = [r for r in caplog.records if r.name == shared.logger.name]
     assert "run without torch.compile from now on" in record.getMessage()
@@ -289,12 +275,8 @@ def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(monk
     with pytest.raises(torch.OutOfMemoryError):
         sample_groups(policy, prompts)
     assert policy.describe_engine().endswith("as CUDA graphs")  # the next ones may fit
-
-    def refuse(*arguments: Any) -> None:
-        raise TypeError("a wrong step")
-
     policy.engine.use_capture(TracedStep)
-    monkeypatch.setattr(shared, "DecodeAttention", refuse)
+    monkeypatch.setattr(shared, "DecodeAttention", Mock(side_effect=TypeError("a wrong step")))
     with pytest.raises(TypeError, match="a wrong step"):
         sample_groups(policy, prompts)
     assert not caplog.records

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_policies import read_gradient
 from gpu_standins import use_plain_varlen
 from gradients import relative_distance
-from tiny_models import FAMILIES, make_prompt, noise_example, tiny_policy
+from tiny_models import FAMILIES, make_prompt, noise_example, pack_tokens, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.model.engine import vision as vision_module
@@ -21,17 +22,11 @@ from vlm_grpo.types import ImageRef
 def make_slices(policy: Policy) -> list[GroupSlice]:
     """Build two prompts about one image and one about another, three completions each."""
     first = noise_example("a", [(60, 90)], "What is this?", seed=1)
-    examples = [
-        first,
-        replace(first, id="b", question="How many are there?"),
-        noise_example("c", [(56, 56)], seed=2),
-    ]
-    slices = []
-    for index, example in enumerate(examples):
-        completions = (tuple(range(9 + index, 20 + index)),) * 3
-        rows = tuple(range(3 * index, 3 * index + 3))
-        slices.append(GroupSlice(make_prompt(policy, example), completions, rows))
-    return slices
+    second = replace(first, id="b", question="How many are there?")
+    examples = [first, second, noise_example("c", [(56, 56)], seed=2)]
+    prompts = [make_prompt(policy, example) for example in examples]
+    own = [(tuple(range(9 + index, 20 + index)),) * 3 for index in range(3)]
+    return list(pack_tokens(prompts, own).slices)
 
 
 def compute_gradient(policy: Policy, batches: list[MicroBatch], share: bool) -> tuple[dict, int]:
@@ -43,8 +38,7 @@ def compute_gradient(policy: Policy, batches: list[MicroBatch], share: bool) -> 
         for count, micro in enumerate(batches, 1):
             policy.score(micro).logprobs.sum().backward()
             finish({image for later in batches[count:] for image in later.images})
-    grads = {n: w.grad.clone() for n, w in policy.trainable_parameters() if w.grad is not None}
-    return grads, policy.counters.encoder_passes
+    return read_gradient(policy), policy.counters.encoder_passes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,23 +11,25 @@ from family_policies import (
     build_family_policy,
     build_prompts,
     make_batch,
-    score_alone,
+    read_gradient,
     score_each_alone,
 )
 from gradients import relative_distance, use_float64_recurrence
 from small_runs import make_trainer, small_run
 from tiny_models import (
     FAMILIES,
+    fill_adapters,
     make_prompt,
     noise_example,
     pack_groups,
+    pack_tokens,
+    read_tokens,
     sample_groups,
     sampled_logprobs,
 )
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.families.family import place
 from vlm_grpo.model.form_check import BOUND
 from vlm_grpo.model.policy import load_policy
@@ -52,9 +54,9 @@ def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens():
     example = noise_example("0", [(60, 40)], "What is it?" + "?" * missing)
     prompt = make_prompt(policy, example)
     assert prompt.vision["pixel_values"].shape[:2] == (1, len(prompt.token_ids))
-    scores = policy.score(MicroBatch((GroupSlice(prompt, ((70, 71, 72),), (0,)),))).logprobs
-    expected = score_alone(policy.model, prompt, (70, 71, 72))
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-9)
+    batch = pack_tokens([prompt], [[(70, 71, 72)]])
+    expected = score_each_alone(policy.model, batch)
+    torch.testing.assert_close(policy.score(batch).logprobs, expected, rtol=0, atol=1e-9)
 
 
 @functools.cache
@@ -103,8 +105,7 @@ def test_greedy_samples_equal_generate(name, form, monkeypatch):
     # Room for 2 prompts: places are given to other completions, and given up.
     budget = 2 * (max(len(prompt.token_ids) for prompt in prompts) + 2 * 4)
     groups = sample_groups(policy, prompts, group_size=2, max_tokens=budget, length=4)
-    for expected, group in zip(generated, groups, strict=True):
-        assert [completion.token_ids for completion in group] == [expected] * 2
+    assert read_tokens(groups) == [[tokens] * 2 for tokens in generated]
     with torch.no_grad():
         scores = policy.score(pack_groups(prompts, groups)).logprobs
     # Padding on the left shifts the rotary positions, which are float32: at most 2e-5 here.
@@ -154,9 +155,7 @@ def compute_gradient(
     policy = build_family_policy(name, torch.float64, shared=shared, policy=settings, banned=())
     use_float64_recurrence(patch, policy.model)
     torch.manual_seed(1)
-    for weight_name, weight in policy.trainable_parameters():
-        if "lora_B" in weight_name:  # initially 0, which would leave the output unchanged
-            torch.nn.init.normal_(weight, std=0.1)
+    fill_adapters(policy.model)
     return backpropagate(policy, policy.score(make_batch(build_prompts(policy, name, 4))).logprobs)
 
 
@@ -167,10 +166,8 @@ def test_both_forms_have_the_same_gradient(name, monkeypatch):
     for mode in ([*MODES][GRADIENTS.index(name) % 2], *([PARTS[name]] if name in PARTS else [])):
         settings = MODES[mode]
         plain = settings | {"gradient_checkpointing": "none"}  # which computes the same
-        found, expected = (
-            compute_gradient(name, *form, monkeypatch)
-            for form in ((True, settings), (False, plain))
-        )
+        found = compute_gradient(name, True, settings, monkeypatch)
+        expected = compute_gradient(name, False, plain, monkeypatch)
         # Norms compute in float32 in most families, and their gradients are rounded to it.
         assert relative_distance(found, expected) < 1e-6, mode
 
@@ -206,7 +203,6 @@ def test_the_auxiliary_loss_of_routers_is_not_part_of_the_gradient(shared):
         policy = build_family_policy("qwen3_vl_moe", shared=shared, policy=MODES["full"])
         policy.model.config.text_config.output_router_logits = has_loss
         policy.score(make_batch(build_prompts(policy, "qwen3_vl_moe", 1))).logprobs.sum().backward()
-        weights = policy.trainable_parameters()
-        gradients.append({n: w.grad for n, w in weights if w.grad is not None})
+        gradients.append(read_gradient(policy))
     assert any("gate.weight" in name for name in gradients[0])  # of routers
     assert relative_distance(*gradients) == 0

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_count import build_count
 from family_models import BUILDERS
 from family_policies import build_family_model
-from family_table import TITLES, VARIANTS, build_table
+from family_table import TITLES, VARIANTS, build_count, build_table
 from PIL import Image
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
@@ -148,7 +147,6 @@ def test_the_guide_has_the_table_of_all_families():
 
 
 def test_the_guide_counts_the_types_by_what_becomes_of_their_prompts():
-    # `python tests/helpers/family_count.py` prints the table.
     assert build_count() in GUIDE
 
 

@@ -3,18 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from family_policies import build_family_policy
+from family_policies import build_family_policy, make_batch
 from PIL import Image
 from qwen_vl_utils.vision_process import fetch_image
 from tiny_models import FAMILIES as QWEN
-from tiny_models import (
-    make_prompt,
-    noise_example,
-    pack_groups,
-    sample_groups,
-    tiny_policy,
-    tiny_tokenizer,
-)
+from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy, tiny_tokenizer
 from transformers import CONFIG_MAPPING, Cache, InternVLConfig
 
 from vlm_grpo.model.families.family import Family
@@ -78,9 +71,6 @@ def test_completions_keep_the_special_tokens_of_answers():
         assert "<|endoftext|>" not in completion.text
 
 
-# The shared form.
-
-
 class OtherConfig(InternVLConfig):
     model_type = "other"
 
@@ -119,16 +109,11 @@ def test_a_family_that_is_unknown_shares_its_prompt(name, monkeypatch):
     assert type(load_family(config)) is Family
     novel = build_family_policy(name, torch.float64, shared=True, banned=())
     assert type(novel.family) is Family
-    groups = sample_groups(known, [prompt])
-    assert [c.token_ids for group in sample_groups(novel, [prompt]) for c in group] == [
-        c.token_ids for group in groups for c in group
-    ]
-    batch = pack_groups([prompt], groups)
+    [found], [expected] = (sample_groups(policy, [prompt]) for policy in (novel, known))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    batch = make_batch([prompt])
     found, expected = novel.score(batch).logprobs, known.score(batch).logprobs
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-
-
-# Qwen's own form.
 
 
 @pytest.mark.parametrize("size", [(60, 40), (10, 12), (500, 300)])
