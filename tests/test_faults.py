@@ -12,6 +12,7 @@ import crash
 import forked
 import pytest
 import torch
+from commands import write_jsonl
 from PIL import Image
 from processes import small_disk
 from small_runs import make_trainer, read_metrics, small_run
@@ -28,25 +29,25 @@ from vlm_grpo.training.checkpoint.manager import CheckpointManager
 from vlm_grpo.training.trainer import train
 
 
+def make_row(name: object) -> dict[str, Any]:
+    return {"id": str(name), "images": [f"{name}.png"], "question": "Which?", "answer": "abc"}
+
+
 @pytest.fixture
 def settings(model_folder: Path, tmp_path: Path) -> Callable[..., Settings]:
     """Build settings of a run of 4 steps with 2 prompts each, on 8 rows with an image file each."""
-    rows = []
     for number in range(8):
-        name = f"{number}.png"
-        Image.new("RGB", (56, 28), (30 * number, 80, 120)).save(tmp_path / name)
-        row = {"id": str(number), "images": [name], "question": "Which?", "answer": "abc"}
-        rows.append(json.dumps(row))
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+        Image.new("RGB", (56, 28), (30 * number, 80, 120)).save(tmp_path / f"{number}.png")
+    write_jsonl(tmp_path / "rows.jsonl", *map(make_row, range(8)))
+    blocks: dict[str, Any] = {
+        "data": {"train": str(tmp_path / "rows.jsonl"), "train_limit": None},
+        "optim": {"lr": 1e-3, "prompts_per_step": 2},
+        "logging": {"samples_every": 10},
+    }
 
     def build(**changes: Any) -> Settings:
-        values: dict[str, Any] = {
-            "data": {"train": str(tmp_path / "rows.jsonl"), "train_limit": None},
-            "optim": {"lr": 1e-3, "prompts_per_step": 2},
-            "logging": {"samples_every": 10},
-        }
-        blocks = {name: {**block, **changes.pop(name, {})} for name, block in values.items()}
-        return small_run(tmp_path, model_folder, **blocks, **changes)
+        merged = {name: {**block, **changes.pop(name, {})} for name, block in blocks.items()}
+        return small_run(tmp_path, model_folder, **merged, **changes)
 
     return build
 
@@ -55,8 +56,7 @@ def find_image(settings: Settings, index: int) -> Path:
     """Return the image file of the example at this index of the run's stream."""
     task = load_task(settings.task)
     examples = load_examples(settings.data.train, task, settings.data, "train")
-    path = ExampleStream(examples, settings.seed)[index].images[0].path
-    assert path is not None
+    path: Any = ExampleStream(examples, settings.seed)[index].images[0].path
     return path
 
 
@@ -102,9 +102,8 @@ def test_an_unreadable_held_out_image_saves_and_ends_the_run(settings, tmp_path,
     # Otherwise the image would come from the cache.
     monkeypatch.setattr("vlm_grpo.model.prompts.RECENT_IMAGES", 0)
     Image.new("RGB", (56, 28)).save(tmp_path / "held.png")
-    row = {"id": "held", "images": ["held.png"], "question": "Which?", "answer": "abc"}
-    (tmp_path / "held.jsonl").write_text(json.dumps(row))
-    run = settings(data={"eval": str(tmp_path / "held.jsonl")}, evaluation={"every": 2})
+    held_out = write_jsonl(tmp_path / "held.jsonl", make_row("held"))
+    run = settings(data={"eval": str(held_out)}, evaluation={"every": 2})
     trainer = make_trainer(run)
     step, content = trainer.step, list[bytes]()
 
@@ -167,11 +166,8 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
     # It fills up after the start, at which there was room.
     monkeypatch.setattr(CheckpointManager, "check_disk", lambda _: None)
     with small_disk(tmp_path / "disk", 2**23) as disk:
-        run = settings(
-            output_dir=str(disk.folder),
-            logging={"samples_every": 1},
-            checkpoint={"every": 1, "keep_last": 1},
-        )
+        checkpoint, logging = {"every": 1, "keep_last": 1}, {"samples_every": 1}
+        run = settings(output_dir=str(disk.folder), logging=logging, checkpoint=checkpoint)
         # After two steps, a resume that writes settings, metrics, samples and report again finds
         # the disk full.
         first = run.model_copy(update={"optim": run.optim.model_copy(update={"max_steps": 2})})
@@ -210,9 +206,8 @@ def test_the_tensors_of_a_run_do_not_grow(settings):
     def run_steps(count: int) -> tuple[int, int]:
         for _ in range(count):
             trainer.run_dir.write_metrics(trainer.global_step, trainer.step())
-        trainer.sampler.loader.load(
-            range(trainer.sampler.cursor.position, trainer.sampler.cursor.position + 2)
-        )
+        position = trainer.sampler.cursor.position
+        trainer.sampler.loader.load(range(position, position + 2))
         return measure_tensors()
 
     first, later = run_steps(4), run_steps(4)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dataset_files import write_files
 from report_runs import load_few_examples, make_group
-from tiny_models import tiny_model
+from small_runs import save_tiny_model
 
 from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
@@ -39,16 +40,14 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model_with_code(tmp_path: Path, marker: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "foreign.py").write_text(
+    code = (
         f"open({str(marker)!r}, 'w').close()\n"
         "from transformers import PretrainedConfig\n"
         "class Config(PretrainedConfig):\n    model_type = 'foreign'\n"
     )
-    auto_map = {"AutoConfig": "foreign.Config", "AutoModelForImageTextToText": "foreign.Config"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "foreign", "auto_map": auto_map}))
-    return folder
+    auto_map = dict.fromkeys(("AutoConfig", "AutoModelForImageTextToText"), "foreign.Config")
+    config = {"model_type": "foreign", "auto_map": auto_map}
+    return write_files(tmp_path / "model", {"foreign.py": code, "config.json": config})
 
 
 def test_code_of_a_model_is_not_run_by_default(model_with_code, marker):
@@ -60,10 +59,9 @@ def test_code_of_a_model_is_not_run_by_default(model_with_code, marker):
 def test_code_of_a_model_runs_with_the_setting_and_a_warning(
     model_with_code, marker, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache")
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
     with pytest.raises((UserError, ImportError, AttributeError, TypeError)):
         load_model(make_settings(model_with_code, trust_remote_code=True))
     assert marker.exists()  # without the setting, the code would run
@@ -81,10 +79,7 @@ class Bomb:
 
 
 def test_pickled_weights_are_refused(tmp_path, marker):
-    folder = tmp_path / "model"
-    model, processor = tiny_model("qwen2_5_vl")
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    folder = save_tiny_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker), protocol=2))
     with pytest.raises(UserError, match=r"model\.safetensors"):
@@ -95,9 +90,8 @@ def test_pickled_weights_are_refused(tmp_path, marker):
 
 
 def test_the_script_of_a_dataset_is_not_run(tmp_path, marker):
-    folder = tmp_path / "foreign"
-    folder.mkdir()
-    (folder / "foreign.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    code = f"open({str(marker)!r}, 'w').close()\n"
+    folder = write_files(tmp_path / "foreign", {"foreign.py": code})
     with pytest.raises(UserError, match="cannot be loaded"):
         load_examples(f"hf:{folder}", load_task("counting"))
     assert not marker.exists()
@@ -120,21 +114,16 @@ COMMANDS = (
 def plant(folder: Path, marker: Path, values: dict[str, Any]) -> str:
     """Write a run's folder with files of code, and return its first recipe."""
     code = f"open({str(marker)!r}, 'w').close()\n{TASK}"
-    (folder / "foreign.py").write_text(code)
-    (folder / "foreign_module.py").write_text(code)
     common: dict[str, Any] = {
         "name": "run", "task": "counting", "model": "embedded", "output_dir": str(folder / "runs"),
         "data": {"train": "embedded:counting", "eval": "embedded:counting", "train_limit": 2,
                  "eval_limit": 2},
         "optim": {"max_steps": 1},
     }  # fmt: skip
-    checkpoint = folder / "checkpoints/step-1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text("{}")
-    text = json.dumps(common | values)
-    for place in (folder, checkpoint):
-        (place / "config.yaml").write_text(text)
-    return str(folder / "config.yaml")
+    recipe = json.dumps(common | values)
+    files = {"foreign.py": code, "foreign_module.py": code, "config.yaml": recipe}
+    files |= {"checkpoints/step-1/config.json": "{}", "checkpoints/step-1/config.yaml": recipe}
+    return str(write_files(folder, files) / "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +159,6 @@ def test_code_that_only_a_file_names_is_not_run(
     (tmp_path / "benchmark.yaml").write_text(json.dumps(benchmark))
     text = json.dumps(values).replace("FOLDER", str(tmp_path))
     recipe = plant(tmp_path, marker, json.loads(text.replace("MODEL", str(model_with_code))))
-
     for command in commands or COMMANDS[:2]:
         with pytest.raises(SystemExit, match="2"):
             cli.main(command.replace("FILE", recipe).replace("RUN", str(tmp_path)).split())
@@ -207,16 +195,13 @@ REFUSED = {
 
 
 def find_calls(path: Path) -> set[str]:
-    """Return the names that a file calls or derives from, and the unsafe options that it passes."""
+    """Return the names that a file calls or derives from, and the options that it passes."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ClassDef):
             found |= set(map(ast.unparse, node.bases))
         if isinstance(node, ast.Call):
-            found.add(ast.unparse(node.func))
-            for keyword in node.keywords:
-                if keyword.arg in ("shell", "allow_pickle", "weights_only"):
-                    found.add(f"{keyword.arg}={ast.unparse(keyword.value)}")
+            found |= {ast.unparse(node.func), *map(ast.unparse, node.keywords)}
     return found
 
 
@@ -241,11 +226,10 @@ def test_no_name_from_the_data_becomes_a_path(name, tmp_path):
     images = tuple(replace(image, name=name) for image in example.images)
     example = replace(example, id=name, images=images)
     run = tmp_path / "deep" / "run"
-    groups = [make_group(task, example, ["1", "2"])]
-    write_samples(run / "samples", 3, groups, [[0.5, -0.5]], task)
+    group = make_group(task, example, ["1", "2"])
+    write_samples(run / "samples", 3, [group], [[0.5, -0.5]], task)
     row = {"id": name, "output": "1", "answer": 1, "rewards": {"exact": 0.0, "closeness": 0.0}}
     write_held_out(run / "samples", 3, task, [example], [{**row, "metrics": {}}])
-
     files = [path.relative_to(run) for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.parts[0] for path in files} == {"samples"}
     expected = {"step-000003.jsonl", "held-out-000003.jsonl"}

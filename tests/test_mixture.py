@@ -34,16 +34,15 @@ def compute(task: Any, groups: Any, *overrides: str) -> torch.Tensor:
 @pytest.mark.parametrize("each", ["false", "true"])
 def test_advantages_of_a_source_do_not_depend_on_the_others(estimator, each):
     """Of the batch's scale only: with normalize_each_reward, a deviation of all completions."""
-    counts = make_group({"exact": 1.0}, {"exact": 0.0}, {"exact": 0.0}, name="a")
     rewards = (0.0, 0.25), (1.0, 1.0)
-    words = make_group(*({"exact": a, "character_accuracy": b} for a, b in rewards), name="b")
+    groups = {
+        "count": make_group({"exact": 1.0}, {"exact": 0.0}, {"exact": 0.0}, name="a"),
+        "read": make_group(*({"exact": a, "character_accuracy": b} for a, b in rewards), name="b"),
+    }
     objective = f"advantage_estimator={estimator}", f"normalize_each_reward={each}"
     changes = [f"objective.{change}" for change in objective]
-    alone = [
-        compute(MEMBERS[name], [group], *changes)
-        for name, group in (("count", counts), ("read", words))
-    ]
-    named = name_rewards(counts, "count"), name_rewards(words, "read")
+    alone = [compute(MEMBERS[name], [group], *changes) for name, group in groups.items()]
+    named = [name_rewards(group, name) for name, group in groups.items()]
     mixed = compute(Mixed(members=MEMBERS), named, *changes)
     for part, own in zip(mixed.split([3, 2]), alone, strict=True):
         scale = (own / part).mean() if each == "true" else 1.0
@@ -53,12 +52,9 @@ def test_advantages_of_a_source_do_not_depend_on_the_others(estimator, each):
 def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has():
     """A reward of another source adds nothing to a total; a group's own mean would hide it."""
     rewards = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.0, 0.0)}
-    groups = [
-        name_rewards(
-            make_group(*({"exact": r} for r in own), name=name), "count" if name == "a" else "read"
-        )
-        for name, own in rewards.items()
-    ]
+    plain = [make_group(*({"exact": r} for r in own), name=n) for n, own in rewards.items()]
+    names = ("count", "read", "read")
+    groups = [name_rewards(group, name) for group, name in zip(plain, names, strict=True)]
     members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
     found = compute(Mixed(members=members), groups, "objective.scale_rewards=batch")
     weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
@@ -94,26 +90,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 def test_metrics_of_the_sources_add_up(finished):
-    rows = read_metrics(finished.run_dir)
-    assert {n.split("/")[1] for row in rows for n in row if n.startswith("sources/")} == {
-        "plain",
-        "tagged",
-    }
+    rows, found = read_metrics(finished.run_dir), set()
     for row in rows:
-        own = {
-            n.split("/")[1]: v
-            for n, v in row.items()
-            if n.startswith("sources/") and n.endswith("/reward")
-        }
-        low, high = min(own.values()), max(own.values())
-        assert low <= row["reward"] <= high
+        parts = [(*n.split("/", 2), v) for n, v in row.items() if n.startswith("sources/")]
+        own = {name: value for _, name, metric, value in parts if metric == "reward"}
+        found |= {name for _, name, *_ in parts}
+        assert min(own.values()) <= row["reward"] <= max(own.values())
         for name, value in own.items():
             assert row[f"rewards/{name}/letters/mean"] == pytest.approx(value)
             assert 0 <= row[f"sources/{name}/frac_reward_zero_std"] <= 1
-    last = rows[-1]
-    assert last["eval/score"] == pytest.approx(
-        (last["eval/held/letters"] + last["eval/tagged/letters"]) / 2
-    )
+    assert found == {"plain", "tagged"}
+    held_out = rows[-1]["eval/held/letters"], rows[-1]["eval/tagged/letters"]
+    assert rows[-1]["eval/score"] == pytest.approx(sum(held_out) / 2)
 
 
 def test_prompts_and_samples_are_those_of_each_source(finished):

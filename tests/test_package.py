@@ -10,6 +10,8 @@ import venv
 import zipfile
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import Any
 
 import pytest
 import torch
@@ -33,15 +35,9 @@ INSTALLED_AS = {
 
 # Addresses and options that tie an install to one package index; joined here so that this file does
 # not contain them.
-PACKAGE_INDEXES = [
-    ".".join(parts)
-    for parts in [
-        ("pypi", "org"),
-        ("files", "pythonhosted", "org"),
-        ("download", "pytorch", "org"),
-        ("registry", "npmjs", "org"),
-    ]
-] + ["--" + "-".join(words) for words in [("index", "url"), ("extra", "index"), ("find", "links")]]
+HOSTS = "pypi:org files:pythonhosted:org download:pytorch:org registry:npmjs:org"
+OPTIONS = "--index:url --extra:index --find:links"
+PACKAGE_INDEXES = [*HOSTS.replace(":", ".").split(), *OPTIONS.replace(":", "-").split()]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +63,6 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     _pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(built), str(sdist))
     (found,) = built.glob("vlm_grpo-*.whl")
     return found
-
-
-_PRINT_LOCATION = "import vlm_grpo; print(vlm_grpo.__file__)"
 
 
 @pytest.fixture(scope="module")
@@ -125,30 +118,17 @@ def test_no_tracked_file_names_a_package_index():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     patterns = [word for address in PACKAGE_INDEXES for word in ("-e", address)]
-    found = subprocess.run(
-        ["git", "grep", "-nIF", *patterns, "--", "."],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 1, found.stdout + found.stderr  # 1: git grep found nothing
+    _run(["git", "grep", "-nIF", *patterns, "--", "."], ROOT, status=1)  # it found nothing
 
 
 def test_makefile_names_the_required_python(tmp_path):
     old = tmp_path / "python-old"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    made = subprocess.run(
-        ["make", "quickstart", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode != 0
-    assert "needs Python 3.11, 3.12 or 3.13" in made.stderr
-    assert not (tmp_path / "venv").exists()
+    venv = tmp_path / "venv"
+    made = _run(["make", "quickstart", f"PYTHON={old}", f"VENV={venv}"], ROOT, status=2)
+    assert "needs Python 3.11, 3.12 or 3.13" in made
+    assert not venv.exists()
 
 
 def test_dockerfile_runs_the_commands_of_the_readme():
@@ -161,14 +141,14 @@ def test_dockerfile_runs_the_commands_of_the_readme():
 def test_versions_agree():
     version = PROJECT["project"]["version"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    latest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert latest is not None
-    assert latest[1] == version
+    releases = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == version
 
 
 def test_installed_wheel_lists_its_tasks(program, tmp_path):
-    where = _run([str(program.with_name("python")), "-c", _PRINT_LOCATION], tmp_path)
-    assert Path(where.strip()).is_relative_to(program.parents[1])
+    python = [str(program.with_name("python")), "-c"]
+    where = _run([*python, "import vlm_grpo; print(vlm_grpo.__file__)"], tmp_path)
+    assert Path(where.splitlines()[-1]).is_relative_to(program.parents[1])
     tasks = _run([str(program), "tasks"], tmp_path)
     assert {"counting", "grounding", "ocr"} <= set(re.findall(r"\w+", tasks))
 
@@ -186,13 +166,13 @@ def _pip(*arguments: str) -> None:
     _run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
 
 
-def _run(command: list[str], folder: Path | None = None) -> str:
+def _run(command: list[str], folder: Path | None = None, status: int = 0) -> str:
+    """Run a command, which must end with this status, and return what it prints."""
     hidden = {"PYTHONPATH", "COV_CORE_SOURCE"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    given: Any = {"cwd": folder, "env": environment, "stdout": PIPE, "stderr": STDOUT, "text": True}
+    done = subprocess.run(command, check=False, **given)
+    assert done.returncode == status, f"{' '.join(command)}\n{done.stdout}"
     return done.stdout
 
 

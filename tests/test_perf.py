@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,6 @@ ENGINES = {"shared": OURS, "trl": RUN | {"seconds": [10.0]}, "trl-vllm": RUN | {
 def perf(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "perf")
     return import_module
-
-
-def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
-    def find(name: str) -> str:
-        found = versions.get(name.replace("-", "_"), "1.0")
-        if found is None:
-            raise PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(sys.modules["step_time"], "version", find)
 
 
 def test_parts_compare_what_the_goals_are_stated_for_in_order_of_value(perf):
@@ -73,7 +62,7 @@ def test_parts_compare_what_the_goals_are_stated_for_in_order_of_value(perf):
 
 def test_an_engine_that_fails_leaves_the_figures_of_the_others(perf, monkeypatch, capsys, tmp_path):
     gpu, step_time = perf("gpu"), perf("step_time")
-    install(monkeypatch)
+    monkeypatch.setattr(step_time, "version", lambda name: "1.0")  # TRL and vLLM are installed
 
     def run(command: list[str], output: Any, seconds: float, temporary: str) -> bool:
         def run_engine(engine: str, arguments: list[str]) -> dict[str, Any]:
@@ -160,19 +149,16 @@ def measure_all(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_all_parts_run_with_a_tiny_model_and_are_not_run_again(perf, tmp_path):
-    readme = (ROOT / "perf/README.md").read_bytes()
-    folder = tmp_path / "results"
+    readme, folder = (ROOT / "perf/README.md").read_bytes(), tmp_path / "results"
     assert "step-64" in measure_all(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["results.json", "summary.md"]
     results, parts = perf("gpu").load_results([folder]), perf("gpu").PARTS
     assert results.keys() == {n for n, part in parts.items() if not part.missing} - {"gpu-tests"}
     assert len([name for name in results if name.startswith("3b-")]) >= 8
     for result in results.values():
-        assert result["passed"]
-        assert result["output"]
-        assert result["versions"]["torch"]
-    checks = results["correctness"]["figures"]
-    assert {"sampling, bfloat16", "step of tiny: gradient of a step"} <= checks.keys()
+        assert all((result["passed"], result["output"], result["versions"]["torch"]))
+    checks = {"sampling, bfloat16", "step of tiny: gradient of a step"}
+    assert checks <= results["correctness"]["figures"].keys()
     engines = results["step-64"]["figures"]["engines"]
     assert engines["shared"]["phases"]["decode"] > 0
     assert engines.keys() == {"shared", "trl"}
@@ -186,9 +172,8 @@ def test_all_parts_run_with_a_tiny_model_and_are_not_run_again(perf, tmp_path):
 def test_without_a_gpu_there_is_one_message(perf, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(PROGRAM)])
     assert perf("gpu").main() == 2
-    assert capsys.readouterr().err.strip() == (
-        "perf/gpu.py: PyTorch finds no CUDA GPU here; --smoke runs anywhere"
-    )
+    message = "perf/gpu.py: PyTorch finds no CUDA GPU here; --smoke runs anywhere"
+    assert capsys.readouterr().err.strip() == message
 
 
 def test_a_step_of_another_family_is_timed_by_phase_and_form(perf):
@@ -240,8 +225,7 @@ def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(p
     plain = run("grpo", 20.0, [0.25, 0.5, 0.5], "1100")
     slow = run("papo", 40.0, [0.25, 0.5, 1.0], "1111")
     # After the 20 s of the plain run, the slow one is in the middle of its steps.
-    assert study.value_at(slow, 20.0) == 0.5
-    assert study.value_at(slow, 30.0) == 0.75
+    assert [study.value_at(slow, seconds) for seconds in (20.0, 30.0)] == [0.5, 0.75]
     assert study.value_at(plain, 40.0) == 0.5
     table = study.format_table([plain, slow]).splitlines()
     assert table[2] == "| words | grpo | 25.0 → 50.0 | – | – | 20 s |"

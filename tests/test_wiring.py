@@ -15,9 +15,9 @@ import torch
 from gradients import relative_distance
 from plain_step import PlainModel, PlainStep, compute_gradient
 from small_environments import Peek
-from small_runs import small_run
-from steps import capture_step
-from tiny_models import noise_example, tiny_model
+from small_runs import save_tiny_model, small_run
+from steps import capture_step, let_first_differ
+from tiny_models import noise_example
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
@@ -191,10 +191,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, beside ``other``, which has one with other weights."""
     root = tmp_path_factory.mktemp("models")
     for name, seed in (("model", 0), ("other", 7)):
-        model, processor = tiny_model("qwen2_5_vl", seed=seed, layers=3)
-        model.generation_config.eos_token_id = list(ENDS)
-        model.save_pretrained(root / name)
-        processor.save_pretrained(root / name)
+        save_tiny_model(root / name, seed=seed, ends=ENDS, layers=3)
     return root / "model"
 
 
@@ -223,8 +220,7 @@ def make_settings(model_folder: Path, tmp_path: Path) -> Any:
         changes: dict[str, Any] = copy.deepcopy(given)
         teaching = changes.get("objective", {}).get("distillation", {})
         if "teacher" in teaching:
-            own = {"teacher": str(model_folder.with_name("other"))}
-            changes["objective"]["distillation"] = {**teaching, **own}
+            teaching["teacher"] = str(model_folder.with_name("other"))
         small = {
             "rollout": {"num_generations": 4, "max_completion_length": 5, "min_new_tokens": 2},
             "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
@@ -296,14 +292,8 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
         now, teaching = recorder.weights[before], settings.objective.distillation
         rate = teaching.teacher_update_rate if step and teaching is not None else 1.0
         average = {n: w + rate * (now[n] - w) for n, w in (average if step else now).items()}
-        raw = PlainStep(
-            recorder.groups[step],
-            rewards,
-            recorder.weights[before],
-            recorder.weights[refreshed * updates],
-            number=step,
-            average=average,
-        )
+        reference, groups = recorder.weights[refreshed * updates], recorder.groups[step]
+        raw = PlainStep(groups, rewards, now, reference, number=step, average=average)
         for update in range(before, before + updates):
             weights, part = recorder.weights[update], (update - before) % parts
             loss, expected = compute_gradient(plain, raw, weights, settings, part)
@@ -325,20 +315,18 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     observed = [o.prompt for c in completions for o in c.observations]
     assert {len(prompt.example.images) for prompt in observed} == {0, 1}
     assert max(len(c.turns) for c in completions) == environment.max_turns
-    for group in (group for groups in recorder.groups for group in groups):
-        for number, own in enumerate(group.completions):
-            if settings.rollout.forks == 1:
-                assert own.trunk is None
-                continue
-            first = number // 2 * 2
-            assert own.trunk == first
-            trunk, count = group.completions[first], own.trunk_length
-            assert own.logprobs[:count] == trunk.logprobs[:count]
-            assert own.turns[0] == trunk.turns[0]
-            assert own.observations[:1] == trunk.observations[:1]
-    if settings.rollout.forks > 1:
-        pairs = list(zip(completions[::2], completions[1::2], strict=True))
-        assert any(a.observations and a.token_ids != b.token_ids for a, b in pairs)
+    if settings.rollout.forks == 1:
+        assert all(own.trunk is None for own in completions)
+        return
+    for number, own in enumerate(completions):
+        first, count = number // 2 * 2, own.trunk_length
+        trunk = completions[first]
+        assert own.trunk == first % 4  # of the groups' four completions
+        assert own.logprobs[:count] == trunk.logprobs[:count]
+        assert own.turns[0] == trunk.turns[0]
+        assert own.observations[:1] == trunk.observations[:1]
+    pairs = zip(completions[::2], completions[1::2], strict=True)
+    assert any(a.observations and a.token_ids != b.token_ids for a, b in pairs)
 
 
 @pytest.mark.parametrize(("loss", "iterations"), [("grpo", 1), ("dapo", 2)])
@@ -351,11 +339,7 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
     recorder = Recorder(make_trainer(settings))
     recorder.attach(monkeypatch)
     recorder.trainer.step()
-    monkeypatch.setattr(
-        recorder.trainer.sampler,
-        "_split_by_spread",
-        lambda groups, _: ([*groups][:1], [*groups][1:]),
-    )
+    let_first_differ(monkeypatch, recorder.trainer)
     metrics, rollout, _ = capture_step(recorder.trainer)
     assert metrics["replay/groups"] == 1
     assert metrics["clip_ratio/region_mean"] > 0
@@ -370,15 +354,13 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
         assert relative_distance(recorder.gradients[update], expected) < 5e-6
 
 
-# The tower's layers have other names.
-FROZEN = {
-    "policy": {"dtype": "float32", "lora": {"r": 2, "alpha": 8, "target": ["q_proj", "v_proj"]}}
-}
+LORA_OF_TEXT = {"r": 2, "alpha": 8, "target": ["q_proj", "v_proj"]}
 
 
 @pytest.mark.parametrize(
     ("policy", "trains_vision"),
-    [({}, True), (LORA, True), (FROZEN, False)],
+    # The tower's layers have other names.
+    [({}, True), (LORA, True), ({"policy": {"lora": LORA_OF_TEXT}}, False)],
     ids=["full", "adapters", "frozen"],
 )
 def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tokens(
@@ -418,13 +400,10 @@ def test_the_credit_of_an_image_is_the_gradient_of_plain_transformers_at_its_tok
         leaves.clear()
         _, found = compute_gradient(plain, raw, recorder.weights[part], settings, part)
         for number, image in enumerate(images):
-            own = [v for name, v in found.items() if name.startswith("image ")][
-                number :: len(images)
-            ]
+            own = [v for n, v in found.items() if n.startswith("image ")][number :: len(images)]
             assert len(own) == 4  # completions
-            credit = torch.stack(own).sum(0).norm(dim=-1)
             grid = image.size[1] // 28, image.size[0] // 28
-            expected = credit.view(grid).numpy()
+            expected = torch.stack(own).sum(0).norm(dim=-1).view(grid).numpy()
             method: Any = recorder.trainer.methods["visual_credit"]
             assert method.maps[image] == pytest.approx(expected, rel=5e-6)
             seen += 1

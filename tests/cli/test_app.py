@@ -7,7 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from commands import fails, run
+from commands import fails, run, write_jsonl
+from PIL import Image
 from pydantic import ValidationError
 
 from vlm_grpo.cli import app as app_module
@@ -16,15 +17,17 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.errors import UserError
 
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "numpy", "scipy", "matplotlib"}
-
-
 COMMANDS = (
-    "train sft sample evaluate predict serve plan report export doctor settings new-task "
-    "new-environment check"
+    *("train", "sft", "sample", "evaluate", "predict", "serve", "plan", "report", "export"),
+    *("doctor", "settings", "new-task", "new-environment", "check"),
 )
+ROWS = "--data embedded:counting"
+SCORED = f"{ROWS} --predictions none.jsonl"
+CORRECTED = "objective.sampler_correction=token"
+ASKED = "embedded --question ? --image"
 
 
-@pytest.mark.parametrize("command", COMMANDS.split())
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
     assert f"\n  vlm-grpo {command} " in succeed(command, "--help")
     assert command in run(capsys, "--help")[1]
@@ -47,13 +50,60 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
         ("settings optim.rl", "did you mean optim.lr?"),
         ("train counting --foo", "--foo"),
         ("fly", "fly"),
+        ("check nope.py", "there is no task file nope.py"),
+        ("check counting policy.max_pixels=0", "policy.max_pixels"),
+        ("check counting --limit 0", "--limit"),
+        ("check ocr --split test", "'test' is not one of 'train', 'eval'"),
+        ("check counting --preview a.pdf", "--preview a.pdf: give a file with the suffix .html"),
+        ("check counting --limit 1 --preview no/a.html", "no/a.html cannot be written: No"),
+        ("sample counting evaluation.samples=3", "evaluation.samples has no effect"),
+        ("sample counting --out missing/d.jsonl", "its folder does not exist"),
+        ("sample counting --out a.jsonl", "--out a.jsonl exists: delete it"),
+        ("sample counting --out a.jsonl", "call are in runs/counting/sampled and are not"),
+        (f"sample counting rollout.top_p=0.9 {CORRECTED}", "rollout.top_p=0.9 has no effect here"),
+        (f"sample counting rollout.min_p=0.1 {CORRECTED}", "add rollout.min_p=null"),
+        ("sample counting --difficulty a.jsonl", "--difficulty a.jsonl exists: delete it"),
+        ("sample counting --difficulty d.jsonl --keep 2", "--keep need --out"),
+        ("sample counting --concurrency 3", "--concurrency needs --server"),
+        ("sample counting --checkpoint missing", "checkpoint missing is not a folder"),
+        ("sample counting data.filter=x", "is no filter"),
+        (f"evaluate tallyqa {ROWS}", "model has no value: add model="),
+        (f"evaluate tallyqa {ROWS} --frame permille", "--frame needs --predictions"),
+        ("evaluate counting --task ocr", "there is no option --task: settings have no dashes"),
+        (f"evaluate tallyqa {SCORED} --checkpoint runs", "leave out --checkpoint"),
+        (f"evaluate tallyqa {SCORED} --frame permil", "did you mean permille"),
+        (f"evaluate tallyqa {ROWS} model=embedded --checkpoint no", "no is not a folder"),
+        (f"evaluate tallyqa {ROWS} model=embedded task_options.tagz=true", "unknown option tagz"),
+        ("evaluate counting --checkpoint nowhere", "checkpoint nowhere is not a folder"),
+        ("evaluate counting --predictions p.jsonl", "give --data"),
+        (f"evaluate counting {SCORED} --frame permil", "did you mean permille?"),
+        (f"evaluate counting {SCORED}", "none.jsonl cannot be read"),
+        (f"evaluate counting {SCORED} frame=permille", "frame is not a task option with --pred"),
+        ("evaluate counting --json", "--json needs a task and --predictions"),
+        (f"predict {ASKED} none.png", "image none.png cannot be read: No such file"),
+        (f"predict {ASKED} a.jsonl", "corrupt or of a format other than"),
+        (f"predict {ASKED} thin.png", "thin.png cannot be resized for the model: absolute"),
+        (f"predict {ASKED} a.png --task countin", "did you mean counting?"),
+        (f"predict {ASKED} a.png --out a.png", "a.png exists already"),
+        (f"predict {ASKED} a.png --out no/b.png", "there is no folder no"),
+        (f"predict {ASKED} a.png --out b.txt", "end the name in .png"),
+        (f"predict {ASKED} a.png optim.rl=1", "did you mean optim.lr?"),
+        (f"predict {ASKED} a.png --frame permille", "--frame needs --server"),
+        (f"predict {ASKED} a.png --task choice", "as choice its options, give one: --answer JSON"),
+        (f"predict {ASKED} a.png --task choice --answer {{cat", "--answer {cat: it is no JSON"),
+        ("predict ./nowhere --question ?", "error: model ./nowhere: there is no such folder\n"),
+        ("predict none --question ?", "there is no model or run 'none'"),
     ],
 )
 def test_wrong_arguments_are_one_message(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/counting").mkdir(parents=True)
+    write_jsonl(tmp_path / "a.jsonl", {"question": "?", "answer": 3})
+    for name, size in (("a.png", (84, 84)), ("thin.png", (900, 3))):
+        Image.new("RGB", size).save(name)  # 300 : 1; Qwen's resize accepts up to 200 : 1
+    before = sorted(tmp_path.rglob("*"))
     assert message in fails(capsys, *words.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_program_starts_without_importing_heavy_libraries():
@@ -97,7 +147,6 @@ def test_letters_that_the_output_cannot_encode_are_escaped(unbuffered):
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-
     assert done.stdout.endswith("0 \\u2192 1\n"), done.stderr
     assert done.stderr == "\\xe9\n"
 
@@ -140,9 +189,8 @@ def test_errors_that_the_user_can_fix_have_a_message(error, message):
 
 def test_settings_built_in_python_are_explained_like_those_of_a_recipe():
     values: Any = {"train": "a", "trian": "b"}
-    with pytest.raises(
-        UserError, match=r"^DataSettings has .*\n.* trian \(did you mean train\?\)$"
-    ):
+    message = r"^DataSettings has .*\n.* trian \(did you mean train\?\)$"
+    with pytest.raises(UserError, match=message):
         DataSettings(**values)
     with pytest.raises(ValidationError) as invalid:
         DataSettings.model_validate({"train": 3})

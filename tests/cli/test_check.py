@@ -110,21 +110,6 @@ def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monk
     assert "longer than its limit of 0.1 s" in message
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("nope.py", "there is no task file nope.py"),
-        ("counting policy.max_pixels=0", "policy.max_pixels"),
-        ("counting --limit 0", "--limit"),
-        ("ocr --split test", "'test' is not one of 'train', 'eval'"),
-        ("counting --preview a.pdf", "--preview a.pdf: give a file with the suffix .html"),
-        ("counting --limit 1 --preview no/rows.html", "no/rows.html cannot be written: No"),
-    ],
-)
-def test_arguments_that_fit_nothing_are_refused(capsys, words, message):
-    assert message in fails(capsys, "check", *words.split())
-
-
 def test_prompts_are_built_for_a_model(succeed, capsys, write_letters, letters_data):
     assert "give its data by --data" in fails(capsys, "check", write_letters())
     given = ["check", write_letters(), "--data", letters_data]
@@ -142,14 +127,12 @@ def test_prompts_are_built_for_a_model(succeed, capsys, write_letters, letters_d
 def test_data_with_one_gold_answer_have_no_second_answer_to_hedge_with():
     example = Example("a", (), "?", 3)
     names = build_exploits(load_task("counting"), example, example)
-
     assert not any("two answers" in name for name in names)
 
 
 def test_exploits_with_tags_include_untagged_and_repeated_answers():
     first, second = Example("a", (), "?", 3), Example("b", (), "?", 5)
     texts = build_exploits(load_task("counting", tags=True), first, second)
-
     assert texts["the answer without tags"] == "3"
     assert texts["two tagged answers"] == "<answer>5</answer><answer>3</answer>"
     assert texts["an unclosed tag"] == "<answer>3"
@@ -212,7 +195,6 @@ def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path)
     task = prompts.adapt(load_task("grounding", several=True))
     _, example, _ = load_examples(source, task, data, "train")
     text, (picture,) = build_preview(example, task, prompts)
-
     expected = prompts.build(prompts.with_resized_sizes(example), task)
     assert f"prompt, {len(expected.token_ids)} tokens:\n{indent(expected.text, '  ')}" in text
     assert picture.size == example.with_resized_sizes([(56, 56)]).images[0].resized_size

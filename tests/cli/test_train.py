@@ -23,7 +23,6 @@ def test_a_run_whose_output_nobody_reads_is_finished(tmp_path):
     select.select([reader], [], [], forked.TIMEOUT)
     os.close(reader)  # as "| head -1" does after the first line
     process.join(forked.TIMEOUT)
-
     assert process.exitcode == 0
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / "step-2" / "manifest.json").is_file()

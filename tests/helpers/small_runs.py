@@ -45,9 +45,16 @@ class Letters(Task):
 LORA = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}}
 
 
-def save_tiny_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 2) -> Path:
-    """Save a small random model. With this seed every group of a run's first steps has a spread."""
-    model, processor = tiny_model(family, seed=seed)
+def save_tiny_model(
+    folder: Path, family: str = "qwen2_5_vl", seed: int = 2, ends: range | None = None, **more: Any
+) -> Path:
+    """Save a small random model; ``ends`` are tokens that end its completions.
+
+    With this seed every group of a run's first steps has a spread.
+    """
+    model, processor = tiny_model(family, seed=seed, **more)
+    if ends is not None:
+        model.generation_config.eos_token_id = list(ends)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

@@ -33,3 +33,8 @@ def assert_sampled_behind(policy: Policy, group: Group, other: Prompt) -> None:
             errors.append((scored - torch.tensor(completion.logprobs)).abs().max())
         right, wrong = errors if completion.variant is None else errors[::-1]
         assert right < 1e-4 < wrong  # rounding; another image
+
+
+def let_first_differ(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
+    """Let all groups of a step but the first one count as without a spread of rewards."""
+    patch.setattr(trainer.sampler, "_split_by_spread", lambda x, _: ([*x][:1], [*x][1:]))

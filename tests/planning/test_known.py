@@ -101,10 +101,8 @@ def test_prompts_have_the_image_of_the_settings():
     """Qwen's image tokens are 28 × 28 pixels, those of Qwen3 32 × 32."""
     for name, pixels in ((SEVEN, 784), ("Qwen/Qwen3-VL-8B-Instruct", 1024)):
         for tokens in (known.IMAGE_TOKENS, 500):
-            change = (
-                [f"policy.max_pixels={pixels * tokens}"] if tokens != known.IMAGE_TOKENS else []
-            )
-            planner = build_planner(name, *change)
+            change = f"policy.max_pixels={pixels * tokens}"
+            planner = build_planner(name, *[change] * (tokens != known.IMAGE_TOKENS))
             (size,) = planner.count_prompts(planner.settings.policy)
             assert (size.tokens, size.pixels) == (tokens + known.TEXT_TOKENS, pixels * tokens)
 

@@ -1,8 +1,8 @@
 """Tests of the plan: sizes of prompts, the largest settings that fit, and changes to fit."""
 
-import json
 import math
 import re
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import small_environments
 import torch
-from commands import fails, run
+from commands import fails, run, write_jsonl
 from family_models import ALIKE, BUILDERS
 from family_policies import build_family_policy
 from small_runs import make_trainer, save_tiny_model, small_run
@@ -74,8 +74,7 @@ def test_changes_are_valid_and_make_the_recipe_fit(planner):
 
 def test_only_examples_that_the_filter_accepts_are_planned(tmp_path):
     rows = [{"id": str(n), "question": "How many?", "answer": n, "rate": n} for n in range(6)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
     given = [f"data.train={path}", "data.eval=null", "evaluation.every=0", "data.filter=rate > 3"]
     chosen = Planner(load_settings("counting", given), Device("small", 1 << 30, is_cpu=True))
     assert [example.answer for example in chosen.prompts.examples] == [4, 5]
@@ -97,10 +96,8 @@ def test_a_wider_group_is_a_step_with_four_times_as_many_completions(planner):
 
 
 def copy_without_weights(folder: Path) -> Path:
-    for path in Path(get_model_source("embedded")).iterdir():
-        if path.suffix != ".safetensors":
-            (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    weights = shutil.ignore_patterns("*.safetensors")
+    return shutil.copytree(get_model_source("embedded"), folder / "model", ignore=weights)
 
 
 def big(model: Path, *overrides: str) -> Settings:
@@ -124,18 +121,16 @@ def estimate(settings: Settings, gib: int = 80, weights: Any = None, devices: in
 
 def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion):
     settings = big(seven_billion)
-    text = str(plan(settings, "H100", devices=8))
-    assert "8,292,166,656 weights" in text  # of Qwen2.5-VL-7B
-    assert f"  {SHARDING}" in text
-    assert "fsdp2.yaml --num_processes 8 -m vlm_grpo.cli train" in text
-    assert "policy.lora" not in text
-    small = str(plan(settings, "24GB", devices=8))
-    assert f"  {OFFLOADING}" in small
-    assert "fsdp2.yaml" in small
-    assert "policy.lora" not in small
-    alone = str(plan(settings, "H100"))
-    assert SHARDING not in alone
-    assert "policy.lora.r=64" in alone
+    weights = "8,292,166,656 weights"  # of Qwen2.5-VL-7B
+    launch = "fsdp2.yaml --num_processes 8 -m vlm_grpo.cli train"
+    for card, devices, expected, absent in (
+        ("H100", 8, (weights, f"  {SHARDING}", launch), "policy.lora"),
+        ("24GB", 8, (f"  {OFFLOADING}", launch), "policy.lora"),
+        ("H100", 1, ("policy.lora.r=64",), SHARDING),
+    ):
+        text = str(plan(settings, card, devices=devices))
+        assert all(part in text for part in expected)
+        assert absent not in text
 
 
 def test_changes_are_combined_where_one_is_not_enough(planner, monkeypatch):
@@ -194,11 +189,10 @@ def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):
 def test_the_smallest_card_is_the_smallest_that_fits(seven_billion):
     settings = big(seven_billion, "policy.lora.r=64", "optim.lr=1e-5")
     planner = Planner(settings, find_device("48GB"))
-    card = planner.plan().smallest_card
-    assert card is not None
+    card: Any = planner.plan().smallest_card
     smaller = CARDS[CARDS.index(card) - 1]
-    assert planner.on(find_device(f"{card}GB")).fits(settings)
-    assert not planner.on(find_device(f"{smaller}GB")).fits(settings)
+    fits = [planner.on(find_device(f"{size}GB")).fits(settings) for size in (smaller, card)]
+    assert fits == [False, True]
 
 
 def test_a_model_that_does_not_fit_gets_every_way_to_hold_it_with_its_figure():
@@ -207,11 +201,8 @@ def test_a_model_that_does_not_fit_gets_every_way_to_hold_it_with_its_figure():
     peaks = {text: step.memory.peak for text, step in found.others}
     # 64 GiB of weights in bfloat16 leave no room beside their shards.
     assert [text for text, _ in found.changes] == [SHARDING, OFFLOADING]
-    ways = [
-        ("adamw_8bit",), (SHARDING, "rollout.sampler=vllm"),
-        (SHARDING, "master_weights=bfloat16", "rollout.sampler=vllm"),
-    ]  # fmt: skip
-    for way in ways:
+    vllm = (SHARDING, "rollout.sampler=vllm")
+    for way in (("adamw_8bit",), vllm, (*vllm, "master_weights=bfloat16")):
         assert any(all(part in text for part in way) for text in peaks), way
     assert all(peak < found.step.memory.peak for peak in peaks.values())
     text = str(found)
@@ -227,15 +218,14 @@ def test_a_model_that_does_not_fit_gets_every_way_to_hold_it_with_its_figure():
 
 def test_the_least_that_fits_is_recomputed():
     settings = build_known_settings("Qwen/Qwen2.5-VL-3B-Instruct", ["policy.lora.r=16"])
-    parts = ("none", "mlp", "full")
-    none, mlp, full = (
-        with_changes(settings, "policy", gradient_checkpointing=part) for part in parts
+    automatic, *fixed = (
+        with_changes(settings, "policy", gradient_checkpointing=part)
+        for part in ("auto", "none", "mlp", "full")
     )
-    automatic = with_changes(settings, "policy", gradient_checkpointing="auto")
     planner = KnownPlanner(automatic, H100)
-    peaks = [planner.estimate_step(changed).memory.peak for changed in (none, mlp, full)]
+    peaks = [planner.estimate_step(changed).memory.peak for changed in fixed]
     assert peaks == sorted(set(peaks), reverse=True)
-    for part, peak in zip(parts, peaks, strict=True):
+    for part, peak in zip(("none", "mlp", "full"), peaks, strict=True):
         device = Device("GPU", int((peak + CONTEXT) / (1 - FRAGMENTATION)) + 2)
         found = planner.on(device).plan()
         assert (found.fits, found.step.shape.checkpointing) == (True, part)
@@ -335,12 +325,13 @@ def test_the_plan_needs_no_weights(capsys, tmp_path):
 
 
 def test_a_model_without_its_files_is_one_message(capsys, tmp_path):
-    missing = fails(capsys, "plan", "counting", "model=./nowhere", "data.train_limit=2")
-    assert "a folder with the model's config.json" in missing
-    source = Path(get_model_source("embedded")) / "config.json"
-    (tmp_path / "config.json").write_bytes(source.read_bytes())
-    message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
-    assert "its tokenizer and processor suffices" in message
+    shutil.copy(Path(get_model_source("embedded")) / "config.json", tmp_path)
+    for folder, message in (
+        ("./nowhere", "a folder with the model's config.json"),
+        (tmp_path, "its tokenizer and processor suffices"),
+    ):
+        given = f"model={folder}", "data.train_limit=2"
+        assert message in fails(capsys, "plan", "counting", *given)
 
 
 def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion):
@@ -467,7 +458,7 @@ def test_what_an_environment_shows_first_is_part_of_planned_prompts(planner):
 def test_an_image_that_cannot_be_resized_is_an_error(tmp_path):
     noise_example("thin", [(900, 3)]).images[0].load().save(tmp_path / "thin.png")
     row = {"id": "t1", "images": ["thin.png"], "question": "How many?", "answer": 1}
-    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
-    settings = load_settings("counting", [f"data.train={tmp_path / 'data.jsonl'}"])
+    data = write_jsonl(tmp_path / "data.jsonl", row)
+    settings = load_settings("counting", [f"data.train={data}"])
     with pytest.raises(UserError, match="t1: absolute aspect ratio"):
         plan(settings, "24GB")

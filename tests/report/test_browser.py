@@ -48,21 +48,18 @@ def _no_errors(browser: Browser) -> Iterator[None]:
 
 @pytest.fixture
 def counting(browser, runs) -> Browser:
-    """The page of a counting run."""
     browser.open(runs / "counting-0" / "report.html")
     return browser
 
 
 @pytest.fixture
 def grounding(browser, runs) -> Browser:
-    """The page of a grounding run."""
     browser.open(runs / "grounding-0" / "report.html")
     return browser
 
 
 @pytest.fixture
 def compared(browser, runs) -> Browser:
-    """The page of two grounding runs."""
     browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     return browser
 

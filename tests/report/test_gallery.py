@@ -49,15 +49,8 @@ COUNTING = load_task("counting")
 (EXAMPLE,) = load_few_examples("counting", COUNTING)
 
 
-def write_group(
-    folder: Path,
-    texts: list[str] | Group,
-    step: int = 0,
-    task: Task = COUNTING,
-    example: Example = EXAMPLE,
-) -> Path:
+def write_group(folder: Path, group: Group, step: int = 0, task: Task = COUNTING) -> Path:
     """Write the samples of one group, and return their file."""
-    group = make_group(task, example, texts) if isinstance(texts, list) else texts
     advantages = [[0.0] * len(group.completions)]
     return write_samples(folder / "samples", step, [group], advantages, task)
 
@@ -70,14 +63,13 @@ def read_entries(folder: Path) -> list[Entry]:
 
 def test_rows_cannot_read_other_files(tmp_path):
     (tmp_path / "secret.webp").write_bytes(b"secret")
-    path = write_group(tmp_path, ["1"])
+    path = write_group(tmp_path, make_group(COUNTING, EXAMPLE, ["1"]))
     row = json.loads(path.read_text())
     row["pictures"] = ["../../secret.webp"]
     row["gold_marks"] = str(tmp_path / "secret.webp")
     path.write_text(json.dumps(row))
     gallery = build_gallery([("", read_run(tmp_path))])
-    assert len(gallery.entries) == 1
-    assert gallery.pictures == {}
+    assert (len(gallery.entries), gallery.pictures) == (1, {})
 
 
 def test_training_entry_has_the_answers_of_its_group(counting_run):
@@ -116,19 +108,20 @@ def test_change_from_the_first_evaluation_to_the_last(counting_run):
 
 
 def test_change_from_one_run_to_the_other(tmp_path):
-    worse = read_run(make_run(tmp_path, "counting", steps=4, seed=1, skill=(0.0, 0.0)))
-    better = read_run(make_run(tmp_path, "counting", steps=4, seed=2, skill=(1.0, 1.0)))
+    worse, better = (
+        read_run(make_run(tmp_path, "counting", steps=4, seed=seed, skill=(skill, skill)))
+        for seed, skill in enumerate((0.0, 1.0))
+    )
     entries, _ = build_held_out_entries([("worse", worse), ("better", better)])
     assert {entry["change"] for entry in entries} == {1.0}  # from all wrong to all right
-    labels = [answer["label"] for answer in entries[0]["answers"]]
-    assert labels[0] == "worse · step 0"
-    assert labels[-1] == "better · step 4"
+    first, *_, last = [answer["label"] for answer in entries[0]["answers"]]
+    assert (first, last) == ("worse · step 0", "better · step 4")
 
 
 def test_change_of_an_example_sampled_twice(tmp_path):
     right, wrong = COUNTING.gold(EXAMPLE), "99"
     for step, texts in ((0, [right, wrong]), (5, [right, right])):
-        write_group(tmp_path, texts, step)
+        write_group(tmp_path, make_group(COUNTING, EXAMPLE, texts), step)
     changes = [entry["change"] for entry in read_entries(tmp_path)]
     assert changes == [None, 0.5]  # from half right to all
 
@@ -138,7 +131,7 @@ def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path):
     task = load_task("ocr", thinking_tags=tags)
     chat = Turn("system", "Be brief."), Turn("user", "Hello?"), Turn("assistant", "Hi.")
     example = Example("plain", (), "What is written?", "A", history=chat)
-    write_group(tmp_path, ["An A?[/THINK]A", "An A?"], task=task, example=example)
+    write_group(tmp_path, make_group(task, example, ["An A?[/THINK]A", "An A?"]), task=task)
     (entry,) = read_entries(tmp_path)
     turns = ["system: Be brief.", "user: Hello?", "assistant: Hi.", "user: What is written?"]
     assert entry["question"] == "\n\n".join(turns)
@@ -165,7 +158,7 @@ def test_completion_is_split_into_parts(text, parts):
 
 def test_unicode_line_separators_do_not_end_a_row_and_long_texts_are_cut(tmp_path):
     texts = ["a\u2028b", "a\x85b", "a\ud800b", "x" * 100_000]
-    write_group(tmp_path, texts)
+    write_group(tmp_path, make_group(COUNTING, EXAMPLE, texts))
     assert read_run(tmp_path).unreadable == 0
     (entry,) = read_entries(tmp_path)
     shown = [answer["parts"][0][1] for answer in entry["answers"]]

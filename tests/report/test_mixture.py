@@ -1,6 +1,7 @@
 """What the console, the page and a comparison say of a mixture comes from the same numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_tasks import Distance
@@ -49,8 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
 def test_the_console_and_the_page_have_the_same_number_of_examples_and_interval(runs):
     run = runs[0][1]
     before, after = run.evaluations
-    change = run.change()
-    assert change is not None
+    change: Any = run.change()
     assert (change.n, change.after_interval) == (8, after.interval)
     result = str(TrainResult(before, after, None, run.folder / "step-1", run.folder))
     assert f"after      {after}\n             c/exact 66.7% [" in result
@@ -89,8 +89,8 @@ def test_a_comparison_tests_the_examples_in_common_and_names_both_numbers(runs):
     # Of the three counts in common 3 and 2 are right; the errors are 0.25, 0.5 and 0.5, 0.
     assert test["a"] == pytest.approx((1 + 1 - 0.375) / 2)
     assert test["b"] == pytest.approx((2 / 3 + 1 - 0.25) / 2)
-    change = measure_change(runs[0][1].evaluations[-1], runs[1][1].evaluations[-1], "score")
-    assert change is not None
+    first, second = (run.evaluations[-1] for _, run in runs)
+    change: Any = measure_change(first, second, "score")
     assert change.difference == pytest.approx(test["b"] - test["a"])
     assert test["interval"] == change.difference_interval
     assert {flip["id"] for flip in pair["flips"]} == {"c/2", "e/0", "e/1"}

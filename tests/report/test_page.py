@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from evaluations import read_jsonl
 from report_runs import make_run, write_alarms
 
 from vlm_grpo.config.recipes import load_settings
@@ -27,18 +29,14 @@ def error_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     benchmark.write_text(f"title: E\ntask: counting\nmetric: {request.param}\n{splits}\n")
     words = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
     words += ["data.train_limit=20", f"data.eval_limit={HELD_OUT}", f"output_dir={folder}"]
-    words += [f"evaluation.benchmark={benchmark}", "name=run"]
-    settings = load_settings("counting", words)
-    train(settings)
-    return settings.run_dir
+    return train(load_settings("counting", [*words, f"evaluation.benchmark={benchmark}"])).run_dir
 
 
 def test_a_page_has_results_and_charts_and_names_no_address(counting_run):
     page = build_report(counting_run)
     assert page == counting_run / "report.html"
     text = page.read_text("utf-8")
-    change = read_run(counting_run).change()
-    assert change is not None
+    change: Any = read_run(counting_run).change()
     assert f"{100 * change.after:.1f}\N{NO-BREAK SPACE}%" in text
     assert "Held out: " in text
     assert "Time per step by phase" in text
@@ -73,9 +71,8 @@ def test_alarms_are_shown(counting_run):
 
 
 def test_a_change_is_colored_by_its_interval(tmp_path):
-    for seed, (skill, verdict) in enumerate(
-        (((0.0, 0.0), ""), ((0.0, 1.0), " better"), ((1.0, 0.0), " worse"))
-    ):
+    skills = {"": (0.0, 0.0), " better": (0.0, 1.0), " worse": (1.0, 0.0)}
+    for seed, (verdict, skill) in enumerate(skills.items()):
         run = make_run(tmp_path, steps=2, held_out=8, skill=skill, seed=seed)
         text = build_report(run).read_text("utf-8")
         assert f'<span class="after{verdict}">{100 * skill[1]:.1f}\N{NO-BREAK SPACE}%' in text
@@ -91,8 +88,7 @@ def test_many_runs_are_rows_of_a_table(tmp_path):
     text = page.read_text("utf-8")
     assert "<h1>5 runs</h1>" in text
     for seed, run in enumerate(runs):
-        change = read_run(run).change()
-        assert change is not None
+        change: Any = read_run(run).change()
         assert f"</i>counting-{seed}</th>" in text
         assert f"<td><b>{100 * change.after:.1f}" in text
     assert "<b>exact by optim.lr</b>" in text  # the only setting that differs, besides the seed
@@ -113,15 +109,11 @@ def test_page_starts_with_the_error_metric(error_run):
     run = read_run(error_run)
     name = json.loads((error_run / "evaluation/step-000000.json").read_text())["headline"]
     assert run.primary_metric == name
-    change = run.change()
-    assert change is not None
-    assert change.lower_is_better
-    logged = json.loads((error_run / "metrics.jsonl").read_text().splitlines()[-1])
+    change: Any = run.change()
+    logged = read_jsonl(error_run / "metrics.jsonl")[-1]
     assert change.after == pytest.approx(logged[f"eval/{name}"])
-    assert change.n == HELD_OUT
-
-    build_report(error_run)
-    page = (error_run / "report.html").read_text("utf-8")
+    assert (change.n, change.lower_is_better) == (HELD_OUT, True)
+    page = build_report(error_run).read_text("utf-8")
     shown_name = name.replace("_", " ")
     assert f"{shown_name} on {HELD_OUT} held-out examples; lower is better" in page
     verdict = f" {change.verdict}" if change.verdict else ""
@@ -138,8 +130,7 @@ def test_page_starts_with_the_error_metric(error_run):
 
 def test_model_card_explains_the_error_metric(error_run):
     run = read_run(error_run)
-    change = run.change()
-    assert change is not None
+    change: Any = run.change()
     card = build_model_card(resolve_model(str(error_run)))
     assert f"{run.primary_metric} is an error: lower is better" in card
     assert f"| **{run.primary_metric}** | {change.before:.4f}" in card

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,8 +37,7 @@ def test_a_drawing_is_the_tasks_own(tmp_path):
 def test_both_answers_are_drawn():
     task = load_task("grounding")
     (example,) = load_few_examples("grounding", task)
-    drawn = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
-    assert drawn is not None
+    drawn: Any = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
     colors = {color for _, color in drawn.getcolors(84 * 84) or ()}
     assert {(255, 176, 0), (220, 38, 127)} <= colors  # GOLD_COLOR and PREDICTED_COLOR
     assert draw_answers(task, example, "no boxes") is None
@@ -48,8 +48,7 @@ def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path):
     (old, new), task = load_few_examples("grounding", load_task("grounding"), 2), load_task("gui")
     small = replace(old.images[0], size=(20, 10))  # never decoded
     example = replace(new, images=(small, *new.images))
-    drawn = draw_answers(task, example, None)
-    assert drawn is not None
+    drawn: Any = draw_answers(task, example, None)
     assert drawn.size == new.images[0].size
     name = ThumbnailStore(tmp_path).add_drawing(task, example, task.gold_answer(example), "red")
     with Image.open(tmp_path / "images" / str(name)) as image:

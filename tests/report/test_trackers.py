@@ -24,9 +24,7 @@ from vlm_grpo.types import Example
 
 
 def load_events(run_dir: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run_dir))
-    events.Reload()
-    return events
+    return EventAccumulator(str(run_dir)).Reload()
 
 
 def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
@@ -42,7 +40,6 @@ def test_tensorboard_gets_finite_metrics_and_images(tmp_path):
     trackers.log_images(1, {"samples/0": Image.new("RGB", (6, 4), (255, 0, 0))})
     trackers.log(2, {"reward": 0.75, "kl": 0.1})
     trackers.finish()
-
     events = load_events(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [e.step for e in events.Scalars("kl")] == [2]
@@ -62,7 +59,6 @@ def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path):
     again = start_trackers(["tensorboard"], tmp_path, resume_at=2)
     again.log(3, {"reward": 30.0})
     again.finish()
-
     assert [e.value for e in load_events(tmp_path).Scalars("reward")] == [1, 2, 30]
 
 
@@ -81,10 +77,9 @@ class Service:
         return call
 
 
-METHODS = ("start", "store_init_configuration", "log", "log_images", "finish")
-
-
-@pytest.mark.parametrize("point", METHODS)
+@pytest.mark.parametrize(
+    "point", ["start", "store_init_configuration", "log", "log_images", "finish"]
+)
 def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monkeypatch, caplog):
     service = Service("wandb", point)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", lambda **_: service)
@@ -94,7 +89,6 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monk
             trackers.log(step, {"reward": 0.5})
             trackers.log_images(step, {"samples/0": Image.new("RGB", (4, 4))})
         trackers.finish()
-
     assert caplog.text.count("tracker wandb failed and is dropped") == 1
     assert "ConnectionError: the service is down" in caplog.text
     assert service.calls[-1][0] == point  # it is not called afterwards
@@ -102,18 +96,14 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(point, tmp_path, monk
     assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
 
 
-def build_table(columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
-    """Return rows from the arguments that tables of Weights & Biases and trackio have in common."""
-    return [dict(zip(columns, row, strict=True)) for row in data]
+TEXTS = ["<answer>[1, 2, 30, 40]</answer>", "nothing"]
 
 
-def log_completions(trackers: Trackers, texts: list[str]) -> Example:
-    """Log a group with these completions after one step, and return its example."""
+def log_completions(trackers: Trackers) -> Example:
+    """Log a group of two completions after one step, and return its example."""
     task = load_task("grounding")
-    example = load_few_examples("grounding", task)[0]
-    group = make_group(task, example, texts)
-    advantages = [[0.5 - index for index in range(len(texts))]]
-    rows = build_completion_rows(task, 0, [group], advantages)
+    (example,) = load_few_examples("grounding", task)
+    rows = build_completion_rows(task, 0, [make_group(task, example, TEXTS)], [[0.5, -0.5]])
     trackers.log_table(1, "completions", rows)
     return example
 
@@ -121,19 +111,20 @@ def log_completions(trackers: Trackers, texts: list[str]) -> Example:
 def test_trackers_with_tables_get_the_completions_with_their_image(tmp_path, monkeypatch):
     service = Service("trackio")
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", lambda **_: service)
-    library = ModuleType("trackio")
-    vars(library).update(Table=build_table, Image=lambda image: ("shown", image.size))
+    library: Any = ModuleType("trackio")
+    # The arguments that tables of Weights & Biases and trackio have in common.
+    library.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
+    library.Image = lambda image: ("shown", image.size)
     monkeypatch.setitem(sys.modules, "trackio", library)
     trackers = start_trackers(["trackio", "tensorboard"], tmp_path)
     assert trackers.takes_tables
-    example = log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
+    example = log_completions(trackers)
     trackers.finish()
-
     ((step, logged),) = [call[1:] for call in service.calls if call[0] == "log"]
     assert step == 1
     first, second = logged["completions"]
     assert (first["id"], first["gold"]) == (example.id, str(example.answer))
-    assert first["completion"] == "<answer>[1, 2, 30, 40]</answer>"
+    assert first["completion"] == TEXTS[0]
     assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
     assert second["truncated"]  # the helper's text has no closing tag
     assert {"prompt", "reward", "tokens", "step"} <= set(first)
@@ -147,13 +138,12 @@ def test_wandb_writes_the_table_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     trackers = start_trackers(["wandb"], tmp_path)
-    log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
+    log_completions(trackers)
     assert trackers.any  # it has not failed
     trackers.finish()
     (path,) = tmp_path.rglob("completions*.table.json")
     table = json.loads(path.read_text())
-    texts = [row[table["columns"].index("completion")] for row in table["data"]]
-    assert texts == ["<answer>[1, 2, 30, 40]</answer>", "nothing"]
+    assert [row[table["columns"].index("completion")] for row in table["data"]] == TEXTS
     files = [path.read_bytes() for path in (tmp_path / "data/artifacts/staging").iterdir()]
     images = [Image.open(io.BytesIO(data)) for data in files if data.startswith(b"\x89PNG")]
     assert [image.size for image in images] == [(84, 84)] * 2  # one per completion

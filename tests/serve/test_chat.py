@@ -1,6 +1,7 @@
 """The client of a chat-completions server: its requests, and what each failure says."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -91,10 +92,8 @@ def test_a_server_that_lists_nothing_is_asked_by_name():
 def test_a_refused_or_missing_key_is_named_without_its_value(key, message, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     refusal = Reply(status=401, body=b'{"error": "bad key sk-secret"}' if key else b"no key")
-    with (
-        run_judge(lambda body: refusal) as server,
-        pytest.raises(UserError, match=message) as caught,
-    ):
+    refused = pytest.raises(UserError, match=message)
+    with run_judge(lambda body: refusal) as server, refused as caught:
         ChatClient(Endpoint(server.address))
     assert "sk-secret" not in str(caught.value)
 
@@ -173,11 +172,8 @@ def test_another_model_that_answers_is_named(replies, warned, message, caplog):
         client = ChatClient(Endpoint(server.address, "a"))
         for _ in replies[:-1]:
             client.ask(QUESTION, {})
-        if message is None:
+        with pytest.raises(UserError, match=message) if message else nullcontext():
             client.ask(QUESTION, {})
-        else:
-            with pytest.raises(UserError, match=message):
-                client.ask(QUESTION, {})
     assert caplog.messages == [f"{server.address} answers as x.gguf, asked for a"] * warned
 
 

@@ -14,7 +14,7 @@ from commands import fails
 from fake_vllm import read_calls, run_fake
 from processes import is_alive, is_listening, wait_for
 from safetensors.torch import load_file
-from small_runs import LORA, assert_same_run, make_trainer, read_metrics
+from small_runs import LORA, assert_same_run, load_weights, make_trainer, read_metrics
 
 from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
@@ -63,19 +63,16 @@ def test_each_step_is_sampled_with_the_weights_of_its_checkpoint(
     assert len(read_metrics(build.run_dir)) == 4
     versions = [call["version"] for call in read_calls(fake, GENERATE)[1:]]
     assert [int(version.rpartition("/")[2]) for version in versions] == sorted([0, 1, 2, 3] * 3)
-    (name,) = {file.name for file in (fake / "loaded/1").glob("*.safetensors")} - {"", None}
-    pattern = "adapter_model.safetensors" if "lora" in policy else "model.safetensors"
-    for version in range(1, 4):
-        found = load_file(fake / f"loaded/{version}/{name}")
-        saved = load_file(build.run_dir / f"checkpoints/step-{version}" / pattern)
+    folders = [build.run_dir / f"checkpoints/step-{version}" for version in range(1, 4)]
+    if "lora" not in policy:
+        folders.append(model_folder)  # the weights at the start
+    (name,) = (file.name for file in (fake / "loaded/1").glob("*.safetensors"))
+    for version, folder in zip((1, 2, 3, 0), folders, strict=False):
+        found, saved = load_file(fake / f"loaded/{version}/{name}"), load_weights(folder)
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[key], saved[key]) for key in saved)
     first = load_file(fake / f"loaded/0/{name}")
-    if "lora" in policy:
-        assert all(not weight.any() for key, weight in first.items() if "lora_B" in key)
-    else:
-        initial = load_file(model_folder / "model.safetensors")
-        assert all(torch.equal(first[key], initial[key]) for key in initial)
+    assert not any(weight.any() for key, weight in first.items() if "lora_B" in key)
     assert_nothing_is_left(build, fake)
 
 
@@ -140,9 +137,7 @@ def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
 def test_a_server_that_is_not_ready_in_time_is_one_message(settings, fake, capsys, tmp_path):
     build = settings({"starts": {"*": "never"}}, vllm={"startup_timeout": 0.5, "max_restarts": 1})
     error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
-    assert re.search(r"not ready after [01] s \(rollout.vllm.startup_timeout\); its log", error), (
-        error
-    )
+    assert re.search(r"not ready after [01] s \(rollout.vllm.startup_timeout\); its log", error)
     assert error.count("error: ") == 1
     assert_nothing_is_left(build, fake)
 
@@ -168,10 +163,8 @@ def call_cli(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("when", ["rollout", "start"])
 def test_ctrl_c_saves_the_run_and_ends_its_servers(settings, fake, tmp_path, when):
-    plan = (
-        {"faults": {GENERATE: {"6": "hang"}}} if when == "rollout" else {"starts": {"1": "never"}}
-    )
-    build = settings({**plan, "has_child": True}, vllm={"request_timeout": 200.0})
+    plans = {"rollout": {"faults": {GENERATE: {"6": "hang"}}}, "start": {"starts": {"1": "never"}}}
+    build = settings({**plans[when], "has_child": True}, vllm={"request_timeout": 200.0})
     process = forked.start(
         tmp_path / "output", call_cli, ["train", str(write(build, tmp_path)), "--trust-code"]
     )

@@ -190,9 +190,8 @@ def test_failures_are_counted_until_a_rollout_is_finished(start, prompts):
 
 def test_a_refused_prompt_names_the_example(start, prompts):
     servers = start({"faults": {GENERATE: {"2": "400"}}})
-    with pytest.raises(
-        UserError, match=r"example 0: vLLM refuses its prompt: .*fault of status 400"
-    ):
+    message = r"example 0: vLLM refuses its prompt: .*fault of status 400"
+    with pytest.raises(UserError, match=message):
         sample(servers.sampler, prompts[:1])
     sample(servers.sampler, prompts[:1])  # the server is as good as before
     assert servers.paths().count("/pause") == 1
@@ -202,10 +201,7 @@ def test_a_refused_prompt_names_the_example(start, prompts):
     ("plan", "message"),
     [
         ({"image_tokens": 1}, r"example [1357]: its images have .* in the vLLM server"),
-        (
-            {"keeps_version": True},
-            "the last vLLM .* weights of no step of this run instead of step 0",
-        ),
+        ({"keeps_version": True}, "the last vLLM .* of no step of this run instead of step 0"),
     ],
 )
 def test_a_server_of_another_size_of_images_or_other_weights(start, prompts, plan, message):

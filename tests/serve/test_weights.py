@@ -3,7 +3,7 @@
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
@@ -35,9 +35,9 @@ from vlm_grpo.training.update import build_updater
 from vlm_grpo.utils.http_json import ServiceError
 
 
-@pytest.fixture(params=[None, LORA], ids=["full weights", "adapters"])
+@pytest.fixture(params=[{}, LORA], ids=["full weights", "adapters"])
 def strategy(settings: Any, request: pytest.FixtureRequest) -> Any:
-    build = settings(policy=request.param) if request.param else settings()
+    build = settings(policy=request.param)
     return build_updater(load_policy(build), build, Accelerator(cpu=True)).strategy
 
 
@@ -50,16 +50,15 @@ def test_the_last_versions_have_files_of_their_own(strategy, tmp_path, monkeypat
     for version in range(5):
         transfer.stage(version)
     for version in range(2, 5):
-        transfer.load(target, version)
-        folder = tmp_path / f"files/weights-{version % 3}"
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        body = {"lora_name": "policy-adapter", "lora_path": str(folder), "load_inplace": True}
-        assert calls == (
-            [("/collective_rpc", reload), ("/collective_rpc", {"method": "pack_tied_weights"})]
-            if is_full
-            else [("/v1/load_lora_adapter", body)]
-        )
         calls.clear()
+        transfer.load(target, version)
+        folder = str(tmp_path / f"files/weights-{version % 3}")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        body = {"lora_name": "policy-adapter", "lora_path": folder, "load_inplace": True}
+        expected = [("/v1/load_lora_adapter", body)]
+        if is_full:
+            expected = [("/collective_rpc", b) for b in (reload, {"method": "pack_tied_weights"})]
+        assert calls == expected
     folders = list((tmp_path / "files").iterdir())
     assert len(folders) == 3
     modes = {path.stat().st_mode & 0o777 for folder in folders for path in folder.glob("*.s*")}
@@ -69,6 +68,7 @@ def test_the_last_versions_have_files_of_their_own(strategy, tmp_path, monkeypat
     if is_full:
         on_gpu: Any = SimpleNamespace(adapters=None, device=torch.device("cuda"))
         transfer.policy = on_gpu
+        calls.clear()
         transfer.load(target, 4)
         assert [body["method"] for _, body in calls] == ["reload_weights"]
 
@@ -138,13 +138,9 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
     transfer, target = make_transfer("nccl", server, make_strategy()), Server(server.url, 10)
     transfer.send([target])
     transfer.send([target])
-    identifier = bytes(128)
+    name = bytes(128)
     # Two workers and this process, which is the first; the group serves both updates.
-    assert server.nccl.log == [
-        (identifier, 1),
-        (3, identifier, 0),
-        ("all_reduce", [1], [identifier]),
-    ]
+    assert server.nccl.log == [(name, 1), (3, name, 0), ("all_reduce", [1], [name])]
     assert server.calls.count("/start_weight_update") == 2
     target.note("it has failed")
     transfer.send([target])
@@ -156,12 +152,9 @@ def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server):
 def test_a_server_that_fails_stops_no_other(way, path):
     with run_transfer_server() as good, run_transfer_server() as bad:
         bad.fails.add(path)
+        bad.nccl = good.nccl
         targets = [Server(server.url, 10) for server in (bad, good)]
-        channel: Any = weights.IpcChannel(CPU)
-        if way == "nccl":
-            channel = weights.NcclChannel(CPU, good.nccl)
-            bad.nccl = good.nccl
-        failures = weights.DirectTransfer(make_strategy(), channel, True).send(targets)
+        failures = make_transfer(way, good, make_strategy()).send(targets)
         assert list(failures) == [bad.url]
         assert "out of memory" in str(failures[bad.url])
         assert bad.calls[-1] == path, "nothing is asked after a failure"
@@ -220,11 +213,8 @@ def test_a_broadcast_that_is_left_behind_keeps_its_group(server, monkeypatch):
     assert groups == [[first], [first]]
 
 
-class Shards:
+class Shards(SimpleNamespace):
     """Shards that are gathered by ``full_tensor``, as those of a ``DTensor``."""
-
-    def __init__(self, gather: Callable[[], Tensor]) -> None:
-        self.full_tensor = gather
 
 
 class ShardedStrategy:
@@ -236,7 +226,8 @@ class ShardedStrategy:
 
     def weights(self) -> dict[str, Any]:
         weights = self.policy.weights()
-        return {n: Shards(functools.partial(self._gather, n, w)) for n, w in weights.items()}
+        gather = functools.partial
+        return {n: Shards(full_tensor=gather(self._gather, n, w)) for n, w in weights.items()}
 
     def _gather(self, name: str, weight: Tensor) -> Tensor:
         full = weight.detach().clone()
@@ -320,9 +311,8 @@ class Run:
 
     def has_weights(self) -> bool:
         expected = revert_weight_conversion(self.policy.model, self.policy.weights())
-        return len(self.server.weights) > 50 and all(
-            torch.equal(w, expected[n]) for n, w in self.server.weights.items()
-        )
+        found = self.server.weights
+        return len(found) > 50 and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_a_step_wakes_loads_samples_and_rests(server, tmp_path):
@@ -332,8 +322,7 @@ def test_a_step_wakes_loads_samples_and_rests(server, tmp_path):
     ((completion,),) = run.start().result(20)
     run.sampler.rest()
     assert (completion.version, completion.logprobs) == (0, (-0.5,))
-    sampled = ["/inference/v1/generate", "/sleep?level=2&mode=wait"]
-    assert run.take_calls() == sampled
+    assert run.take_calls() == ["/inference/v1/generate", "/sleep?level=2&mode=wait"]
     with torch.no_grad():
         next(run.policy.model.parameters()).add_(1)
     assert not run.has_weights()
@@ -341,8 +330,7 @@ def test_a_step_wakes_loads_samples_and_rests(server, tmp_path):
     wake = ["/wake_up?tags=weights", *UPDATE, "/wake_up?tags=kv_cache", *RESUME]
     assert run.take_calls() == wake
     assert run.has_weights()
-    ((completion,),) = run.start().result(20)
-    assert completion.version == 1
+    assert run.start().result(20)[0][0].version == 1
     run.sampler.close()
 
 
@@ -373,6 +361,5 @@ def test_a_failure_while_weights_are_loaded_is_repeated(path, server, tmp_path):
     run.sampler.publish(1)
     assert not server.fails
     assert run.has_weights()
-    ((completion,),) = run.start().result(20)
-    assert completion.version == 1
+    assert run.start().result(20)[0][0].version == 1
     run.sampler.close()

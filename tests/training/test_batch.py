@@ -29,14 +29,12 @@ GROUPS = [
     make_group({}, {}, name="a", lengths=[2, 3]),
     make_group({}, {}, {}, name="b", lengths=[1, 4, 2]),
 ]
+ROLLOUT = Rollout(tuple(GROUPS))
 
 
-def pack_groups(groups: list[Group], advantages: list[float], loss_type: str = "grpo") -> StepBatch:
-    overrides = ["rollout.max_completion_length=4", f"objective.loss_type={loss_type}"]
-    settings = load_settings("quickstart", overrides)
-    rollout, accelerator = Rollout(tuple(groups)), Accelerator(cpu=True)
-    own = make_advantages(torch.tensor(advantages))
-    return pack_step(rollout, {}, own, {}, settings, accelerator)
+def pack_groups(rollout: Rollout, advantages: StepAdvantages, *overrides: str) -> StepBatch:
+    settings = load_settings("quickstart", ["rollout.max_completion_length=4", *overrides])
+    return pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
 
 
 def test_slices_hold_the_kept_completions_with_their_rows():
@@ -68,7 +66,8 @@ def test_equal_beginnings_are_passed_once():
 def test_completions_without_a_gradient_count_in_the_normalizers():
     # Of five completions with 12 tokens; the first has two, and may have four.
     for loss_type, total in (("grpo", 5 * 2), ("dapo", 2 + 3 + 1 + 4 + 2), ("dr_grpo", 5 * 4)):
-        batch = pack_groups(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0], loss_type)
+        advantages = make_advantages(torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0]))
+        batch = pack_groups(ROLLOUT, advantages, f"objective.loss_type={loss_type}")
         assert batch.weights["policy"][0].item() == pytest.approx(1 / total)
     assert [piece.rows for piece in batch.slices] == [(2, 3)]
     assert batch.layout.lengths.tolist() == [2, 3, 1, 4, 2]
@@ -77,7 +76,7 @@ def test_completions_without_a_gradient_count_in_the_normalizers():
 
 
 def test_a_rank_without_groups_has_an_empty_batch():
-    batch = pack_groups([], [])
+    batch = pack_groups(Rollout(()), make_advantages(torch.zeros(0)))
     assert batch.slices == ()
     assert batch.mini_batches == ((),)
     assert batch.weights["policy"].shape == (0,)
@@ -87,10 +86,8 @@ def test_a_rank_without_groups_has_an_empty_batch():
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
     rollout = Rollout(tuple(GROUPS), mini_batches=(2, 0))
-    overrides = ["rollout.max_completion_length=4", "optim.mini_batches=4"]
-    settings = load_settings("quickstart", overrides)
     advantages = make_advantages(torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0]))
-    batch = pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
+    batch = pack_groups(rollout, advantages, "optim.mini_batches=4")
     rows = [[piece.rows for piece in part] for part in batch.mini_batches]
     assert rows == [[(2, 3)], [], [(1,)], []]  # a rank may have no group of a mini-batch
     assert batch.num_updates == 4
@@ -99,9 +96,7 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
 
 def test_a_completion_whose_tokens_cancel_out_has_a_gradient():
     advantages = make_advantages(torch.zeros(5), torch.tensor([1.0, -1.0, *[0.0] * 10]))
-    settings = load_settings("quickstart", ["rollout.max_completion_length=4"])
-    rollout = Rollout(tuple(GROUPS))
-    batch = pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
+    batch = pack_groups(ROLLOUT, advantages)
     assert [piece.rows for piece in batch.slices] == [(0,)]
 
 

@@ -16,7 +16,7 @@ from commands import fails, run
 from PIL import Image
 from safetensors.torch import load_file
 from small_runs import save_tiny_model, small_run
-from tiny_models import make_prompt, noise_example, tiny_model
+from tiny_models import make_prompt, noise_example
 from torch import nn
 
 from vlm_grpo.config.recipes import load_settings
@@ -82,10 +82,11 @@ class Exported(NamedTuple):
     large_tokens: int  # tokens of a prompt with a large image
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {"dtype": "float32"},
-    "lora": {"dtype": "float32", "lora": {"r": 4, "alpha": 8, "target": "all"}},
-    "bfloat16": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8}},
+LORA = {"r": 4, "alpha": 8}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("qwen2_vl", {"dtype": "float32"}),
+    "lora": ("qwen3_vl", {"dtype": "float32", "lora": {**LORA, "target": "all"}}),
+    "bfloat16": ("qwen2_5_vl", {"dtype": "bfloat16", "lora": LORA}),
 }
 # First parts of the weights' names in the files on the hub, which vLLM maps (hf_to_vllm_mapper in
 # vllm/model_executor/models/qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py).
@@ -94,7 +95,6 @@ PREFIXES = {
     "qwen2_5_vl": {"visual", "model", "lm_head"},
     "qwen3_vl": {"model", "lm_head"},  # model.visual and model.language_model
 }
-CASES = [("qwen2_vl", "full"), ("qwen3_vl", "lora"), ("qwen2_5_vl", "bfloat16")]
 
 
 def compute_logprobs(policy: Policy, example: Example) -> list[float]:
@@ -111,45 +111,32 @@ def make_settings(original: Path, **policy: Any) -> Settings:
     return Settings.model_validate(values | {"policy": {"max_pixels": 12544, **policy}})
 
 
-def train_randomly(
-    folder: Path, original: Path, policy_settings: dict[str, Any]
-) -> tuple[Path, Policy]:
-    """Write a checkpoint whose weights differ much from those of the original model."""
-    settings = make_settings(original, **policy_settings)
-    policy = load_policy(settings)
-    with torch.no_grad():
-        for _, weight in policy.trainable_parameters():
-            weight.add_(0.1 * weight.std() * torch.randn_like(weight) + 0.02)
-    policy.save(folder, policy.weights())
-    settings.save(folder / "config.yaml")
-    # Load it as evaluations do, in the dtype of the settings.
-    return folder, load_policy(settings, folder, training=False)
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
     root = tmp_path_factory.mktemp("export")
     found = {}
-    for family, variant in CASES:
+    for variant, (family, own) in VARIANTS.items():
         # 64 x 96 pixels for patches of 16, 56 x 84 for those of 14: no resize on either side.
         size = (96, 64) if family == "qwen3_vl" else (84, 56)
         example = noise_example("image", [size], QUESTION)
         (root / family).mkdir()
         example.images[0].load().save(root / family / "image.png")
-        original = root / family / "original"
-        model, processor = tiny_model(family, layers=3)
-        model.save_pretrained(original)
-        processor.save_pretrained(original)
+        original = save_tiny_model(root / family / "original", family, seed=0, layers=3)
         untrained = load_policy(make_settings(original, dtype="float32"), training=False)
         before = compute_logprobs(untrained, example)
-        checkpoint, policy = train_randomly(
-            root / family / "checkpoint", original, VARIANTS[variant]
-        )
+        settings, checkpoint = make_settings(original, **own), root / family / "checkpoint"
+        policy = load_policy(settings)
+        with torch.no_grad():  # the weights then differ much from those of the original model
+            for _, weight in policy.trainable_parameters():
+                weight.add_(0.1 * weight.std() * torch.randn_like(weight) + 0.02)
+        policy.save(checkpoint, policy.weights())
+        settings.save(checkpoint / "config.yaml")
+        # Load it as evaluations do, in the dtype of the settings.
+        policy = load_policy(settings, checkpoint, training=False)
         out = export(str(checkpoint), root / family / variant)
-        large = make_prompt(policy, noise_example("large", [(900, 900)], QUESTION))
-        found[variant] = Exported(
-            original, out, before, compute_logprobs(policy, example), len(large.token_ids)
-        )
+        large = make_prompt(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids
+        after = compute_logprobs(policy, example)
+        found[variant] = Exported(original, out, before, after, len(large))
     return found
 
 
@@ -167,11 +154,11 @@ def transformers_results(exported: dict[str, Exported]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_computes_the_policy_from_the_exported_files(
-    exported, transformers_results, family, variant
+    exported, transformers_results, variant
 ):
-    model = exported[variant]
+    model, (family, _) = exported[variant], VARIANTS[variant]
     theirs = transformers_results[str(model.out)]
     # The bfloat16 policy rounds its activations at every layer, the export, in float32 like the
     # original, does not: 8 bits of mantissa, three layers, logits of about 10; measured 0.11.
@@ -179,11 +166,9 @@ def test_transformers_computes_the_policy_from_the_exported_files(
     assert theirs["logprobs"] == pytest.approx(model.logprobs, abs=tolerance)
     changes = (abs(a - b) for a, b in zip(model.untrained, model.logprobs, strict=True))
     assert max(changes) > 0.2
-
     assert theirs["large"] == model.large_tokens
     values = json.loads((model.out / PREPROCESSOR).read_text())
     assert values["max_pixels"] == values["size"]["longest_edge"] == 12544
-
     names = set(load_file(model.out / "model.safetensors"))
     assert names == set(load_file(model.original / "model.safetensors"))
     assert {name.partition(".")[0] for name in names} <= PREFIXES[family]
@@ -219,8 +204,7 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(exported, tmp_pat
         assert torch.equal(saved[name], weight)
     assert not (out / "model.safetensors").exists()
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    picture = predict(out, tmp_path / "a.png", QUESTION).picture
-    assert picture is not None
+    picture: Any = predict(out, tmp_path / "a.png", QUESTION).picture
     assert picture.height > 64  # the output is written below the image
 
 
@@ -309,24 +293,16 @@ def test_wrong_arguments_are_one_message(capsys, exported, finished, tmp_path, a
 # Adapters trained on quantized weights, merged into these or into the original ones.
 
 
-def write_quantized_checkpoint(folder: Path, **policy: Any) -> Any:
-    """Write the checkpoint of a random adapter on quantized weights, and return its settings."""
-    model = save_tiny_model(folder / "model")
-    lora = {"r": 4, "alpha": 8, "target": ["q_proj", "down_proj"]}
-    run = small_run(folder, model, policy={"load_in": "4bit", "lora": lora, **policy})
-    rollout = run.rollout.model_copy(update={"max_completion_length": 40})
-    run = run.model_copy(update={"rollout": rollout})
-    trained = load_policy(run)
-    for _, weight in trained.trainable_parameters():
-        nn.init.normal_(weight, std=0.1)
-    trained.save(folder / "checkpoint", trained.weights())
-    run.save(folder / "checkpoint/config.yaml")
-    return run
-
-
 @pytest.mark.parametrize("weights", ["merged", "dequantized"])
 def test_an_adapter_is_merged_into_the_requested_weights(weights, tmp_path):
-    run = write_quantized_checkpoint(tmp_path)
+    lora = {**LORA, "target": ["q_proj", "down_proj"]}
+    model, rollout = save_tiny_model(tmp_path / "model"), {"max_completion_length": 40}
+    run = small_run(tmp_path, model, policy={"load_in": "4bit", "lora": lora}, rollout=rollout)
+    random = load_policy(run)
+    for _, weight in random.trainable_parameters():
+        nn.init.normal_(weight, std=0.1)
+    random.save(tmp_path / "checkpoint", random.weights())
+    run.save(tmp_path / "checkpoint/config.yaml")
     out = export(str(tmp_path / "checkpoint"), tmp_path / "out", weights)
     card = (out / "README.md").read_text()
     assert "| base weights in training | 4bit (nf4, double quantization), by bitsandbytes" in card

@@ -1,7 +1,7 @@
 """Prompts in training order: prefetched, counted and, if requested, replaced."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -46,15 +46,8 @@ class RecordingStream(ExampleStream):
         return self.examples[index % len(self.examples)]
 
 
-@contextmanager
-def open_loader(
-    policy: Policy, stream: Any, skip_unreadable: bool = False, threads: int = 1
-) -> Iterator[Any]:
-    loader = PromptLoader(policy, PlainQuestion(), stream, skip_unreadable, threads)
-    try:
-        yield loader
-    finally:
-        loader.close()
+def open_loader(policy: Policy, stream: Any, skip: bool = False, threads: int = 1) -> Any:
+    return closing(PromptLoader(policy, PlainQuestion(), stream, skip, threads))
 
 
 def test_prefetched_prompts_are_read_once(policy):
@@ -82,10 +75,8 @@ def test_the_images_of_a_prompt_for_a_gpu_are_pinned(policy, monkeypatch):
 
 def test_replacement_is_limited(policy):
     stream = RecordingStream([spoil(example) for example in make_examples(1)])
-    with (
-        open_loader(policy, stream, True) as loader,
-        pytest.raises(UserError, match="cannot be read"),
-    ):
+    loading = pytest.raises(UserError, match="cannot be read")
+    with open_loader(policy, stream, skip=True) as loader, loading:
         loader.load([5])
     assert stream.indices == list(range(5, 5 + 1 + MAX_REPLACEMENTS))
 
@@ -95,7 +86,7 @@ def test_an_error_in_the_loading_thread_is_raised(policy):
         def __getitem__(self, index: int) -> Example:
             raise ZeroDivisionError(f"at {index}")
 
-    with open_loader(policy, FailingStream(), skip_unreadable=True) as loader:
+    with open_loader(policy, FailingStream(), skip=True) as loader:
         loader.prefetch([3])
         with pytest.raises(ZeroDivisionError, match="at 3"):
             loader.load([3])
@@ -112,7 +103,6 @@ def test_noisy_prompts_are_those_of_the_example_that_is_used(policy):
     for index, prompt in ((0, first), (1, replaced)):
         own = prompt.example.with_noise(DiffusionNoise(300, (5, index)))
         noisy = prompt.variant
-        assert noisy is not None
         built = policy.prompts.build(own, PlainQuestion())
         assert (noisy.example, noisy.text) == (built.example, built.text)
         assert noisy.token_ids == built.token_ids

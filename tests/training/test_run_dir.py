@@ -1,16 +1,18 @@
 """A resumed run writes the same metrics and alarms as one that was not interrupted."""
 
 import fcntl
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from evaluations import read_jsonl
 from small_runs import make_trainer
 
 from vlm_grpo.benchmarks.definition import load_benchmark
+from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Row, Scored
@@ -23,37 +25,22 @@ from vlm_grpo.training.trainer import train
 STEPS = 70
 
 
-def make_row(step: int) -> dict[str, float]:
-    """Entropy falls to nothing; completions are truncated from step 30 to 40."""
-    return {
-        "entropy": 0.5 * 0.9**step,
-        "completions/clipped_ratio": 0.9 if 30 <= step < 40 else 0.0,
-    }
-
-
 def write_steps(settings: Settings, start: int, stop: int) -> None:
+    """Write steps in which entropy falls to nothing; from step 30 to 40 all is truncated."""
     task = load_task("counting")
     run_dir = RunDir(settings, task, task, is_main=True)
     run_dir.open(start)
     for step in range(start, stop):
-        run_dir.write_metrics(step, make_row(step))
+        clipped = 0.9 if 30 <= step < 40 else 0.0
+        metrics = {"entropy": 0.5 * 0.9**step, "completions/clipped_ratio": clipped}
+        run_dir.write_metrics(step, metrics)
     run_dir.trackers.finish()
-
-
-def read_alarms(settings: Settings) -> list[dict[str, Any]]:
-    lines = (settings.run_dir / "alarms.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
 def build_run(tmp_path: Path) -> Any:
-    def named(name: str) -> Settings:
-        values = {"train": "embedded:counting"}
-        return Settings.model_validate(
-            {"name": name, "task": "counting", "output_dir": tmp_path, "data": values}
-        )
-
-    return named
+    data = DataSettings(train="embedded:counting")
+    return partial(Settings, task="counting", output_dir=tmp_path, data=data)
 
 
 # Killed before the first alarm, between the two, while one is active, and after both; the newest
@@ -61,22 +48,21 @@ def build_run(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("killed", [10, 33, 38, 45, 69])
 @pytest.mark.parametrize("behind", [1, 9])
 def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(build_run, killed, behind, caplog):
-    uninterrupted, resumed = build_run("uninterrupted"), build_run("resumed")
+    uninterrupted, resumed = build_run(name="uninterrupted"), build_run(name="resumed")
     write_steps(uninterrupted, 0, STEPS)
     logged = caplog.text
     write_steps(resumed, 0, killed)
     write_steps(resumed, killed - behind, STEPS)
-
-    expected = read_alarms(uninterrupted)
+    expected, found = (read_jsonl(r.run_dir / "alarms.jsonl") for r in (uninterrupted, resumed))
     assert [alarm["name"] for alarm in expected] == ["cut off", "entropy collapse"]
     assert set(expected[0]) == {"step", "name", "message", "remedy"}
-    assert read_alarms(resumed) == expected
+    assert found == expected
     assert logged.count("cut off:") == 1
     assert f"step {expected[0]['step']}: cut off:" in logged
 
 
 def test_a_run_in_use_is_refused_and_unchanged(build_run):
-    run = build_run("run").model_copy(update={"resume": True})
+    run = build_run(name="run", resume=True)
     write_steps(run, 0, 2)
     (run.run_dir / "checkpoints" / ".step-3.tmp").mkdir(parents=True)  # being written
     (run.run_dir / "checkpoints" / "step-2").mkdir()  # corrupt: a resume would rename it
@@ -92,11 +78,9 @@ def test_a_run_in_use_is_refused_and_unchanged(build_run):
 def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(build_run, tmp_path):
     (tmp_path / "file").touch()
     for name, folder in (("run", tmp_path / "file"), ("x" * 300, tmp_path), ("file", tmp_path)):
-        run = build_run(name).model_copy(update={"output_dir": folder})
-        with (
-            pytest.raises(UserError, match=r"the run's folder .* \(.*\): set output_dir or name"),
-            lock_run(run, Accelerator(cpu=True)),
-        ):
+        run = build_run(name=name, output_dir=folder)
+        message = r"the run's folder .* \(.*\): set output_dir or name"
+        with pytest.raises(UserError, match=message), lock_run(run, Accelerator(cpu=True)):
             pass
 
 
@@ -105,7 +89,7 @@ def test_alarms_monitor_the_held_out_metric_if_completions_have_it(build_run, tm
     path = tmp_path / "benchmark.yaml"
     path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
     task, held_out_task = load_task("counting"), load_benchmark(str(path)).load_task()
-    monitored = RunDir(build_run("run"), task, held_out_task, is_main=True).monitored
+    monitored = RunDir(build_run(name="run"), task, held_out_task, is_main=True).monitored
     if metric == "absolute_error":
         assert (monitored.primary_metric, monitored.lower_is_better) == (metric, True)
     else:  # of the full set: no completion has a value
@@ -114,7 +98,7 @@ def test_alarms_monitor_the_held_out_metric_if_completions_have_it(build_run, tm
 
 def test_an_evaluation_is_read_as_it_was_written(build_run):
     task = load_task("counting")
-    run_dir = RunDir(build_run("run"), task, task, is_main=True)
+    run_dir = RunDir(build_run(name="run"), task, task, is_main=True)
     values = (0.0, 1.0, 1.0, 0.0, None)
     rows = tuple(
         Row(id=str(n), output="", answer=None, reward=value, rewards={"exact": value}, metrics={})

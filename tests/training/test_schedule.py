@@ -22,9 +22,7 @@ PARTS = {
 
 
 def make_parts() -> list[tuple[str, nn.Parameter]]:
-    return [
-        (n, nn.Parameter(torch.ones(2, 3) if "norm" not in n else torch.ones(3))) for n in PARTS
-    ]
+    return [(n, nn.Parameter(torch.ones((3,) if "norm" in n else (2, 3)))) for n in PARTS]
 
 
 def make_optimizer(weights: list[tuple[str, nn.Parameter]], **optim: Any) -> torch.optim.Optimizer:
@@ -52,11 +50,9 @@ def test_a_resumed_run_has_the_rates_of_its_settings():
     load_optimizer_tensors(optimizer, weights, state)
     scheduler.load_state_dict(saved)
     set_rates(optimizer, scheduler, make_settings(new))
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-3] * 2)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
-    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {
-        ((0.8, 0.9), 1e-6)
-    }
+    for group, decay in zip(optimizer.param_groups, (0.3, 0.0), strict=True):
+        assert group["lr"] == pytest.approx(3e-3)
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (decay, (0.8, 0.9), 1e-6)
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([2e-3] * 2)  # 2/4 of 4e-3

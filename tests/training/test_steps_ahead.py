@@ -1,6 +1,5 @@
 """Rollouts by a sampler outside the policy, also ahead of the steps that use them."""
 
-import json
 import os
 import signal
 import threading
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluations import read_jsonl
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
 from small_runs import (
     make_trainer,
     read_metrics,
-    read_samples,
     stop_run,
     train_with_stops,
 )
@@ -31,18 +30,13 @@ from vlm_grpo.training.trainer import train
 
 
 def get_newest(run: Settings) -> Path:
-    """Return the run's newest checkpoint."""
     return list_checkpoints(run.run_dir / "checkpoints")[-1][1]
 
 
 def read_ids(run: Settings) -> list[list[str]]:
     """Return the ids of the examples of each finished step."""
-    samples = read_samples(run.run_dir)
-    return [
-        [json.loads(line)["id"] for line in content.splitlines()]
-        for name, content in sorted(samples.items())
-        if name.startswith("samples/") and name.endswith(".jsonl") and "held-out" not in name
-    ]
+    files = sorted((run.run_dir / "samples").glob("step-*.jsonl"))
+    return [[row["id"] for row in read_jsonl(file)] for file in files]
 
 
 def assert_each_example_once(run: Settings) -> None:
@@ -79,8 +73,8 @@ def test_later_steps_are_sampled_with_the_weights_of_their_start(vllm, ahead, ve
     assert [version for version, _ in outside.sampled] == versions
     assert outside.rests == rests
     rows = read_metrics(run.run_dir)
-    assert [row["staleness/mean"] for row in rows] == [s - v for s, v in enumerate(versions)]
-    assert [row["staleness/max"] for row in rows] == [s - v for s, v in enumerate(versions)]
+    for name in ("staleness/mean", "staleness/max"):
+        assert [row[name] for row in rows] == [s - v for s, v in enumerate(versions)]
     for row in rows:  # only older weights have another distribution
         assert (row["sampling/sampling_logp_difference/mean"] > 1e-4) == (row["staleness/max"] > 0)
     assert_each_example_once(run)
@@ -101,8 +95,7 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     for ahead in (0, 1):
         run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
         train(run)
-        lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = read_jsonl(run.run_dir / "metrics.jsonl")
         assert all(row["time/generation"] >= 0.3 for row in rows)
         waited[ahead] = [row["time/rollout"] for row in rows]
     assert min(waited[0]) >= 0.3
@@ -231,11 +224,8 @@ def test_two_ranks_stop_together_and_use_each_example_once(model_folder, tmp_pat
 def test_weights_are_gathered_only_to_check_the_form(vllm, monkeypatch):
     """The update shares prompts, so the run checks that on the first completions it gets."""
     trainer, gathered = make_trainer(vllm()), []
-    monkeypatch.setattr(
-        trainer.strategy, "gathered", lambda: gathered.append(None) or nullcontext()
-    )
-    check = trainer.policy.form_check
-    assert check is not None
+    monkeypatch.setattr(trainer.strategy, "gathered", lambda: gathered.append(1) or nullcontext())
+    check: Any = trainer.policy.form_check
     assert check.checked is None
     trainer.step()
     assert check.checked is not None

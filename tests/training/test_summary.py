@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -16,16 +17,19 @@ from vlm_grpo.training.summary import TrainResult, describe_run, format_change
 from vlm_grpo.training.trainer import train
 
 
-def describe(*overrides: str) -> dict[str, str]:
-    settings = load_settings("quickstart", overrides)
-    task = load_task("counting")
-    examples = load_examples("embedded:counting", task, settings.data, "train")
-    lines = describe_run(settings, load_policy(settings), task, examples, examples[:3])
+def split(lines: Iterable[str]) -> dict[str, str]:
     return {line[:11].strip(): line[11:] for line in lines}
 
 
+def describe(*overrides: str) -> dict[str, str]:
+    settings = load_settings("quickstart", ["data.train_limit=9", *overrides])
+    task = load_task("counting")
+    examples = load_examples("embedded:counting", task, settings.data, "train")
+    return split(describe_run(settings, load_policy(settings), task, examples, examples[:3]))
+
+
 def test_the_first_lines_describe_the_run():
-    lines = describe("data.train_limit=9")
+    lines = describe()
     assert re.match(r"embedded \([\d,]+ weights, [\d,]+ trained, full weights\)", lines["model"])
     assert lines["data"] == "embedded:counting: 9 examples; 3 held out"
     # 84 x 84 pixels are 3 x 3 tokens of 28 x 28.
@@ -34,25 +38,19 @@ def test_the_first_lines_describe_the_run():
     assert lines["attention"] == "PyTorch's flash kernels for CPUs; decode steps run eagerly"
     assert lines["step"].startswith("32 prompts × 8 completions, one prompt pass per group")
     assert "a policy loss near 0 is normal" in lines["note"]
-    parts = describe("data.train_limit=9", "optim.mini_batches=4")
+    parts = describe("optim.mini_batches=4")
     assert "completions in 4 mini-batches, one prompt" in parts["step"]
     assert "note" not in parts
 
 
 def test_the_optimizer_and_the_loss_are_described_as_far_as_a_run_has_them():
-    few = "data.train_limit=9"
-    lines = describe(
-        few,
-        "optim.lr=1e-5",
-        "optim.lr_vision=2e-6",
-        "objective.loss=own.py:mine",
-        "objective.loss_type=dapo",
-        "objective.advantage_estimator=own.py:other",
-    )
+    objective = "objective.loss=own.py:mine", "objective.loss_type=dapo"
+    own = "objective.advantage_estimator=own.py:other"
+    lines = describe("optim.lr=1e-5", "optim.lr_vision=2e-6", *objective, own)
     assert lines["optimizer"] == "adamw, lr 1e-05, 2e-06 of the vision, cosine"
     assert lines["loss"] == "own.py:mine, reduced as dapo, advantages own.py:other"
     assert "sum to 0" not in lines["note"]
-    lines = describe(few, "warm_start.steps=all", "warm_start.lr=1e-4")
+    lines = describe("warm_start.steps=all", "warm_start.lr=1e-4")
     assert lines["step"].startswith("32 prompts with their targets, one prompt pass")
     assert lines["optimizer"] == "adamw, lr 0.0001, linear"
     assert not {"loss", "reference", "note"} & lines.keys()
@@ -60,8 +58,8 @@ def test_the_optimizer_and_the_loss_are_described_as_far_as_a_run_has_them():
 
 def test_a_task_that_the_embedded_model_has_not_learned_is_noted():
     note = "the embedded model has learned only to count, locate and read"
-    assert note in describe("data.train_limit=2", "task=detection")["note"]
-    assert note not in describe("data.train_limit=2")["note"]
+    assert note in describe("task=detection")["note"]
+    assert note not in describe()["note"]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +71,7 @@ def test_a_task_that_the_embedded_model_has_not_learned_is_noted():
     ],
 )
 def test_the_reference_is_described(every, text):
-    lines = describe(
-        "data.train_limit=2", "objective.beta=0.1", f"objective.reference_refresh_every={every}"
-    )
+    lines = describe("objective.beta=0.1", f"objective.reference_refresh_every={every}")
     assert lines["reference"] == text
 
 
@@ -124,7 +120,7 @@ def test_a_resumed_run_prints_the_change_since_its_start(tmp_path, capsys):
 
     def run(*overrides: str) -> dict[str, str]:
         train(load_settings("quickstart", [*short, *overrides]))
-        return {line[:11].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
+        return split(capsys.readouterr().out.splitlines())
 
     first = run("optim.max_steps=1")
     assert first["resume"] == f"{run_dir} has no checkpoint: the run begins with its first step"
@@ -151,13 +147,9 @@ def test_a_resumed_run_prints_the_change_since_its_start(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("step", "text", "last"),
     [
-        (0, "90.0%, the loaded model", "no step was better than the loaded model: try another "),
-        (4, "90.0%, {}/step-4", "vlm-grpo export {}/step-4 exported"),
-        (
-            2,
-            "90.0%, after step 2, not kept (checkpoint.keep_best=true keeps it)",
-            "vlm-grpo export ",
-        ),
+        (0, "the loaded model", "no step was better than the loaded model: try another "),
+        (4, "{}/step-4", "vlm-grpo export {}/step-4 exported"),
+        (2, "after step 2, not kept (checkpoint.keep_best=true keeps it)", "vlm-grpo export "),
     ],
 )
 def test_the_best_value_has_its_checkpoint_which_is_exported(step, text, last, tmp_path):
@@ -165,7 +157,7 @@ def test_the_best_value_has_its_checkpoint_which_is_exported(step, text, last, t
     checkpoint.mkdir()
     result = TrainResult(None, None, (0.9, step), checkpoint, tmp_path)
     lines = str(result).splitlines()
-    assert lines[0] == "best       " + text.format(tmp_path)
+    assert lines[0] == "best       90.0%, " + text.format(tmp_path)
     assert lines[-1].strip().startswith(last.format(tmp_path))
     later = replace(result, checkpoint=tmp_path / "step-5")
     exported = f"export {checkpoint if step == 4 else later.checkpoint} exported"

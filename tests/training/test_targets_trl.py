@@ -21,7 +21,6 @@ from vlm_grpo.types import Prompt
 
 Pairs = list[tuple[Prompt, str]]
 Measured = tuple[float, float, dict[str, Tensor]]
-WARM = ("warm_start.steps=1", "rollout.max_completion_length=32", "optim.prompts_per_step=6")
 
 
 def step_ours(trainer: Any) -> tuple[Pairs, Measured]:
@@ -48,25 +47,22 @@ def step_trls(pairs: Pairs, model: Any, processor: Any, folder: Path) -> Measure
         }
         for prompt, answer in pairs
     ]
-    trainer: Any = SFTTrainer(
-        model=model,
-        args=SFTConfig(
-            output_dir=str(folder),
-            per_device_train_batch_size=len(rows),
-            max_length=None,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            report_to=[],
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=processor,
+    settings = SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=len(rows),
+        max_length=None,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to=[],
     )
+    data = Dataset.from_list(rows)
+    trainer: Any = SFTTrainer(model, settings, train_dataset=data, processing_class=processor)
     model.train()
     batch = trainer.data_collator(rows)
     # Targets of several lengths, and prompts of several: both kinds of padding are compared.
-    assert len({int(count) for count in (batch["labels"] >= 0).sum(1)}) > 1
-    assert len({int(count) for count in batch["attention_mask"].sum(1)}) > 1
+    for is_counted in (batch["labels"] >= 0, batch["attention_mask"]):
+        assert len({*is_counted.sum(1).tolist()}) > 1
     count = (batch["labels"] >= 0).sum()
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=count)
     loss.backward()
@@ -80,8 +76,9 @@ def step_trls(pairs: Pairs, model: Any, processor: Any, folder: Path) -> Measure
 @pytest.mark.parametrize("task", ["ocr", "grounding"])
 def test_a_supervised_step_equals_that_of_trl(tmp_path, task):
     # Micro-batches of two or three prompts; TRL has one batch.
-    data = (f"task={task}", f"data.train=embedded:{task}", "optim.max_tokens_per_batch=180")
-    trainer = make_embedded_trainer(tmp_path, *WARM, *data, "optim.max_grad_norm=0")
+    data = f"task={task}", f"data.train=embedded:{task}", "optim.max_tokens_per_batch=180"
+    warm = "warm_start.steps=1", "rollout.max_completion_length=32", "optim.prompts_per_step=6"
+    trainer = make_embedded_trainer(tmp_path, *warm, *data, "optim.max_grad_norm=0")
     pairs, (loss, accuracy, gradients) = step_ours(trainer)
     assert len(pairs) == 6
     settings = load_settings("quickstart", ["policy.dtype=float32"])

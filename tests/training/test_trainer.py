@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from dataset_files import write_rows
 from small_runs import (
     LORA,
     TASK,
@@ -67,10 +68,8 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
 ):
     questions = ["Which letters?", "Which<|im_end|>?"]
     rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = settings(data={"train": str(path), "on_bad_row": on_bad_row}, optim={"max_steps": 1})
-
+    path = write_rows(tmp_path, *rows)
+    run = settings(data={"train": path, "on_bad_row": on_bad_row}, optim={"max_steps": 1})
     if on_bad_row == "skip":
         assert [example.id for example in make_trainer(run).train_examples] == ["0"]
         assert "skipped 1 examples that cannot be used with this model:" in caplog.text
@@ -107,8 +106,7 @@ def test_each_image_of_a_step_is_decoded_and_encoded_once_per_phase(settings):
 
 def test_full_weights_train_in_float32_under_bfloat16(settings):
     run = settings(policy={"dtype": "bfloat16"}, optim={"lr": 1e-6})
-    loaded = load_model(run)
-    assert loaded.autocast
+    assert load_model(run).autocast
     trainer = make_trainer(run)
     before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
     trainer.step()
@@ -141,10 +139,9 @@ def test_unusable_models_are_named(settings, model_folder, tmp_path):
 def test_tensorboard_receives_metrics_with_trls_names_and_images(settings):
     run = settings()
     train(run)
-    events = EventAccumulator(str(run.run_dir))
-    events.Reload()
-    (first, *_) = read_metrics(run.run_dir)
-    names = first.keys() - {"step"} | {"speed/rollout_tokens_per_second", "memory/resident"}
+    events = EventAccumulator(str(run.run_dir)).Reload()
+    names = read_metrics(run.run_dir)[0].keys() - {"step"}
+    names |= {"speed/rollout_tokens_per_second", "memory/resident"}
     assert {"reward_std", "completions/clipped_ratio", "clip_ratio/region_mean"} <= names
     assert names <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
@@ -161,13 +158,10 @@ def test_the_best_checkpoint_is_kept(settings):
         optim={"max_steps": 6},
     )
     train(run)
-    values = {
-        row["step"] + 1: row["eval/letters"]
-        for row in read_metrics(run.run_dir)
-        if "eval/letters" in row
-    }
+    rows = [row for row in read_metrics(run.run_dir) if "eval/letters" in row]
+    values = {row["step"] + 1: row["eval/letters"] for row in rows}
     best = max(values, key=lambda step: (values[step], -step))
-    kept = {int(p.name.split("-")[1]) for p in (run.run_dir / "checkpoints").iterdir()}
+    kept = {step for step, _ in list_checkpoints(run.run_dir / "checkpoints")}
     # The initial model (step 0) may be the best one; it has no checkpoint.
     assert kept in ({best, 6}, {6})
     assert (run.run_dir / "report.html").is_file()
@@ -187,11 +181,9 @@ def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
 
 
 def test_the_report_is_rebuilt_during_the_run(settings, monkeypatch):
-    steps: list[int] = []
+    steps, count_steps = [], lambda path: steps.append(len(read_metrics(path)))
     monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
-    monkeypatch.setattr(
-        run_dir_module, "build_report", lambda path: steps.append(len(read_metrics(path)))
-    )
+    monkeypatch.setattr(run_dir_module, "build_report", count_steps)
     train(settings(optim={"max_steps": 2}))
     assert steps == [1, 2, 2]  # the last one at the end
 
@@ -210,24 +202,21 @@ FAILING = """
 
 def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings, tmp_path, caplog):
     (tmp_path / "failing.py").write_text(TASK + FAILING)
-    data = {"eval": "embedded:ocr", "eval_limit": 8}
     run = settings(
         task=str(tmp_path / "failing.py"),
-        data=data,
+        data={"eval": "embedded:ocr", "eval_limit": 8},
         rollout={"reward_timeout": 0.02},
         optim={"max_steps": 2},
     )
-    result = train(run)
-
+    after: Any = train(run).after
     rows = read_metrics(run.run_dir)
     assert len(rows) == 2
     failed = [row["rewards/odd/failed"] for row in rows]
     assert failed == [row["unscorable"] for row in rows]  # each made its completion unscorable
     assert [row["rewards/letters/failed"] for row in rows] == [0, 0]
     assert 0 < sum(failed) < 2 * 12  # of 3 prompts with 4 completions in each step
-    assert result.after is not None
-    assert 0 < result.after.metrics["unscorable"] <= 8
-    assert rows[-1]["eval/unscorable"] == result.after.metrics["unscorable"]
+    assert 0 < after.metrics["unscorable"] <= 8
+    assert rows[-1]["eval/unscorable"] == after.metrics["unscorable"]
     reported = [r.getMessage() for r in caplog.records if "odd failed" in r.getMessage()]
     assert len(reported) == 1
     assert "Traceback" in reported[0]
@@ -249,20 +238,19 @@ REFERENCES = {
         **{"advantage_estimator": "reinforce_plus_plus", "distillation": {}},
     },
 }
-POLICIES = {"full": {}, "lora": LORA}
 
 
 # Each reference and each kind of weights in some cases: a checkpoint holds them independently.
 # Three updates are of three mini-batches.
 @pytest.mark.parametrize(
     ("reference", "updates", "policy"),
-    [("k2", 2, "full"), ("never", 2, "lora"), ("by token", 3, "full")],
+    [("k2", 2, {}), ("never", 2, LORA), ("by token", 3, {})],
 )
 def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     settings, model_folder, policy, updates, reference
 ):
     changes: dict[str, Any] = {
-        "policy": POLICIES[policy],
+        "policy": policy,
         "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
         "optim": {"max_steps": 3, "mini_batches": 3 if updates == 3 else 1},
     }

@@ -1,11 +1,10 @@
 """A run on chats: what the model is trained on is what the rows say, in training and evaluation."""
 
-import json
 from typing import Any
 
 from dataset_files import png, write_files
-from small_runs import make_trainer, save_tiny_model, small_run
-from tiny_models import tiny_model
+from evaluations import read_jsonl
+from small_runs import make_trainer, read_metrics, save_tiny_model
 
 from vlm_grpo.eval.predict import Predictor
 from vlm_grpo.training.trainer import train
@@ -18,24 +17,20 @@ def make_chat(number: int) -> dict[str, Any]:
     return {"messages": turns, "images": ["a.png", "b.png"], "hint": f"Line {number}."}
 
 
-def test_a_run_is_trained_and_evaluated_on_chats(tmp_path):
+def test_a_run_is_trained_and_evaluated_on_chats(settings, tmp_path):
     rows = [make_chat(number) for number in range(4)]
     system = {"role": "system", "content": "Look twice."}
     rows[0]["messages"] = [system, *rows[0]["messages"]]
     write_files(tmp_path, {"a.png": png(56, 28), "b.png": png(28, 84), "rows.jsonl": rows})
     source = str(tmp_path / "rows.jsonl")
-    run = small_run(
-        tmp_path,
-        save_tiny_model(tmp_path / "model"),
+    run = settings(
         data={"train": source, "eval": source, "train_limit": None},
         optim={"max_steps": 2, "prompts_per_step": 4},
         evaluation={"every": 2},
         prompt={"system": "Be brief.", "template": "{{ meta.hint }} {{ question }}"},
     )
     train(run)
-
-    lines = (run.run_dir / "samples/step-000000.jsonl").read_text().splitlines()
-    by_id = {row["id"]: row for row in map(json.loads, lines)}
+    by_id = {row["id"]: row for row in read_jsonl(run.run_dir / "samples/step-000000.jsonl")}
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     for number in range(4):
         row = by_id[f"row-{number + 1}"]
@@ -49,20 +44,19 @@ def test_a_run_is_trained_and_evaluated_on_chats(tmp_path):
         assert (row["gold"], row["sizes"]) == ("b", [[56, 28], [28, 84]])
         roles = [turn["role"] for turn in row["history"]]
         assert roles == ["system"] * (not number) + ["user", "assistant"]
-    metrics = [json.loads(x) for x in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run.run_dir)
     assert len(metrics) == 2
     assert all(row["grad_norm"] > 0 for row in metrics)
     assert "eval/letters" in metrics[-1]
 
 
-def test_a_thinking_that_the_prompt_opens_is_known_to_the_whole_run(tmp_path):
-    model, processor = tiny_model("qwen2_5_vl")
-    processor.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    for part in (model, processor):
-        part.save_pretrained(tmp_path / "model")
-    run = small_run(tmp_path, tmp_path / "model", data={"eval": "embedded:ocr", "eval_limit": 2})
-    trainer = make_trainer(run)
-    predictor = Predictor(str(tmp_path / "model"), task="ocr")
+def test_a_thinking_that_the_prompt_opens_is_known_to_the_whole_run(settings, tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    with (model / "chat_template.jinja").open("a") as template:
+        template.write("{% if add_generation_prompt %}<think>\n{% endif %}")
+    data = {"eval": "embedded:ocr", "eval_limit": 2}
+    trainer = make_trainer(settings(model=str(model), data=data))
+    predictor = Predictor(str(model), task="ocr")
     tasks = [trainer.task, trainer.sampler.task, trainer.evaluator.task, predictor.task]
     example = trainer.train_examples[0]
     assert [task.read("Let me see</think>abc", example) for task in tasks] == ["abc"] * 4

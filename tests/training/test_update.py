@@ -131,16 +131,11 @@ def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
 def test_the_first_update_on_a_gpu_begins_with_what_fits_by_plan(
     settings, size, checkpointing, expected
 ):
-    trainer = make_trainer(
-        settings(
-            policy={**LORA, "gradient_checkpointing": checkpointing},
-            rollout={"max_completion_length": 64},
-        )
-    )
+    policy = {**LORA, "gradient_checkpointing": checkpointing}
+    trainer = make_trainer(settings(policy=policy, rollout={"max_completion_length": 64}))
     with GpuMemory(trainer.updater, size, token=1)():
         trainer.updater.update(make_batch(trainer))
-        probe = trainer.updater.probe
-        assert probe is not None
+        probe: Any = trainer.updater.probe
         assert (probe.started, trainer.updater.budget.limit) == (expected, 65_536)
 
 
@@ -150,8 +145,8 @@ def test_memory_for_gradients_and_optimizer_is_not_given_to_micro_batches(settin
     size = 12 * weights + 60_000_000  # in float32: gradients and Adam's two moments
     with GpuMemory(trainer.updater, size, token=1)() as memory:
         trainer.updater.update(make_batch(trainer))
-    probe, (tokens,) = trainer.updater.probe, memory.tokens
-    assert probe is not None
+    probe: Any = trainer.updater.probe
+    (tokens,) = memory.tokens
     assert probe.started == int(0.8 * 60_000_000 / probe.planned) // 1024 * 1024 > 1024
     # The gradients have replaced what a single pass saved: it was no more than they are, nor, as
     # far as is known, less than planned.
@@ -211,15 +206,10 @@ def test_sharded_weights_recompute_all_from_the_start(settings, monkeypatch):
 def test_updates_run_in_training_mode(settings, monkeypatch):
     """Gradient checkpointing needs it."""
     trainer = make_trainer(settings())
-    trainer.policy.form_check = None  # also calls ``score``
-    score, modes = trainer.policy.score, []
-
-    def record_mode(*arguments: Any) -> Any:
-        modes.append(trainer.policy.model.training)
-        return score(*arguments)
-
-    monkeypatch.setattr(trainer.policy, "score", record_mode)
-    trainer.policy.model.eval()
+    policy, modes = trainer.policy, []
+    policy.form_check = None  # also calls ``score``
+    score, model = policy.score, policy.model.eval()
+    monkeypatch.setattr(policy, "score", lambda *x: modes.append(model.training) or score(*x))
     trainer.step()
     assert modes == [True]
 
@@ -265,23 +255,19 @@ def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
     settings, monkeypatch, device, may_retry, message
 ):
     """A strategy that only names its device stands for a GPU."""
-    weights = [("weight", torch.nn.Parameter(torch.zeros(1)))]
+    ranks: Any = SimpleNamespace(device=torch.device(device))
     strategy = SimpleNamespace(
-        trainable=weights,
+        trainable=[("weight", torch.nn.Parameter(torch.zeros(1)))],
         attach_optimizer=lambda *_: None,
         may_retry=may_retry,
-        accelerator=SimpleNamespace(device=torch.device(device)),
+        accelerator=ranks,
     )
     monkeypatch.setattr(update_module, "build_strategy", lambda *_: strategy)
     run = settings(policy={"activation_offloading": True})
     policy: Any = SimpleNamespace(model=None, device=None)
-    ranks: Any = strategy.accelerator
-    if message is None:
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         offload: Any = build_updater(policy, run, ranks).offload
         assert offload.func is update_module.offload_activations
-    else:
-        with pytest.raises(UserError, match=message):
-            build_updater(policy, run, ranks)
 
 
 def test_the_effective_sample_size_is_the_share_of_equal_weights():
@@ -343,9 +329,8 @@ def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) ->
         values |= {"masked_logprobs": on_device, "token_factors": on_host}
     if objective.loss_type == "dapo":
         values["token_advantages"] = on_host
-    layout, recalled = TokenLayout.of(LENGTHS * 3), 12
-    behind = torch.arange(9) == 0
-    rest = num_iterations, recalled, behind
+    rest = num_iterations, 12, torch.arange(9) == 0  # recalled tokens, and what is behind noise
+    layout = TokenLayout.of(LENGTHS * 3)
     return StepBatch((tuple(slices),), layout, torch.ones(9), active, weights, values, *rest)
 
 

@@ -8,7 +8,7 @@ import pytest
 import small_environments
 import torch
 from small_runs import read_metrics
-from tiny_models import make_prompt, noise_example
+from tiny_models import make_prompt, noise_example, sampled_logprobs
 from vllm_runs import LORA, find_difference, make_settings, sample
 
 from vlm_grpo.errors import UserError
@@ -141,17 +141,15 @@ def test_features_of_an_image_are_computed_with_the_new_vision_tower(
     policy, prompts = strategy.policy, make_prompts(strategy.policy, 4)
     send, differences = server_module.post_command, []
     left_out = () if resets else ("/pause?mode=wait", "/resume", "/reset_encoder_cache")
+
+    def send_most(url: str, *rest: Any, **named: Any) -> Any:
+        return None if url.endswith(left_out) else send(url, *rest, **named)
+
     for version in range(2):
         sampler.publish(version)
         groups = sample(sampler, prompts, SamplingSettings(policy.distribution, 4), 4)
         differences.append(find_difference(policy, prompts, groups))
-        monkeypatch.setattr(
-            server_module,
-            "post_command",
-            lambda url, *rest, **named: (
-                None if url.endswith(left_out) else send(url, *rest, **named)
-            ),
-        )
+        monkeypatch.setattr(server_module, "post_command", send_most)
         torch.manual_seed(version)
         with torch.no_grad():
             for name, weight in policy.trainable_parameters():
@@ -199,9 +197,7 @@ def test_two_servers_share_the_prompts_and_one_may_be_killed(
     # Whichever server answered, and with whatever other requests in its batch, which round.
     for before, after in zip(first, groups, strict=False):
         assert [c.token_ids for c in before] == [c.token_ids for c in after]
-        logprobs = [
-            torch.tensor([v for c in group for v in c.logprobs]) for group in (before, after)
-        ]
+        logprobs = [sampled_logprobs([group]) for group in (before, after)]
         torch.testing.assert_close(*logprobs, rtol=0, atol=1e-4)
     sampler.publish(1)
     assert {c.version for g in sample(sampler, prompts[:2], sampling, 2) for c in g} == {1}

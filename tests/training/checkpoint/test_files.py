@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from dataset_files import write_files
 
 from vlm_grpo.dist import collectives
 from vlm_grpo.dist.collectives import get_local_names
@@ -63,15 +64,13 @@ def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path):
     assert bool(found["b"].isnan())
     assert read_tensors(path, "reference") == {}
     verify_checkpoint(path)
-    files = [file for file in path.rglob("*") if file.is_file()]
-    modes = {file.stat().st_mode for file in files}  # whoever reads one reads all
-    assert len(modes) == 1
+    modes = {file.stat().st_mode for file in path.rglob("*") if file.is_file()}
+    assert len(modes) == 1  # whoever reads one reads all
 
 
 def flip_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    *kept, last = path.read_bytes()
+    path.write_bytes(bytes([*kept, last ^ 1]))
 
 
 def truncate(path: Path) -> None:
@@ -144,8 +143,7 @@ def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path):
 
 
 def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path):
-    (tmp_path / ".step-4.tmp").mkdir()
-    (tmp_path / ".step-4.tmp" / "state.json").write_text("{")
+    write_files(tmp_path, {".step-4.tmp/state.json": "{"})
     assert list_checkpoints(tmp_path) == []
     write(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
@@ -161,24 +159,21 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
 
 
 def test_another_format_is_an_error(tmp_path):
-    path = write(tmp_path, 1) / "state.json"
-    path.write_text(json.dumps({"format": 99}))
+    path = write(tmp_path, 1)
+    (path / "state.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads format 1"):
-        read_metadata(path.parent)
+        read_metadata(path)
 
 
 # Sharded checkpoints.
-
-
-def make_rank(rank: int, world: int) -> Any:
-    return SimpleNamespace(process_index=rank, num_processes=world)
 
 
 def test_the_tensors_of_a_layer_are_written_by_one_rank():
     """A model's files may join them: its own query, key and value projections, for example."""
     names = [f"layers.{number}.{part}" for number in range(3) for part in "qkv"]
     tensors = {name: torch.zeros(4) for name in [*names, "head"]}
-    shares = [get_local_names(make_rank(rank, 2), tensors) for rank in range(2)]
+    ranks: Any = [SimpleNamespace(process_index=rank, num_processes=2) for rank in range(2)]
+    shares = [get_local_names(rank, tensors) for rank in ranks]
     assert sorted(name for share in shares for name in share) == sorted(tensors)
     for share in shares:
         layers = {name.rpartition(".")[0] for name in share} - {""}
@@ -197,8 +192,8 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path, sharded, m
     # The other rank fails at writing, not at making the folder.
     flags = iter([0.0, 1.0])
     monkeypatch.setattr(collectives.utils, "reduce", lambda own, _: own + next(flags))
-    first = make_rank(0, 2)
-    first.is_main_process, first.device = True, torch.device("cpu")
+    place = {"process_index": 0, "num_processes": 2, "is_main_process": True}
+    first: Any = SimpleNamespace(**place, device=torch.device("cpu"))
     with pytest.raises(UserError, match="another process of this run has failed"):
         write_checkpoint(first, tmp_path, 1, ({}, {}), write_weights, sharded)
     assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,10 @@
 """The state of a run is saved in a checkpoint and restored, weight by weight."""
 
-import dataclasses
 import json
 import logging
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,6 @@ def test_weights_are_restored_and_a_renamed_one_is_an_error(settings, policy, fi
     assert [name for name in trained if not torch.equal(found[name], trained[name])] == []
     # If nothing had been loaded, they would equal the initial model.
     assert any(not torch.equal(found[name], initial[name]) for name in found)
-
     weights = load_weights(checkpoint)
     assert len(weights) == len(found)  # those of the adapter only
     name = next(name for name in weights if "q_proj" in name)
@@ -131,7 +130,8 @@ def draw() -> list[float]:
     return [normal, random.random(), np.random.randn(), np.random.rand(), float(torch.rand(()))]
 
 
-EXAMPLES = make_shapes.draw_examples("counting", 6)
+FIRST, SECOND, *_ = EXAMPLES = make_shapes.draw_examples("counting", 6)
+TALKED = replace(FIRST, history=(Turn("user", "a"),))
 COUNTING = load_task("counting")
 
 
@@ -140,29 +140,25 @@ def make_settings(**changes: Any) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "message"),
+    ("name", "before", "after", "message"),
     [
-        (
-            "policy.lora.target=language",
-            "policy.lora.target=[q_proj]",
-            'policy.lora.target was "language" and is now ["q_proj"]',
-        ),
-        ("", "policy.lora={}", "policy.lora.r was null and is now 64"),
-        ("warm_start.steps=2", "warm_start.steps=1", "warm_start.steps was 2 and is now 1"),
-        ("", "model=other", 'model was "embedded" and is now "other"'),
-        ("", "task_options.tags=true", "task_options.tags was null and is now true"),
-        (
-            "objective={beta: 0.1, reference_refresh_every: 2}",
-            "objective={beta: 0.1, reference_refresh_every: never}",
-            'objective.reference_refresh_every was 2 and is now "never"',
-        ),
+        ("policy.lora.target", "language", "[q_proj]", '"language" and is now ["q_proj"]'),
+        ("policy.lora.r", "", "64", "null and is now 64"),
+        ("warm_start.steps", "2", "1", "2 and is now 1"),
+        ("model", "", "other", '"embedded" and is now "other"'),
+        ("task_options.tags", "", "true", "null and is now true"),
+        ("objective.reference_refresh_every", "2", "never", '2 and is now "never"'),
     ],
 )
-def test_settings_that_determine_the_checkpoint_may_not_change(before, after, message):
-    first, later = (load_settings("quickstart", [text] if text else []) for text in (before, after))
+def test_settings_that_determine_the_checkpoint_may_not_change(name, before, after, message):
+    first, later = (
+        load_settings("quickstart", ["objective.beta=0.1", *[f"{name}={value}"] * bool(value)])
+        for value in (before, after)
+    )
     with pytest.raises(UserError) as caught:
         check_same_settings(flatten_settings(first), later, "step-7", COUNTING)
-    for part in (message, "step-7 was written with other settings", "another name="):
+    parts = f"{name} was {message}", "step-7 was written with other settings", "another name="
+    for part in parts:
         assert part in str(caught.value)
 
 
@@ -195,16 +191,10 @@ def test_a_setting_of_other_versions_alone_may_have_any_value_if_it_has_no_effec
     ("now", "message"),
     [
         (EXAMPLES[:4], "6 of data.train=d.jsonl then, 4 of data.train=e.jsonl now; numbers 5 to 6"),
-        ([*EXAMPLES[:5], EXAMPLES[0]], f"number 6, now {EXAMPLES[0].id!r}"),
-        (EXAMPLES + EXAMPLES[:1], f"number 7, now {EXAMPLES[0].id!r}"),
-        (
-            [EXAMPLES[0], dataclasses.replace(EXAMPLES[1], answer=99), *EXAMPLES[2:]],
-            f"number 2, now {EXAMPLES[1].id!r}",
-        ),
-        (
-            [dataclasses.replace(EXAMPLES[0], history=(Turn("user", "a"),)), *EXAMPLES[1:]],
-            f"number 1, now {EXAMPLES[0].id!r}",
-        ),
+        ([*EXAMPLES[:5], FIRST], f"number 6, now {FIRST.id!r}"),
+        ([*EXAMPLES, FIRST], f"number 7, now {FIRST.id!r}"),
+        ([FIRST, replace(SECOND, answer=99), *EXAMPLES[2:]], f"number 2, now {SECOND.id!r}"),
+        ([TALKED, *EXAMPLES[1:]], f"number 1, now {FIRST.id!r}"),
     ],
     ids=["fewer", "another", "more", "another answer", "earlier turns"],
 )
@@ -217,16 +207,11 @@ def test_the_first_training_example_that_differs_is_named(now, message):
 
 
 def test_an_image_is_compared_by_its_name_and_size_and_a_clip_by_its_times_too():
-    image = EXAMPLES[0].images[0]
+    image = FIRST.images[0]
     clip = VideoRef(image.name, image.size, image.resized_size, path=Path("a.mp4"), times=(0, 1))
-    images = [
-        image,
-        dataclasses.replace(image, name="other"),
-        dataclasses.replace(image, size=(1, 1)),
-        clip,
-        dataclasses.replace(clip, times=(0, 2)),
-    ]
-    digests = compute_digests([dataclasses.replace(EXAMPLES[0], images=(i,)) for i in images])
+    images = [image, replace(image, name="other"), replace(image, size=(1, 1))]
+    images += [clip, replace(clip, times=(0, 2))]
+    digests = compute_digests([replace(FIRST, images=(own,)) for own in images])
     assert len(digests.unique(dim=0)) == 5
 
 

@@ -1,6 +1,7 @@
 """Groups of which a part is sampled behind the crop that the answer needs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from small_runs import make_trainer
@@ -21,8 +22,7 @@ def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(se
     prompts = sampler.loader.load(range(3), variant)
     crops = {prompt.example.id: prompt.variant for prompt in prompts}
     for group in groups:
-        crop = crops[group.id]
-        assert crop is not None
+        crop: Any = crops[group.id]
         (image,) = crop.example.images
         assert any(side % 28 for side in image.size)  # before the resize
         assert not any(side % 28 for side in image.resized_size)
@@ -34,8 +34,7 @@ def test_a_part_of_a_group_is_sampled_behind_the_crop_and_kept_with_the_image(se
 def test_the_crop_is_around_all_boxes_within_the_image():
     whole = replace(noise_example("a", [(112, 56)]), meta=EVIDENCE)
     for margin, expected in ((0.0, (60, 2, 95, 30)), (1.0, (40, 0, 100, 56))):
-        changed = Cropped(margin).change(whole, 0)
-        assert changed is not None
+        changed: Any = Cropped(margin).change(whole, 0)
         part = whole.images[0].load().crop(expected)
         assert changed.images[0].load().tobytes() == part.tobytes()
         assert changed.images[0].size == part.size

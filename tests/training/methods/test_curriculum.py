@@ -60,14 +60,11 @@ def test_examples_near_the_target_are_chosen(target, expected):
 
 
 def test_a_share_below_one_prompt_is_reserved_as_often():
-    examples = [Example(str(number), (), "?", number) for number in range(400)]
-    curriculum = make_curriculum(ExampleStream(examples, seed=0), 400, pool=4, unseen=0.25)
+    stream = ExampleStream([Example(str(n), (), "?", n) for n in range(400)], seed=0)
+    curriculum = make_curriculum(stream, 400, pool=4, unseen=0.25)
     curriculum.posterior[::2] = 1e6
-    rows = [
-        curriculum.run.stream.locate(curriculum.choose(position, 1)[0])[1]
-        for position in range(0, 1600, 4)
-    ]
-    share = sum(row % 2 for row in rows) / len(rows)
+    chosen = [curriculum.choose(position, 1)[0] for position in range(0, 1600, 4)]
+    share = sum(stream.locate(index)[1] % 2 for index in chosen) / len(chosen)
     assert 0.17 < share < 0.36  # 400 draws: a deviation of 0.022, and pools of one kind only
 
 

@@ -1,14 +1,14 @@
 """On-policy distillation: the teacher's scores, its gradient, and what is refused."""
 
+import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from small_runs import make_trainer
-from tiny_models import noise_example, tiny_model
+from small_runs import make_trainer, save_tiny_model
+from tiny_models import noise_example
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
@@ -49,18 +49,12 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     assert torch.allclose(found, expected, atol=1e-12)
 
 
-def build(folder: Path, name: str, **changes: Any) -> Path:
-    model, processor = tiny_model("qwen2_5_vl", seed=len(name))
-    for key, value in changes.items():
-        setattr(processor.image_processor, key, value)
-    model.save_pretrained(folder / name)
-    processor.save_pretrained(folder / name)
-    return folder / name
-
-
 def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path):
-    student = build(tmp_path, "student")
-    other = build(tmp_path, "other", image_mean=[0.0, 0.0, 0.0])
+    student, other = (save_tiny_model(tmp_path / name) for name in ("student", "other"))
+    path = other / "processor_config.json"
+    config = json.loads(path.read_text())
+    config["image_processor"]["image_mean"] = [0.0, 0.0, 0.0]
+    path.write_text(json.dumps(config))
     settings = load_settings("counting", [f"model={student}"])
     policy = load_policy(settings)
     for teacher, problem in ((str(other), "preparation of images"), ("embedded", "vocabulary")):
@@ -71,17 +65,16 @@ def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path):
 
 
 def test_a_plan_counts_the_teacher():
-    few = "data.train_limit=20"
-    plain = plan(load_settings("counting", [few]), gpu="24GB")
-    taught = plan(
-        load_settings("counting", [few, "objective.distillation.teacher=embedded"]), gpu="24GB"
+    few, name = "data.train_limit=20", "objective.distillation"
+    plain, taught, own = (
+        plan(load_settings("counting", [few, f"{name}{value}"]), "24GB").step
+        for value in ("=null", ".teacher=embedded", "={}")
     )
-    weights = taught.step.memory.teacher
-    assert weights == taught.step.shape.num_weights * taught.step.shape.value_bytes
-    assert taught.step.memory.peak == plain.step.memory.peak + weights
-    own = plan(load_settings("counting", [few, "objective.distillation={}"]), gpu="24GB")
-    assert own.step.memory.reference == own.step.memory.gradients  # a copy of the trained weights
-    assert own.step.memory.peak == plain.step.memory.peak + own.step.memory.reference
+    weights = taught.shape.num_weights * taught.shape.value_bytes
+    assert taught.memory.teacher == weights
+    assert taught.memory.peak == plain.memory.peak + weights
+    assert own.memory.reference == own.memory.gradients  # a copy of the trained weights
+    assert own.memory.peak == plain.memory.peak + own.memory.reference
 
 
 def test_the_teacher_sees_the_part_around_all_boxes_or_only_what_is_inside():
@@ -103,30 +96,19 @@ def test_the_teacher_sees_what_is_inside_the_boxes_of_the_best_answer(settings, 
     )  # fmt: skip
     trainer, seen = make_trainer(run), list[Any]()
     first, *others = trainer.sampler.sample(0).groups
-    scores = [
-        replace(score, answer=answer, total=total)
-        for score, answer, total in zip(
-            first.scores,
-            ([(0.0, 0.0, 9.0, 9.0)], [(5.0, 6.0, 20.0, 30.0)], None, [(1.0, 1.0, 2.0, 2.0)]),
-            (0.2, 0.7, 0.9, None),
-            strict=True,
-        )
-    ]
-    silent = [
-        replace(group, scores=tuple(replace(s, answer=None) for s in group.scores))
-        for group in others
-    ]
-    rollout = Rollout((replace(first, scores=tuple(scores)), *silent))
+    best = [(5.0, 6.0, 20.0, 30.0)]
+    boxes = [(0.0, 0.0, 9.0, 9.0)], best, None, [(1.0, 1.0, 2.0, 2.0)]
+    pairs = zip(boxes, (0.2, 0.7, 0.9, None), strict=True)
+    scores = tuple(replace(first.scores[0], answer=a, total=total) for a, total in pairs)
+    none = tuple(replace(score, answer=None) for score in scores)
+    silent = [replace(group, scores=none) for group in others]
+    rollout = Rollout((replace(first, scores=scores), *silent))
     score = Passes.score
-    monkeypatch.setattr(
-        Passes,
-        "score",
-        lambda self, slices, *rest: seen.extend(slices) or score(self, slices, *rest),
-    )
+    monkeypatch.setattr(Passes, "score", lambda own, x, *y: seen.extend(x) or score(own, x, *y))
     found = trainer.updater.score(rollout)["teacher_logprobs"]
     (piece,) = seen  # the other groups have no answer, and no teacher
     image, shown = first.prompt.example.images[0], piece.prompt.example.images[0]
-    expected = mask_beyond_boxes(image, [(5.0, 6.0, 20.0, 30.0)], 0)
+    expected = mask_beyond_boxes(image, best, 0)
     assert (np.asarray(shown.load()) == np.asarray(expected.load())).all()
     method = cast("Any", trainer.methods["distillation"])
     assert [method.covers(group) for group in rollout.groups] == [True, False, False]

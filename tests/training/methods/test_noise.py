@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from steps import assert_sampled_behind
 
 from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.media import images
@@ -34,6 +36,14 @@ FROZEN = {"dtype": "float32", "freeze": ["vision", "projector"]}
 
 def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]]:
     return {group.id: group.completions for group in groups}
+
+
+def read_marks(run: Settings) -> list[list[list[float | None]]]:
+    """Return the strength of the noise of each completion, by step and group."""
+    samples = sorted(read_samples(run.run_dir).items())
+    files = [content.splitlines() for name, content in samples if name.endswith(".jsonl")]
+    groups = [[json.loads(line)["completions"] for line in lines] for lines in files]
+    return [[[c.get("noise") for c in group] for group in step] for step in groups]
 
 
 def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings):
@@ -67,14 +77,12 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
 def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(settings):
     trainer = make_trainer(settings(rollout=CONSTANT))
     sampler, rollout = trainer.sampler, trainer.sampler.sample(0)
-    variant = trainer.methods["noise"].variant(0)
-    assert variant is not None
+    variant: Any = trainer.methods["noise"].variant(0)
     assert rollout.metrics == {"noise/strength": variant.label[1]}
     prompts = {p.example.id: p.variant for p in sampler.loader.load(range(3), variant)}
     for group in rollout.groups:
         assert all(image.noise is None for image in group.prompt.example.images)
-        noisy = prompts[group.id]
-        assert noisy is not None
+        noisy: Any = prompts[group.id]
         assert noisy.token_ids == group.prompt.token_ids
         assert_sampled_behind(sampler.policy, group, noisy)
 
@@ -106,11 +114,7 @@ def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings):
     assert run.rollout.noise is not None
     schedule = Noise(run.rollout.noise)
     assert strengths == [schedule.anneal(done) for done in (0.25, 0.5, 0.75, 1.0)]
-    files = [v for k, v in sorted(read_samples(run.run_dir).items()) if k.endswith(".jsonl")]
-    for strength, content in zip(strengths, files, strict=True):
-        for group in map(json.loads, content.splitlines()):
-            marks = [completion.get("noise") for completion in group["completions"]]
-            assert marks == [None, None, strength, strength]
+    assert read_marks(run) == [[[None, None, own, own]] * 3 for own in strengths]
 
 
 def test_steps_ahead_have_the_noise_of_their_own_step(vllm):
@@ -118,15 +122,9 @@ def test_steps_ahead_have_the_noise_of_their_own_step(vllm):
     assert run.objective.sampler_correction == "sequence_mask"
     train(run)
     rows = read_metrics(run.run_dir)
-    samples = [v for k, v in sorted(read_samples(run.run_dir).items()) if k.endswith(".jsonl")]
-    for row, content in zip(rows, samples, strict=True):
-        marks = {
-            completion["noise"]
-            for group in map(json.loads, content.splitlines())
-            for completion in group["completions"][2:]
-        }
-        assert marks == {row["noise/strength"]}
-    assert len({row["noise/strength"] for row in rows}) == 4
+    strengths = [row["noise/strength"] for row in rows]
+    assert read_marks(run) == [[[None, None, own, own]] * 3 for own in strengths]
+    assert len(set(strengths)) == 4
     # The first step's clean completions are the policy's own; noise has no part in the difference.
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
@@ -143,8 +141,7 @@ def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
         behind_variant=torch.tensor([False, True]),
     )
     objective = ObjectiveSettings(sampler_correction="sequence")
-    weights = sampler_weights(batch, objective)
-    assert weights is not None
+    weights: Any = sampler_weights(batch, objective)
     # e^(0.5 + 0.5) = 2.718, below the cap of 3.
     assert weights.tolist() == pytest.approx([2.71828, 2.71828, 1, 1], rel=1e-4)
     found = loss_metrics(LossInputs(batch, objective, clipped_loss)).values()

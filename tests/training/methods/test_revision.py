@@ -4,8 +4,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from small_runs import make_trainer, small_run
-from tiny_models import tiny_model
+from small_runs import make_trainer, save_tiny_model, small_run
 
 from vlm_grpo.training.methods.revision import is_revised
 
@@ -15,16 +14,11 @@ TEXT = "No. Again."
 @pytest.fixture
 def settings(tmp_path, tmp_path_factory):
     """Return a function that builds settings of a run whose completions often end early."""
-    source = tmp_path_factory.mktemp("model")
-    model, processor = tiny_model("qwen2_5_vl")
-    model.generation_config.eos_token_id = list(range(0, 256, 3))
-    model.save_pretrained(source)
-    processor.save_pretrained(source)
+    source = save_tiny_model(tmp_path_factory.mktemp("model"), seed=0, ends=range(0, 256, 3))
 
-    def build(folder=tmp_path, below=0.05, **changes: Any):
-        folder.mkdir(exist_ok=True)
+    def build(below=0.05, **changes: Any):
         own = {"file": "revision", "options": {"below": below, "text": TEXT}}
-        return small_run(folder, source, **{"methods": [own]} | changes)
+        return small_run(tmp_path, source, **{"methods": [own]} | changes)
 
     return build
 

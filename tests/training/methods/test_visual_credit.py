@@ -1,5 +1,6 @@
 """The map of credit over an image, its share inside boxes, and its place on the page."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -67,8 +68,7 @@ def test_the_maps_of_several_updates_add_up(settings):
     trainer = make_trainer(settings(methods=["visual_credit"]))
     method: Any = trainer.methods["visual_credit"]
     (image,) = trainer.policy.prompts.with_resized_sizes(trainer.train_examples[0]).images
-    grid = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor)
-    assert grid is not None
+    grid: Any = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor)
     rows, columns = grid
     updates = []
     for size in (1.0, 2.0):
@@ -133,22 +133,20 @@ def test_gains_without_the_object_are_compared_with_rewards(settings, monkeypatc
         return score(rollouts[-1])
 
     monkeypatch.setattr(trainer.updater, "score", keep)
-    first = {name: value.detach().clone() for name, value in policy.model.state_dict().items()}
-    name = "visual_credit/gain_without_object"
+    first, name = copy.deepcopy(policy.model.state_dict()), "visual_credit/gain_without_object"
     assert trainer.step()[name] == 0.0  # the weights are those at the start
-    now = {name: value.detach().clone() for name, value in policy.model.state_dict().items()}
+    now = copy.deepcopy(policy.model.state_dict())
     found = trainer.step()[name]
     gains, rewards = [], []
     for group in rollouts[1].groups:
         example, prompt = group.prompt.example, group.prompt
         (image,) = example.images
         pixels = np.array(image.load())
+        mean = pixels.mean((0, 1)).round()
         for x1, y1, x2, y2 in example.answer["boxes"]:
-            mean = np.array(image.load()).mean((0, 1)).round()
             pixels[int(y1) : math.ceil(y2), int(x1) : math.ceil(x2)] = mean
         shown = ImageRef("hidden", image.size, image.size, data=encode_png(Image.fromarray(pixels)))
-        hidden = replace(example, images=(shown,))
-        hidden = policy.prompts.with_resized_sizes(hidden)
+        hidden = policy.prompts.with_resized_sizes(replace(example, images=(shown,)))
         for completion, own in zip(group.completions, group.scores, strict=True):
             behind = policy.prompts.encode_text(hidden, prompt.text)
             piece = GroupSlice(behind, (completion.token_ids,), (0,))

@@ -3,7 +3,6 @@
 The examples are words of the embedded data, whose letters are the gold answers.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dataset_files import write_rows
 from small_runs import LORA, assert_resumes, make_trainer, read_metrics, read_samples
 from tiny_models import make_prompt, noise_example, tiny_policy
 
@@ -88,7 +88,6 @@ def test_grpo_begins_as_a_new_run_with_the_warm_model(warm):
     trainer = begin_at_switch(warm(optim=optim))
     weights, cursor = copy_weights(trainer), trainer.sampler.cursor
     metrics = [trainer.step() for _ in range(2)]
-
     fresh = make_trainer(warm(name="fresh", warm_start=None, optim={**optim, "max_steps": 4}))
     with torch.no_grad():
         for name, weight in fresh.policy.trainable_parameters():
@@ -270,9 +269,8 @@ def test_targets_are_read_as_answers_without_a_reward(settings):
 
 
 def test_a_target_that_is_too_long_ends_the_run_before_its_first_step(settings, tmp_path):
-    path = tmp_path / "rows.jsonl"
     rows = [{"id": str(n), "question": "?", "answer": "ab" * 9 * n} for n in (1, 2)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = settings(data={"train": str(path), "train_limit": None}, warm_start=WARM)
+    data = {"train": write_rows(tmp_path, *rows), "train_limit": None}
+    run = settings(data=data, warm_start=WARM)
     with pytest.raises(UserError, match=r"rows.jsonl:1: example 1: its target .* tokens"):
         make_trainer(run)

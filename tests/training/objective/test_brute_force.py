@@ -7,6 +7,7 @@ difference from the true gradient is bias, not noise.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -25,10 +26,8 @@ from vlm_grpo.training.objective.losses import KL_ESTIMATORS, policy_loss
 ALPHABET = 3
 LENGTH = 2
 COMPLETIONS = list(itertools.product(range(ALPHABET), repeat=LENGTH))
-EXACT: dict[str, Any] = {
-    "rtol": 0.0,
-    "atol": 1e-12,
-}  # float64: sums of at most 729 terms of order 1
+# float64: sums of at most 729 terms of order 1
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 
 
 @dataclass(frozen=True)
@@ -94,20 +93,13 @@ def expected_gradient(
     return -gradient(loss, policy) * LENGTH
 
 
-def make_estimator(rewards: Tensor, **options: str) -> Callable[[list[int]], Tensor]:
-    def advantages(chosen: list[int]) -> Tensor:
-        return group_advantages(rewards[chosen], [0] * len(chosen), **options).values
-
-    return advantages
+def make_estimator(rewards: Tensor, estimator: str) -> Callable[[list[int]], Tensor]:
+    given = {"estimator": estimator, "scale_rewards": "none"}
+    return lambda chosen: group_advantages(rewards[chosen], [0] * len(chosen), **given).values
 
 
-def unbiased_settings(**fields: Any) -> ObjectiveSettings:
-    """Settings with a constant normalizer."""
-    return ObjectiveSettings(loss_type="dr_grpo", **fields)
-
-
-UNCLIPPED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.999999, "epsilon_high": 1e6}
-"""Two updates whose ratios are never clipped, however far the policies differ."""
+# Settings with a constant normalizer.
+unbiased_settings = functools.partial(ObjectiveSettings, loss_type="dr_grpo")
 
 
 def reward_gradient(policy: Policy, rewards: Tensor) -> Tensor:
@@ -126,7 +118,7 @@ pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
 def test_rloo_follows_the_gradient_of_the_expected_reward(estimator, size):
     """The group's mean includes the completion's own reward, so 1/G of it cancels."""
     policy, rewards = Policy.random().with_gradient(), torch.randn(9)
-    advantages = make_estimator(rewards, estimator=estimator, scale_rewards="none")
+    advantages = make_estimator(rewards, estimator)
     found = expected_gradient(policy, unbiased_settings(), advantages, size=size)
     factor = 1 if estimator == "rloo" else 1 - 1 / size
     torch.testing.assert_close(found, factor * reward_gradient(policy, rewards), **EXACT)
@@ -195,7 +187,7 @@ def test_the_first_update_on_stale_completions_is_unbiased_without_a_bound(corre
     found = expected_gradient(
         policy,
         unbiased_settings(sampler_correction=correction, sampler_correction_cap=None),
-        make_estimator(rewards, estimator=estimator, scale_rewards="none"),
+        make_estimator(rewards, estimator),
         size=2,
         sampled_from=stale,
     )
@@ -244,7 +236,9 @@ def exact_kl(p: Tensor, q: Tensor) -> Tensor:
 def test_the_corrected_kl_in_the_loss_follows_the_gradient_of_the_kl(estimator, moved):
     """Before the first update (the ratio is 1 by construction) and after it (π_θ ≠ π_old)."""
     logits, old, reference = torch.randn(5, requires_grad=True), torch.randn(5), torch.randn(5)
-    settings = unbiased_settings(kl_estimator=estimator, **KL, **(UNCLIPPED if moved else {}))
+    # Two updates whose ratios are never clipped, however far the policies differ.
+    unclipped = {"num_iterations": 2, "epsilon": 0.999999, "epsilon_high": 1e6} if moved else {}
+    settings = unbiased_settings(kl_estimator=estimator, **KL, **unclipped)
     found = token_gradient(settings, logits, old if moved else None, reference)
     true = torch.autograd.grad(exact_kl(logits, reference), logits)[0]
     torch.testing.assert_close(found, true, **EXACT)

@@ -11,7 +11,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.training.objective.advantages import (
     STEP_ESTIMATORS,
     AdvantageInputs,
-    StepEstimator,
     step_advantages,
 )
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
@@ -94,12 +93,6 @@ def write_estimator(folder: Path, body: str) -> str:
     return f"{path}:compute"
 
 
-def read_estimator(name: str) -> StepEstimator:
-    estimator = load_estimator(name)
-    assert estimator is not None
-    return estimator
-
-
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -113,9 +106,8 @@ def read_estimator(name: str) -> StepEstimator:
     ],
 )
 def test_an_estimator_that_cannot_be_used_is_refused(tmp_path, body, problem):
-    with pytest.raises(
-        UserError, match=f"advantage_estimator=.*my_advantages.py:compute.*{problem}"
-    ):
+    message = f"advantage_estimator=.*my_advantages.py:compute.*{problem}"
+    with pytest.raises(UserError, match=message):
         load_estimator(write_estimator(tmp_path, body))
 
 
@@ -125,7 +117,7 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path):
         "    return values / (values.std() + 1e-4) if inputs.penalties is None else "
         "[v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"
     )
-    estimator = read_estimator(write_estimator(tmp_path, body))
+    estimator: Any = load_estimator(write_estimator(tmp_path, body))
     rewards = torch.tensor([1.0, 0.0, 2.0, 2.0])
     found = step_advantages(rewards, "aabb", torch.tensor([1, 2, 1, 1]), estimator)
     assert found.values.tolist() == pytest.approx([1.2245, -1.2245, 0, 0], abs=1e-3)
@@ -139,8 +131,9 @@ def test_an_estimator_that_has_changed_is_read_again(tmp_path):
     """As in a notebook, where one process starts several runs."""
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
     for factor in (1.0, 20.0):  # a file of another size is new even within the same second
-        name = write_estimator(tmp_path, f"return {factor} * inputs.rewards")
-        assert list(read_estimator(name)(inputs)) == [factor, 0.0]
+        body = f"return {factor} * inputs.rewards"
+        estimator: Any = load_estimator(write_estimator(tmp_path, body))
+        assert list(estimator(inputs)) == [factor, 0.0]
 
 
 def test_the_examples_of_the_guide_can_be_used(tmp_path):
@@ -148,7 +141,7 @@ def test_the_examples_of_the_guide_can_be_used(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("\n\n".join(part.partition("```")[0] for part in code))
     assert load_surrogate(ObjectiveSettings(loss=f"{path}:soft_loss")) is not None
-    estimator = read_estimator(f"{path}:decayed_advantages")
+    estimator: Any = load_estimator(f"{path}:decayed_advantages")
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([3, 1]))
     first, second = estimator(inputs)
     # GAE with the group's mean as the value of every token, by its recursion from the end.

@@ -69,11 +69,8 @@ def count_totals(step: TokenBatch) -> StepTotals:
 
 
 def gradients(loss: Tensor, step: TokenBatch) -> Tensor:
-    assert step.entropies is not None
-    found = torch.autograd.grad(
-        loss, (step.logprobs, step.entropies), allow_unused=True, materialize_grads=True
-    )
-    return torch.cat(found)
+    inputs: Any = (step.logprobs, step.entropies)
+    return torch.cat(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -104,10 +101,9 @@ def test_neither_the_split_nor_the_order_changes_a_step(loss_type, level, micro_
 def test_completions_without_advantage_may_be_skipped(loss_type):
     """The gradient is the same without them, as long as the totals count them."""
     settings = make_settings(loss_type, num_iterations=2)
-    step = make_step()
+    step: Any = make_step()
     zero = torch.tensor([True, False, False, True, True, False, False, False])
     step = replace(step, advantages=-step.advantages.abs().masked_fill(zero, 0.0))
-    assert step.active is not None
     kept = step.active & (step.advantages != 0)
     assert kept.tolist() == [False, True, False, False, False, True, False, True]
     full = gradients(policy_loss(step, count_totals(step), settings).loss, step)
@@ -163,28 +159,25 @@ def test_the_logged_kl_has_the_ratio_of_the_token_at_any_level():
 
 
 @pytest.mark.parametrize(
-    ("fields", "missing", "message"),
+    ("fields", "missing"),
     [
-        ({"beta": 0.1, "reference_refresh_every": 5}, "reference_logprobs", "reference_logprobs"),
-        ({"entropy_coef": 0.1}, "entropies", "entropies"),
-        ({"sampler_correction": "token"}, "sampler_logprobs", "sampler_logprobs"),
+        ({"beta": 0.1, "reference_refresh_every": 5}, "reference_logprobs"),
+        ({"entropy_coef": 0.1}, "entropies"),
+        ({"sampler_correction": "token"}, "sampler_logprobs"),
     ],
 )
-def test_a_batch_without_a_tensor_that_the_settings_need_is_refused(fields, missing, message):
+def test_a_batch_without_a_tensor_that_the_settings_need_is_refused(fields, missing):
     step = replace(make_step(), **{missing: None})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=missing):
         policy_loss(step, count_totals(step), ObjectiveSettings(**fields))
 
 
 def test_an_empty_batch_has_no_loss():
     """A rank whose completions were all skipped still takes part in the step."""
-    logprobs = torch.zeros(0, requires_grad=True)
-    batch = TokenBatch(
-        logprobs, torch.zeros(0, dtype=torch.long), torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    )
+    logprobs, none = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.long)
+    batch = TokenBatch(logprobs, none, torch.zeros(0), none)
     output = policy_loss(batch, StepTotals(8, 50, 16), ObjectiveSettings())
-    assert output.loss.item() == 0.0
-    assert output.metrics.values() == {}
+    assert (output.loss.item(), output.metrics.values()) == (0.0, {})
 
 
 def test_no_term_of_a_method_is_left_out():
@@ -227,18 +220,9 @@ SECOND = MetricAccumulator(
 def test_two_parts_add_up_to_the_metrics_of_both():
     values = (FIRST + SECOND).values()
     assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
-    assert math.isnan(values.pop("format/mean"))
-    assert math.isnan(values.pop("format/std"))
-    assert values == {
-        "kl": 1.0,
-        "reward": 1.0,
-        "min_length": 2,
-        "max_length": 9,
-        "ratio": 1.5,
-        "exact/mean": 0.5,
-        "failed": 3,
-        "decoded": 7,
-    }
+    assert all(math.isnan(values.pop(name)) for name in ("format/mean", "format/std"))
+    numbers = {"min_length": 2, "max_length": 9, "failed": 3, "decoded": 7}
+    assert values == {**numbers, "kl": 1.0, "reward": 1.0, "ratio": 1.5, "exact/mean": 0.5}
 
 
 def test_a_mean_over_nothing_is_left_out_or_given_a_value():
@@ -248,8 +232,8 @@ def test_a_mean_over_nothing_is_left_out_or_given_a_value():
 
 def test_a_maximum_with_nan_is_nan():
     broken = MetricAccumulator(maxima={"ratio": torch.tensor(math.nan)})
-    assert math.isnan((FIRST + broken).values()["ratio"])
-    assert math.isnan((broken + FIRST).values()["ratio"])
+    for total in (FIRST + broken, broken + FIRST):
+        assert math.isnan(total.values()["ratio"])
 
 
 def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
@@ -262,7 +246,7 @@ def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
 
 
 def test_metrics_of_methods_leave_out_masked_completions():
-    step = make_step(torch.float64)
+    step: Any = make_step(torch.float64)
     numbers = torch.arange(len(step.logprobs), dtype=torch.float64)
 
     class Half(Method):
@@ -271,7 +255,6 @@ def test_metrics_of_methods_leave_out_masked_completions():
 
     batch = replace(step, scores={"half": numbers}, weights={"policy": torch.ones(len(numbers))})
     found = compute_loss(batch, make_settings("grpo"), methods={"half": Half(None)}).metrics
-    assert step.active is not None
     kept = numbers[step.active[step.completion]]
     assert found.values()["half"] == pytest.approx(kept.mean().item())
 
@@ -280,14 +263,9 @@ def test_vespo_bounds_the_change_of_each_token():
     """As in TRL, before the sum: a change of 30 counts as one of 20 beside one of -15."""
 
     def compute(*changes: float) -> Tensor:
-        logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-        batch = TokenBatch(
-            logprobs,
-            torch.tensor([0, 0]),
-            torch.ones(1, dtype=torch.float64),
-            torch.tensor([2]),
-            old_logprobs=logprobs - torch.tensor(changes, dtype=torch.float64),
-        )
+        logprobs, ones = torch.tensor([-1.0, -2.0]).double(), torch.ones(1).double()
+        old = logprobs - torch.tensor(changes).double()
+        batch = TokenBatch(logprobs, torch.tensor([0, 0]), ones, torch.tensor([2]), old)
         return losses.vespo_loss(logprobs, batch, make_settings("vespo"))
 
     assert torch.equal(compute(30, -15), compute(20, -15))

@@ -66,25 +66,20 @@ class Attributes(SimpleNamespace):
 
 
 def make_trl_trainer(settings: ObjectiveSettings) -> SimpleNamespace:
+    named = settings.model_dump()  # the settings have TRL's names
     return Attributes(
+        **named | {"epsilon_high": settings.upper_epsilon},
         model=SimpleNamespace(training=True),
-        # The settings have TRL's names.
-        args=SimpleNamespace(**settings.model_dump(), steps_per_generation=1),
+        args=SimpleNamespace(**named, steps_per_generation=1),
         accelerator=SimpleNamespace(
             num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
         ),
-        top_entropy_quantile=1.0,
-        importance_sampling_level=settings.importance_sampling_level,
-        beta=settings.beta,
-        loss_type=settings.loss_type,
         epsilon_low=settings.epsilon,
-        epsilon_high=settings.upper_epsilon,
         use_vllm=settings.sampler_correction != "none",
         vllm_importance_sampling_correction=True,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_LENGTH,
-        entropy_coef=settings.entropy_coef,
         _entropy_bonus_enabled=settings.entropy_coef > 0,
         _metrics={"train": defaultdict(list)},
     )
@@ -115,16 +110,16 @@ def run_trl_loss(case: Case, settings: ObjectiveSettings) -> tuple[Tensor, dict[
 def run_trl_scoring(
     rewards: Tensor,
     *,
-    num_generations: int = 1,
-    scale_rewards: str = "group",
     weights: Tensor | None = None,
     each: bool = False,
     case: Case | None = None,
     settings: ObjectiveSettings | None = None,
+    **named: Any,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """Run TRL's ``_generate_and_score_completions`` on rewards (completions, functions)."""
     count, functions = rewards.shape
-    correction = settings.sampler_correction if settings else "none"
+    settings = settings or ObjectiveSettings()
+    correction = settings.sampler_correction
     lengths = LENGTHS[:count] if case is not None else (1,) * count
     ids = [[7] * length for length in lengths]
     sampled = None
@@ -152,23 +147,20 @@ def run_trl_scoring(
         num_iterations=1,
         use_vllm=correction != "none",
         vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode=correction
-        if correction.endswith("_mask")
-        else f"{correction}_truncate",
-        vllm_importance_sampling_clip_min=settings.sampler_correction_floor if settings else None,
-        vllm_importance_sampling_clip_max=settings.sampler_correction_cap if settings else None,
+        vllm_importance_sampling_mode=correction + "_truncate" * ("_mask" not in correction),
+        vllm_importance_sampling_clip_min=settings.sampler_correction_floor,
+        vllm_importance_sampling_clip_max=settings.sampler_correction_cap,
         beta=0.0,
         _calculate_rewards=lambda *a: rewards,
-        num_generations=num_generations,
-        multi_objective_aggregation="normalize_then_sum" if each else "sum_then_normalize",
         reward_weights=torch.ones(functions) if weights is None else weights,
         reward_funcs=names,
         reward_func_names=names,
-        scale_rewards=scale_rewards,
         _metrics={"train": defaultdict(list)},
         _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         _pending_extra_logs={},
         _pending_metrics={},
+        multi_objective_aggregation="normalize_then_sum" if each else "sum_then_normalize",
+        **{"num_generations": 1, "scale_rewards": "group"} | named,
     )
     inputs = [{"prompt": "?"} for _ in range(count)]
     output = GRPOTrainer._generate_and_score_completions(cast(Any, trainer), inputs)
