@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.serve.sampler import VllmSampler

@@ -26,7 +26,7 @@ import checkout  # noqa: F401
 from measurement import PeakMemory
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training import batch as batch_module

@@ -15,7 +15,7 @@ from small_runs import save_tiny_model
 
 from vlm_grpo import cli
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.report.samples import write_held_out, write_samples

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from vlm_grpo import load_policy, load_settings, load_task
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.eval.generate import LocalModel

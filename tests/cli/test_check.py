@@ -14,7 +14,7 @@ from published_formats import write_format
 from vlm_grpo.cli.preview import build_preview
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.task import soundness

@@ -23,7 +23,7 @@ from video_files import make_video
 import vlm_grpo.data_scripts
 from vlm_grpo.benchmarks.definition import benchmark_names, load_benchmark
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts.converter import Converter
 from vlm_grpo.data_scripts.olmocr_bench import LONGEST_SIDE
 from vlm_grpo.data_scripts.omnidocbench import build_markdown

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts import make_figures, make_shapes, make_tables, make_words
 from vlm_grpo.data_scripts.make_shapes import COLORS, MAX_COUNT, RELATIONS, SIDE
 from vlm_grpo.data_scripts.make_tables import CELL

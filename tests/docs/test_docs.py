@@ -18,7 +18,7 @@ from vlm_grpo.cli.app import app
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.task.registry import load_task, task_names
 
 KEYS = set(known_keys(Settings))

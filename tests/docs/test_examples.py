@@ -16,7 +16,7 @@ from notebook import run_notebook
 from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 

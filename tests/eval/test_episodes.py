@@ -8,7 +8,7 @@ from small_runs import TASK
 from tiny_models import tiny_policy
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import evaluate, evaluate_model
 from vlm_grpo.eval.generate import LocalModel, PredictionLog, generate_all

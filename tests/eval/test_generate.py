@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_policy
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate

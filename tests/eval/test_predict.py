@@ -14,8 +14,8 @@ from PIL import Image
 from video_files import level, make_video
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
 from vlm_grpo.data.images import Clip
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate_model
 from vlm_grpo.eval.generate import LocalModel

@@ -14,7 +14,7 @@ from judge_server import Reply
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.benchmark import evaluate_benchmark

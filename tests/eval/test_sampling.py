@@ -8,7 +8,7 @@ import pytest
 from small_tasks import Distance
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import sampling

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.eval.scored import summarize
 from vlm_grpo.report.samples import write_held_out, write_samples
 from vlm_grpo.task import Task

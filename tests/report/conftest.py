@@ -7,7 +7,7 @@ import pytest
 from browser import Browser, open_browser
 from report_runs import TASKS, make_run
 
-from vlm_grpo.report import build_report
+from vlm_grpo.report.page import build_report
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
-from vlm_grpo.report import build_report
 from vlm_grpo.report.gallery import (
     Entry,
     build_gallery,
@@ -17,6 +16,7 @@ from vlm_grpo.report.gallery import (
     split_text,
     to_script_json,
 )
+from vlm_grpo.report.page import build_report
 from vlm_grpo.report.run import read_run
 from vlm_grpo.report.samples import write_samples
 from vlm_grpo.task import Task

@@ -7,8 +7,8 @@ import pytest
 from report_runs import make_run
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.report import build_report
 from vlm_grpo.report.gallery import build_training_entries
+from vlm_grpo.report.page import build_report
 from vlm_grpo.report.run import read_run
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data.loading import load_examples
 from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task

@@ -29,7 +29,7 @@ def report(
     vlm-grpo report --sweep optim.lr lr-1 lr-2 lr-3 plots the primary metric against optim.lr
     """
     from vlm_grpo.config.run import find_run
-    from vlm_grpo.report import build_report, compare_runs
+    from vlm_grpo.report.page import build_report, compare_runs
 
     folders = [find_run(run) for run in runs]
     if len(folders) == 1 and sweep:

@@ -11,9 +11,8 @@ from PIL import Image
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_run_task
 from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
-from vlm_grpo.data.loading import Mixed
+from vlm_grpo.data.loading import Mixed, load_run_task
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel, load_evaluated_model

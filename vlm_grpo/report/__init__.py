@@ -3,7 +3,3 @@
 The report is one self-contained file that makes no network requests. ``build_report`` writes it
 for a finished or an unfinished run; ``compare_runs`` compares two or more runs.
 """
-
-from vlm_grpo.report.page import build_report, compare_runs
-
-__all__ = ["build_report", "compare_runs"]

@@ -14,8 +14,8 @@ from vlm_grpo.config.section import flatten
 from vlm_grpo.dist.collectives import fail_together
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Scored, read_scored
-from vlm_grpo.report import build_report
 from vlm_grpo.report.alarms import AlarmMonitor
+from vlm_grpo.report.page import build_report
 from vlm_grpo.report.samples import (
     build_completion_rows,
     draw_answers,

@@ -15,7 +15,7 @@ from small_runs import make_trainer
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.families.family import ImageFeatures
-from vlm_grpo.report import build_report
+from vlm_grpo.report.page import build_report
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
 from vlm_grpo.training.trainer import train
