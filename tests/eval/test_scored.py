@@ -3,18 +3,15 @@
 import itertools
 import json
 import math
-import random
 import re
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
 from small_tasks import Distance
 
 from vlm_grpo.data.loading import Mixed
-from vlm_grpo.eval import pass_at_k, scored
-from vlm_grpo.eval.pass_at_k import estimate_best, merge_scores
+from vlm_grpo.eval import scored
 from vlm_grpo.eval.scored import Row, Scored, compare_tools
 from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
@@ -23,7 +20,6 @@ from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Completion, Example
 
 COUNTING = load_task("counting")
-EXAMPLE = Example("1", (), "How many?", 3)
 COUNTS = [Example(f"c/{n}", (), "How many?", n, source="c") for n in range(6)]
 ERRORS = [Example(f"e/{n}", (), "How far?", n, source="e") for n in range(2)]
 MIXED = Mixed(members={"c": COUNTING, "e": Distance()})
@@ -34,10 +30,6 @@ def evaluate(task: Task, examples: list[Example], texts: list[str]) -> Scored:
     with RewardScorer() as scorer:
         outputs = [*map(Completion.from_text, texts)]
         return scored.summarize(task, examples, outputs, scorer(task, texts, items), 0)
-
-
-def score(task: Task, texts: list[str]):
-    return [task.score(text, EXAMPLE) for text in texts]
 
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
@@ -135,55 +127,6 @@ def test_a_source_whose_metric_is_of_the_corpus_has_no_interval():
     found = evaluate(mixed, [COUNTS[0], ERRORS[0]], ["0", "0"])
     assert found.metrics["e/total"] == 0.5
     assert math.isnan(found.interval[0])
-
-
-@pytest.mark.parametrize("lower_is_better", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_the_best_of_k_is_the_mean_over_all_subsets(n, lower_is_better):
-    values = [random.Random(n).choice([0.0, 1.0, 0.25, 0.7]) for _ in range(n)]
-    best = min if lower_is_better else max
-    for size in range(1, n + 1):
-        subsets = [best(subset) for subset in itertools.combinations(values, size)]
-        expected = float(sum(map(Fraction, subsets)) / len(subsets))
-        assert estimate_best(values, size, lower_is_better) == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_best_of_many_samples_neither_overflows_nor_loses_precision():
-    values = [1.0] + [0.0] * 4095
-    assert estimate_best(values, 1024) == pytest.approx(1024 / 4096, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("texts", "position"),
-    [
-        (["2", "3", "3"], 1),
-        (["2", "3"], 0),  # a tie: the first answer
-        (["3", "2", "2", "3"], 0),
-        (["", "", "3"], 2),  # no answer, no vote
-        (["", ""], 0),
-        (["13", "13", "2"], 2),  # an answer that cannot be written has no vote
-        (["2.2", "1.8", "3"], 0),  # equal as the task writes them
-    ],
-)
-def test_the_majority_is_of_answers_as_the_task_writes_them(texts, position):
-    assert pass_at_k.find_majority(Distance(), EXAMPLE, score(Distance(), texts)) == position
-
-
-def test_the_metrics_of_an_example_are_those_of_its_samples():
-    found = merge_scores(COUNTING, EXAMPLE, score(COUNTING, ["3", "4", "4", "3", "none"]))
-    assert found.answer == 3
-    assert found.rewards["exact"] == found.metrics["mean_at_5"] == 2 / 5
-    assert found.metrics["pass_at_2"] == pytest.approx(1 - 3 / 10)  # of 10 pairs, 3 are all wrong
-    assert found.metrics["pass_at_5"] == 1.0
-    assert found.metrics["majority_at_5"] == 1.0  # 3 and 4 are as frequent, and 3 is first
-    found = merge_scores(COUNTING, EXAMPLE, score(COUNTING, ["4", "3", "3"]))
-    assert found.metrics["majority_at_3"] == 1.0  # not that of the first
-    (alone,) = score(COUNTING, ["3"])
-    assert merge_scores(COUNTING, EXAMPLE, [alone]) is alone
-    # Without a value for each sample, only the mean of the others is known.
-    found = merge_scores(Distance(), EXAMPLE, score(Distance(), ["4", ""]))
-    names = ("error", "pass_at_2", "majority_at_2")
-    assert [found.metrics[name] for name in names] == [1.0, None, None]
 
 
 def test_an_evaluation_has_means_and_intervals_over_the_examples():

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import read_jsonl
 from report_runs import make_run, write_alarms
 
 from vlm_grpo.config.recipes import load_settings
@@ -16,6 +15,7 @@ from vlm_grpo.report.page import build_report, compare_runs
 from vlm_grpo.report.run import read_run
 from vlm_grpo.training.export import build_model_card
 from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.jsonl import read_rows
 
 HELD_OUT = 12
 
@@ -110,7 +110,7 @@ def test_page_starts_with_the_error_metric(error_run):
     name = json.loads((error_run / "evaluation/step-000000.json").read_text())["headline"]
     assert run.primary_metric == name
     change: Any = run.change()
-    logged = read_jsonl(error_run / "metrics.jsonl")[-1]
+    logged = read_rows(error_run / "metrics.jsonl")[-1]
     assert change.after == pytest.approx(logged[f"eval/{name}"])
     assert (change.n, change.lower_is_better) == (HELD_OUT, True)
     page = build_report(error_run).read_text("utf-8")

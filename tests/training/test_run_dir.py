@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from evaluations import read_jsonl
 from small_runs import make_trainer
 
 from vlm_grpo.benchmarks.definition import load_benchmark
@@ -21,6 +20,7 @@ from vlm_grpo.task.registry import load_task
 from vlm_grpo.training import run_dir as run_dir_module
 from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, RunDir, lock_run
 from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.jsonl import read_rows
 
 STEPS = 70
 
@@ -53,7 +53,7 @@ def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(build_run, killed,
     logged = caplog.text
     write_steps(resumed, 0, killed)
     write_steps(resumed, killed - behind, STEPS)
-    expected, found = (read_jsonl(r.run_dir / "alarms.jsonl") for r in (uninterrupted, resumed))
+    expected, found = (read_rows(r.run_dir / "alarms.jsonl") for r in (uninterrupted, resumed))
     assert [alarm["name"] for alarm in expected] == ["cut off", "entropy collapse"]
     assert set(expected[0]) == {"step", "name", "message", "remedy"}
     assert found == expected

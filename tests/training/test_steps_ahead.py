@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import read_jsonl
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
 from small_runs import (
@@ -27,6 +26,7 @@ from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.files import read_metadata
 from vlm_grpo.training.stopping import StepInterrupted
 from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.jsonl import read_rows
 
 
 def get_newest(run: Settings) -> Path:
@@ -36,7 +36,7 @@ def get_newest(run: Settings) -> Path:
 def read_ids(run: Settings) -> list[list[str]]:
     """Return the ids of the examples of each finished step."""
     files = sorted((run.run_dir / "samples").glob("step-*.jsonl"))
-    return [[row["id"] for row in read_jsonl(file)] for file in files]
+    return [[row["id"] for row in read_rows(file)] for file in files]
 
 
 def assert_each_example_once(run: Settings) -> None:
@@ -95,7 +95,7 @@ def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
     for ahead in (0, 1):
         run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
         train(run)
-        rows = read_jsonl(run.run_dir / "metrics.jsonl")
+        rows = read_rows(run.run_dir / "metrics.jsonl")
         assert all(row["time/generation"] >= 0.3 for row in rows)
         waited[ahead] = [row["time/rollout"] for row in rows]
     assert min(waited[0]) >= 0.3

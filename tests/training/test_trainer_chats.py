@@ -3,11 +3,11 @@
 from typing import Any
 
 from dataset_files import png, write_files
-from evaluations import read_jsonl
 from small_runs import make_trainer, read_metrics, save_tiny_model
 
 from vlm_grpo.eval.predict import Predictor
 from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.jsonl import read_rows
 
 
 def make_chat(number: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def test_a_run_is_trained_and_evaluated_on_chats(settings, tmp_path):
         prompt={"system": "Be brief.", "template": "{{ meta.hint }} {{ question }}"},
     )
     train(run)
-    by_id = {row["id"]: row for row in read_jsonl(run.run_dir / "samples/step-000000.jsonl")}
+    by_id = {row["id"]: row for row in read_rows(run.run_dir / "samples/step-000000.jsonl")}
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     for number in range(4):
         row = by_id[f"row-{number + 1}"]

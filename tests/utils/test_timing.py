@@ -1,111 +1,14 @@
-"""Phases, time limits of calls, and stopping the program with real signals."""
+"""Phases, and time limits of calls."""
 
-import os
 import re
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from pathlib import Path
 
-import forked
 import pytest
-from small_runs import small_run
 
-from vlm_grpo.cli import main
-from vlm_grpo.errors import Stopped
-from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.stopping import StepInterrupted, StopRequest
-from vlm_grpo.training.trainer import train
 from vlm_grpo.utils import timing
 from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
-
-
-@pytest.fixture(autouse=True)
-def _hangups_are_not_ignored() -> Iterator[None]:
-    """Handle hangups also where nohup has started the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.slow
-def test_a_second_signal_stops_at_once_and_keeps_checkpoints(tmp_path, model_folder):
-    # From the third step on, the reward takes a minute, too long to wait for.
-    changes = {"optim": {"max_steps": 30}, "checkpoint": {"every": 1, "keep_last": 0}}
-    slow = small_run(tmp_path, model_folder, **changes)
-    task, reward = Path(slow.task), "        return len(set(answer)"
-    wait = (
-        "        if self.progress >= 2 / 30:\n"
-        f"            open({str(tmp_path / 'reached')!r}, 'w').close()\n"
-        "            time.sleep(60)\n"
-    )
-    task.write_text("import time\n" + task.read_text().replace(reward, wait + reward))
-    recipe, output, sent = tmp_path / "slow.yaml", tmp_path / "slow.log", 0.0
-    slow.save(recipe)
-    process = forked.start(output, main, ["train", str(recipe), "--trust-code"])
-    for is_reached in (
-        (tmp_path / "reached").exists,
-        # Until the first signal has been handled.
-        lambda: "repeat to stop at once" in output.read_text(),
-    ):
-        while not is_reached():
-            assert process.is_alive(), output.read_text()
-            time.sleep(0.02)
-        assert process.pid is not None
-        sent = time.monotonic()
-        os.kill(process.pid, signal.SIGINT)
-    process.join(120)
-    assert time.monotonic() - sent < 30  # the reward would have taken twice that
-    assert process.exitcode == 130
-    assert "interrupted; finished checkpoints are kept (resume=true)" in output.read_text()
-    kept = [path.name for _, path in list_checkpoints(slow.run_dir / "checkpoints")]
-    assert kept == ["step-1", "step-2"]
-
-
-def test_the_time_limit_includes_loading(tmp_path, model_folder, monkeypatch):
-    limited = small_run(tmp_path, model_folder, checkpoint={"max_hours": 1.0})
-    clock, later = "vlm_grpo.training.stopping.time.monotonic", time.monotonic() + 7200
-    # Loading takes two hours, so the limit expires before the first step.
-    set_seed = "vlm_grpo.training.trainer.set_seed"
-    monkeypatch.setattr(set_seed, lambda _: monkeypatch.setattr(clock, lambda: later))
-    message = r"stopped by the time limit \(checkpoint.max_hours\) after step 0 of 4"
-    with pytest.raises(Stopped, match=message) as stopped:
-        train(limited)
-    assert stopped.value.status == 75
-
-
-def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        assert stop.reason is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (stop.reason, stop.status) == ("SIGTERM", 143)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(monkeypatch):
-    class Gone:
-        def write(self, text: str) -> int:
-            raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(sys, "stderr", Gone())
-    with StopRequest() as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert (stop.reason, stop.status) == ("SIGHUP", 129)
-
-
-def test_a_hangup_that_the_process_ignores_stays_ignored():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.reason is None
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_phase_includes_the_phases_nested_in_it():
@@ -166,24 +69,3 @@ def test_a_regular_expression_and_code_that_catches_exceptions_are_interrupted()
     with time_limit(None) as call:  # calls directly
         assert call(divmod, 7, 2) == (3, 1)
         assert signal.getsignal(signal.SIGALRM) == before
-
-
-def test_a_signal_names_the_work_that_it_waits_for(capsys):
-    def stop(*earlier: float, inside: bool) -> str:
-        with StopRequest() as request:
-            for seconds in earlier:
-                with request.finishing("update"):
-                    time.sleep(seconds)
-            with request.finishing("update") if inside else nullcontext():
-                os.kill(os.getpid(), signal.SIGTERM)
-        return capsys.readouterr().err
-
-    sampled = "saving the last finished step; what was sampled since is sampled again"
-    assert stop(inside=False) == f"\nSIGTERM: {sampled}; repeat to stop at once\n"
-    assert "SIGTERM: finishing the update, the first, and saving" in stop(inside=True)
-    assert "SIGTERM: finishing the update, about 1 s, and saving" in stop(0.7, inside=True)
-    with StopRequest() as request:
-        request.check()
-        request.signal = signal.SIGTERM
-        with pytest.raises(StepInterrupted):
-            request.check()
