@@ -142,6 +142,10 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))
     assert check.is_larger([make_group(prompt, 3), make_group(long, 3)])
     assert check.is_larger([make_group(prompt, 35), make_group(prompt, 3)])
+    batch = check.choose_batch(
+        [make_group(prompt, 3), make_group(prompt, 40), make_group(prompt, 5)]
+    )
+    assert len(batch.slices[0].completions[0]) == 40
 
 
 def test_a_lack_of_memory_in_a_later_check_ends_no_run(monkeypatch):

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from dataset_files import write_files
+from small_tasks import Distance
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, metric, reward
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.task.scorer import FailureGuard, RewardScorer
+from vlm_grpo.task.scorer import FailureGuard, RewardScorer, measure_pass
 from vlm_grpo.types import Batch, Candidate, Example, Score
 from vlm_grpo.utils.http_json import post_json
 
@@ -393,3 +394,17 @@ def test_the_limit_is_that_of_the_rule_or_of_the_run_times_the_completions():
 def test_a_wrong_mark_is_refused(mark, method, message):
     with pytest.raises(TypeError, match=message):
         mark(method)
+
+
+def test_a_pass_is_the_primary_metric_or_the_full_reward():
+    example = Example("1", (), "How many?", 3)
+
+    def measure(task: Task, text: str, **metrics: float | None) -> float:
+        score = task.score(text, example)
+        return measure_pass(task, example, replace(score, metrics={**score.metrics, **metrics}))
+
+    counting = load_task("counting")
+    name = counting.primary_metric
+    assert [measure(counting, "3", **{name: value}) for value in (0.25, 1.0, None)] == [0.25, 1, 0]
+    assert [measure(counting, text, **{name: 2.0}) for text in ("3", "4")] == [1, 0]  # of no share
+    assert [measure(Distance(), text) for text in ("3", "4")] == [1, 0]  # an error

@@ -10,7 +10,7 @@ from groups import make_advantages, make_group
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.model.engine.batch import pack
+from vlm_grpo.model.engine.batch import find_trunks, pack
 from vlm_grpo.training.batch import (
     Rollout,
     StepAdvantages,
@@ -59,6 +59,8 @@ def test_equal_beginnings_are_passed_once():
     # 12 tokens once, 7 more of each of two equal ones, a token of each of the other two; one each.
     assert piece.num_tokens == len(group.prompt.token_ids) + 12 + 2 * 7 + 2 + 2
     assert [len(s.members) for s in piece.segments] == [4, 1, 1, 1, 1, 1, 1]
+    assert find_trunks([long[:10], long]) == (0, 0)  # the last token is not passed: 9 are shared
+    assert find_trunks([long[:9], long]) == ()  # not more than a trunk costs
     cut = [p for micro in pack([piece], 40) for p in micro.slices]
     assert sorted(row for part in cut for row in part.rows) == [3, 4, 5, 6, 7, 8]
 
@@ -95,9 +97,10 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
 
 
 def test_a_completion_whose_tokens_cancel_out_has_a_gradient():
-    advantages = make_advantages(torch.zeros(5), torch.tensor([1.0, -1.0, *[0.0] * 10]))
+    tokens = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, *[0.0] * 7])  # of the second completion
+    advantages = make_advantages(torch.zeros(5), tokens)
     batch = pack_groups(ROLLOUT, advantages)
-    assert [piece.rows for piece in batch.slices] == [(0,)]
+    assert [piece.rows for piece in batch.slices] == [(1,)]
 
 
 def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) -> StepAdvantages:

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,9 @@ def test_settings_that_are_marked_may_change():
         objective={"num_iterations": 2, "epsilon": 0.3},
     )
     check_same_settings(before, after, "step-7", COUNTING)
+    first, later = (make_settings(task_options={"address": {"port": port}}) for port in (1, 2))
+    task: Any = SimpleNamespace(may_change=("address",))
+    check_same_settings(flatten_settings(first), later, "step-7", task)
 
 
 def test_a_setting_of_other_versions_alone_may_have_any_value_if_it_has_no_effect():

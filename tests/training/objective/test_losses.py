@@ -245,6 +245,20 @@ def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
     assert found.values() == (FIRST + right).values()
 
 
+def test_metrics_leave_out_masked_completions_and_clip_none_without_advantage():
+    """Of three tokens with weight 1/8 and ratio 2, one has an advantage and is not masked."""
+    logprobs, count = torch.full((3,), -1.0), torch.ones(3, dtype=torch.long)
+    batch = TokenBatch(
+        logprobs, torch.arange(3), torch.tensor([1.0, 1.0, 0.0]), count,
+        old_logprobs=logprobs - math.log(2), sampler_logprobs=logprobs + torch.tensor([0, 9.0, 0]),
+        active=torch.tensor([True, False, True]),
+    )  # fmt: skip
+    settings = ObjectiveSettings(sampler_correction="token", num_iterations=2)
+    found = policy_loss(batch, StepTotals(3, 2, 1), settings).metrics.values()
+    assert found["sampling/importance_sampling_ratio/min"] == pytest.approx(1 / 2)
+    assert found["clip_ratio/high_mean"] == 1 / 2
+
+
 def test_metrics_of_methods_leave_out_masked_completions():
     step: Any = make_step(torch.float64)
     numbers = torch.arange(len(step.logprobs), dtype=torch.float64)
