@@ -212,10 +212,12 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(exported, tmp_pat
 def test_the_model_card_has_the_results_of_the_exported_step(capsys, finished, tmp_path, step):
     out = tmp_path / "out"
     status, shown, _ = run(capsys, "export", f"{finished}{step}", out)
-    assert (status, shown) == (0, f"model in {out}\nupload it with hf upload OWNER/NAME {out}\n")
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     values = {row["step"] + 1: row["eval/exact"] for row in rows}
     expected = {"": 3, "@2": 2, "@best": max(values, key=lambda s: (values[s], s))}[step]
+    which = f"{finished / f'checkpoints/step-{expected}'}" + ", the newest of its run" * (not step)
+    lines = f"checkpoint {which}", f"model in {out}", f"upload it with hf upload OWNER/NAME {out}"
+    assert (status, shown.splitlines()) == (0, [*lines])
     front, text = (out / "README.md").read_text().split("---\n")[1:3]
     card = yaml.safe_load(front)
     assert card["pipeline_tag"] == "image-text-to-text"
