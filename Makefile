@@ -48,7 +48,7 @@ mutants: $(VENV)/dev.stamp
 
 # Before transformers 5.18, only Qwen's families share their prompts; recurrent layers need 5.21. PEFT
 # has a kind of adapter from 0.20 on.
-NEWER := gemma or glm or lfm2 or qwen3_5 or reads_from_the_device or other_kinds_of_adapters
+NEWER := gemma or glm or lfm2 or qwen3_5 or reads_the_device or other_kinds_of_adapters
 GPU_TESTS := attention.py devices.py graphs.py kv_cache.py linear.py vision.py
 oldest: $(VENV)-oldest/installed.stamp
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n $(JOBS) -k "not ($(NEWER))" \
