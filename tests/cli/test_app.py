@@ -78,7 +78,10 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
         ("evaluate counting --predictions p.jsonl", "give --data"),
         (f"evaluate counting {SCORED} --frame permil", "did you mean permille?"),
         (f"evaluate counting {SCORED}", "none.jsonl cannot be read"),
-        (f"evaluate counting {SCORED} frame=permille", "frame is not a task option with --pred"),
+        (
+            f"evaluate counting {SCORED} frame=permille",
+            "frame is not a task option with --predictions",
+        ),
         ("evaluate counting --json", "--json needs a task and --predictions"),
         (f"predict {ASKED} none.png", "image none.png cannot be read: No such file"),
         (f"predict {ASKED} a.jsonl", "corrupt or of a format other than"),
@@ -92,6 +95,7 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
         (f"predict {ASKED} a.png --task choice", "as choice its options, give one: --answer JSON"),
         (f"predict {ASKED} a.png --task choice --answer {{cat", "--answer {cat: it is no JSON"),
         ("predict ./nowhere --question ?", "error: model ./nowhere: there is no such folder\n"),
+        ("export ./nowhere out", "error: model ./nowhere: there is no such folder\n"),
         ("predict none --question ?", "there is no model or run 'none'"),
     ],
 )

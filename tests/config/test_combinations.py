@@ -138,13 +138,28 @@ def test_an_invalid_objective_is_refused_with_its_remedy(fields, remedy):
         ("rollout.forks=2", "forks=2 has no effect without task_options.environment"),
         ("rollout.forks=3", "forks=3 must divide rollout.num_generations=8 into at least two"),
         (f"{OVERLONG}=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
-        (f"{OVERLONG}=2 objective.mask_truncated_completions=true", "leaves out of the loss: use"),
-        (f"{OWN} rollout.torch_compile=true", "torch_compile=true compiles the steps that the pol"),
+        (
+            f"{OVERLONG}=2 objective.mask_truncated_completions=true",
+            "leaves out of the loss: use one of the two",
+        ),
+        (
+            f"{OWN} rollout.torch_compile=true",
+            "torch_compile=true compiles the steps that the policy",
+        ),
         (f"{OWN} rollout.vllm.weight_transfer=ipc rollout.steps_ahead=2", "use files, or one step"),
-        (f"{OWN} rollout.vllm.weight_transfer=ipc policy.lora.r=8", "no effect on adapters, which"),
-        (f"{OWN} policy.lora.use_dora=true", "policy.lora.use_dora: vLLM does not load such"),
+        (
+            f"{OWN} rollout.vllm.weight_transfer=ipc policy.lora.r=8",
+            "no effect on adapters, which are",
+        ),
+        (
+            f"{OWN} policy.lora.use_dora=true",
+            "policy.lora.use_dora: vLLM does not load such adapters",
+        ),
         (f"{OWN} policy.lora.r=8 policy.load_in=4bit", "the servers have the whole weights"),
-        (f"{OWN} objective.sampler_correction=none", "leaves the gradient biased.*sequence_mask"),
+        (
+            f"{OWN} objective.sampler_correction=none",
+            "none leaves the gradient biased.*sequence_mask",
+        ),
         (f"{OWN} objective.top_entropy_quantile=0.2", "which vLLM does not report"),
         (f"{OWN} rollout.vllm.urls=[{URL}]", "set either rollout.vllm.python"),
         (f"{VLLM} rollout.vllm.urls=[127.0.0.1:8000]", "must start with http"),

@@ -10,7 +10,10 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.errors import UserError
 
-SETTINGS, NO_RECIPE = load_settings("counting"), "recipe must be the name or the path of a recipe, "
+SETTINGS, NO_RECIPE = (
+    load_settings("counting"),
+    "recipe must be the name or the path of a recipe, not ",
+)
 NO_LIST = r'overrides must be a list: \["optim.lr=1e-5"\]'
 
 
@@ -96,7 +99,12 @@ def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
     [
         (["optim.max_steps=5"], {}, 5, "optim.max_steps=5"),
         ([], {"optim": {"max_steps": 5}}, 5, "optim.max_steps=5"),
-        (["optim.max_steps=5", "warm_start.steps=2"], {}, 3, "the 3 steps of optim.max_steps=5 af"),
+        (
+            ["optim.max_steps=5", "warm_start.steps=2"],
+            {},
+            3,
+            "the 3 steps of optim.max_steps=5 after those of warm_start",
+        ),
         (["optim.max_steps=30"], {}, 20, ""),
         ([], {}, 20, ""),
     ],

@@ -79,7 +79,7 @@ _ADDRESS = r"^https?://(localhost:8000|api\.openai\.com/v1)$"
 
 
 _LAUNCHER = r"accelerate launch .*-m vlm_grpo\.cli "
-"""What starts a command in each of several processes."""
+"""The launchers of a command in several processes."""
 QUICKSTART = "vlm-grpo train quickstart"
 COMMANDS: dict[Path, list[str]] = {}
 """By guide: its commands that run, without those of the guides before it."""

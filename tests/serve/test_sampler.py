@@ -201,7 +201,10 @@ def test_a_refused_prompt_names_the_example(start, prompts):
     ("plan", "message"),
     [
         ({"image_tokens": 1}, r"example [1357]: its images have .* in the vLLM server"),
-        ({"keeps_version": True}, "the last vLLM .* of no step of this run instead of step 0"),
+        (
+            {"keeps_version": True},
+            "the last vLLM .* weights of no step of this run instead of step 0",
+        ),
     ],
 )
 def test_a_server_of_another_size_of_images_or_other_weights(start, prompts, plan, message):

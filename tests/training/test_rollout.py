@@ -44,6 +44,12 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert sampler.budget.limit <= limit
 
 
+@pytest.mark.parametrize("choice", ["error", "skip"])
+def test_an_unreadable_example_is_replaced_only_if_bad_rows_are_skipped(settings, choice):
+    trainer = make_trainer(settings(data={"on_bad_row": choice}))
+    assert trainer.sampler.loader.skip_unreadable == (choice == "skip")
+
+
 def test_other_errors_of_sampling_are_raised(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     monkeypatch.setattr(sampler.policy, "sample", Mock(side_effect=RuntimeError("shapes differ")))

@@ -167,6 +167,14 @@ def test_the_best_checkpoint_is_kept(settings):
     assert (run.run_dir / "report.html").is_file()
 
 
+@pytest.mark.parametrize("keeps_best", [False, True])
+def test_a_step_with_the_best_value_is_saved_if_it_is_to_be_kept(settings, keeps_best):
+    held_out = {"data": {"eval": "embedded:ocr", "eval_limit": 2}}
+    trainer = make_trainer(settings(**held_out, checkpoint={"keep_best": keeps_best}))
+    trainer.evaluator.best, trainer.global_step = (1.0, 1), 1
+    assert trainer._checkpoint_due() == keeps_best  # noqa: SLF001
+
+
 def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
     """Before the first step there is nothing to save."""
     trainer, saved = make_trainer(settings()), []

@@ -26,6 +26,7 @@ from vlm_grpo.model.engine import activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.logprobs import TokenScores
+from vlm_grpo.training import memory_probe
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
 from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_slices
@@ -116,6 +117,18 @@ def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
     printed = capsys.readouterr().out
     assert printed.count(f"optim.max_tokens_per_batch={found} from now on") == 1
     assert "1.00 MiB per token measured, 0.01 planned" in printed
+
+
+def test_a_rank_without_micro_batches_takes_what_others_have_measured(
+    settings, monkeypatch, capsys
+):
+    trainer = make_trainer(settings())
+    monkeypatch.setattr(memory_probe, "gather_object", lambda own: [*own, 2048])
+    with GpuMemory(trainer.updater, 2**40, 2**20)():
+        probe: Any = trainer.updater.probe
+        probe.end(1024)
+        assert (probe.budget.tokens, probe.budget.is_found) == (2048, True)
+    assert "from now on: unknown MiB per token measured, unknown planned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

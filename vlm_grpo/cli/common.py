@@ -140,6 +140,12 @@ def find_checkpoint(given: str | None) -> Path | None:
     return found
 
 
+def find_weights(given: str) -> str | Path:
+    """Find a checkpoint or a model; a name that is no folder stays as given: ./path, owner/name."""
+    found = find_checkpoint(given)
+    return found if found is not None and found.is_dir() else given
+
+
 @contextmanager
 def exit_when_stopped(remains: str) -> Iterator[None]:
     """Turn a requested stop into one printed line, with what ``remains``, and its exit status."""

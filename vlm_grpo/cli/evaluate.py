@@ -194,8 +194,7 @@ def _evaluate_recipe(
     from vlm_grpo.model.resolve import resolve_recipe
 
     found = resolve_recipe(recipe, overrides)
-    is_run = checkpoint is None and found.checkpoint is not None
-    if is_run and (compare or endpoint is None):
+    if checkpoint is None and found.checkpoint and (compare or endpoint is None):
         checkpoint = recipe
     weights = find_checkpoint(checkpoint)
     if compare:

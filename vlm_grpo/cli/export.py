@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.cli.common import find_checkpoint
+from vlm_grpo.cli.common import find_weights
 
 
 def export(
@@ -50,6 +50,5 @@ def export(
     if adapter and dequantized:
         raise UserError("--adapter writes no base weights: leave out --dequantized")
     weights = "adapter" if adapter else "dequantized" if dequantized else "merged"
-    find_checkpoint(run)
-    folder = export.export(run, out, weights, dtype)
+    folder = export.export(find_weights(run), out, weights, dtype)
     typer.echo(f"model in {folder}\nupload it with hf upload OWNER/NAME {folder}")

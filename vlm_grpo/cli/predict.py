@@ -12,7 +12,7 @@ from vlm_grpo.cli.common import (
     ServedModelName,
     ServerUrl,
     build_endpoint,
-    find_checkpoint,
+    find_weights,
 )
 from vlm_grpo.errors import UserError
 
@@ -80,10 +80,9 @@ def predict(
     endpoint = build_endpoint(context.params, frame)
     from vlm_grpo.eval.predict import Predictor
 
-    predictor = Predictor(model, task, overrides or (), endpoint)
+    weights = find_weights(model) if endpoint is None else model
+    predictor = Predictor(weights, task, overrides or (), endpoint)
     prediction = predictor(images, question, row_answer)
-    if endpoint is None:
-        find_checkpoint(model)
     completion = prediction.completion
     for turn in completion.turns[:-1]:
         read = "" if turn.observed is None else turn.observed.text

@@ -1,4 +1,4 @@
-"""What settings need of each other: the rows of ``combinations.yaml``."""
+"""Combinations of settings that are refused or noted: the rows of ``combinations.yaml``."""
 
 import ast
 import operator

@@ -37,7 +37,7 @@ def resolve_model(name: str, overrides: Overrides = (), is_served: bool = False)
     ``name`` is ``embedded``, a hub name, the folder of a model, the folder of a run or its name in
     ``runs``, or the folder of a checkpoint. ``RUN@step`` is the run's checkpoint of that step,
     ``RUN@best`` the best one by the held-out primary metric, ``RUN`` and ``RUN@last`` the newest.
-    ``none`` is a server's model (``is_served``) of which nothing is known.
+    ``none``, with ``is_served``, is a server's model about which nothing is known.
     """
     if is_served and name == UNKNOWN:
         return ResolvedModel(_build_default_settings(UNKNOWN, overrides))

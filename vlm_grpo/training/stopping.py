@@ -16,13 +16,13 @@ TIME_LIMIT_STATUS = 75  # exit status after the time limit: EX_TEMPFAIL of sysex
 
 
 class StepInterrupted(Exception):
-    """An interruption of a step by a request to stop."""
+    """A request to stop has interrupted the step."""
 
 
 class StopRequest:
     """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
 
-    It ends the sampling of a step at once; work in ``finishing`` ends before the run does.
+    It interrupts the sampling of a step at once, and waits for the work inside ``finishing``.
     As a context manager it handles the signals; a second signal, other than SIGHUP, raises
     ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
     main thread only the time limit applies, ``max_hours`` from now.

@@ -41,7 +41,10 @@ def test_a_page_written_for_tests_passes_them(test):
         ({"type": "absent", "text": "a", "max_diffs": -1}, "max_diffs of a test must be an int"),
         ({"type": "present", "text": "**ab**", "max_diffs": 2}, "at most 1 for text of 2 char"),
         ({"type": "absent", "text": "ab", "max_diffs": 3}, "type absent may be at most 1"),
-        (TESTS[2] | {"before": "abcde", "max_diffs": 3}, "order may be at most 2 for before of 5"),
+        (
+            TESTS[2] | {"before": "abcde", "max_diffs": 3},
+            "order may be at most 2 for before of 5 ch",
+        ),
         ({"type": "present", "text": "a", "first_n": True}, "first_n of a test"),
     ],
 )

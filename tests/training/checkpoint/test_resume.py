@@ -1,4 +1,4 @@
-"""What a run must share with the checkpoint that it resumes from."""
+"""A run is checked against the checkpoint that it resumes from."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The choice of the checkpoint to resume from, and what a run must share with it."""
+"""Choosing the checkpoint to resume from, and checking that the run fits it."""
 
 import hashlib
 import json
@@ -172,8 +172,8 @@ def _digest(example: Example) -> bytes:
 def check_same_data(
     saved: Tensor, source: str, examples: Sequence[Example], settings: Settings, checkpoint: str
 ) -> None:
-    """Check that the training examples equal those of a checkpoint, of which ``saved`` has the
-    digests and ``source`` is ``data.train``.
+    """Refuse training examples that differ from the checkpoint's: ``saved`` has the digests of
+    those, ``source`` their ``data.train``.
 
     The order of the examples depends on their number: with other examples, a resumed run would
     neither repeat nor complete its epoch."""
