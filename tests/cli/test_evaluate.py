@@ -3,17 +3,18 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import fails, run, write_jsonl
 
-from vlm_grpo import cli
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.eval import benchmark, evaluate
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 
 ROWS = ["--data", "embedded:counting"]
+SERVER = ["--server", "http://127.0.0.1:1"]
 
 
 @pytest.fixture
@@ -27,17 +28,23 @@ def benchmark_calls(monkeypatch):
 def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda *given: calls.append(given) or 1 / 0)
+    scored = SimpleNamespace(lines=[], metrics={}, path="", describe_differences=str)
+    monkeypatch.setattr(evaluate, "evaluate", lambda *given: calls.append(given) or scored)
     newest = Path("runs/mine/checkpoints/step-10")
     load_settings("counting", ["seed=7"]).save(Path("runs/mine/config.yaml"))
     for folder in (newest, newest.with_name("step-2")):
         load_settings("counting", ["seed=7"]).save(folder / "config.yaml")
         (folder / "config.json").write_text("{}")
     for name in ("mine", "runs/mine", "mine@10", str(newest)):
-        with pytest.raises(ZeroDivisionError):
-            cli.main(["evaluate", name, "data.eval_limit=9"])
-    found = {(settings.seed, settings.data.eval_limit, folder) for settings, folder, _ in calls}
-    assert found == {(7, 9, newest)}
+        run(capsys, "evaluate", name, "data.eval_limit=9")
+    found = [(settings.seed, settings.data.eval_limit, folder) for settings, folder, _ in calls]
+    assert found == [(7, 9, newest)] * 4
+    calls.clear()
+    run(capsys, "evaluate", "mine", "--checkpoint", "mine@2")
+    run(capsys, "evaluate", "mine", *SERVER)
+    run(capsys, "evaluate", "mine", *SERVER, "--compare", "model=embedded")
+    # Of --compare, the server is asked first; then the weights here, which are the run's.
+    assert [folder for _, folder, _ in calls] == [newest.with_name("step-2"), None, None, newest]
 
 
 def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
@@ -60,9 +67,6 @@ def test_a_benchmark_takes_model_and_prompt_settings_from_the_checkpoint(
     assert (settings.model, settings.task_options) == ("a/model", {"tags": True, "thinking": False})
     assert (settings.policy.max_pixels, settings.policy.dtype) == (5000, "float32")
     assert (settings.name, settings.data.eval) == ("benchmark-tallyqa", "embedded:counting")
-
-
-SERVER = ["--server", "http://127.0.0.1:1"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from commands import fails, run
 from judge_server import Reply
 from PIL import Image
 
+from vlm_grpo.cli.common import find_weights
 from vlm_grpo.data_scripts import make_shapes
 
 (EXAMPLE,) = make_shapes.draw_examples("grounding", 1)
@@ -36,6 +37,7 @@ def test_commands_print_which_checkpoint_a_run_means(finished, succeed):
     assert newest in succeed("predict", name, *given)
     assert "step-2\n" in succeed("predict", f"{name}@2", *given)
     assert "checkpoint" not in succeed("predict", f"{name}/checkpoints/step-2", *given)
+    assert find_weights(name) == finished / "checkpoints/step-3"  # loaded is what was printed
 
 
 def test_an_existing_picture_is_not_overwritten(capsys):
