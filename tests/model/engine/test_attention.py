@@ -85,9 +85,17 @@ def compare(
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)]
 )
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_packed_attention_equals_its_definition(dtype, bound, on_cpu, monkeypatch):
+@pytest.mark.parametrize(
+    ("on_cpu", "has_tiles"),
+    [
+        pytest.param(True, True, id="CPU with matrix tiles"),
+        pytest.param(True, False, id="CPU without them"),
+        pytest.param(False, False, id="mask"),
+    ],
+)
+def test_packed_attention_equals_its_definition(dtype, bound, on_cpu, has_tiles, monkeypatch):
     monkeypatch.setattr(kernels, "is_cpu", lambda query: on_cpu)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_tiles})
     compare(build_tensors(dtype), bound)
 
 
