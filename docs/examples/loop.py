@@ -16,7 +16,7 @@ from vlm_grpo import load_policy, load_settings, load_task
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.eval.evaluate import evaluate_model
-from vlm_grpo.eval.generate import LocalModel
+from vlm_grpo.eval.models import LocalModel
 from vlm_grpo.model.engine.batch import MicroBatch, pack
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.task.scorer import RewardScorer

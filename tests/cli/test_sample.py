@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from commands import run
 
-from vlm_grpo.eval.generate import PredictionLog
+from vlm_grpo.eval.prediction_log import PredictionLog
 
 
 def test_both_files_are_of_the_same_samples(tmp_path, monkeypatch, succeed, capsys):

@@ -14,9 +14,9 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval import benchmark as reports
-from vlm_grpo.eval import generate
+from vlm_grpo.eval import models
 from vlm_grpo.eval.benchmark import Report, compare, evaluate_benchmark, format_report
-from vlm_grpo.eval.generate import PredictionLog
+from vlm_grpo.eval.prediction_log import PredictionLog
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Completion, Example
@@ -154,7 +154,7 @@ def benchmark(tmp_path: Path) -> str:
 
 
 def test_a_stopped_evaluation_resumes_with_the_same_result(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
+    monkeypatch.setattr(models, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
     whole, stopped = (make_settings(tmp_path, name) for name in ("whole", "stopped"))
     (expected,) = evaluate_benchmark(benchmark, whole)
     append = PredictionLog.append

@@ -13,9 +13,11 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval import generate
-from vlm_grpo.eval.generate import LocalModel, PredictionLog, generate_all, split_into_chunks
+from vlm_grpo.eval import models
+from vlm_grpo.eval.generate import generate_all
+from vlm_grpo.eval.models import LocalModel, split_into_chunks
 from vlm_grpo.eval.outputs import read_outputs
+from vlm_grpo.eval.prediction_log import PredictionLog, open_log
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_task
@@ -81,7 +83,7 @@ def test_outputs_do_not_depend_on_the_batch_size(policy):
 
 
 def test_several_samples_begin_with_the_only_one_and_resume(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr(models, "CHUNK_EXAMPLES", 2)
     once = generate_counts(policy, 6, "evaluation.temperature=2")[1]
     given = (policy, 6, "evaluation.temperature=2", "evaluation.samples=4")
     examples, texts = generate_counts(*given)
@@ -131,7 +133,7 @@ def test_a_request_has_the_prompts_in_full(tmp_path):
     def open_one(example: Example, *overrides: str) -> PredictionLog:
         settings = load_settings("counting", overrides)
         model: Any = SimpleNamespace(settings=settings, served_name=None)
-        return generate.open_log(tmp_path, model, None, task, [example])
+        return open_log(tmp_path, model, None, task, [example])
 
     open_one(EXAMPLES[0])
     open_one(EXAMPLES[0], "evaluation.every=5")  # does not change the outputs

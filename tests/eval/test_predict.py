@@ -18,7 +18,7 @@ from vlm_grpo.data.images import Clip
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate_model
-from vlm_grpo.eval.generate import LocalModel
+from vlm_grpo.eval.models import LocalModel
 from vlm_grpo.eval.predict import Prediction, Predictor, predict
 from vlm_grpo.eval.scored import Row
 from vlm_grpo.media.videos import decode_frames

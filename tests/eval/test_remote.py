@@ -16,10 +16,10 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval import generate
+from vlm_grpo.eval import remote
 from vlm_grpo.eval.benchmark import evaluate_benchmark
 from vlm_grpo.eval.evaluate import evaluate
-from vlm_grpo.eval.generate import load_evaluated_model
+from vlm_grpo.eval.models import load_evaluated_model
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
@@ -321,6 +321,6 @@ def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):
         evaluate(settings, tmp_path, address)
     with pytest.raises(UserError, match="a server has its own weights"):
         evaluate_benchmark("tallyqa", settings, tmp_path, server=address)
-    monkeypatch.setattr(generate, "initialize_distributed", lambda: two)
+    monkeypatch.setattr(remote, "initialize_distributed", lambda: two)
     with pytest.raises(UserError, match="--server needs one process"):
         load_evaluated_model(settings, None, address)

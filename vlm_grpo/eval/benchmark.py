@@ -14,8 +14,10 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer, load_split
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.generate import check_weights, generate_runs, load_evaluated_model, open_log
+from vlm_grpo.eval.generate import generate_runs
+from vlm_grpo.eval.models import check_weights, load_evaluated_model
 from vlm_grpo.eval.outputs import read_outputs
+from vlm_grpo.eval.prediction_log import open_log
 from vlm_grpo.eval.scored import WITHOUT_TOOLS, Scored, compare_tools, has_answer, summarize
 from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.serve.chat import Endpoint

@@ -19,17 +19,16 @@ from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.generate import (
+from vlm_grpo.eval.generate import generate_runs
+from vlm_grpo.eval.models import (
     EvaluatedModel,
     LocalModel,
-    PredictionLog,
     check_weights,
-    generate_runs,
     load_evaluated_model,
     name_outputs,
-    open_log,
 )
 from vlm_grpo.eval.outputs import read_outputs
+from vlm_grpo.eval.prediction_log import PredictionLog, open_log
 from vlm_grpo.eval.scored import Scored, compare_tools, summarize
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.resolve import find_checkpoint

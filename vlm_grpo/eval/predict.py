@@ -15,7 +15,7 @@ from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.loading import Mixed, load_run_task
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.generate import EvaluatedModel, load_evaluated_model
+from vlm_grpo.eval.models import EvaluatedModel, load_evaluated_model
 from vlm_grpo.model.episodes import begin_episodes
 from vlm_grpo.model.resolve import NO_TASK, resolve_model
 from vlm_grpo.serve.chat import Endpoint

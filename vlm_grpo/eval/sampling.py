@@ -14,13 +14,9 @@ from vlm_grpo.data.loading import build_scorer, load_data, load_run_task
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import score_all
-from vlm_grpo.eval.generate import (
-    check_weights,
-    generate_all,
-    load_evaluated_model,
-    name_outputs,
-    open_log,
-)
+from vlm_grpo.eval.generate import generate_all
+from vlm_grpo.eval.models import check_weights, load_evaluated_model, name_outputs
+from vlm_grpo.eval.prediction_log import open_log
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
