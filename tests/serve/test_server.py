@@ -1,4 +1,4 @@
-"""A vLLM server: its HTTP interface, its process and the one that guards it, and its memory."""
+"""A vLLM server: its HTTP interface, its process, the watch over the parent, and its memory."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from processes import is_alive, is_listening, wait_for
 from transfer_server import run_transfer_server
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.serve import guard
+from vlm_grpo.serve import parent_watch
 from vlm_grpo.serve.server import Server, ServerProcess, WeightLabel
 
 
@@ -103,13 +103,15 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
 
 
 @pytest.fixture
-def guard_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The guard, which gives servers 0.3 s to end by themselves."""
-    program = tmp_path / "guard.py"
-    text = Path(guard.__file__).read_text().replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3")
+def watch_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The watch, which gives servers 0.3 s to end by themselves."""
+    program = tmp_path / "parent_watch.py"
+    text = (
+        Path(parent_watch.__file__).read_text().replace("STOP_SECONDS = 10.0", "STOP_SECONDS = 0.3")
+    )
     assert "STOP_SECONDS = 0.3" in text
     program.write_text(text)
-    monkeypatch.setattr(guard, "__file__", str(program))
+    monkeypatch.setattr(parent_watch, "__file__", str(program))
     return program
 
 
@@ -125,7 +127,7 @@ def find_pids(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-@pytest.mark.usefixtures("guard_program")
+@pytest.mark.usefixtures("watch_program")
 def test_a_server_is_stopped_with_its_children(tmp_path, model_folder, stubborn):
     process, port = build(tmp_path, model_folder, has_child=True, ignores_sigterm=stubborn)
     assert not process.is_running
@@ -197,19 +199,19 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):
         starter.wait()
 
 
-# The guard.
+# The watch over the parent.
 
 TREE = "sleep 1000 & echo $! > child; echo $$ > parent;"
 """A command with a child; both write their numbers."""
 
 
 @pytest.fixture
-def start(tmp_path: Path, guard_program: Path) -> Iterator[Any]:
-    """Return a function that runs a shell command under the guard."""
+def start(tmp_path: Path, watch_program: Path) -> Iterator[Any]:
+    """Return a function that runs a shell command under the watch."""
     started = []
 
     def run(command: str) -> subprocess.Popen[bytes]:
-        arguments = [sys.executable, "-IS", str(guard_program), "sh", "-c", command]
+        arguments = [sys.executable, "-IS", str(watch_program), "sh", "-c", command]
         started.append(subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=tmp_path))
         return started[-1]
 

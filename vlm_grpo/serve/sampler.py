@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from vlm_grpo.serve.launch import (
     build_program,
     choose_sleep_level,
 )
+from vlm_grpo.serve.recovery import Recovery
 from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
 from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel
 from vlm_grpo.serve.weights import (
@@ -72,10 +73,12 @@ class VllmSampler:
         run = hashlib.sha256(str(settings.run_dir.absolute()).encode()).hexdigest()[:12]
         self.label = WeightLabel("weights" if self.policy.adapters is None else "adapters", run)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._closed = threading.Event()
         self._last: Future[list[Completions]] | None = None
         with fail_together(self.ranks):
             self.servers = self._start_servers()
+        shared = self.servers, self.vllm, self.label, self._closed
+        self.recovery = Recovery(*shared, self.ranks.print)
         self.ready: Future[None] = Future()
         threading.Thread(target=self._work, daemon=True, name="vllm").start()
         if self.policy.device.type == "cuda" and self.vllm.python is not None:
@@ -127,7 +130,7 @@ class VllmSampler:
     def rest(self) -> None:
         """Free memory that the update needs, until the next ``publish``; all ranks call it."""
         for server in self.servers:
-            self._try(server, server.rest)
+            self.recovery.attempt(server, server.rest)
 
     def start(
         self,
@@ -156,7 +159,7 @@ class VllmSampler:
     def _work(self) -> None:
         try:
             for server in self.servers:
-                self._wait_until_ready(server)
+                self.recovery.wait_until_ready(server)
             self.ready.set_result(None)
         except BaseException as error:  # the one that waits must not hang
             self.ready.set_exception(error)
@@ -174,8 +177,7 @@ class VllmSampler:
             for server in list(self.servers):
                 self._prepare(server, job.version)
             self._share(job, found)
-        for server in self.servers:
-            server.failures = 0
+        self.recovery.end_rollout()
         return [found[index] for index in range(len(job.prompts))]
 
     def _share(self, job: _Job, found: dict[int, Completions]) -> None:
@@ -195,7 +197,7 @@ class VllmSampler:
                 try:
                     found[index] = self._ask(server, job, index)
                 except ServiceError as error:
-                    self._note_failure(server, error)
+                    self.recovery.note(server, error)
                 except BaseException as error:
                     errors.append(error)
 
@@ -211,8 +213,7 @@ class VllmSampler:
             thread.join()
         if errors:
             raise errors[0]
-        if self._closed.is_set():
-            raise UserError("the run was stopped while its completions were sampled")
+        self.recovery.check_open()
 
     def _ask(self, server: Server, job: _Job, index: int) -> Completions:
         """Return the completions of one prompt; a ``UserError`` would recur with any server."""
@@ -246,7 +247,7 @@ class VllmSampler:
         """Give a server the weights of a version; one that fails is restarted, or dropped."""
         while server.version != version and server in self.servers:
             if server.problem:
-                self._recover(server)
+                self.recovery.recover(server)
                 continue
             try:
                 if self._loads_weights:
@@ -257,34 +258,27 @@ class VllmSampler:
                     self._wait_for_version(server, version)
                     server.version = version
             except ServiceError as error:
-                self._note_failure(server, error)
+                self.recovery.note(server, error)
 
     def _load_together(self, transfer: DirectTransfer, version: int) -> None:
         """Give all servers the weights of a version, from the main thread of all ranks."""
         while True:
             opened: list[Server] = []
+            attempt = self.recovery.attempt
             with fail_together(self.ranks):
                 for server in [s for s in self.servers if s.problem and self._loads_weights]:
-                    self._recover(server)
+                    self.recovery.recover(server)
                 behind = [server for server in self.servers if server.version != version]
                 if self._loads_weights:
-                    opened = [server for server in behind if self._try(server, server.open)]
+                    opened = [server for server in behind if attempt(server, server.open)]
             if not any_rank(self.ranks, bool(behind) and self._loads_weights):
                 return
             failures = transfer.send(opened)
             for server in opened:
                 if (error := failures.get(server.url)) is not None:
-                    self._note_failure(server, error)
+                    self.recovery.note(server, error)
                 else:
-                    self._try(server, partial(server.resume, version, self.label.write(version)))
-
-    def _try(self, server: Server, request: Callable[[], None]) -> bool:
-        """Make a request, note its failure, and return whether it was answered."""
-        try:
-            request()
-        except ServiceError as error:
-            self._note_failure(server, error)
-        return not server.problem
+                    attempt(server, partial(server.resume, version, self.label.write(version)))
 
     def _wait_for_version(self, server: Server, version: int) -> None:
         for _ in range(int(self.vllm.request_timeout / POLL_SECONDS)):
@@ -292,55 +286,3 @@ class VllmSampler:
                 return
             time.sleep(POLL_SECONDS)
         raise ServiceError(f"{server.url} was not given the weights of step {version}")
-
-    def _note_failure(self, server: Server, error: ServiceError) -> None:
-        with self._lock:
-            if server.problem or self._closed.is_set():
-                return
-            server.note(str(error))
-        if server.process is not None:
-            server.process.stop()  # ends the other requests, which may hang
-
-    def _recover(self, server: Server) -> None:
-        """Restart a server, ask one of others again, or drop it if it is gone."""
-        if self._closed.is_set():
-            raise UserError("the run was stopped while its completions were sampled")
-        problem, server.problem = server.problem, ""
-        server.failures += 1
-        limit = self.vllm.max_restarts
-        if server.process is not None:
-            if server.failures > limit:
-                raise UserError(
-                    f"the vLLM server failed {server.failures} times in one rollout "
-                    f"(rollout.vllm.max_restarts={limit}): {problem}; resume=true continues once "
-                    f"the cause is gone; {server.process.describe_log()}"
-                )
-            logger.warning(
-                "the vLLM server failed (%s) and is restarted (%d of %d); its log is %s",
-                *(problem, server.failures, limit, server.process.log),
-            )
-            server.process.start()
-            self._wait_until_ready(server)
-        elif server.failures > limit or not server.is_ready():
-            self.servers.remove(server)
-            if not self.servers:
-                raise UserError(
-                    f"the last vLLM server failed: {problem}; start the servers of "
-                    "rollout.vllm.urls again, and continue with resume=true"
-                )
-            logger.warning(
-                "the vLLM server %s failed (%s) and gets no more requests; %d are left",
-                *(server.url, problem, len(self.servers)),
-            )
-        else:
-            logger.warning(
-                "the vLLM server %s failed (%s) and is asked again (%d of %d)",
-                *(server.url, problem, server.failures, limit),
-            )
-
-    def _wait_until_ready(self, server: Server) -> None:
-        server.wait_until_ready(self.vllm.startup_timeout, self._closed, self.ranks.print)
-        try:
-            self.label.check(server.get_name())
-        except UserError as error:
-            raise UserError(f"{server.url}: {error}") from error

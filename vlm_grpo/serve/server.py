@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.serve import guard
+from vlm_grpo.serve import parent_watch
 from vlm_grpo.utils.http_json import ServiceError, get_json, post_command, post_json
 
 SERVED_NAME = "policy"  # of the model on servers for rollouts
@@ -80,7 +80,7 @@ class ServerProcess:
                 log.write(f"$ {' '.join(self.command)}\n".encode())
                 log.flush()
                 self._process = subprocess.Popen(
-                    [sys.executable, guard.__file__, *self.command],
+                    [sys.executable, parent_watch.__file__, *self.command],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -105,7 +105,7 @@ class ServerProcess:
                 return
             process.stdin.close()
             try:
-                process.wait(guard.STOP_SECONDS + 5)
+                process.wait(parent_watch.STOP_SECONDS + 5)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

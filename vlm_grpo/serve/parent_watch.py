@@ -1,6 +1,6 @@
 """Run a command until it ends, or until the process that started this one does.
 
-    python guard.py COMMAND…
+    python parent_watch.py COMMAND…
 
 The standard input is a pipe that only the starting process holds open: however that process ends,
 the pipe closes, and the command and all processes that it started are stopped. Only the standard
