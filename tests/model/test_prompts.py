@@ -1,5 +1,6 @@
 """Prompts: control tokens, unusable images, and every way in which a prompt cannot be built."""
 
+import copy
 import re
 from dataclasses import replace
 
@@ -89,6 +90,15 @@ def test_a_prompt_that_the_processor_refuses_is_one_message():
 )
 def test_other_text_is_not_a_control_token(prompts, text):
     assert prompts.write(ask(text), TASK) == (Turn("user", f"<image>{text}"),)
+
+
+def test_a_control_token_is_removed_whole_though_another_begins_it():
+    model, processor = tiny_model("qwen2_5_vl")
+    processor = copy.deepcopy(processor)
+    tokens = [f"<|im_end|>{'!' * count}" for count in range(1, 9)]
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    builder = make_builder(model, processor)
+    assert [builder.remove_control_tokens(f"a{token}b") for token in tokens] == ["ab"] * 8
 
 
 def test_the_tokens_of_answers_may_be_in_a_prompt(prompts):

@@ -27,7 +27,10 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     expected = sampler.sample(0)
     assert expected.resampled == 0  # without dynamic sampling
 
+    budgets = []
+
     def sample_within_limit(*args: Any) -> Any:
+        budgets.append(args[4])
         if (args[4] or sys.maxsize) > limit:
             raise torch.OutOfMemoryError("out of memory")
         return sample(*args)
@@ -37,6 +40,11 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     if limit == 1:
         with pytest.raises(UserError, match="num_generations"):
             sampler.sample(0)
+        # The longest prompt with all its completions, which are sampled together.
+        prompts = [group.prompt.token_ids for group in expected.groups]
+        rollout = sampler.settings.rollout
+        least = max(map(len, prompts)) + rollout.num_generations * rollout.max_completion_length
+        assert budgets[-1] == least < budgets[-2]
         return
     found = [group.completions for group in sampler.sample(0).groups]
     for group, own in zip(expected.groups, found, strict=True):

@@ -10,12 +10,13 @@ from tiny_models import FAMILIES as QWEN
 from tiny_models import make_prompt, noise_example, sample_groups, tiny_policy, tiny_tokenizer
 from transformers import CONFIG_MAPPING, Cache, InternVLConfig
 
-from vlm_grpo.model.families.family import Family
+from vlm_grpo.model.families.family import Family, PixelBudget
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.parsing import parse_boxes
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import VideoRef
 
 INTERNVL = [f"<{mark}{name}>" for name in ("ref", "box", "quad", "img") for mark in ("", "/")]
 PALIGEMMA = [f"<loc{number:04d}>" for number in range(1024)] + ["<seg000>", "<image>"]
@@ -135,6 +136,12 @@ def test_images_are_resized_with_the_filter_of_the_processor(monkeypatch):
     [(image, _)] = builder.load_images(builder.with_resized_sizes(example))
     assert image.size != (500, 300)
     assert image.tobytes() == example.images[0].load().resize(image.size, nearest).tobytes()
+
+
+@pytest.mark.parametrize(("frames", "most"), [(2, 1000), (10, 300), (40, 100)])
+def test_the_frames_of_a_clip_share_its_pixels_down_to_the_minimum(frames, most):
+    clip = VideoRef("clip.mp4", (640, 480), (640, 480), times=(0.0,) * frames)
+    assert PixelBudget(100, 1000, 3000).share(clip) == PixelBudget(100, most, 3000)
 
 
 @pytest.mark.parametrize("family", QWEN)
