@@ -9,7 +9,7 @@ import pytest
 from commands import fails, run, write_jsonl
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.eval import benchmark, evaluate
+from vlm_grpo.eval import benchmark, evaluate, remote
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
 
@@ -28,7 +28,8 @@ def benchmark_calls(monkeypatch):
 def test_a_run_is_evaluated_under_the_names_of_the_other_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    scored = SimpleNamespace(lines=[], metrics={}, path="", describe_differences=str)
+    scored = SimpleNamespace(lines=[], metrics={}, path="")
+    monkeypatch.setattr(remote, "describe_differences", lambda local, served: "")
     monkeypatch.setattr(evaluate, "evaluate", lambda *given: calls.append(given) or scored)
     newest = Path("runs/mine/checkpoints/step-10")
     load_settings("counting", ["seed=7"]).save(Path("runs/mine/config.yaml"))

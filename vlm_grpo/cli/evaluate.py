@@ -143,6 +143,7 @@ def evaluate(
             given = values if endpoint is None or compare else [_NO_MODEL, *values]
             settings = _benchmark_settings(recipe, data, folder, given)
             from vlm_grpo.eval.benchmark import evaluate_benchmark
+            from vlm_grpo.eval.remote import describe_differences
 
             if not compare:
                 evaluate_benchmark(recipe, settings, folder, endpoint)
@@ -151,7 +152,7 @@ def evaluate(
             own = settings.model_copy(update={"name": f"{settings.name}-server"})
             served = evaluate_benchmark(recipe, own, None, endpoint)[-1].scored
             local = evaluate_benchmark(recipe, settings, folder)[-1].scored
-            typer.echo(f"\n{local.describe_differences(served)}")
+            typer.echo(f"\n{describe_differences(local, served)}")
         elif is_task:
             from vlm_grpo.config.data import DataSettings
 
@@ -191,6 +192,7 @@ def _evaluate_recipe(
 ) -> None:
     from vlm_grpo.dist.launch import initialize_distributed
     from vlm_grpo.eval import evaluate
+    from vlm_grpo.eval.remote import describe_differences
     from vlm_grpo.model.resolve import resolve_recipe
 
     found = resolve_recipe(recipe, overrides)
@@ -206,7 +208,7 @@ def _evaluate_recipe(
             _print_metrics(tables[-1])
             typer.echo(f"\npredictions in {tables[-1].path}")
     if compare:
-        typer.echo(f"\n{tables[1].describe_differences(tables[0])}")
+        typer.echo(f"\n{describe_differences(tables[1], tables[0])}")
 
 
 def _check_comparable(settings: Settings) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.media.images import decode_image, encode_png, read_size
-from vlm_grpo.media.videos import read_shape
+from vlm_grpo.media.videos import choose_times, read_shape
 from vlm_grpo.types import ImageRef, VideoRef
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -26,7 +26,6 @@ VIDEO_SUFFIXES = (
     *(".asf", ".wmv"),
 )
 """Suffixes by which files and columns of clips are recognized."""
-_MIN_FRAMES = 4  # Frames of a short video file, as in qwen-vl-utils
 _MAX_CACHED = 10_000
 """Number of images and clips whose headers are kept for other rows of the same ones."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
@@ -195,19 +194,9 @@ class MediaReader:
         self._check_pixels(size, name)
         seconds, limits = total / fps, self.video
         self._check_length(seconds, name)
-        options = {
-            "fps": min(limits.fps, fps),
-            "min_frames": min(_MIN_FRAMES, limits.max_frames),
-            "max_frames": limits.max_frames,
-        }
         if total < 2:
             raise ValueError(f"video {name} has one frame: give it as an image")
-        # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
-        from qwen_vl_utils.vision_process import smart_nframes
-
-        count = smart_nframes(options, total, fps)
-        chosen = np.linspace(0, total - 1, count).round()
-        times = tuple(float(frame) / fps for frame in chosen)
+        times = choose_times(total, fps, limits.fps, limits.max_frames)
         return VideoRef(name, size, size, path, data, times=times, seconds=seconds)
 
     def _read_frames(self, given: Mapping[str, Any], name: str) -> VideoRef:

@@ -14,6 +14,7 @@ from vlm_grpo.config.prompt import THINKING_SWITCHES
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError, list_bad_rows
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.episodes import Begun
 from vlm_grpo.model.families.family import PixelBudget
 from vlm_grpo.model.loading import load_prompt_builder
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 # as are asked at once. Those that a server is too dead to answer, by ``_DEAD``, suffice in pairs.
 FAILURES_IN_A_ROW = 8
 _DEAD = (None, 502, 503, 504)  # no response, or that of a proxy
+_MAX_DIFFERENT = 20  # outputs that are printed
 _CHECKED_PROMPTS = 16  # whose length is compared with the server's count
 _REFUSED = (400, 413, 422)  # status codes with which servers refuse one prompt, such as a long one
 # Fields of vLLM and SGLang that leave a stop string in the text, as a policy does.
@@ -251,3 +253,23 @@ def _describe_failures(
     if len(examples) > 1:
         text += "\nall other outputs are saved: the same command asks for these"
     return text
+
+
+def describe_differences(local: Scored, served: Scored) -> str:
+    """Return how many outputs of a server differ from a policy's of the same examples, how many of
+    them have another reward or metric, and the first ones, around the first difference."""
+    lines, rescored = list[str](), 0
+    for row, other in zip(local.rows, served.rows, strict=True):
+        pair = row, other
+        texts = ["".join(t.text for t in r.get("turns", ())) or r["output"] for r in pair]
+        if texts[0] != texts[1]:
+            here, there = ({**r["rewards"], **r["metrics"]} for r in pair)
+            rescored += here != there
+            letters = enumerate(zip(*texts, strict=False))
+            same = next((i for i, (a, b) in letters if a != b), min(map(len, texts)))
+            title = f"  {row['id']}: equal up to character {same}"
+            title += ", another score" * (here != there)
+            here, there = (repr(text[max(0, same - 30) : same + 50]) for text in texts)
+            lines.append(f"{title}\n    here    {here}\n    server  {there}")
+    share = f"{len(lines)} of {local.n} outputs differ ({len(lines) / local.n:.1%})"
+    return "\n".join([f"{share}, {rescored} with another score", *lines[:_MAX_DIFFERENT]])

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 WITHOUT_TOOLS = "_without_tools"  # ends the name of a primary metric of the model without tools
 _SHARES = ("gain", "harm", "prompt", "called", "errors", "cut")
-_MAX_DIFFERENT = 20  # outputs that are printed
 _DEFECTS = ("tools/harm", "tools/errors", "tools/cut")
 
 
@@ -165,25 +164,6 @@ class Scored:
         if other is None:
             return True
         return self.value < other if self.lower_is_better else self.value > other
-
-    def describe_differences(self, served: Scored) -> str:
-        """Return how many outputs of a server differ from these, of the same examples, how many of
-        these have another reward or metric, and the first ones, around the first difference."""
-        lines, rescored = list[str](), 0
-        for row, other in zip(self.rows, served.rows, strict=True):
-            pair = row, other
-            texts = ["".join(t.text for t in r.get("turns", ())) or r["output"] for r in pair]
-            if texts[0] != texts[1]:
-                here, there = ({**r["rewards"], **r["metrics"]} for r in pair)
-                rescored += here != there
-                letters = enumerate(zip(*texts, strict=False))
-                same = next((i for i, (a, b) in letters if a != b), min(map(len, texts)))
-                title = f"  {row['id']}: equal up to character {same}"
-                title += ", another score" * (here != there)
-                here, there = (repr(text[max(0, same - 30) : same + 50]) for text in texts)
-                lines.append(f"{title}\n    here    {here}\n    server  {there}")
-        share = f"{len(lines)} of {self.n} outputs differ ({len(lines) / self.n:.1%})"
-        return "\n".join([f"{share}, {rescored} with another score", *lines[:_MAX_DIFFERENT]])
 
     def __str__(self) -> str:
         return self.describe(self.primary_metric)

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 from PIL import Image
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,asf"
@@ -17,6 +18,7 @@ _STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
 _INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
 """FFmpeg's names of formats with an index of their key frames."""
 _FAR = 1.0  # Seconds between frames from which on the index is used
+_MIN_FRAMES = 4  # Frames of a short video file, as in qwen-vl-utils
 _SHORT = 1.0  # Seconds by which a stream may be shorter than its header says
 
 
@@ -36,6 +38,24 @@ def read_shape(source: Path | BinaryIO) -> tuple[tuple[int, int], float, int]:
         if not (fps > 0 and count > 0 and min(size) > 0):
             raise ValueError("its header gives no frame rate, length or size: encode it again")
         return size, fps, count
+
+
+def choose_times(total: int, fps: float, most_fps: float, most: int) -> tuple[float, ...]:
+    """Return the times, in seconds from the first, of the frames that are taken from a video.
+
+    They are even in number and at equal distances, ``most_fps`` per second, and at most ``most``.
+
+    Args:
+        total: number of the video's frames, at least 2.
+        fps: its frames per second.
+    """
+    # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
+    from qwen_vl_utils.vision_process import smart_nframes
+
+    least = min(_MIN_FRAMES, most)
+    options = {"fps": min(most_fps, fps), "min_frames": least, "max_frames": most}
+    chosen = np.linspace(0, total - 1, smart_nframes(options, total, fps)).round()
+    return tuple(float(frame) / fps for frame in chosen)
 
 
 def decode_frames(

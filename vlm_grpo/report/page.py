@@ -29,7 +29,7 @@ from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
-SCRIPTS = ("base.js", "scales.js", "charts.js", "gallery.js", "comparison.js")
+SCRIPTS = ("base.js", "colors.js", "scales.js", "charts.js", "gallery.js", "comparison.js")
 MAX_CARDS = 3  # most runs that have a card each; more are rows of a table
 MAX_COLUMNS = 4  # most differing settings in that table
 TILES = {
