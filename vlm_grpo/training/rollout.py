@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -27,11 +27,7 @@ from vlm_grpo.dist.collectives import (
 )
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.sampling import (
-    SamplingDistribution,
-    SamplingSettings,
-    build_sampling_settings,
-)
+from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.model.episodes import Seeds, sample_episodes, sample_next_turns
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.sampler import VllmSampler
@@ -58,6 +54,8 @@ BACKWARD_COST = 2
 """Cost of a backward pass in forward passes."""
 
 Completions = list[tuple[Completion, ...]]
+SamplingArguments = tuple[list[Prompt], SamplingSettings, list[range], list[tuple[int, int]]]
+"""The first arguments of ``Policy.sample``."""
 Result = TypeVar("Result")
 
 
@@ -349,10 +347,22 @@ class RolloutSampler:
         return PendingRollout(indices, own, prompts, completions)
 
     def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:
-        size = self.settings.rollout.num_generations
-        varied = 0 if self._varying is None else self._varying.count_variants(size)
-        distribution = self.policy.distribution
-        return SamplingArguments.build(prompts, own, distribution, self.settings, varied)
+        """Return the prompts of all groups, then their other forms, and what to sample behind them.
+
+        A completion has the same number in its group, and so the same random stream, behind either.
+        """
+        rollout, size = self.settings.rollout, self.settings.rollout.num_generations
+        clean = size if self._varying is None else size - self._varying.count_variants(size)
+        pairs = [(i, p) for i, p in zip(own, prompts, strict=True) if p.variant is not None]
+        steps = [1 if p.start is None else rollout.forks for p in prompts]
+        parts = [
+            (p, range(0, size if p.variant is None else clean, step))
+            for p, step in zip(prompts, steps, strict=True)
+        ]
+        parts += [(p.variant, range(clean, size)) for _, p in pairs if p.variant is not None]
+        asked, numbers = ([*column] for column in zip(*parts, strict=True))
+        seeds = [(self.settings.seed, index) for index in (*own, *(i for i, _ in pairs))]
+        return asked, build_sampling_settings(self.policy.distribution, rollout), numbers, seeds
 
     def _check_form(self, groups: Sequence[Group]) -> None:
         """Check the shared form on all ranks if one of them has a much larger group than before."""
@@ -472,47 +482,10 @@ class RolloutSampler:
             self.budget.halve(minimum * len(prompts), minimum)
 
 
-class SamplingArguments(NamedTuple):
-    """The arguments of ``Policy.sample``: the prompts of all groups, then their other forms.
-
-    A completion has the same number in its group, and so the same random stream, behind either.
-    """
-
-    prompts: list[Prompt]
-    sampling: SamplingSettings
-    num_generations: list[range]
-    seeds: list[tuple[int, int]]
-
-    @classmethod
-    def build(
-        cls,
-        prompts: Sequence[Prompt],
-        indices: Sequence[int],
-        distribution: SamplingDistribution,
-        settings: Settings,
-        varied: int = 0,
-    ) -> SamplingArguments:
-        """Build the arguments for the groups of prompts with these indices of the stream, of which
-        ``varied`` completions are sampled behind the other form of their prompt.
-        """
-        rollout, size = settings.rollout, settings.rollout.num_generations
-        clean = size - varied
-        pairs = [(i, p) for i, p in zip(indices, prompts, strict=True) if p.variant is not None]
-        steps = [1 if p.start is None else rollout.forks for p in prompts]
-        parts = [
-            (p, range(0, size if p.variant is None else clean, step))
-            for p, step in zip(prompts, steps, strict=True)
-        ]
-        parts += [(p.variant, range(clean, size)) for _, p in pairs if p.variant is not None]
-        asked, numbers = ([*column] for column in zip(*parts, strict=True))
-        seeds = [(settings.seed, index) for index in (*indices, *(i for i, _ in pairs))]
-        return cls(asked, build_sampling_settings(distribution, rollout), numbers, seeds)
-
-
 def join_groups(
     prompts: Sequence[Prompt], parts: Sequence[tuple[Completion, ...]]
 ) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
-    """Join the completions of ``SamplingArguments.prompts``; return prompts without other forms."""
+    """Join the completions of ``_build_arguments``' prompts; return prompts without other forms."""
     rest, groups = iter(parts[len(prompts) :]), []
     for prompt, members in zip(prompts, parts, strict=False):
         if (other := prompt.variant) is not None:
