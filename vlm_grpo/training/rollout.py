@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from accelerate import Accelerator
 
 from vlm_grpo.config.run import Settings
@@ -23,7 +22,6 @@ from vlm_grpo.dist.collectives import (
     fail_together,
     gather_object,
     plan_moves,
-    sum_over_ranks,
 )
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
@@ -381,11 +379,7 @@ class RolloutSampler:
                 policy.repeat_prompts()
 
     def _add_ranks(self, numbers: list[int]) -> list[int]:
-        if self.world_size == 1:
-            return numbers
-        sums = torch.tensor(numbers, device=self.accelerator.device)
-        sum_over_ranks(self.accelerator, [sums])
-        return sums.tolist()
+        return [sum(column) for column in zip(*gather_object([numbers]), strict=True)]
 
     def _own_indices(self, indices: Sequence[int]) -> list[int]:
         if self.world_size == 1:
