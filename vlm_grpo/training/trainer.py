@@ -139,7 +139,7 @@ class Trainer:
                 )
                 for method in self.methods.values():
                     advantages = method.credit(rollout, advantages)
-                batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
+                batch = pack_step(rollout, scores, advantages, self.methods, settings)
                 monitored = self.run_dir.monitored
                 primary = "" if monitored.lower_is_better else monitored.primary_metric
                 metrics = rollout_metrics(rollout, advantages, primary)
