@@ -4,6 +4,7 @@ as text, which ``vlm-grpo plan`` prints."""
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -484,24 +485,16 @@ class Planner:
     def find_largest_group(self, most: int) -> int:
         """Return the largest group that fits, up to ``most``; 0: not even 2 fits."""
 
-        def fits(group: int) -> bool:
-            return self.fits(with_changes(self.settings, "rollout", num_generations=group))
+        def is_too_large(group: int) -> bool:
+            return not self.fits(with_changes(self.settings, "rollout", num_generations=group))
 
-        return _find_largest(fits, 2, most)
+        count = bisect_left(range(2, most + 1), True, key=is_too_large)
+        return count + 1 if count else 0
 
     def find_smallest_card(self) -> int | None:
         """Return the smallest of ``CARDS`` that a step fits on; None: there is none."""
         sizes = (size for size in CARDS if self.on(find_device(f"{size}GB")).fits(self.settings))
         return next(sizes, None)
-
-
-def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    if not fits(low):
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 MIN_PIXELS = 128 * 28 * 28  # the least that is suggested; below it images lose too much detail
