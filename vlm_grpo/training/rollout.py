@@ -41,7 +41,7 @@ from vlm_grpo.training.batch import (
     is_out_of_memory,
     score_groups,
 )
-from vlm_grpo.training.methods import Method, overrides
+from vlm_grpo.training.methods import Groups, Method, overrides
 from vlm_grpo.training.prompt_loader import PromptLoader
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.types import Completion, Example, Group, Prompt
@@ -214,9 +214,7 @@ class RolloutSampler:
         balanced = self._balance(step, task, own, resampled)
         return self._learn(task, groups, balanced, wanted - len(kept))
 
-    def _learn(
-        self, task: Task, groups: Mapping[int, Group], rollout: Rollout, missing: int = 0
-    ) -> Rollout:
+    def _learn(self, task: Task, groups: Groups, rollout: Rollout, missing: int = 0) -> Rollout:
         """Let the methods learn from a step, and return it with the groups that they recall: at
         most ``missing`` over all ranks. If one rank fails, no method has learned.
         """
@@ -240,9 +238,7 @@ class RolloutSampler:
         again = tuple(Group(p, kept.completions, kept.scores) for p, kept in pairs)
         return replace(rollout, recalled=again, mini_batches=numbers, metrics=metrics)
 
-    def _balance(
-        self, step: int, task: Task, groups: Mapping[int, Group], resampled: int
-    ) -> Rollout:
+    def _balance(self, step: int, task: Task, groups: Groups, resampled: int) -> Rollout:
         weights, shared = task.reward_weights(), self.policy.shared
         costs = {
             index: estimate_cost(group, weights, self.settings, shared)
@@ -263,9 +259,7 @@ class RolloutSampler:
         if self.settings.rollout.sampler == "policy":
             self.policy.encode_images(prompts)
 
-    def _split_by_spread(
-        self, groups: Mapping[int, Group], task: Task
-    ) -> tuple[list[int], list[int]]:
+    def _split_by_spread(self, groups: Groups, task: Task) -> tuple[list[int], list[int]]:
         """Return the indices of all ranks' groups: those with different rewards, and the others."""
         weights, objective = task.reward_weights(), self.settings.objective
         own = [(i, has_spread(group, weights, objective)) for i, group in groups.items()]
@@ -513,7 +507,7 @@ def estimate_cost(
 
 
 def balance_groups(
-    groups: Mapping[int, Group],
+    groups: Groups,
     costs: Mapping[int, int],
     load: Callable[[Sequence[int]], list[Prompt]],
     accelerator: Accelerator,

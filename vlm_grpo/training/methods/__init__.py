@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from vlm_grpo.training.objective.losses import LossInputs, Shares
     from vlm_grpo.types import Example, Group, Observed, Prompt
 
+Metrics = dict[str, float]
+"""The values of a step's metrics by name."""
+Groups = Mapping[int, "Group"]
+"""This rank's groups of a step by the stream's index."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -210,15 +215,13 @@ class Method:
         """
         return []
 
-    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[Any]:
+    def observe(self, step: int, task: Task, groups: Groups) -> list[Any]:
         """Return what to learn from this rank's groups, by the stream's index; learn nothing yet.
         If one rank raises ``UserError``, no method learns from the step.
         """
         return []
 
-    def learn(
-        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
-    ) -> dict[str, float]:
+    def learn(self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]) -> Metrics:
         """Learn from what ``observe`` returned on all ranks; return metrics of the step."""
         return {}
 
@@ -268,7 +271,7 @@ class Method:
 
     # What a step shows.
 
-    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> dict[str, float]:
+    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> Metrics:
         """Return metrics of a sampled step, from the features of its images in each update: their
         ``grad`` is that of the loss, if a method has this hook. All ranks call it together.
         """
