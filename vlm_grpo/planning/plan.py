@@ -387,7 +387,6 @@ class Planner:
         self.images_per_prompt = max(1, *(len(e.images) for e in self.prompts.examples))
 
     def read_shape(self, policy: PolicySettings) -> ModelShape:
-        """Return the model's shape under these settings."""
         return measure_layers(read_model_shape(self.config, policy), policy, self.device.is_cpu)
 
     def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:

@@ -255,7 +255,6 @@ class Environment:
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        """The tools by name."""
         return find_tools(type(self))
 
     @property

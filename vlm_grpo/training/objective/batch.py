@@ -69,7 +69,6 @@ class TokenBatch:
         return self.active[self.completion].to(self.logprobs.dtype)
 
     def completion_sum(self, values: PerToken) -> Float[Tensor, " N"]:
-        """Return the sum over each completion's tokens."""
         return values.new_zeros(len(self.lengths)).index_add(0, self.completion, values)
 
     def completion_mean(self, values: PerToken) -> Float[Tensor, " N"]:
