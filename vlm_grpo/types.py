@@ -388,5 +388,4 @@ class Group:
 
     @property
     def id(self) -> str:
-        """The id of the group's example."""
         return self.prompt.example.id

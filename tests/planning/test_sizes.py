@@ -41,7 +41,7 @@ def test_micro_batches_match_the_update(prompts, group, prompt, completion, budg
     largest = max(sum(map(len, batch.completions)) for batch in batches)
     assert work.micro_completion_tokens == largest
     largest = max(sum(len(piece.prompt.token_ids) for piece in batch.slices) for batch in batches)
-    assert work.micro_prompt_tokens == largest
+    assert work.micro_rows[1] == largest
 
 
 def _shape(**policy: Any) -> ModelShape:
@@ -65,5 +65,5 @@ def test_the_repeated_form_has_one_prompt_per_completion():
     assert work.concurrent_prompts == 4  # rows of 20 + 5 tokens in 100
     # As in the update: 70 tokens hold one group of 20 + 6 · 4 packed tokens, or six rows of 24.
     assert (work.num_micro_batches, work.micro_tokens, work.update_tokens) == (4, 6 * 24, 24 * 24)
-    assert (work.micro_prompt_tokens, work.micro_completion_tokens) == (6 * 20, 6 * 5)
+    assert (work.micro_rows[1], work.micro_completion_tokens) == (6 * 20, 6 * 5)
     assert work.head_chunk_tokens == 0  # ``score_repeated`` computes all logits at once

@@ -34,7 +34,7 @@ ROLLOUT = Rollout(tuple(GROUPS))
 
 def pack_groups(rollout: Rollout, advantages: StepAdvantages, *overrides: str) -> StepBatch:
     settings = load_settings("quickstart", ["rollout.max_completion_length=4", *overrides])
-    return pack_step(rollout, {}, advantages, {}, settings, Accelerator(cpu=True))
+    return pack_step(rollout, {}, advantages, {}, settings)
 
 
 def test_slices_hold_the_kept_completions_with_their_rows():

@@ -42,8 +42,7 @@ def make_batch(trainer: Trainer) -> StepBatch:
     rollout = trainer.sampler.sample(0)
     count = sum(len(group.completions) for group in rollout.groups)
     advantages = torch.tensor([1.0, -1.0]).repeat(count // 2)
-    settings, ranks = trainer.settings, trainer.accelerator
-    return pack_step(rollout, {}, make_advantages(advantages), {}, settings, ranks)
+    return pack_step(rollout, {}, make_advantages(advantages), {}, trainer.settings)
 
 
 def test_the_schedule_advances_once_per_step(settings, monkeypatch):
@@ -339,7 +338,7 @@ def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) ->
     if objective.distillation is not None:
         values["teacher_logprobs"] = on_device
     if objective.perception is not None:
-        values |= {"masked_logprobs": on_device, "token_factors": on_host}
+        values |= {"perception": on_device, "token_factors": on_host}
     if objective.loss_type == "dapo":
         values["token_advantages"] = on_host
     rest = num_iterations, 12, torch.arange(9) == 0  # recalled tokens, and what is behind noise

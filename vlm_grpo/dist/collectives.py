@@ -81,7 +81,6 @@ def broadcast_weights(
 
 
 def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
-    """Return whether the flag is set on any rank."""
     if ranks.num_processes == 1:
         return flag
     flags = torch.tensor(float(flag), device=ranks.device)

@@ -141,7 +141,6 @@ def compare(
 
 
 def format_comparison(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
-    """Format a comparison in the unit of a benchmark."""
     difference, low, high = (
         f"{found[name] * benchmark.scale:+.{benchmark.places}f}"
         for name in ("difference", "low", "high")

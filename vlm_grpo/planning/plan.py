@@ -4,6 +4,7 @@ as text, which ``vlm-grpo plan`` prints."""
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -164,11 +165,21 @@ def _format(plan: Plan) -> Iterator[str]:
         )
     yield from _format_memory(step, device)
     if not device.is_cpu:
-        yield from _format_host(plan)
+        held, every = count_host_bytes(step, plan.rows), ""
+        shown = (f"{name} {size / GIB:.1f}" for name, size in held.items() if size > GIB / 20)
+        total = sum(held.values()) / GIB
+        if plan.num_devices > 1:
+            every = f" per process, {plan.num_devices * total:.0f} of {plan.num_devices}"
+        yield f"host       {total:.1f} GiB of main memory{every}: {', '.join(shown)}"
     if step.settings.rollout.vllm is not None:
         yield from _format_server(step, device)
     if step.seconds is not None:
-        yield from _format_time(step.seconds)
+        parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(step.seconds).items())
+        yield f"time       {step.seconds.total:.3g} s per step: {parts}"
+        yield (
+            f"           an estimate for median prompts, completions of full length and "
+            f"{EFFICIENCY:.0%} of the matmul rate"
+        )
     yield from _format_advice(plan)
     if plan.smallest_card is not None:
         yield f"card       {plan.smallest_card} GB is the smallest that holds it unchanged"
@@ -194,15 +205,6 @@ def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
             f"{seconds:.2g} s at {PCIE_BANDWIDTH / 1e9:.0f} GB/s (PCIe 4.0 x16), partly overlapped"
         )
     yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable{reserved}"
-
-
-def _format_host(plan: Plan) -> Iterator[str]:
-    held = count_host_bytes(plan.step, plan.rows)
-    shown = (f"{name} {size / GIB:.1f}" for name, size in held.items() if size > GIB / 20)
-    total, every = sum(held.values()) / GIB, ""
-    if plan.num_devices > 1:
-        every = f" per process, {plan.num_devices * total:.0f} of {plan.num_devices}"
-    yield f"host       {total:.1f} GiB of main memory{every}: {', '.join(shown)}"
 
 
 def count_host_bytes(step: StepEstimate, rows: int) -> dict[str, int]:
@@ -231,15 +233,6 @@ def _format_server(step: StepEstimate, device: Device) -> Iterator[str]:
     elif vllm is not None and vllm.python is not None:
         yield "server     its memory beside this process is not planned on a CPU"
     yield "time       not estimated with vLLM"
-
-
-def _format_time(seconds: PhaseCosts) -> Iterator[str]:
-    parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(seconds).items())
-    yield f"time       {seconds.total:.3g} s per step: {parts}"
-    yield (
-        f"           an estimate for median prompts, completions of full length and "
-        f"{EFFICIENCY:.0%} of the matmul rate"
-    )
 
 
 def _format_advice(plan: Plan) -> Iterator[str]:
@@ -386,7 +379,6 @@ class Planner:
         self.images_per_prompt = max(1, *(len(e.images) for e in self.prompts.examples))
 
     def read_shape(self, policy: PolicySettings) -> ModelShape:
-        """Return the model's shape under these settings."""
         return measure_layers(read_model_shape(self.config, policy), policy, self.device.is_cpu)
 
     def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:
@@ -484,24 +476,16 @@ class Planner:
     def find_largest_group(self, most: int) -> int:
         """Return the largest group that fits, up to ``most``; 0: not even 2 fits."""
 
-        def fits(group: int) -> bool:
-            return self.fits(with_changes(self.settings, "rollout", num_generations=group))
+        def is_too_large(group: int) -> bool:
+            return not self.fits(with_changes(self.settings, "rollout", num_generations=group))
 
-        return _find_largest(fits, 2, most)
+        count = bisect_left(range(2, most + 1), True, key=is_too_large)
+        return count + 1 if count else 0
 
     def find_smallest_card(self) -> int | None:
         """Return the smallest of ``CARDS`` that a step fits on; None: there is none."""
         sizes = (size for size in CARDS if self.on(find_device(f"{size}GB")).fits(self.settings))
         return next(sizes, None)
-
-
-def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    if not fits(low):
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 MIN_PIXELS = 128 * 28 * 28  # the least that is suggested; below it images lose too much detail

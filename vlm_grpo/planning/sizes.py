@@ -306,14 +306,10 @@ class Workload:
         return max(self._count_tokens(*batch) for batch in self._batches)
 
     @property
-    def micro_prompt_tokens(self) -> int:
-        return self._micro_prompts * self.prompt_tokens
-
-    @property
     def micro_rows(self) -> tuple[int, int, int]:
         """Arguments of ``LayerBytes.count`` for the largest micro-batch."""
         completions = max(-(-rows // prompts) for prompts, rows in self._batches)
-        return self.micro_tokens, self.micro_prompt_tokens, completions
+        return self.micro_tokens, self._micro_prompts * self.prompt_tokens, completions
 
     @property
     def micro_patches(self) -> int:

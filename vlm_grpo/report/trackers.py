@@ -28,7 +28,6 @@ TABLE_TRACKERS = ("wandb", "trackio")
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Check that the libraries of these trackers are installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(

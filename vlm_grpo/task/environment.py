@@ -46,6 +46,7 @@ MAX_TEXT = 8_000  # characters of an observation; longer ones are cut
 MAX_IMAGES, MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 8, 2**25, 200, 2  # of an observation
 _LARGEST = 1e6  # absolute value of a coordinate
 _NUMBERS = {Box: 4, Point: 2}
+_build_adapter = cache(TypeAdapter)
 _FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _SECTION = re.compile(r"\s*(Args|Arguments|Returns|Raises|Yields|Examples?):\s*")
@@ -254,7 +255,6 @@ class Environment:
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        """The tools by name."""
         return find_tools(type(self))
 
     @property
@@ -406,11 +406,6 @@ class Environment:
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), frame=frame)
         return other
-
-
-@cache
-def _build_adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint)
 
 
 def _keep_image(image: Image.Image, name: str) -> ImageRef:

@@ -4,14 +4,12 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.task.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
-from vlm_grpo.task.task import find_rules
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
@@ -54,8 +52,7 @@ def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     given = task
     if task.environment is not None:
         yield from _check_environment(task, examples[:_BATCH_ROWS])
-        weights = {n: weight for n, weight in task.weights.items() if n in find_rules(type(task))}
-        task = replace(task, environment=None, weights=weights)
+        task = task.without_tools()
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
     _raise("gold answers for which write returns no text", wrong)

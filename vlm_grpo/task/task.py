@@ -596,7 +596,6 @@ class Task:
         return dict(sorted(found.items(), key=lambda pair: pair[1].optional))
 
     def _find_rules(self) -> dict[str, Rule]:
-        """Return the rules of the task and of its environment."""
         own, others = find_rules(type(self)), find_rules(type(self.environment))
         if shared := sorted(own.keys() & others.keys()):
             raise ValueError(f"the task and its environment both have {', '.join(shared)}")

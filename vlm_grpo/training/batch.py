@@ -336,7 +336,6 @@ def score_groups(
     prompts: Sequence[Prompt],
     completions: Sequence[tuple[Completion, ...]],
 ) -> list[Group]:
-    """Score the completions of each prompt."""
     pairs = list(zip(prompts, completions, strict=True))
     texts = [completion.text for _, members in pairs for completion in members]
     examples = [prompt.example for prompt, members in pairs for _ in members]

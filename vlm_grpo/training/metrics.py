@@ -1,6 +1,5 @@
 """The metrics of a step, and the log to which a run writes them."""
 
-import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from vlm_grpo.training.objective.advantages import Advantages
 from vlm_grpo.training.objective.batch import MetricAccumulator
 from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
-from vlm_grpo.utils.jsonl import read_rows
+from vlm_grpo.utils.jsonl import format_rows, read_rows
 
 WIDE = 16  # number of completions per group from which pass@k is estimated
 DISTRIBUTION_VALUES = 64
@@ -33,19 +32,15 @@ class StepLog:
     def truncate(self, step: int) -> None:
         """Drop the rows of this step and later ones, which will be run again."""
         kept = [row for row in self.read() if row["step"] < step]
-        write_atomic(self.path, b"".join(_line(row) for row in kept))
+        write_atomic(self.path, format_rows(kept))
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        append_durable(self.path, _line({"step": step, **row}))
+        append_durable(self.path, format_rows([{"step": step, **row}]))
 
     def read(self) -> list[dict[str, Any]]:
         """Return all rows except a last one that a crash has truncated."""
         return read_rows(self.path) if self.path.is_file() else []
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"
 
 
 def rollout_metrics(

@@ -9,9 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from accelerate import Accelerator
 
 from vlm_grpo.config.run import Settings
@@ -23,15 +22,10 @@ from vlm_grpo.dist.collectives import (
     fail_together,
     gather_object,
     plan_moves,
-    sum_over_ranks,
 )
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.sampling import (
-    SamplingDistribution,
-    SamplingSettings,
-    build_sampling_settings,
-)
+from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.model.episodes import Seeds, sample_episodes, sample_next_turns
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.sampler import VllmSampler
@@ -47,7 +41,7 @@ from vlm_grpo.training.batch import (
     is_out_of_memory,
     score_groups,
 )
-from vlm_grpo.training.methods import Method, overrides
+from vlm_grpo.training.methods import Groups, Method, overrides
 from vlm_grpo.training.prompt_loader import PromptLoader
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.types import Completion, Example, Group, Prompt
@@ -58,6 +52,8 @@ BACKWARD_COST = 2
 """Cost of a backward pass in forward passes."""
 
 Completions = list[tuple[Completion, ...]]
+SamplingArguments = tuple[list[Prompt], SamplingSettings, list[range], list[tuple[int, int]]]
+"""The first arguments of ``Policy.sample``."""
 Result = TypeVar("Result")
 
 
@@ -218,9 +214,7 @@ class RolloutSampler:
         balanced = self._balance(step, task, own, resampled)
         return self._learn(task, groups, balanced, wanted - len(kept))
 
-    def _learn(
-        self, task: Task, groups: Mapping[int, Group], rollout: Rollout, missing: int = 0
-    ) -> Rollout:
+    def _learn(self, task: Task, groups: Groups, rollout: Rollout, missing: int = 0) -> Rollout:
         """Let the methods learn from a step, and return it with the groups that they recall: at
         most ``missing`` over all ranks. If one rank fails, no method has learned.
         """
@@ -244,9 +238,7 @@ class RolloutSampler:
         again = tuple(Group(p, kept.completions, kept.scores) for p, kept in pairs)
         return replace(rollout, recalled=again, mini_batches=numbers, metrics=metrics)
 
-    def _balance(
-        self, step: int, task: Task, groups: Mapping[int, Group], resampled: int
-    ) -> Rollout:
+    def _balance(self, step: int, task: Task, groups: Groups, resampled: int) -> Rollout:
         weights, shared = task.reward_weights(), self.policy.shared
         costs = {
             index: estimate_cost(group, weights, self.settings, shared)
@@ -267,9 +259,7 @@ class RolloutSampler:
         if self.settings.rollout.sampler == "policy":
             self.policy.encode_images(prompts)
 
-    def _split_by_spread(
-        self, groups: Mapping[int, Group], task: Task
-    ) -> tuple[list[int], list[int]]:
+    def _split_by_spread(self, groups: Groups, task: Task) -> tuple[list[int], list[int]]:
         """Return the indices of all ranks' groups: those with different rewards, and the others."""
         weights, objective = task.reward_weights(), self.settings.objective
         own = [(i, has_spread(group, weights, objective)) for i, group in groups.items()]
@@ -349,10 +339,22 @@ class RolloutSampler:
         return PendingRollout(indices, own, prompts, completions)
 
     def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:
-        size = self.settings.rollout.num_generations
-        varied = 0 if self._varying is None else self._varying.count_variants(size)
-        distribution = self.policy.distribution
-        return SamplingArguments.build(prompts, own, distribution, self.settings, varied)
+        """Return the prompts of all groups, then their other forms, and what to sample behind them.
+
+        A completion has the same number in its group, and so the same random stream, behind either.
+        """
+        rollout, size = self.settings.rollout, self.settings.rollout.num_generations
+        clean = size if self._varying is None else size - self._varying.count_variants(size)
+        pairs = [(i, p) for i, p in zip(own, prompts, strict=True) if p.variant is not None]
+        steps = [1 if p.start is None else rollout.forks for p in prompts]
+        parts = [
+            (p, range(0, size if p.variant is None else clean, step))
+            for p, step in zip(prompts, steps, strict=True)
+        ]
+        parts += [(p.variant, range(clean, size)) for _, p in pairs if p.variant is not None]
+        asked, numbers = ([*column] for column in zip(*parts, strict=True))
+        seeds = [(self.settings.seed, index) for index in (*own, *(i for i, _ in pairs))]
+        return asked, build_sampling_settings(self.policy.distribution, rollout), numbers, seeds
 
     def _check_form(self, groups: Sequence[Group]) -> None:
         """Check the shared form on all ranks if one of them has a much larger group than before."""
@@ -371,11 +373,7 @@ class RolloutSampler:
                 policy.repeat_prompts()
 
     def _add_ranks(self, numbers: list[int]) -> list[int]:
-        if self.world_size == 1:
-            return numbers
-        sums = torch.tensor(numbers, device=self.accelerator.device)
-        sum_over_ranks(self.accelerator, [sums])
-        return sums.tolist()
+        return [sum(column) for column in zip(*gather_object([numbers]), strict=True)]
 
     def _own_indices(self, indices: Sequence[int]) -> list[int]:
         if self.world_size == 1:
@@ -472,47 +470,10 @@ class RolloutSampler:
             self.budget.halve(minimum * len(prompts), minimum)
 
 
-class SamplingArguments(NamedTuple):
-    """The arguments of ``Policy.sample``: the prompts of all groups, then their other forms.
-
-    A completion has the same number in its group, and so the same random stream, behind either.
-    """
-
-    prompts: list[Prompt]
-    sampling: SamplingSettings
-    num_generations: list[range]
-    seeds: list[tuple[int, int]]
-
-    @classmethod
-    def build(
-        cls,
-        prompts: Sequence[Prompt],
-        indices: Sequence[int],
-        distribution: SamplingDistribution,
-        settings: Settings,
-        varied: int = 0,
-    ) -> SamplingArguments:
-        """Build the arguments for the groups of prompts with these indices of the stream, of which
-        ``varied`` completions are sampled behind the other form of their prompt.
-        """
-        rollout, size = settings.rollout, settings.rollout.num_generations
-        clean = size - varied
-        pairs = [(i, p) for i, p in zip(indices, prompts, strict=True) if p.variant is not None]
-        steps = [1 if p.start is None else rollout.forks for p in prompts]
-        parts = [
-            (p, range(0, size if p.variant is None else clean, step))
-            for p, step in zip(prompts, steps, strict=True)
-        ]
-        parts += [(p.variant, range(clean, size)) for _, p in pairs if p.variant is not None]
-        asked, numbers = ([*column] for column in zip(*parts, strict=True))
-        seeds = [(settings.seed, index) for index in (*indices, *(i for i, _ in pairs))]
-        return cls(asked, build_sampling_settings(distribution, rollout), numbers, seeds)
-
-
 def join_groups(
     prompts: Sequence[Prompt], parts: Sequence[tuple[Completion, ...]]
 ) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
-    """Join the completions of ``SamplingArguments.prompts``; return prompts without other forms."""
+    """Join the completions of ``_build_arguments``' prompts; return prompts without other forms."""
     rest, groups = iter(parts[len(prompts) :]), []
     for prompt, members in zip(prompts, parts, strict=False):
         if (other := prompt.variant) is not None:
@@ -546,7 +507,7 @@ def estimate_cost(
 
 
 def balance_groups(
-    groups: Mapping[int, Group],
+    groups: Groups,
     costs: Mapping[int, int],
     load: Callable[[Sequence[int]], list[Prompt]],
     accelerator: Accelerator,

@@ -139,7 +139,7 @@ class Trainer:
                 )
                 for method in self.methods.values():
                     advantages = method.credit(rollout, advantages)
-                batch = pack_step(rollout, scores, advantages, self.methods, settings, ranks)
+                batch = pack_step(rollout, scores, advantages, self.methods, settings)
                 monitored = self.run_dir.monitored
                 primary = "" if monitored.lower_is_better else monitored.primary_metric
                 metrics = rollout_metrics(rollout, advantages, primary)
@@ -210,7 +210,10 @@ class Trainer:
                 if self.evaluator.is_due(self.global_step):
                     if self._stop_requested():
                         break
-                    after = self._evaluate_step(metrics)
+                    with self._save_on_error(), self.stop_request.finishing("evaluation"):
+                        after = self._evaluate()
+                    if after is not None:
+                        metrics |= {f"eval/{name}": v for name, v in after.metrics.items()}
                 self.unevaluated = None
                 with fail_together(self.accelerator):
                     self.run_dir.write_metrics(self.global_step - 1, metrics)
@@ -257,13 +260,6 @@ class Trainer:
             with fail_together(self.accelerator):  # the main process writes; then all ranks save
                 task = self.evaluator.task
                 self.run_dir.write_evaluation(self.global_step, task, evaluation, shown)
-        return evaluation
-
-    def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
-        with self._save_on_error(), self.stop_request.finishing("evaluation"):
-            evaluation = self._evaluate()
-        if evaluation is not None:
-            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return evaluation
 
     @property

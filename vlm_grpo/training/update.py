@@ -16,7 +16,7 @@ from torch import Tensor
 from vlm_grpo.config.optim import DEFAULT_UPDATE_TOKENS
 from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.collectives import gather_object, sum_over_ranks
+from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.dist.strategy import Strategy, build_strategy
 from vlm_grpo.errors import UserError
@@ -258,7 +258,6 @@ def pack_step(
     advantages: StepAdvantages,
     methods: Mapping[str, Method],
     settings: Settings,
-    accelerator: Accelerator,
 ) -> StepBatch:
     """Pack a step's completions, with values of their tokens, into the batch of its update."""
     objective, author, layout = settings.objective, rollout.author, rollout.layout
@@ -267,11 +266,9 @@ def pack_step(
     masked = [is_masked(completion, objective) for completion in rollout.completions]
     active = ~torch.tensor(masked, dtype=torch.bool)
     totals = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
-    # One process alone does not wait for the passes that it queued on its device.
-    device = accelerator.device if accelerator.num_processes > 1 else None
-    sums = torch.tensor([totals.completions, totals.active_tokens], device=device)
-    sum_over_ranks(accelerator, [sums])
-    totals = StepTotals(int(sums[0]), int(sums[1]), totals.max_completion_length)
+    every = gather_object([(totals.completions, totals.active_tokens)])
+    completions, tokens = (sum(column) for column in zip(*every, strict=True))
+    totals = StepTotals(completions, tokens, totals.max_completion_length)
     if author is not None:  # a mean over the tokens
         weights = {author: torch.ones(len(lengths)) / max(totals.active_tokens, 1)}
     else:

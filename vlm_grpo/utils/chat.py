@@ -75,7 +75,6 @@ class ThinkingTags:
         return text.replace(self.opening, "<think>").replace(self.closing, "</think>")
 
     def enclose(self, thinking: str, answer: str) -> str:
-        """Return a completion of a thinking and an answer."""
         opening = "" if self.is_open else self.opening
         if not self.is_native:  # requested in words, which name these tags
             return f"<think>{thinking}</think>{answer}"

@@ -105,7 +105,6 @@ def dump(value: Any) -> bytes:
 
 
 def is_worker() -> bool:
-    """Return whether this process is a worker of a pool."""
     return getattr(sys.modules["__main__"], "__file__", None) == worker_process.__file__
 
 

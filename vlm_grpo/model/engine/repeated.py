@@ -112,7 +112,6 @@ class Engine:
     def score(
         self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
     ) -> TokenScores:
-        """Score a micro-batch's completion tokens."""
         prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
         paths = [path for piece in batch.slices for path in piece.paths]
         observed = [o.prompt for path in paths for o in path.observations]

@@ -31,7 +31,6 @@ class ImageEncoder:
         self._watched: dict[Unit, ImageFeatures] | None = None
 
     def __call__(self, prompts: Sequence[Prompt], counters: Counters) -> dict[Unit, ImageFeatures]:
-        """Return the features of the prompts' units of images."""
         with_gradient = self.is_trained and torch.is_grad_enabled()
         known = {} if self.is_trained else self.cache
         if with_gradient:

@@ -68,12 +68,11 @@ def commit(tmp_dir: Path, target: Path, checksums: Checksums) -> None:
     (tmp_dir / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
     for path in [tmp_dir / MANIFEST, *(p for p in tmp_dir.rglob("*") if p.is_dir()), tmp_dir]:
         _flush(path)
-    if target.exists():  # the run was resumed from an earlier checkpoint
-        old = _rename_for_deletion(target)
-        tmp_dir.rename(target)
+    # It is there if the run was resumed from an earlier checkpoint.
+    old = _rename_for_deletion(target) if target.exists() else None
+    tmp_dir.rename(target)
+    if old is not None:
         shutil.rmtree(old)
-    else:
-        tmp_dir.rename(target)
     _flush(target.parent)
 
 
@@ -148,7 +147,6 @@ def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -173,6 +173,7 @@ class CheckpointManager:
             "scheduler": updater.scheduler.state_dict(),
             "random": gather_object([get_rng_states()]),
             "versions": get_versions(),
+            "unevaluated": state.unevaluated,
         }
         strategy = updater.strategy
         state_of_weights = optimizer_tensors(strategy.optimizer, strategy.trainable)
@@ -185,8 +186,6 @@ class CheckpointManager:
                 metadata.setdefault("methods", {})[method.name] = values
             if own:
                 tensors[method.state_file] = self._gather(own)
-        if state.unevaluated is not None:
-            metadata["unevaluated"] = state.unevaluated
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
         return metadata, tensors
@@ -236,7 +235,6 @@ def get_rng_states() -> dict[str, Any]:
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Restore the states that ``get_rng_states`` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]

@@ -28,6 +28,7 @@ from vlm_grpo.config.methods import (
 )
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import score_slices
+from vlm_grpo.training.objective.losses import image_dependency
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,6 +46,11 @@ if TYPE_CHECKING:
     from vlm_grpo.training.objective.batch import TokenBatch
     from vlm_grpo.training.objective.losses import LossInputs, Shares
     from vlm_grpo.types import Example, Group, Observed, Prompt
+
+Metrics = dict[str, float]
+"""The values of a step's metrics by name."""
+Groups = Mapping[int, "Group"]
+"""This rank's groups of a step by the stream's index."""
 
 
 @dataclass(frozen=True)
@@ -209,15 +215,13 @@ class Method:
         """
         return []
 
-    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[Any]:
+    def observe(self, step: int, task: Task, groups: Groups) -> list[Any]:
         """Return what to learn from this rank's groups, by the stream's index; learn nothing yet.
         If one rank raises ``UserError``, no method learns from the step.
         """
         return []
 
-    def learn(
-        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
-    ) -> dict[str, float]:
+    def learn(self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]) -> Metrics:
         """Learn from what ``observe`` returned on all ranks; return metrics of the step."""
         return {}
 
@@ -267,7 +271,7 @@ class Method:
 
     # What a step shows.
 
-    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> dict[str, float]:
+    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> Metrics:
         """Return metrics of a sampled step, from the features of its images in each update: their
         ``grad`` is that of the loss, if a method has this hook. All ranks call it together.
         """
@@ -291,6 +295,31 @@ class Method:
         """Restore what ``state_dict`` returned; None and nothing if the run did not use it."""
         if self.snapshot is not None:
             self.snapshot.load_state_dict(tensors)
+
+
+class ImageMethod(Method):
+    """A method whose term raises the KL of the policy to itself where it sees less of the images;
+    its ``score`` returns the log-probs there by ``name``.
+    """
+
+    has_videos = False
+
+    def add_weights(self, weights: dict[str, Tensor], shares: Shares, objective: Any) -> None:
+        if self.own.kl_coef:
+            weights[self.name] = -self.own.kl_coef * shares.policy
+
+    def covers(self, group: Group) -> bool:
+        return bool(group.prompt.example.images)
+
+    def term(self, inputs: LossInputs) -> Tensor:
+        """Return the dependency of each token on the image, whose gradient is that of the policy
+        conditioned on the image (PAPO, arXiv:2507.06448, eq. 4; the other side has none, as in the
+        authors' code)."""
+        return image_dependency(inputs.batch.logprobs, inputs.batch.scores[self.name])
+
+    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+        found = batch.scores.get(self.name)  # None in a step of the warm start
+        return {} if found is None else {f"{self.name}/kl": image_dependency(batch.logprobs, found)}
 
 
 def overrides(method: Method, hook: str) -> bool:

@@ -26,10 +26,7 @@ from vlm_grpo.model.engine.kernels import Layer, build_window_mask
 from vlm_grpo.model.engine.shared import SharedEngine
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training.batch import Values
-from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.losses import LossInputs, Shares, image_dependency
-from vlm_grpo.types import Group
+from vlm_grpo.training.methods import ImageMethod, Passes, Run
 
 
 class CounterfactualSettings(MethodSettings):
@@ -47,10 +44,10 @@ class CounterfactualSettings(MethodSettings):
         return "counterfactual"
 
 
-class Counterfactual(Method):
+class Counterfactual(ImageMethod):
     """The KL of the policy to itself without the values that it attends to most."""
 
-    name, has_videos = "counterfactual", False
+    name = "counterfactual"
     own: CounterfactualSettings
 
     def start(self, run: Run) -> None:
@@ -88,19 +85,6 @@ class Counterfactual(Method):
         others, view = passes.rollout.sampler_logprobs, self._build_view()
         with passes.strategy.gathered():
             return {self.name: passes.logprobs(slices, others, model=view)}
-
-    def add_weights(self, weights: dict[str, Tensor], shares: Shares, objective: Any) -> None:
-        weights[self.name] = -self.own.kl_coef * shares.policy
-
-    def covers(self, group: Group) -> bool:
-        return bool(group.prompt.example.images)
-
-    def term(self, inputs: LossInputs) -> Tensor:
-        return image_dependency(inputs.batch.logprobs, inputs.batch.scores[self.name])
-
-    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
-        found = batch.scores.get(self.name)  # None in a step of the warm start
-        return {} if found is None else {f"{self.name}/kl": image_dependency(batch.logprobs, found)}
 
 
 class CounterfactualAttention:

@@ -12,7 +12,7 @@ from vlm_grpo.config.methods import CurriculumSettings
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import measure_pass
 from vlm_grpo.training.batch import KeptGroup
-from vlm_grpo.training.methods import Method, Run
+from vlm_grpo.training.methods import Groups, Method, Metrics, Run
 from vlm_grpo.types import Group
 
 Observation = tuple[int, float, int]
@@ -63,12 +63,12 @@ class Curriculum(Method):
             chosen += [*first, *others[: wanted - len(first)]]
         return [position + int(place) for place in sorted(chosen)]
 
-    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[Observation]:
+    def observe(self, step: int, task: Task, groups: Groups) -> list[Observation]:
         return [_observe(index, task, group) for index, group in groups.items()]
 
     def learn(
         self, step: int, observed: list[Observation], recalled: Sequence[KeptGroup] = ()
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Update the posterior after a step; return the mean pass rate that was predicted and the
         one that was found, and the share of prompts whose examples had not been sampled yet.
         """

@@ -32,7 +32,7 @@ from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values, is_masked
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.batch import PerToken, TokenBatch
 from vlm_grpo.training.objective.losses import LossInputs, Shares, k3
 from vlm_grpo.training.snapshot import Snapshot
 from vlm_grpo.types import Example, Group
@@ -145,7 +145,7 @@ class Distillation(Method):
             del weights["policy"]
         weights["distillation"] = self.own.coef * shares.kept / shares.tokens
 
-    def term(self, inputs: LossInputs) -> Float[Tensor, " M"]:
+    def term(self, inputs: LossInputs) -> PerToken:
         """Compute the loss of each token.
 
         ``reverse_kl`` is ρ·(log π_old − log π_teacher), whose gradient is through ρ alone. At ρ = 1
@@ -165,7 +165,7 @@ class Distillation(Method):
             values = values * batch.scores["distillation_factors"]
         return values if inputs.correction is None else values * inputs.correction
 
-    def _diverge(self, batch: TokenBatch) -> Float[Tensor, " M"]:
+    def _diverge(self, batch: TokenBatch) -> PerToken:
         own = batch.candidate_logprobs
         if own is None:  # no completion of this rank has a teacher
             return batch.logprobs * 0
@@ -183,7 +183,7 @@ class Distillation(Method):
 
 def mixed_divergence(
     policy: Float[Tensor, "M k"], teacher: Float[Tensor, "M k"], alpha: float
-) -> Float[Tensor, " M"]:
+) -> PerToken:
     """Return (1 − α)·KL(S ‖ M) + α·KL(T ‖ M) with M = (1 − α)·S + α·T, in nats.
 
     S and T are the distributions of policy and teacher over k candidates, whose log-probs are

@@ -9,7 +9,7 @@ from vlm_grpo.config.methods import NoiseSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.training.batch import KeptGroup
-from vlm_grpo.training.methods import Method, Run, Variant
+from vlm_grpo.training.methods import Method, Metrics, Run, Variant
 from vlm_grpo.types import Example
 
 
@@ -57,8 +57,6 @@ class Noise(Method):
     def count_variants(self, size: int) -> int:
         return min(max(1, math.floor(self.own.share * size + 0.5)), size - 1)
 
-    def learn(
-        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
-    ) -> dict[str, float]:
+    def learn(self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]) -> Metrics:
         variant = self.variant(step)
         return {"noise/strength": 0 if variant is None else variant.noise.steps}

@@ -10,24 +10,21 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from vlm_grpo.config.methods import PerceptionSettings
-from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.media.images import PatchMask
 from vlm_grpo.training.batch import Rollout, Values
-from vlm_grpo.training.methods import Method, Passes
-from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.losses import LossInputs, Shares, image_dependency
+from vlm_grpo.training.methods import ImageMethod, Passes
+from vlm_grpo.training.objective.losses import image_dependency
 from vlm_grpo.types import Example, Group
 
 
-class Perception(Method):
+class Perception(ImageMethod):
     """The KL of the policy to itself behind masked images, and weights of tokens by it."""
 
-    name, block, has_videos = "perception", "objective.perception", False
+    name, block = "perception", "objective.perception"
     own: PerceptionSettings
 
     def score(self, passes: Passes) -> Values:
@@ -40,39 +37,20 @@ class Perception(Method):
             change = PatchMask(self.own.mask_ratio, self.own.patch_size, seed)
             return example.with_noise(change) if example.images else None
 
-        return {"masked_logprobs": passes.logprobs(passes.behind(mask), rollout.sampler_logprobs)}
+        return {self.name: passes.logprobs(passes.behind(mask), rollout.sampler_logprobs)}
 
     def weigh_tokens(self, rollout: Rollout, scores: Values) -> Tensor | None:
         if not self.own.weighs_tokens:
             return None
         groups = (*rollout.groups, *rollout.recalled)
         covered = [self.covers(group) for group in groups for _ in group.completions]
-        masked = scores["masked_logprobs"].cpu()
+        masked = scores[self.name].cpu()
         sampled = rollout.sampler_logprobs.to(masked)
         pairs = zip(rollout.layout.split(sampled), rollout.layout.split(masked), strict=True)
         dependency = {
             row: image_dependency(*pair) for row, pair in enumerate(pairs) if covered[row]
         }
         return weigh_by_dependency(dependency, rollout.layout.lengths.tolist(), self.own)
-
-    def add_weights(
-        self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
-    ) -> None:
-        if self.own.kl_coef:
-            weights["perception"] = -self.own.kl_coef * shares.policy
-
-    def covers(self, group: Group) -> bool:
-        return bool(group.prompt.example.images)
-
-    def term(self, inputs: LossInputs) -> Float[Tensor, " M"]:
-        """Return the dependency of each token on the image, whose gradient is that of the policy
-        conditioned on the image (PAPO, arXiv:2507.06448, eq. 4; the masked side has none, as in the
-        authors' code)."""
-        return image_dependency(inputs.batch.logprobs, inputs.batch.scores["masked_logprobs"])
-
-    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
-        masked = batch.scores.get("masked_logprobs")
-        return {} if masked is None else {"perception/kl": image_dependency(batch.logprobs, masked)}
 
 
 def weigh_by_dependency(

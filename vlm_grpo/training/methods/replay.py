@@ -11,8 +11,8 @@ from torch import Tensor
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.task import Task
 from vlm_grpo.training.batch import KeptGroup, TokenLayout, has_spread
-from vlm_grpo.training.methods import Method
-from vlm_grpo.types import Completion, Group, Score
+from vlm_grpo.training.methods import Groups, Method, Metrics
+from vlm_grpo.types import Completion, Score
 
 
 class Replay(Method):
@@ -34,7 +34,7 @@ class Replay(Method):
         oldest = step - self.own.max_age
         return [group for group in reversed(self.groups) if group.step >= oldest][:count]
 
-    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[KeptGroup]:
+    def observe(self, step: int, task: Task, groups: Groups) -> list[KeptGroup]:
         weights, objective = task.reward_weights(), self.run.settings.objective
         useful = []
         for index, group in groups.items():
@@ -49,9 +49,7 @@ class Replay(Method):
                 useful.append(KeptGroup(index, step, tuple(stripped), tuple(scores)))
         return useful
 
-    def learn(
-        self, step: int, observed: list[KeptGroup], recalled: Sequence[KeptGroup]
-    ) -> dict[str, float]:
+    def learn(self, step: int, observed: list[KeptGroup], recalled: Sequence[KeptGroup]) -> Metrics:
         """Replace the replayed groups by the useful ones; the metrics are of the former."""
         used = {group.index for group in recalled}
         kept = [group for group in self.groups if group.index not in used]

@@ -10,7 +10,7 @@ The answer that is revised is a trunk, sampled and passed once for the whole gro
 the advantage 0: they are the same in all revisions, so no reward tells them apart.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages
-from vlm_grpo.training.methods import Method, Run
+from vlm_grpo.training.methods import Groups, Method, Metrics, Run
 from vlm_grpo.types import Group, Observed
 
 
@@ -80,7 +80,7 @@ class Revision(Method):
             part[:first] = 0
         return replace(advantages, tokens=tokens)
 
-    def observe(self, step: int, task: Task, groups: Mapping[int, Group]) -> list[float | None]:
+    def observe(self, step: int, task: Task, groups: Groups) -> list[float | None]:
         """Return the mean improvement of each group; None: it is not revised."""
         found = []
         for group in groups.values():
@@ -90,9 +90,7 @@ class Revision(Method):
         self.first.clear()
         return found
 
-    def learn(
-        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
-    ) -> dict[str, float]:
+    def learn(self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]) -> Metrics:
         known = [value for value in observed if value is not None]
         metrics = {f"{self.name}/share": len(known) / len(observed)} if observed else {}
         return metrics | ({f"{self.name}/improvement": fmean(known)} if known else {})

@@ -8,7 +8,7 @@ for ``coef=1`` its baseline is the mean without tools, a counterfactual one as i
 al., arXiv:1705.08926). ``docs/objective.md`` says in which way this is no gradient of the reward.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.task import Task
 from vlm_grpo.training.batch import KeptGroup, Rollout, StepAdvantages, is_masked
-from vlm_grpo.training.methods import Method
+from vlm_grpo.training.methods import Groups, Method, Metrics
 from vlm_grpo.types import Group
 
 
@@ -71,9 +71,7 @@ class ToolGain(Method):
         )
         return [s.total is not None and not is_masked(c, objective) for c, s in pairs]
 
-    def observe(
-        self, step: int, task: Task, groups: Mapping[int, Group]
-    ) -> list[tuple[float, float]]:
+    def observe(self, step: int, task: Task, groups: Groups) -> list[tuple[float, float]]:
         """Return the mean rewards with and without tools of each group that has both."""
         found = []
         for group in groups.values():
@@ -89,9 +87,7 @@ class ToolGain(Method):
                 found.append((fmean(parts[0]), fmean(parts[1])))
         return found
 
-    def learn(
-        self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]
-    ) -> dict[str, float]:
+    def learn(self, step: int, observed: list[Any], recalled: Sequence[KeptGroup]) -> Metrics:
         if not observed:
             return {}
         given, refused = map(fmean, zip(*observed, strict=True))

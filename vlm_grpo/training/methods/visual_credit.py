@@ -31,7 +31,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.families.family import ImageFeatures, Unit
 from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.batch import Rollout, Values
-from vlm_grpo.training.methods import Method, Passes, Run
+from vlm_grpo.training.methods import Method, Metrics, Passes, Run
 from vlm_grpo.training.snapshot import Snapshot
 from vlm_grpo.types import Example, Group, ImageRef
 
@@ -113,7 +113,7 @@ class VisualCredit(Method):
         target = self.run.task.target_image(example)
         return replace_image(example, target, hide_boxes(target, boxes))
 
-    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> dict[str, float]:
+    def read_features(self, updates: Sequence[Mapping[Unit, ImageFeatures]]) -> Metrics:
         family, processor = self.run.policy.family, self.run.policy.prompts.processor
         maps: dict[ImageRef, np.ndarray] = {}
         for unit, features in (pair for update in updates for pair in update.items()):

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+PerToken = Float[Tensor, " M"]
+"""A value for each of M tokens."""
 Number = Tensor | float | int
 T = TypeVar("T")
 
@@ -22,23 +24,23 @@ T = TypeVar("T")
 class TokenBatch:
     """The M tokens of N complete completions, without padding. Log-probs are in nats."""
 
-    logprobs: Float[Tensor, " M"]  # log-probs under the trained policy, with gradient
+    logprobs: PerToken  # log-probs under the trained policy, with gradient
     completion: Int[Tensor, " M"]  # index in 0..N−1 of each token's completion
     advantages: Float[Tensor, " N"]
     lengths: Int[Tensor, " N"]
     # log-probs under the policy before the step's first update, without gradient; None in the first
     # update, where they equal ``logprobs``
-    old_logprobs: Float[Tensor, " M"] | None = None
+    old_logprobs: PerToken | None = None
     # log-probs under the reference policy, without gradient; None if no separate reference is kept
-    reference_logprobs: Float[Tensor, " M"] | None = None
+    reference_logprobs: PerToken | None = None
     # factor of each token's weight in the policy loss; None: 1
-    token_factors: Float[Tensor, " M"] | None = None
-    sampler_logprobs: Float[Tensor, " M"] | None = None
+    token_factors: PerToken | None = None
+    sampler_logprobs: PerToken | None = None
     # True for a completion sampled behind another form of its prompt, whose sampler log-probs are
     # not compared with the policy's; None: there is none
     behind_variant: Bool[Tensor, " N"] | None = None
     # entropy of the policy's distribution at each token, with gradient if there is an entropy bonus
-    entropies: Float[Tensor, " M"] | None = None
+    entropies: PerToken | None = None
     # False for a completion that is masked out (truncated); None: all are active
     active: Bool[Tensor, " N"] | None = None
     # log-probs of k candidates at each token's place, with gradient, which a method has chosen
@@ -46,31 +48,30 @@ class TokenBatch:
     # whether each token is the policy's likeliest; None: unknown
     is_top: Bool[Tensor, " M"] | None = None
     # advantage of each token; None: that of its completion
-    token_advantages: Float[Tensor, " M"] | None = None
+    token_advantages: PerToken | None = None
     # weight of each token in each term of the loss, by the term's name, with the normalizer of the
     # step included
-    weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
+    weights: Mapping[str, PerToken] = field(default_factory=dict)
     # what methods scored of each token, by name, without gradient
     scores: Mapping[str, Shaped[Tensor, "M ..."]] = field(default_factory=dict)
 
     @property
-    def per_token_advantages(self) -> Float[Tensor, " M"]:
+    def per_token_advantages(self) -> PerToken:
         if self.token_advantages is not None:
             return self.token_advantages
         return self.advantages[self.completion]
 
     @property
-    def active_tokens(self) -> Float[Tensor, " M"]:
+    def active_tokens(self) -> PerToken:
         """1 for each token of an active completion, 0 for the others."""
         if self.active is None:
             return torch.ones_like(self.logprobs, requires_grad=False)
         return self.active[self.completion].to(self.logprobs.dtype)
 
-    def completion_sum(self, values: Float[Tensor, " M"]) -> Float[Tensor, " N"]:
-        """Return the sum over each completion's tokens."""
+    def completion_sum(self, values: PerToken) -> Float[Tensor, " N"]:
         return values.new_zeros(len(self.lengths)).index_add(0, self.completion, values)
 
-    def completion_mean(self, values: Float[Tensor, " M"]) -> Float[Tensor, " N"]:
+    def completion_mean(self, values: PerToken) -> Float[Tensor, " N"]:
         """Return the mean over each completion's tokens; 0 for one without tokens."""
         return self.completion_sum(values) / self.lengths.clamp(min=1)
 

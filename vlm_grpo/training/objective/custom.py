@@ -56,7 +56,6 @@ def load_estimator(name: str) -> StepEstimator | None:
 
 
 def _load(setting: str, value: str, find_problem: Callable[[Any], str | None]) -> Any:
-    """Load the function that a setting names, and check it."""
     path, _, name = value.rpartition(":")
     function = getattr(load_file(Path(path), setting.replace("_", " ")), name, None)
     if not callable(function):

@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals, TokenBatch
+from vlm_grpo.training.objective.batch import MetricAccumulator, PerToken, StepTotals, TokenBatch
 
-Surrogate = Callable[[Float[Tensor, " M"], TokenBatch, ObjectiveSettings], Float[Tensor, " M"]]
+Surrogate = Callable[[PerToken, TokenBatch, ObjectiveSettings], PerToken]
 """Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to
 the policy loss of each token, before weighting."""
 
@@ -45,13 +45,13 @@ class LossInputs:
     surrogate: Surrogate  # computes the policy loss of each token
 
     @cached_property
-    def old(self) -> Float[Tensor, " M"]:
+    def old(self) -> PerToken:
         """Log-probs before the first update, which are the batch's own in that update."""
         old = self.batch.old_logprobs
         return self.batch.logprobs.detach() if old is None else old
 
     @cached_property
-    def ratio(self) -> Float[Tensor, " M"]:
+    def ratio(self) -> PerToken:
         """The importance ratio of each token; at sequence level that of its completion, the
         geometric mean over the tokens (GSPO, arXiv:2507.18071)."""
         log_ratio = self.batch.logprobs - self.old
@@ -60,11 +60,11 @@ class LossInputs:
         return log_ratio.exp()
 
     @cached_property
-    def correction(self) -> Float[Tensor, " M"] | None:
+    def correction(self) -> PerToken | None:
         return sampler_weights(replace(self.batch, old_logprobs=self.old), self.settings)
 
     @property
-    def reference(self) -> Float[Tensor, " M"] | None:
+    def reference(self) -> PerToken | None:
         """The reference's log-probs; the old policy's if that is the reference."""
         if self.batch.reference_logprobs is not None:
             return self.batch.reference_logprobs
@@ -129,7 +129,7 @@ def policy_loss(
     return compute_loss(replace(batch, weights=spread), settings, surrogate, methods)
 
 
-def policy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+def policy_term(inputs: LossInputs) -> PerToken:
     """Compute the policy loss of each token, with the sampler correction."""
     batch = replace(inputs.batch, old_logprobs=inputs.old)
     values = inputs.surrogate(inputs.ratio, batch, inputs.settings)
@@ -141,7 +141,7 @@ def policy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     return values * inputs.correction
 
 
-def kl_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+def kl_term(inputs: LossInputs) -> PerToken:
     """Compute the KL of each token to the reference, times its ratio unless the settings say no."""
     if inputs.reference is None:
         raise ValueError("beta > 0 needs reference_logprobs in the batch")
@@ -149,13 +149,13 @@ def kl_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     return kl * inputs.ratio if inputs.settings.use_bias_correction_kl else kl
 
 
-def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+def entropy_term(inputs: LossInputs) -> PerToken:
     if inputs.batch.entropies is None:
         raise ValueError("entropy_coef needs entropies in the batch")
     return inputs.batch.entropies
 
 
-TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
+TERMS: Mapping[str, Callable[[LossInputs], PerToken]] = {
     "policy": policy_term,
     "kl": kl_term,
     "entropy": entropy_term,
@@ -164,9 +164,7 @@ TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
 weighting."""
 
 
-def clipped_loss(
-    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
-) -> Float[Tensor, " M"]:
+def clipped_loss(ratio: PerToken, batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
     """Compute −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) of each token.
 
     Sources: PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO, arXiv:2503.14476, eq. 8; ρ in the first
@@ -178,9 +176,7 @@ def clipped_loss(
     return -torch.minimum(capped * advantages, clipped * advantages)
 
 
-def cispo_loss(
-    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
-) -> Float[Tensor, " M"]:
+def cispo_loss(ratio: PerToken, batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
     """Compute −min(ρ, ε_high)·A·log π of each token, without gradient through the weight.
 
     Sources: MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786.
@@ -189,9 +185,7 @@ def cispo_loss(
     return -weight * batch.per_token_advantages * batch.logprobs
 
 
-def sapo_loss(
-    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
-) -> Float[Tensor, " M"]:
+def sapo_loss(ratio: PerToken, batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
     """Compute −(4/τ)·σ(τ(ρ − 1))·A of each token, a soft clip; τ depends on the sign of A.
 
     Its gradient is that of ρA at ρ = 1, and falls smoothly on both sides (Soft Adaptive Policy
@@ -203,9 +197,7 @@ def sapo_loss(
     return -(temperature * (ratio - 1)).sigmoid() * 4 / temperature * advantages
 
 
-def vespo_loss(
-    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
-) -> Float[Tensor, " M"]:
+def vespo_loss(ratio: PerToken, batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
     """Compute −φ(w)·A·log π of each token, without gradient through the weight.
 
     w is the ratio of the full completion, with the sampler's correction, and
@@ -282,7 +274,7 @@ def completion_weights(
     return weights
 
 
-def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tensor, " M"] | None:
+def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> PerToken | None:
     """Compute π_old / π_sampler of each token, within bounds, or return None without a correction.
 
     Importance sampling corrects for completions that were sampled from a distribution other than
@@ -357,7 +349,7 @@ def loss_metrics(inputs: LossInputs) -> MetricAccumulator:
 
 
 def _find_clipped(
-    batch: TokenBatch, ratio: Float[Tensor, " M"], settings: ObjectiveSettings
+    batch: TokenBatch, ratio: PerToken, settings: ObjectiveSettings
 ) -> dict[str, Tensor]:
     """Find the tokens whose ratio is beyond the bound that applies to their advantage's sign, by
     the metric's name; none for losses without bounds."""
@@ -375,7 +367,7 @@ def _find_clipped(
     }
 
 
-def _clip_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tensor, " M"]:
+def _clip_weights(batch: TokenBatch, settings: ObjectiveSettings) -> PerToken:
     if settings.importance_sampling_level == "token":
         return batch.active_tokens
     return batch.active_tokens / batch.lengths.clamp(min=1)[batch.completion]
@@ -395,25 +387,23 @@ def _clip_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tenso
 # policy gradient is that of E[r] − β·KL over completions (Ziegler et al., arXiv:1909.08593, eq. 2).
 
 
-def k1(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+def k1(logprobs: PerToken, reference: PerToken) -> PerToken:
     """Return log policy − log reference, in nats."""
     return logprobs - reference
 
 
-def k2(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+def k2(logprobs: PerToken, reference: PerToken) -> PerToken:
     """Return half the squared log-ratio."""
     return (logprobs - reference) ** 2 / 2
 
 
-def k3(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+def k3(logprobs: PerToken, reference: PerToken) -> PerToken:
     """Return exp(log reference − log policy) − (log reference − log policy) − 1, in nats."""
     difference = reference - logprobs
     return torch.expm1(difference) - difference
 
 
-def image_dependency(
-    logprobs: Float[Tensor, " M"], masked: Float[Tensor, " M"]
-) -> Float[Tensor, " M"]:
+def image_dependency(logprobs: PerToken, masked: PerToken) -> PerToken:
     """Return k3 of log-probs behind an image and behind its masked copy, in nats, at most 10.
 
     The bound, and that of ±20 on the difference, are those of PAPO's and VPPO's code.
