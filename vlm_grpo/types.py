@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from vlm_grpo.media.images import DiffusionNoise, PatchMask, TableCell, decode_image
+from vlm_grpo.media.images import TableCell, decode_image
 from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.remote_calls import ValueCache, call_all, share_calls
 
+ImageChange = Callable[[Image.Image], Image.Image]
 StopReason = Literal["eos", "stop", "length", "turns"]
 TARGET_COLUMN = "completion"
 """Column of ``Example.meta`` with the text that supervised steps train on."""
@@ -37,8 +38,8 @@ class ImageRef:
     resized_size: tuple[int, int]  #: after the family's resize; ``size`` until a policy sets it
     path: Path | None = None  #: file of the encoded image
     data: bytes | TableCell | None = None  #: encoded bytes, or where they are
-    #: noise or mask on the resized image, which ``load`` leaves out; None: there is none
-    noise: DiffusionNoise | PatchMask | None = None
+    #: change of the resized image, such as noise, which ``load`` leaves out; None: there is none
+    change: ImageChange | None = None
     kind: ClassVar[Literal["image", "video"]] = "image"
 
     @property
@@ -58,8 +59,8 @@ class ImageRef:
 
     @property
     def clean(self) -> ImageRef:
-        """The reference to the image without noise."""
-        return self if self.noise is None else replace(self, noise=None)
+        """The reference to the image without its change."""
+        return self if self.change is None else replace(self, change=None)
 
     def read_bytes(self) -> bytes:
         """Return the encoded bytes; raise ``ValueError`` if they cannot be read from their file."""
@@ -155,11 +156,10 @@ class Example:
         pairs = zip(self.images, sizes, strict=True)
         return replace(self, images=tuple(replace(i, resized_size=size) for i, size in pairs))
 
-    def with_noise(self, noise: DiffusionNoise | PatchMask) -> Example:
-        """Return the example with noise or masks on its images, whose numbers extend the seed."""
-        seeds = ((*noise.seed, number) for number in range(len(self.images)))
-        pairs = zip(self.images, (replace(noise, seed=seed) for seed in seeds), strict=True)
-        return replace(self, images=tuple(replace(image, noise=own) for image, own in pairs))
+    def with_changes(self, choose: Callable[[int], ImageChange]) -> Example:
+        """Return the example with a change of each image, chosen by the image's number."""
+        pairs = enumerate(self.images)
+        return replace(self, images=tuple(replace(image, change=choose(n)) for n, image in pairs))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.media.images import PatchMask
+from vlm_grpo.training.methods.perception import PatchMask
 from vlm_grpo.types import Completion, Group, Prompt
 
 BANNED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

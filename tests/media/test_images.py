@@ -11,9 +11,12 @@ import pytest
 from dataset_files import encode_image
 from PIL import ExifTags, Image
 
+from vlm_grpo.config.methods import MAX_NOISE_STEPS
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media import images
-from vlm_grpo.media.images import MAX_NOISE_STEPS, DiffusionNoise, PatchMask, decode_image
+from vlm_grpo.media.images import decode_image
+from vlm_grpo.training.methods.noise import DiffusionNoise
+from vlm_grpo.training.methods.perception import PatchMask
 
 # 3 x 2: red, green, blue over black, white, yellow.
 COLORS = np.array(

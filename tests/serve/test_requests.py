@@ -12,13 +12,13 @@ from PIL import Image
 from tiny_models import make_prompt, noise_clip, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.engine.batch import Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.requests import build_features, build_request, check_prompt, read_choices
 from vlm_grpo.serve.server import WeightLabel
+from vlm_grpo.training.methods.noise import DiffusionNoise
 from vlm_grpo.types import Example, Observation
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -85,7 +85,9 @@ def test_everything_that_changes_the_distribution_is_sent(policy):
 def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy):
     example = noise_example("a", [(56, 28)])
     _, clean = build(policy, example, range(4))
-    _, other = build(policy, example.with_noise(DiffusionNoise(400, (0, 3))), range(4, 6))
+    _, other = build(
+        policy, example.with_changes(lambda n: DiffusionNoise(400, (0, 3, n))), range(4, 6)
+    )
     assert clean["token_ids"] == other["token_ids"]
     assert clean["content_parts"] != other["content_parts"]
     assert other["sampling_params"]["n"] == 2

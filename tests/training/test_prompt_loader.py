@@ -11,10 +11,9 @@ from tiny_models import noise_example, tiny_policy
 
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.training.methods.noise import NoisyImages
+from vlm_grpo.training.methods.noise import DiffusionNoise, NoisyImages
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS, PromptLoader
 from vlm_grpo.types import Example
 
@@ -101,7 +100,7 @@ def test_noisy_prompts_are_those_of_the_example_that_is_used(policy):
         first, replaced, text = loader.load([0, 1, 3], variant)
     assert text.variant is None
     for index, prompt in ((0, first), (1, replaced)):
-        own = prompt.example.with_noise(DiffusionNoise(300, (5, index)))
+        own = prompt.example.with_changes(lambda n, i=index: DiffusionNoise(300, (5, i, n)))
         noisy = prompt.variant
         built = policy.prompts.build(own, PlainQuestion())
         assert (noisy.example, noisy.text) == (built.example, built.text)
@@ -118,5 +117,5 @@ def test_prompts_are_prefetched_for_the_noise_of_their_step(policy):
         (prompt,) = loader.load([1], weak)
         (again,) = loader.load([1], strong)
         assert loader.stream.indices == [1, 1]  # the second was prefetched
-    assert prompt.variant.example.images[0].noise == DiffusionNoise(5, (0, 1, 0))
-    assert again.variant.example.images[0].noise == DiffusionNoise(900, (0, 1, 0))
+    assert prompt.variant.example.images[0].change == DiffusionNoise(5, (0, 1, 0))
+    assert again.variant.example.images[0].change == DiffusionNoise(900, (0, 1, 0))

@@ -18,12 +18,12 @@ from pydantic import Field, model_validator
 from vlm_grpo.config.optim import Schedule, WarmupSteps
 from vlm_grpo.config.section import FREE, Frozen
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.media.images import MAX_NOISE_STEPS
 from vlm_grpo.task.registry import load_file
 
 T = TypeVar("T")
 BUILT_IN = "vlm_grpo.training.methods"
 """The package of the built-in methods."""
+MAX_NOISE_STEPS = 999  # the most diffusion steps, after which little of an image is left
 
 
 class MethodSettings(Frozen):

@@ -312,14 +312,14 @@ class PromptWriter:
         return text
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
-        """Return the example's images with their noise, and whether this call decoded each."""
+        """Return the example's images with their changes, and whether this call decoded each."""
         references = [image for image in example.images if image.kind == "image"]
         try:
             decoded = [self._decode(reference.clean) for reference in references]
         except ValueError as error:
             raise UserError(f"{example.name}: {error}") from error
         return [
-            (reference.noise(image) if reference.noise else image, new.pop(0, False))
+            (reference.change(image) if reference.change else image, new.pop(0, False))
             for reference, (image, new) in zip(references, decoded, strict=True)
         ]
 

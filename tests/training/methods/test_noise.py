@@ -15,10 +15,9 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
-from vlm_grpo.media import images
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
-from vlm_grpo.training.methods.noise import Noise
+from vlm_grpo.training.methods.noise import DiffusionNoise, Noise
 from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.training.objective.losses import (
     LossInputs,
@@ -60,7 +59,7 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
 ):
     """Each completion keeps its random stream; log-probs differ by rounding."""
     policy = {"policy": {"dtype": "float32", "engine": engine}}
-    monkeypatch.setattr(images.DiffusionNoise, "__call__", lambda self, image: image)
+    monkeypatch.setattr(DiffusionNoise, "__call__", lambda self, image: image)
     noisy = settings(rollout={"noise": {"share": share, "midpoint": 9.0}}, **policy)
     groups, plain = (
         get_completions(make_trainer(run).sampler.sample(0).groups)
@@ -81,7 +80,7 @@ def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_
     assert rollout.metrics == {"noise/strength": variant.label[1]}
     prompts = {p.example.id: p.variant for p in sampler.loader.load(range(3), variant)}
     for group in rollout.groups:
-        assert all(image.noise is None for image in group.prompt.example.images)
+        assert all(image.change is None for image in group.prompt.example.images)
         noisy: Any = prompts[group.id]
         assert noisy.token_ids == group.prompt.token_ids
         assert_sampled_behind(sampler.policy, group, noisy)

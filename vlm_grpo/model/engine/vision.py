@@ -18,8 +18,8 @@ class ImageEncoder:
     """A vision tower that encodes each unique image once.
 
     Features of a frozen tower are cached until ``cache`` is cleared. Features of a trained tower
-    carry a gradient and are recomputed in every call, except inside ``share_passes``. Images with
-    noise have passes of their own, so that others are rounded as without them, and are not cached.
+    carry a gradient and are recomputed in every call, except inside ``share_passes``. Changed
+    images have passes of their own, so that others are rounded as without them, and are not cached.
     The stopwatch times the phase ``vision``.
     """
 
@@ -45,14 +45,14 @@ class ImageEncoder:
                 pairs = zip(own, self.family.split_images(part), strict=True)
                 todo |= {unit: values for unit, values in pairs if unit not in known}
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
-            noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
-            new = self._encode({u: values for u, values in todo.items() if u not in noisy})
+            changed = self._encode({u: values for u, values in todo.items() if u[0].change})
+            new = self._encode({u: values for u, values in todo.items() if u not in changed})
         if with_gradient and self._passes is not None and new:
             self._passes.append(DetachedFeatures(new))
             new = self._passes[-1].leaves
         counters.encoder_passes += sum(map(len, todo))
         known |= new
-        found = {**known, **noisy} if noisy else known
+        found = {**known, **changed} if changed else known
         if self._watched is None or not torch.is_grad_enabled():
             return found
         for unit in units:

@@ -5,12 +5,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vlm_grpo.config.methods import NoiseSettings
+import numpy as np
+from PIL import Image
+
+from vlm_grpo.config.methods import MAX_NOISE_STEPS, NoiseSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.training.batch import KeptGroup
 from vlm_grpo.training.methods import Method, Metrics, Run, Variant
 from vlm_grpo.types import Example
+
+
+@dataclass(frozen=True)
+class DiffusionNoise:
+    """Noise on an image x of values 0 to 1: √ᾱ_t · x + √(1 − ᾱ_t) · ε with ε standard normal.
+
+    ᾱ_t is the product of 1 − β_i for i = 0 … t; β_i = 10⁻⁵ + (0.005 − 10⁻⁵) · σ(12 i / 999 − 6)
+    (visual contrastive decoding, arXiv:2311.16922; NoisyRollout, arXiv:2504.13055).
+    """
+
+    steps: int  # number of diffusion steps t, 1 to ``MAX_NOISE_STEPS``
+    seed: tuple[int, ...]  # numbers, at least 0, that determine ε
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        values = np.asarray(image, dtype=np.float32) / 255
+        noise = np.random.default_rng(self.seed).standard_normal(values.shape, np.float32)
+        places = np.linspace(-6, 6, MAX_NOISE_STEPS + 1)[: self.steps + 1]
+        kept = float(np.prod(1 - (1e-5 + (0.5e-2 - 1e-5) / (1 + np.exp(-places)))))
+        values = values * kept**0.5 + noise * (1 - kept) ** 0.5
+        return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -26,7 +48,8 @@ class NoisyImages(Variant):
     def change(self, example: Example, index: int) -> Example | None:
         if not example.images:
             return None
-        return example.with_noise(replace(self.noise, seed=(*self.noise.seed, index)))
+        seed = *self.noise.seed, index
+        return example.with_changes(lambda number: replace(self.noise, seed=(*seed, number)))
 
 
 class Noise(Method):

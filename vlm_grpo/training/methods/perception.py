@@ -8,17 +8,38 @@ need one more pass without gradient, behind the masked images.
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.media.images import PatchMask
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import ImageMethod, Passes
 from vlm_grpo.training.objective.losses import image_dependency
 from vlm_grpo.types import Example, Group
+
+
+@dataclass(frozen=True)
+class PatchMask:
+    """A mask that makes some square patches of an image black, each independently."""
+
+    ratio: float  # probability of a patch to be black
+    size: int  # side of a patch, in pixels; patches at the right and lower edge may be cut
+    seed: tuple[int, ...]  # numbers, at least 0, that determine which patches are black
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        shape = [-(-side // self.size) for side in (image.height, image.width)]
+        is_black = np.random.default_rng(self.seed).random(shape) < self.ratio
+        mask = Image.fromarray(is_black).resize(
+            (shape[1] * self.size, shape[0] * self.size), Image.Resampling.NEAREST
+        )
+        masked = image.copy()
+        masked.paste(0, mask=mask.crop((0, 0, *image.size)))
+        return masked
 
 
 class Perception(ImageMethod):
@@ -32,10 +53,13 @@ class Perception(ImageMethod):
         rollout = passes.rollout
 
         def mask(group: Group) -> Example | None:
-            example = group.prompt.example
+            example, own = group.prompt.example, self.own
+            if not example.images:
+                return None
             seed = self.run.settings.seed, rollout.step, zlib.crc32(example.id.encode())
-            change = PatchMask(self.own.mask_ratio, self.own.patch_size, seed)
-            return example.with_noise(change) if example.images else None
+            return example.with_changes(
+                lambda number: PatchMask(own.mask_ratio, own.patch_size, (*seed, number))
+            )
 
         return {self.name: passes.logprobs(passes.behind(mask), rollout.sampler_logprobs)}
 
