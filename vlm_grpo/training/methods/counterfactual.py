@@ -38,10 +38,7 @@ class CounterfactualSettings(MethodSettings):
     """Standard deviations above the mean weight, from which on a token's values are replaced."""
 
     extra_passes: ClassVar[int] = 1
-
-    @property
-    def term(self) -> str:
-        return "counterfactual"
+    term: ClassVar[str | None] = "counterfactual"
 
 
 class Counterfactual(ImageMethod):
