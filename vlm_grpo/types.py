@@ -40,11 +40,7 @@ class ImageRef:
     #: noise or mask on the resized image, which ``load`` leaves out; None: there is none
     noise: DiffusionNoise | PatchMask | None = None
     kind: ClassVar[Literal["image", "video"]] = "image"
-
-    @property
-    def num_frames(self) -> int:
-        """The number of frames of a clip that the model sees; 0: it is an image."""
-        return 0
+    num_frames: ClassVar[int] = 0  #: number of frames of a clip that the model sees; 0: an image
 
     @property
     def picture_size(self) -> tuple[int, int]:

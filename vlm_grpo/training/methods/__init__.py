@@ -73,10 +73,8 @@ class Variant:
     Equal variants have equal hashes: prompts are prepared ahead of time and found by them.
     """
 
-    @property
-    def label(self) -> tuple[str, int]:
-        """The name and strength of the change, which mark the completions."""
-        raise NotImplementedError
+    label: ClassVar[tuple[str, int]]
+    """The name and strength of the change, which mark the completions."""
 
     def change(self, example: Example, index: int) -> Example | None:
         """Return the other form of the example at an index of the stream; None: it has none."""

@@ -41,11 +41,8 @@ class CropRolloutsSettings(MethodSettings):
 class Cropped(Variant):
     """Prompts with the part of their only image that the answer needs."""
 
+    label = "crop", 1
     margin: float
-
-    @property
-    def label(self) -> tuple[str, int]:
-        return "crop", 1
 
     def change(self, example: Example, index: int) -> Example | None:
         if not (boxes := find_boxes(example)):
