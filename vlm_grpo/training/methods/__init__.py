@@ -104,10 +104,6 @@ class Passes:
                 changed.append(replace(piece, prompt=prompts.encode_text(seen, piece.prompt.text)))
         return changed
 
-    def logprobs(self, *arguments: Any, **others: Any) -> Tensor:
-        """Return log-probs of the step's tokens, (T,); arguments as in ``score``."""
-        return self.score(*arguments, **others).logprobs
-
     def score(
         self,
         slices: Sequence[GroupSlice] | None = None,

@@ -81,7 +81,7 @@ class Counterfactual(ImageMethod):
         ]
         others, view = passes.rollout.sampler_logprobs, self._build_view()
         with passes.strategy.gathered():
-            return {self.name: passes.logprobs(slices, others, model=view)}
+            return {self.name: passes.score(slices, others, model=view).logprobs}
 
 
 class CounterfactualAttention:

@@ -37,7 +37,7 @@ class Perception(ImageMethod):
             change = PatchMask(self.own.mask_ratio, self.own.patch_size, seed)
             return example.with_noise(change) if example.images else None
 
-        return {self.name: passes.logprobs(passes.behind(mask), rollout.sampler_logprobs)}
+        return {self.name: passes.score(passes.behind(mask), rollout.sampler_logprobs).logprobs}
 
     def weigh_tokens(self, rollout: Rollout, scores: Values) -> Tensor | None:
         if not self.own.weighs_tokens:
