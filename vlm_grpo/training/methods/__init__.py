@@ -147,6 +147,7 @@ class Method:
     # name of the file of its state in checkpoints; empty: ``method_NAME``
     state_name: ClassVar[str] = ""
     has_videos: ClassVar[bool] = True  # whether it supports examples with videos
+    refused: ClassVar[tuple[str, ...]] = ()  # settings and methods that it does not work with
     run: Run
     snapshot: Any = None  # a ``Snapshot`` of the policy that it keeps
     is_alone: bool = False  # whether its term is the only one of the loss of its steps
@@ -163,7 +164,10 @@ class Method:
 
     def start(self, run: Run) -> None:
         """Prepare for a run; raises ``UserError`` if the method cannot be used."""
-        self.run = run
+        self.run, settings = run, run.settings
+        for key in self.refused:
+            if get(settings, key) if "." in key else key in settings.named_methods:
+                raise UserError(f"methods: {self.name} does not work with {key}: remove one")
 
     # The prompts and groups of a step.
 
