@@ -41,11 +41,7 @@ class ImageRef:
     #: change of the resized image, such as noise, which ``load`` leaves out; None: there is none
     change: ImageChange | None = None
     kind: ClassVar[Literal["image", "video"]] = "image"
-
-    @property
-    def num_frames(self) -> int:
-        """The number of frames of a clip that the model sees; 0: it is an image."""
-        return 0
+    num_frames: ClassVar[int] = 0  #: number of frames of a clip that the model sees; 0: an image
 
     @property
     def picture_size(self) -> tuple[int, int]:

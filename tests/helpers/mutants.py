@@ -126,7 +126,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/methods/kl.py", "weights=self.snapshot.in_place()", ""),
     ("training/methods/kl.py", "self.own.beta * estimate(", "estimate("),
     ("training/batch.py", '"length" and objective.mask_truncated_completions', "False"),
-    ("training/update.py", "int(sums[1])", "int(lengths.sum())"),
+    ("training/update.py", "(completions, tokens,", "(completions, int(lengths.sum()),"),
     ("training/update.py", "[k and p == part for", "[k for"),
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
     ("training/update.py", "{name: weight * count for", "{name: weight for"),

@@ -67,7 +67,6 @@ MOVED = {
 }
 """The command that replaces each earlier one."""
 
-
 WAITING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000"}
 """Settings of GNU's OpenMP library, which reads them when torch loads it."""
 

@@ -34,15 +34,10 @@ class MethodSettings(Frozen):
     extra_views: ClassVar[int] = 0
     """Further forms of each prompt from behind which a group is sampled."""
 
-    @property
-    def extra_model(self) -> str | None:
-        """A further model that scores; "": a copy of the policy; None: there is none."""
-        return None
-
-    @property
-    def term(self) -> str | None:
-        """Name of the method's term in the loss; None: it has none."""
-        return None
+    extra_model: ClassVar[str | None] = None
+    """A further model that scores; "": a copy of the policy; None: there is none."""
+    term: ClassVar[str | None] = None
+    """Name of the method's term in the loss; None: it has none."""
 
     @property
     def trains_all(self) -> bool:
@@ -101,6 +96,7 @@ class DistillationSettings(MethodSettings):
     ``teacher_prompt=crop loss=jensen_shannon only=true`` is Vision-OPD (arXiv:2605.18740), whose
     values are the defaults."""
 
+    term: ClassVar[str | None] = "distillation"
     teacher: str | None = None
     """Model whose distribution the policy approaches, as the setting ``model``; one of the policy's
     family, with its tokens. None: the policy itself, with weights as in ``teacher_update_rate``."""
@@ -140,10 +136,6 @@ class DistillationSettings(MethodSettings):
     @property
     def extra_model(self) -> str:
         return self.teacher or ""
-
-    @property
-    def term(self) -> str:
-        return "distillation"
 
 
 class PerceptionSettings(MethodSettings):

@@ -22,7 +22,6 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence"]
 SamplerCorrection = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
 
-
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators whose advantages depend on the rewards of the group alone."""
 

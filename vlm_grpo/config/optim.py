@@ -23,7 +23,6 @@ WarmupSteps = Annotated[
 ]
 """A number of steps, or below 1, as in transformers, a share of all steps, rounded up."""
 
-
 DEFAULT_UPDATE_TOKENS = 16_384
 """Tokens in a micro-batch of the update on a CPU, and at most in the first update on a GPU."""
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

@@ -48,11 +48,12 @@ from vlm_grpo.utils.jsonl import read_rows
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 50  # Bad rows listed in one message; the rest are only counted
+Examples = Sequence[Example]
 
 
 def load_examples(
     source: str | Path | Rows, task: Task, data: DataSettings | None = None, split: Split = "eval"
-) -> Sequence[Example]:
+) -> Examples:
     """Load all examples of a source and check each of them.
 
     Only the headers of the images are read, not their pixels.
@@ -84,7 +85,7 @@ def load_source(
     split: Split,
     label: str = "",
     rows: Rows | None = None,
-) -> Sequence[Example]:
+) -> Examples:
     """Load all examples of a source with settings of its own, as ``load_examples`` does.
 
     ``task`` may be a mixture of the tasks that the rows name, ``label`` is the source's name in a
@@ -264,7 +265,7 @@ def load_members(
 
 def load_split(
     settings: Settings, task: Task, split: Split, objects: Objects = NO_OBJECTS
-) -> Sequence[Example]:
+) -> Examples:
     """Load the training or the held-out examples of a run from all of their sources.
 
     A mixture as ``task`` gives the examples the names of their sources. Errors are those of
@@ -282,9 +283,7 @@ def load_split(
     return found
 
 
-def load_run(
-    settings: Settings, objects: Objects = NO_OBJECTS
-) -> tuple[Task, Sequence[Example], Sequence[Example]]:
+def load_run(settings: Settings, objects: Objects = NO_OBJECTS) -> tuple[Task, Examples, Examples]:
     """Load what a run needs besides its model: its task, and its training and held-out examples."""
     task = load_run_task(settings, objects)
     for member in task.members.values() if isinstance(task, Mixed) else [task]:
@@ -294,14 +293,14 @@ def load_run(
 
 def load_data(
     settings: Settings, task: Task, objects: Objects = NO_OBJECTS
-) -> tuple[Sequence[Example], Sequence[Example]]:
+) -> tuple[Examples, Examples]:
     """Load the training and the held-out examples of a run.
 
     Log a warning if both are the same data or share images, and if ``data.video`` is given but no
     example has a video.
     """
     data, train = settings.data, load_split(settings, task, "train", objects)
-    held_out: Sequence[Example] = []
+    held_out: Examples = []
     if data.eval_share is not None:
         train, held_out = split_by_image(train, data.eval_share, settings.seed)
     train, line = filter_examples(train, data)  # the held-out examples stay the same
@@ -319,7 +318,7 @@ def load_data(
     return train, held_out
 
 
-def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Example]) -> None:
+def warn_about_shared_images(train: Examples, held_out: Examples) -> None:
     """Log how many held-out examples show an image of the training data, if any.
 
     Images are compared by path and encoded bytes, without decoding them.
@@ -410,9 +409,7 @@ def build_scorer(settings: Settings, rank: int) -> RewardScorer:
     return RewardScorer(rollout.reward_timeout, rollout.reward_workers, cache)
 
 
-def filter_examples(
-    examples: Sequence[Example], data: DataSettings
-) -> tuple[Sequence[Example], str | None]:
+def filter_examples(examples: Examples, data: DataSettings) -> tuple[Examples, str | None]:
     """Return the examples that ``data.filter`` accepts, and a line with their number.
 
     A column is that of ``data.difficulty`` for the example's id, or else that of its row.
@@ -460,9 +457,7 @@ def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
     return rows
 
 
-def split_by_image(
-    examples: Sequence[Example], share: float, seed: int
-) -> tuple[Sequence[Example], Sequence[Example]]:
+def split_by_image(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
     """Hold out a share of the examples; examples with an image in common stay together.
 
     Whole sets of examples are held out, in the order of a hash of their images and the seed, until
@@ -487,7 +482,7 @@ def split_by_image(
     return kept, [examples[index] for index in sorted(held_out)]
 
 
-def _join_by_image(examples: Sequence[Example]) -> dict[str, list[int]]:
+def _join_by_image(examples: Examples) -> dict[str, list[int]]:
     # The folder does not matter. Texts without images are told apart by their questions.
     keys = [[_get_key(i, "name") for i in e.images] or [f"text {e.question}"] for e in examples]
     joined = DisjointSet(dict.fromkeys(chain.from_iterable(keys)))

@@ -23,7 +23,6 @@ _REMEDIES = {
 }
 """Remedy by the name of a type that is not rows, whose library is not imported here."""
 
-
 Rows = Iterable[Any]
 """Data in memory: mappings as in a ``.jsonl`` file, a ``datasets.Dataset``, or ``Example``s."""
 TaskObject = Task | type[Task]

@@ -106,11 +106,9 @@ def describe_state(
         if len(shape) < 2:
             return {**state, "exp_avg_sq": moment}
         row, column = (*shape[:-1],), (*shape[:-2], shape[-1])
-        return {
-            **state,
-            "exp_avg_sq_row": (row, torch.float32),
-            "exp_avg_sq_col": (column, torch.float32),
-        }
+        state["exp_avg_sq_row"] = row, torch.float32
+        state["exp_avg_sq_col"] = column, torch.float32
+        return state
     if kind == "adamw":
         return {**state, "step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
     state["step"] = scalar

@@ -93,11 +93,10 @@ def write_completions(
 ) -> tuple[int, int]:
     """Write the examples with the completions that earned enough, as rows for training on them.
 
-    A truncated completion, one with the text of a control token, and one that called a tool is
-    left out. At most ``keep``
-    of an example are written: those with the highest reward, of equal ones the first. ``least`` is
-    the reward that they must have earned; None: the full one. Return the number of rows, and of
-    the examples that have one.
+    A truncated completion, one with the text of a control token, and one that called a tool is left
+    out. At most ``keep`` of an example are written: those with the highest reward, of equal ones
+    the first. ``least`` is the reward that they must have earned; None: the full one. Return the
+    number of rows, and of the examples that have one.
     """
     data = found.settings.data
     columns: dict[Any, str] = {} if is_mixture(data.train) else {**data.columns}

@@ -25,7 +25,6 @@ from vlm_grpo.utils.jsonl import format_rows, read_valid_rows
 
 logger = logging.getLogger(__name__)
 
-
 WITHOUT_TOOLS = "_without_tools"  # ends the name of a primary metric of the model without tools
 _SHARES = ("gain", "harm", "prompt", "called", "errors", "cut")
 _DEFECTS = ("tools/harm", "tools/errors", "tools/cut")

@@ -59,7 +59,6 @@ def begin_episodes(
 REFUSAL = Observed("No tool is available now. Answer without one.")
 """What is read after a call that is refused; it is no error of the model's."""
 
-
 NO_START = EpisodeStart(None, 2, False, "")
 """The start of an episode without an environment."""
 

@@ -236,7 +236,10 @@ def _count_prefill_bytes(model: ModelShape, work: Workload) -> int:
     """Count the bytes of one layer's values, and of the keys and values of all layers before they
     are copied into the cache."""
     text = model.text
-    tokens = work.prefill_prompts * work.prompt_tokens
+    prompts = work.concurrent_prompts
+    if work.copies == 1:
+        prompts = min(prompts, max(1, PREFILL_TOKENS // work.prompt_tokens))
+    tokens = prompts * work.prompt_tokens
     if work.results:  # what the episodes have so far, too
         whole = work.prompt_tokens + work.path_tokens
         tokens = max(tokens, min(max(PREFILL_TOKENS, whole), work.continued * whole))

@@ -12,7 +12,7 @@ from vlm_grpo.config.optim import DEFAULT_UPDATE_TOKENS, OptimizerName
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
-from vlm_grpo.model.engine.batch import PREFILL_TOKENS, ROUNDED_AT_ONCE, GroupSlice, pack
+from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE, GroupSlice, pack
 from vlm_grpo.types import Example, Prompt
 
 Precision = Literal["float32", "bfloat16", "autocast"]
@@ -276,11 +276,6 @@ class Workload:
         """Number of episodes at once after the first turn, where each has its prompt's keys."""
         most = max(1, self.rollout_budget // (self.prompt_tokens + self.path_tokens))
         return min(self.num_prompts * self.num_generations, most) if self.results else 0
-
-    @property
-    def prefill_prompts(self) -> int:
-        most = self.concurrent_prompts
-        return most if self.copies > 1 else min(most, max(1, PREFILL_TOKENS // self.prompt_tokens))
 
     @cached_property
     def _batches(self) -> list[tuple[int, int]]:

@@ -24,9 +24,8 @@ Entry = dict[str, Any]
 Keys: ``view`` ("training" or "held-out"), ``id``, ``step`` (of the last answer), ``question``,
 ``prompt``, ``gold``, ``pictures`` and ``goldMarks`` (file names of pictures), ``marked`` (the
 number of the picture that is drawn on), ``layers`` (further drawings on it, by name), ``sizes``
-and ``resizedSizes`` (pixels), ``answers``,
-``change`` (since the example was first answered) and ``spread`` (of a group's rewards); the last
-two are None if undefined.
+and ``resizedSizes`` (pixels), ``answers``, ``change`` (since the example was first answered) and
+``spread`` (of a group's rewards); the last two are None if undefined.
 
 An answer has ``label``, ``step``, ``kind`` (one of ``KINDS``), ``parts`` (pairs of a part's name,
 thinking, text or answer, and its text), ``parsed`` (the parsed answer), ``marks`` (a picture's file

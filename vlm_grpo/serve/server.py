@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +117,7 @@ class ServerProcess:
         self.stop()
 
 
+@dataclass(eq=False)
 class Server:
     """The vLLM server at ``url``, without ``/v1``. Each request may raise ``ServiceError``.
 
@@ -123,20 +125,15 @@ class Server:
     started, if any. ``sleep_level`` is what it frees while it rests (``choose_sleep_level``).
     """
 
-    def __init__(
-        self,
-        url: str,
-        timeout: float,
-        process: ServerProcess | None = None,
-        sleep_level: int | None = None,
-    ) -> None:
-        self.url, self.timeout = url, timeout
-        self.process, self.sleep_level = process, sleep_level
-        self.version: int | None = None  # of its weights; None: not the run's
-        self.problem = ""  # the failure after which it was not yet asked again
-        self.failures = 0  # since it last took part in a finished rollout
-        self.is_asleep = False
-        self.nccl_group: Any = None  # with its workers, once they have joined
+    url: str
+    timeout: float
+    process: ServerProcess | None = None
+    sleep_level: int | None = None
+    version: int | None = None  # of its weights; None: not the run's
+    problem: str = ""  # the failure after which it was not yet asked again
+    failures: int = 0  # since it last took part in a finished rollout
+    is_asleep: bool = False
+    nccl_group: Any = None  # with its workers, once they have joined
 
     # Its start.
 

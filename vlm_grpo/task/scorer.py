@@ -23,7 +23,7 @@ from vlm_grpo.task.task import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
-from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool, dump
+from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool, dump, gather
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,8 @@ class RewardScorer:
         if not self.workers and (self.seconds is None or can_interrupt()):
             return [function(seconds, task, *job) for job in jobs]
         sent, limit = send(task), None if seconds is None else seconds + _GRACE
-        return self._pool.run(function, [(seconds, sent, *job) for job in jobs], limit)
+        calls = ((seconds, sent, *job) for job in jobs)
+        return gather(self._pool.schedule(function, call, limit) for call in calls)
 
 
 def group_by_source(task: Task, examples: Sequence[Example]) -> list[tuple[str, Task, list[int]]]:

@@ -64,10 +64,8 @@ class MemoryProbe:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         yield
-        after, peak = (
-            torch.cuda.memory_allocated(self.device),
-            torch.cuda.max_memory_allocated(self.device),
-        )
+        after = torch.cuda.memory_allocated(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
         # The gradients of a single micro-batch replace, layer by layer, what it saved. Those of
         # several are there while the last one saves.
         low, high = peak - after, peak - (before if len(batches) == 1 else after)

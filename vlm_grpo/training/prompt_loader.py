@@ -28,8 +28,7 @@ class PromptLoader:
     Reading, resizing and splitting an image into patches needs no model, so a thread does it ahead
     of time, or several do; image decoders and tensor operations release the interpreter's lock.
     With ``skip_unreadable``, an example that cannot be read is replaced by a later one. ``runner``
-    begins the episodes of prompts with an environment. The
-    policy's ``counters`` count the work.
+    begins the episodes of prompts with an environment. The policy's ``counters`` count the work.
     """
 
     def __init__(

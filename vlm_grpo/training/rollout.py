@@ -191,10 +191,8 @@ class RolloutSampler:
 
     def _sample_step(self, step: int) -> Rollout:
         rollout, optim = self.settings.rollout, self.settings.optim
-        wanted, task = (
-            optim.prompts_per_step,
-            self.task.with_progress(self.settings.progress_at(step)),
-        )
+        wanted = optim.prompts_per_step
+        task = self.task.with_progress(self.settings.progress_at(step))
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
         groups = self._sample_round(lambda: self._begin_step(ahead, step), task)
         if not (rollout.dynamic_sampling or self._find("recall")):

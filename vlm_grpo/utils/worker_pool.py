@@ -75,12 +75,6 @@ class WorkerPool:
             self._crew.calls.put(call)
         return call.future
 
-    def run(
-        self, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], seconds: float | None
-    ) -> list[Any]:
-        """Return the results of calls, in the order of the jobs, or what they have raised."""
-        return gather(self.schedule(function, job, seconds) for job in jobs)
-
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
         with self._lock:

@@ -118,6 +118,6 @@ def test_gathered_weights_are_dropped_around_the_reference_pass(tmp_path, monkey
     monkeypatch.setattr(trainer.strategy, "release", lambda: dropped.append(bool(weight.any())))
     kl = trainer.methods["kl"]
     assert isinstance(kl, ReferenceKL)
-    Passes(Rollout(()), (), trainer.strategy, 100).logprobs(weights=kl.snapshot.in_place())
+    Passes(Rollout(()), (), trainer.strategy, 100).score(weights=kl.snapshot.in_place())
     assert dropped == [False, True]
     assert not weight.any()

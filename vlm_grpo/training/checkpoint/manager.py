@@ -173,7 +173,6 @@ class CheckpointManager:
             "scheduler": updater.scheduler.state_dict(),
             "random": gather_object([get_rng_states()]),
             "versions": get_versions(),
-            "unevaluated": state.unevaluated,
         }
         strategy = updater.strategy
         state_of_weights = optimizer_tensors(strategy.optimizer, strategy.trainable)
@@ -186,6 +185,8 @@ class CheckpointManager:
                 metadata.setdefault("methods", {})[method.name] = values
             if own:
                 tensors[method.state_file] = self._gather(own)
+        if state.unevaluated is not None:
+            metadata["unevaluated"] = state.unevaluated
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
         return metadata, tensors

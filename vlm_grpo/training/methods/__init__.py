@@ -73,10 +73,8 @@ class Variant:
     Equal variants have equal hashes: prompts are prepared ahead of time and found by them.
     """
 
-    @property
-    def label(self) -> tuple[str, int]:
-        """The name and strength of the change, which mark the completions."""
-        raise NotImplementedError
+    label: ClassVar[tuple[str, int]]
+    """The name and strength of the change, which mark the completions."""
 
     def change(self, example: Example, index: int) -> Example | None:
         """Return the other form of the example at an index of the stream; None: it has none."""
@@ -105,10 +103,6 @@ class Passes:
                     raise UserError(f"{seen.name}: its changed image: {error}") from error
                 changed.append(replace(piece, prompt=prompts.encode_text(seen, piece.prompt.text)))
         return changed
-
-    def logprobs(self, *arguments: Any, **others: Any) -> Tensor:
-        """Return log-probs of the step's tokens, (T,); arguments as in ``score``."""
-        return self.score(*arguments, **others).logprobs
 
     def score(
         self,
@@ -153,6 +147,7 @@ class Method:
     # name of the file of its state in checkpoints; empty: ``method_NAME``
     state_name: ClassVar[str] = ""
     has_videos: ClassVar[bool] = True  # whether it supports examples with videos
+    refused: ClassVar[tuple[str, ...]] = ()  # settings and methods that it does not work with
     run: Run
     snapshot: Any = None  # a ``Snapshot`` of the policy that it keeps
     is_alone: bool = False  # whether its term is the only one of the loss of its steps
@@ -169,7 +164,10 @@ class Method:
 
     def start(self, run: Run) -> None:
         """Prepare for a run; raises ``UserError`` if the method cannot be used."""
-        self.run = run
+        self.run, settings = run, run.settings
+        for key in self.refused:
+            if get(settings, key) if "." in key else key in settings.named_methods:
+                raise UserError(f"methods: {self.name} does not work with {key}: remove one")
 
     # The prompts and groups of a step.
 

@@ -18,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.attention import PackedAttention, find_mask
@@ -38,23 +37,18 @@ class CounterfactualSettings(MethodSettings):
     """Standard deviations above the mean weight, from which on a token's values are replaced."""
 
     extra_passes: ClassVar[int] = 1
-
-    @property
-    def term(self) -> str:
-        return "counterfactual"
+    term: ClassVar[str | None] = "counterfactual"
 
 
 class Counterfactual(ImageMethod):
     """The KL of the policy to itself without the values that it attends to most."""
 
     name = "counterfactual"
+    refused = "rollout.noise", "objective.replay", "objective.distillation.only"
     own: CounterfactualSettings
 
     def start(self, run: Run) -> None:
         super().start(run)
-        for key in ("rollout.noise", "objective.replay", "objective.distillation.only"):
-            if get(run.settings, key):
-                raise UserError(f"methods: counterfactual does not work with {key}: remove one")
         self._build_view()
 
     def _build_view(self) -> Policy:
@@ -84,7 +78,7 @@ class Counterfactual(ImageMethod):
         ]
         others, view = passes.rollout.sampler_logprobs, self._build_view()
         with passes.strategy.gathered():
-            return {self.name: passes.logprobs(slices, others, model=view)}
+            return {self.name: passes.score(slices, others, model=view).logprobs}
 
 
 class CounterfactualAttention:

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.data.boxes import crop_to_boxes, list_boxes, list_evidence
 from vlm_grpo.errors import UserError
@@ -19,11 +18,12 @@ from vlm_grpo.task.coordinates import Box
 from vlm_grpo.training.methods import Method, Run, Variant
 from vlm_grpo.types import Example
 
-NEED_WHOLE_IMAGES = tuple(
-    f"objective.{name}" for name in ("beta", "replay", "distillation", "perception")
+NEED_WHOLE_IMAGES = (
+    *("objective.beta", "objective.replay", "objective.distillation", "objective.perception"),
+    *("counterfactual", "revision"),
 )
-"""Settings for which the policy must have sampled behind the images that it is trained with."""
-OTHERS = "counterfactual", "revision"  # methods for which the same holds
+"""Settings and methods for which the policy must have sampled behind the images that it is trained
+with."""
 
 
 class CropRolloutsSettings(MethodSettings):
@@ -41,11 +41,8 @@ class CropRolloutsSettings(MethodSettings):
 class Cropped(Variant):
     """Prompts with the part of their only image that the answer needs."""
 
+    label = "crop", 1
     margin: float
-
-    @property
-    def label(self) -> tuple[str, int]:
-        return "crop", 1
 
     def change(self, example: Example, index: int) -> Example | None:
         if not (boxes := find_boxes(example)):
@@ -64,15 +61,11 @@ def find_boxes(example: Example) -> tuple[Box, ...]:
 class CropRollouts(Method):
     """Completions of a part of each group from behind the crop."""
 
-    name, has_videos = "crop_rollouts", False
+    name, has_videos, refused = "crop_rollouts", False, NEED_WHOLE_IMAGES
     own: CropRolloutsSettings
 
     def start(self, run: Run) -> None:
         super().start(run)
-        used = [key for key in NEED_WHOLE_IMAGES if get(run.settings, key)]
-        used += [str(m.file) for m in run.settings.methods if str(m.file) in OTHERS]
-        for name in used:
-            raise UserError(f"methods: crop_rollouts does not work with {name}: remove one")
         if not any(map(find_boxes, run.stream.examples)):
             raise UserError(
                 "methods: crop_rollouts has no effect: no training example has one image, evidence "

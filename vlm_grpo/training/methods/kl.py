@@ -39,10 +39,10 @@ class ReferenceKL(Method):
             self.snapshot.move()
 
     def score(self, passes: Passes) -> Values:
-        reference = passes.logprobs(weights=self.snapshot.in_place())
+        reference = passes.score(weights=self.snapshot.in_place()).logprobs
         if self.own.kl_in == "loss":
             return {"reference_logprobs": reference}
-        estimate, policy = KL_ESTIMATORS[self.own.kl_estimator], passes.logprobs()
+        estimate, policy = KL_ESTIMATORS[self.own.kl_estimator], passes.score().logprobs
         penalties = self.own.beta * estimate(policy.cpu(), reference.cpu())
         return {
             "reference_logprobs": reference,

@@ -61,7 +61,7 @@ class Perception(ImageMethod):
                 lambda number: PatchMask(own.mask_ratio, own.patch_size, (*seed, number))
             )
 
-        return {self.name: passes.logprobs(passes.behind(mask), rollout.sampler_logprobs)}
+        return {self.name: passes.score(passes.behind(mask), rollout.sampler_logprobs).logprobs}
 
     def weigh_tokens(self, rollout: Rollout, scores: Values) -> Tensor | None:
         if not self.own.weighs_tokens:

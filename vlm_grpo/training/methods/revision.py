@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from vlm_grpo.config.combinations import get
 from vlm_grpo.config.methods import MethodSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
@@ -41,14 +40,11 @@ class RevisionSettings(MethodSettings):
 class Revision(Method):
     """Revisions of the best answer of a group whose answers all fail."""
 
-    name = "revision"
+    name, refused = "revision", ("rollout.noise", "objective.replay", "data.curriculum")
     own: RevisionSettings
 
     def start(self, run: Run) -> None:
         super().start(run)
-        for key in ("rollout.noise", "objective.replay", "data.curriculum"):
-            if get(run.settings, key):
-                raise UserError(f"methods: revision does not work with {key}: remove one")
         if all(run.task.resolve(example)[1].environment for example in run.stream.examples):
             raise UserError("methods: revision has no effect on episodes of an environment")
         shown = run.policy.prompts.chat.observe(self.own.text, "user")

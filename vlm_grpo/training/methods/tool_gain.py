@@ -65,10 +65,8 @@ class ToolGain(Method):
 
     def _find_counted(self, group: Group) -> list[bool]:
         """Return which episodes are compared: those with a reward that are not cut and masked."""
-        objective, pairs = (
-            self.run.settings.objective,
-            zip(group.completions, group.scores, strict=True),
-        )
+        objective = self.run.settings.objective
+        pairs = zip(group.completions, group.scores, strict=True)
         return [s.total is not None and not is_masked(c, objective) for c, s in pairs]
 
     def observe(self, step: int, task: Task, groups: Groups) -> list[tuple[float, float]]:

@@ -94,7 +94,7 @@ class VisualCredit(Method):
         rollout, slices = passes.rollout, passes.behind(self._hide)
         unseen = torch.zeros(rollout.layout.total)
         weights = nullcontext(), self.snapshot.in_place()
-        found = (passes.logprobs(slices, unseen, own).cpu() for own in weights)
+        found = (passes.score(slices, unseen, own).logprobs.cpu() for own in weights)
         pairs = zip(*map(rollout.layout.split, found), strict=True)
         gains = [(a.mean().exp() - b.mean().exp()).item() for a, b in pairs]
         scores = [score for group in rollout.groups for score in group.scores]
