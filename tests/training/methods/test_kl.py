@@ -13,8 +13,6 @@ from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, Run
 from vlm_grpo.training.methods.kl import ReferenceKL
 
-KL = "objective.beta=0.05"
-
 
 def make_reference(device: str, weight: torch.nn.Parameter) -> ReferenceKL:
     fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
@@ -87,7 +85,8 @@ def test_a_reference_refreshed_in_every_step_costs_nothing_and_another_one_a_pas
 
 def test_gathered_weights_are_dropped_around_the_reference_pass(tmp_path, monkeypatch):
     """Copies of the policy's weights must not serve the reference, nor the other way round."""
-    trainer = make_embedded_trainer(tmp_path, KL, "objective.reference_refresh_every=never")
+    never = "objective.beta=0.05", "objective.reference_refresh_every=never"
+    trainer = make_embedded_trainer(tmp_path, *never)
     _, weight = trainer.strategy.trainable[0]
     weight.data.zero_()  # the policy's; the reference's are not 0
     dropped: list[bool] = []
