@@ -54,11 +54,10 @@ def test_weights_decay_only_in_matrices():
     assert optimizer.defaults["fused"]  # one kernel for all weights
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_state_is_loaded_by_name_in_any_order(order):
+def test_state_is_loaded_by_name_in_any_order():
     """The optimizer numbers matrices before vectors, in whatever order the weights are named."""
     state = make_state()
-    weights = make_weights()[::order]
+    weights = make_weights()[::-1]
     optimizer = make_optimizer(weights)
     load_optimizer_tensors(optimizer, weights, dict(reversed(state.items())))
     loaded = optimizer_tensors(optimizer, weights)

@@ -105,8 +105,6 @@ WEIGHTS: dict[str, Any] = {"full": {}, "frozen_vision": {"freeze": ["vision"]}}
 WEIGHTS |= {"lora": {"lora": {"r": 4, "alpha": 8}}}
 KINDS = {"ddp-4": ("full",), "hsdp-4": ("full",), "fsdp_held-2": ("full", "lora")}
 """The kinds of weights of the launches that do not have all."""
-COMMUNICATION = {"ddp-4": (), "hsdp-4": ("full",)}
-"""The kinds of weights with which a launch counts its communication, if not both."""
 BFLOAT16 = ("full", "lora")
 """The kinds of weights that ``ddp-2`` and ``fsdp-2`` also run in bfloat16. Both forms of FSDP2 cast
 weights alike."""
@@ -602,7 +600,7 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
         settings = make_settings(folder, launch, policy=WEIGHTS[kind])
         trainer = build_trainer(settings)
         yield f"steps, {kind}", partial(run_steps, trainer, STEPS[kind])
-        if kind in COMMUNICATION.get(launch, ("full", "lora")):
+        if kind != "frozen_vision":
             yield f"communication, {kind}", partial(count_communication, trainer)
         trainer.sampler.close()
         if kind not in BFLOAT16 or launch not in ("ddp-2", "fsdp-2"):

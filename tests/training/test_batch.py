@@ -19,7 +19,6 @@ from vlm_grpo.training.batch import (
     build_slices,
     compute_advantages,
     has_spread,
-    is_out_of_memory,
 )
 from vlm_grpo.training.speed import GIB, memory_metrics
 from vlm_grpo.training.update import pack_step
@@ -35,16 +34,6 @@ ROLLOUT = Rollout(tuple(GROUPS))
 def pack_groups(rollout: Rollout, advantages: StepAdvantages, *overrides: str) -> StepBatch:
     settings = load_settings("quickstart", ["rollout.max_completion_length=4", *overrides])
     return pack_step(rollout, {}, advantages, {}, settings)
-
-
-def test_slices_hold_the_kept_completions_with_their_rows():
-    slices = build_slices(GROUPS, [False, True, True, False, True])
-    assert [piece.rows for piece in slices] == [(1,), (2, 4)]
-    assert [piece.prompt for piece in slices] == [group.prompt for group in GROUPS]
-    assert [piece.completions for piece in slices] == [((10, 11, 12),), ((0,), (20, 21))]
-    slices = build_slices(GROUPS, [False, False, True, True, True])
-    assert [piece.rows for piece in slices] == [(2, 3, 4)]
-    assert build_slices(GROUPS, [False] * 5) == ()
 
 
 def test_equal_beginnings_are_passed_once():
@@ -145,16 +134,6 @@ def test_a_group_has_spread_if_its_advantages_are_not_zero():
     each = ObjectiveSettings(normalize_each_reward=True)
     assert has_spread(swapped, weights, each)
     assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
-
-
-def test_only_failed_allocations_are_out_of_memory():
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(RuntimeError) as failed:
-        torch.empty(1 << 50)  # on a CPU
-    assert is_out_of_memory(failed.value)
-    with pytest.raises(RuntimeError) as failed:
-        torch.dot(torch.ones(2), torch.ones(3))
-    assert not is_out_of_memory(failed.value)
 
 
 def test_a_budget_is_halved_from_what_was_used(caplog):

@@ -52,12 +52,6 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert sampler.budget.limit <= limit
 
 
-@pytest.mark.parametrize("choice", ["error", "skip"])
-def test_an_unreadable_example_is_replaced_only_if_bad_rows_are_skipped(settings, choice):
-    trainer = make_trainer(settings(data={"on_bad_row": choice}))
-    assert trainer.sampler.loader.skip_unreadable == (choice == "skip")
-
-
 def test_other_errors_of_sampling_are_raised(settings, monkeypatch):
     sampler = make_trainer(settings()).sampler
     monkeypatch.setattr(sampler.policy, "sample", Mock(side_effect=RuntimeError("shapes differ")))
@@ -148,7 +142,7 @@ def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, sh
 def balance(
     monkeypatch: pytest.MonkeyPatch,
     groups: list[dict[int, Group]],
-    moved: Sequence[int] = (),
+    moved: Sequence[int],
     mini_batches: int = 1,
 ) -> list[Any]:
     """Return the results of each rank, to which all costs and the moved groups are sent."""
@@ -181,12 +175,6 @@ def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch):
     assert (moved.completions, moved.scores) == (original.completions, original.scores)
     assert moved.id == "loaded 0"  # images are not sent
     assert first == {i: groups[0][i] for i in (3, 5)}
-
-
-def test_even_groups_stay(monkeypatch):
-    groups = [make_groups({0: 10, 3: 6}), make_groups({1: 8, 4: 8})]
-    parts = dict.fromkeys([0, 1, 3, 4], 0)
-    assert balance(monkeypatch, groups) == [(groups[0], parts), (groups[1], parts)]
 
 
 def test_each_mini_batch_is_balanced(monkeypatch):

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
-from small_runs import (
-    make_trainer,
-    read_metrics,
-    stop_run,
-    train_with_stops,
-)
+from small_runs import make_trainer, read_metrics, stop_run, train_with_stops
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
@@ -136,20 +131,6 @@ def test_replacements_are_sampled_with_the_current_weights(vllm, monkeypatch):
     assert [version for version, _ in outside.sampled] == [0, 0, 0, 1, 1, 2, 2, 3]
     ids = [example for _, examples in outside.sampled for example in examples]
     assert all(ids.count(example) == 2 for example in ids)  # two epochs of 12
-
-
-def test_a_failure_in_the_background_ends_its_step_and_loses_nothing(vllm):
-    def fail(number: int) -> None:
-        if number == 2:
-            raise UserError("the server is gone")
-
-    run, vllm.before = vllm(1), fail
-    with pytest.raises(UserError, match="the server is gone"):
-        train(run)
-    assert get_newest(run).name == "step-2"
-    vllm.before = lambda number: None
-    train(run.model_copy(update={"resume": True}))
-    assert_each_example_once(run)
 
 
 def test_an_unreadable_image_ahead_of_its_step_loses_nothing(vllm, monkeypatch):

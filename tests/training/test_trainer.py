@@ -89,21 +89,6 @@ def test_trackers_are_checked_before_anything_is_loaded(settings, monkeypatch):
     check.assert_called_once_with(("wandb",))
 
 
-def test_each_image_of_a_step_is_decoded_and_encoded_once_per_phase(settings):
-    optim = {"max_steps": 2, "max_tokens_per_batch": 60}  # micro-batches share passes of images
-    changes = {"rollout": {"num_generations": 8}, "optim": optim}
-    trained = settings(name="trained", **changes)
-    frozen = settings(name="frozen", policy={"freeze": ["vision", "projector"]}, **changes)
-    for run, passes in ((trained, 2), (frozen, 1)):
-        train(run)
-        for row in read_metrics(run.run_dir):
-            # 3 prompts with one image each: one decode, one encoder pass in the rollout, and one
-            # more in the update if the vision tower is trained.
-            assert row["work/image_decodes"] == 3
-            assert row["frac_reward_zero_std"] == 0
-            assert row["work/encoder_passes"] == 3 * passes
-
-
 def test_full_weights_train_in_float32_under_bfloat16(settings):
     run = settings(policy={"dtype": "bfloat16"}, optim={"lr": 1e-6})
     assert load_model(run).autocast

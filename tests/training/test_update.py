@@ -267,18 +267,13 @@ def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
     settings, monkeypatch, device, may_retry, message
 ):
     """A strategy that only names its device stands for a GPU."""
+    weights = [("weight", torch.nn.Parameter(torch.zeros(1)))]
     ranks: Any = SimpleNamespace(device=torch.device(device))
-    strategy = SimpleNamespace(
-        trainable=[("weight", torch.nn.Parameter(torch.zeros(1)))],
-        attach_optimizer=lambda *_: None,
-        may_retry=may_retry,
-        accelerator=ranks,
-    )
+    strategy = Mock(trainable=weights, may_retry=may_retry, accelerator=ranks)
     monkeypatch.setattr(update_module, "build_strategy", lambda *_: strategy)
     run = settings(policy={"activation_offloading": True})
-    policy: Any = SimpleNamespace(model=None, device=None)
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        offload: Any = build_updater(policy, run, ranks).offload
+        offload: Any = build_updater(Mock(), run, ranks).offload
         assert offload.func is update_module.offload_activations
 
 
@@ -315,9 +310,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def get_policy(lora: bool) -> Any:
-    return build_policy("qwen2_5_vl", lora)
+get_policy = functools.cache(functools.partial(build_policy, "qwen2_5_vl"))
 
 
 def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) -> StepBatch:

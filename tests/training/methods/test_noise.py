@@ -88,8 +88,12 @@ def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_
 
 @pytest.mark.parametrize(("policy", "passes"), [(FROZEN, 2), ({"dtype": "float32"}, 3)])
 def test_each_image_is_encoded_once_with_noise_and_once_without(settings, policy, passes):
-    """A trained tower encodes clean images once more in the update, and noisy ones do not stay."""
-    trainer = make_trainer(settings(rollout={**CONSTANT, "num_generations": 8}, policy=policy))
+    """A trained tower encodes clean images once more in the update, and noisy ones do not stay.
+
+    Micro-batches of the update share the passes of images.
+    """
+    rollout, optim = {**CONSTANT, "num_generations": 8}, {"max_tokens_per_batch": 60}
+    trainer = make_trainer(settings(rollout=rollout, policy=policy, optim=optim))
     metrics = trainer.step()
     assert metrics["frac_reward_zero_std"] == 0
     assert metrics["work/image_decodes"] == 3

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo.config.methods import PerceptionSettings
@@ -15,22 +14,8 @@ from vlm_grpo.training.objective.losses import image_dependency
 LENGTHS = (5, 1, 3, 10)
 
 
-def weigh(
-    sampled: list[Tensor], masked: dict[int, Tensor], settings: PerceptionSettings
-) -> list[Tensor]:
-    """Return the factors by completion."""
-    dependency = {row: image_dependency(sampled[row], values) for row, values in masked.items()}
-    lengths = [len(values) for values in sampled]
-    return [*weigh_by_dependency(dependency, lengths, settings).split(lengths)]
-
-
-def draw_logprobs(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [-torch.rand(n, generator=generator, dtype=torch.float64) * 3 for n in LENGTHS]
-
-
 def test_the_tokens_of_highest_entropy_are_those_of_trl():
-    entropies = [tuple((-part).tolist()) for part in draw_logprobs(2)]
+    entropies = [tuple(torch.rand(n, dtype=torch.float64).tolist()) for n in LENGTHS]
     padded = torch.zeros(len(LENGTHS), max(LENGTHS))
     mask = torch.zeros_like(padded)
     for row, values in enumerate(entropies):
@@ -48,11 +33,11 @@ def test_the_tokens_of_highest_entropy_are_those_of_trl():
 
 def test_completions_without_images_or_with_equal_dependency_have_factors_of_1():
     settings = PerceptionSettings(top_share=0.4, min_scale=0.9)
-    sampled = draw_logprobs(0)
-    assert all((f == 1).all() for f in weigh(sampled, {}, settings))
-    one = weigh(sampled, {3: sampled[3]}, settings)
-    assert sorted(one[3].tolist()) == [0.0] * 6 + [1.0] * 4
-    assert (one[0] == 1).all()
+    assert (weigh_by_dependency({}, LENGTHS, settings) == 1).all()
+    equal = {3: torch.zeros(LENGTHS[3])}
+    first, *_, last = weigh_by_dependency(equal, LENGTHS, settings).split(LENGTHS)
+    assert sorted(last.tolist()) == [0.0] * 6 + [1.0] * 4
+    assert (first == 1).all()
 
 
 def test_dependency_is_bounded_and_0_where_the_mask_changes_nothing():

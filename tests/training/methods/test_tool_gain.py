@@ -1,7 +1,6 @@
 """A part of each group without tools, and the difference as the advantage of the first call."""
 
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +11,6 @@ from steps import capture_step
 
 from vlm_grpo.model.episodes import REFUSAL
 from vlm_grpo.training.methods.tool_gain import credit_calls
-
-PEEK = {"environment": {"name": f"{small_environments.__file__}:Peek", "max_turns": 3}}
-CHANGES: dict[str, Any] = {
-    "task_options": PEEK,
-    "rollout": {"num_generations": 6, "max_completion_length": 30},
-    "objective": {"scale_rewards": "none"},
-    "methods": [{"file": "tool_gain", "options": {"share": 0.5, "coef": 0.5}}],
-}
 
 
 def credit_by_hand(rewards: list[float], counted: list[bool], calls: list[int], refused: int):
@@ -57,8 +48,14 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
 
 def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings, monkeypatch):
     monkeypatch.setattr("vlm_grpo.model.prompts._TOOLS", "Look.")  # nine tenths of the prompts
-    short = {"num_generations": 6, "max_completion_length": 2}  # some episodes call nothing
-    trainer = make_trainer(settings(**CHANGES | {"rollout": short}))
+    peek = {"name": f"{small_environments.__file__}:Peek", "max_turns": 3}
+    run = settings(
+        task_options={"environment": peek},
+        rollout={"num_generations": 6, "max_completion_length": 2},  # some episodes call nothing
+        objective={"scale_rewards": "none"},
+        methods=[{"file": "tool_gain", "options": {"share": 0.5, "coef": 0.5}}],
+    )
+    trainer = make_trainer(run)
     metrics, rollout, batch = capture_step(trainer)
     trainer.sampler.close()
     tokens = iter(batch.layout.split(batch.values["token_advantages"]))

@@ -8,11 +8,7 @@ import torch
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.training.objective.advantages import (
-    STEP_ESTIMATORS,
-    AdvantageInputs,
-    step_advantages,
-)
+from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, step_advantages
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.training.objective.custom import load_estimator, load_surrogate
 from vlm_grpo.training.objective.losses import policy_loss
