@@ -1,4 +1,4 @@
-"""Adapters: frozen parts, adapted layers, and every variant exact in passes, files and resumes."""
+"""Adapters: frozen parts, adapted layers, and every variant exact in files and resumes."""
 
 import json
 from pathlib import Path
@@ -64,27 +64,6 @@ def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
     return load_policy(make_settings(source, dtype, **VARIANTS[name]))
 
 
-# Sums of up to 64 products: float32 has 24 bits; bfloat16 has 8, and rounds each of the layers.
-@pytest.mark.parametrize(
-    ("family", "name", "dtype", "bound"),
-    [
-        *((FAMILIES[n % 2], name, "float32", 2e-5) for n, name in enumerate(OF_ROUNDING)),
-        *(("qwen3_vl", name, "bfloat16", 0.15) for name in OF_ROUNDING),
-    ],
-)
-def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, dtype, bound):
-    policy = make_policy(sources[family], name, dtype)
-    change(policy)
-    prompts = tiny_models.mixed_prompts(policy, 3)
-    groups = tiny_models.sample_groups(policy, prompts, length=6)
-    batch = tiny_models.pack_groups(prompts, groups)
-    with torch.no_grad():
-        packed = policy.score(batch).logprobs.float()
-        repeated = policy.view(repeated=True).score(batch).logprobs.float()
-    for other in (tiny_models.sampled_logprobs(groups), repeated):
-        assert (packed - other).abs().max() < bound
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((n, "float32") for n in VARIANTS), *((n, "bfloat16") for n in OF_ROUNDING)],
@@ -147,22 +126,13 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(sources, name, dtype, tmp_pat
     assert_resumes(whole, stopped, (3, 2), last="step-3")
 
 
-@pytest.mark.parametrize(
-    ("target", "adapts_vision", "suffixes"),  # of the default: families/test_facts.py
-    [("all", True, {"q_proj", "qkv", "proj"}), (("q_proj", "v_proj"), False, {"q_proj", "v_proj"})],
-)
-def test_the_target_selects_the_adapted_layers(target, adapts_vision, suffixes):
+def test_only_the_layers_that_a_target_names_are_adapted():
+    # Of the default: families/test_facts.py, of all layers: serve/test_launch.py.
     model, _ = tiny_models.tiny_model("qwen2_5_vl")
-    policy = PolicySettings(lora=LoraSettings(r=2, target=target))
-    assert apply_lora_or_freeze(model, policy) is not None
+    target = ("q_proj", "v_proj")
+    apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(r=2, target=target)))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert all("lora_" in name for name in trained)
-    assert any("visual" in name for name in trained) == adapts_vision
-    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained}
-    assert suffixes <= layers
-    assert "lm_head" not in layers
-    if isinstance(target, tuple):
-        assert layers == suffixes
+    assert {name.partition(".lora_")[0].rpartition(".")[2] for name in trained} == {*target}
 
 
 @pytest.mark.parametrize(
@@ -179,18 +149,6 @@ def test_settings_that_are_not_valid_or_without_an_effect_are_errors(settings, m
     model, _ = tiny_models.tiny_model("qwen2_5_vl")
     with pytest.raises(UserError, match=message):
         apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(**settings)))
-
-
-@pytest.mark.parametrize("name", ["dora", "modules"])
-def test_a_run_starts_from_an_adapter(sources, name, tmp_path):
-    policy = make_policy(sources["qwen2_5_vl"], name)
-    change(policy)
-    policy.save(tmp_path, policy.weights())
-    settings = make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path), **VARIANTS[name])
-    started = load_policy(settings)
-    assert (score(started) - score(policy)).abs().max() < 2e-5
-    names = [key for key, _ in started.trainable_parameters()]
-    assert names == [key for key, _ in policy.trainable_parameters()]
 
 
 def test_an_adapter_of_other_settings_is_one_message(sources, tmp_path):
