@@ -1,4 +1,4 @@
-"""Adapters: frozen parts, adapted layers, and every variant exact in files and resumes."""
+"""Adapters: frozen parts, adapted layers, and every variant exact in passes, files and resumes."""
 
 import json
 from pathlib import Path
@@ -62,6 +62,27 @@ def score(policy: Policy) -> torch.Tensor:
 def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
     torch.manual_seed(1)
     return load_policy(make_settings(source, dtype, **VARIANTS[name]))
+
+
+# Sums of up to 64 products: float32 has 24 bits; bfloat16 has 8, and rounds each of the layers.
+@pytest.mark.parametrize(
+    ("family", "name", "dtype", "bound"),
+    [
+        *((FAMILIES[n % 2], name, "float32", 2e-5) for n, name in enumerate(OF_ROUNDING)),
+        *(("qwen3_vl", name, "bfloat16", 0.15) for name in OF_ROUNDING),
+    ],
+)
+def test_packed_repeated_and_sampled_log_probs_are_equal(sources, family, name, dtype, bound):
+    policy = make_policy(sources[family], name, dtype)
+    change(policy)
+    prompts = tiny_models.mixed_prompts(policy, 3)
+    groups = tiny_models.sample_groups(policy, prompts, length=6)
+    batch = tiny_models.pack_groups(prompts, groups)
+    with torch.no_grad():
+        packed = policy.score(batch).logprobs.float()
+        repeated = policy.view(repeated=True).score(batch).logprobs.float()
+    for other in (tiny_models.sampled_logprobs(groups), repeated):
+        assert (packed - other).abs().max() < bound
 
 
 @pytest.mark.parametrize(
