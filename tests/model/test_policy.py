@@ -40,20 +40,6 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared):
     assert policy.counters == Counters(repeats, 0, repeats * prompt_tokens + completion_tokens)
 
 
-def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared():
-    freeze = {"freeze": ["vision", "projector"]}
-    policy = build_family_policy(FAMILY, shared=True, policy=freeze)
-    engine: Any = policy.engine
-    assert not engine.encoder.is_trained
-    prompts = make_prompts(policy)
-    policy.encode_images(prompts)
-    sample_groups(policy, prompts, GENERATIONS)
-    assert policy.counters.encoder_passes == 1
-    policy.engine.clear_image_features()
-    policy.encode_images(prompts)
-    assert policy.counters.encoder_passes == 2
-
-
 @BOTH_ENGINES
 def test_the_dummy_batch_scores_one_token(shared):
     policy = tiny_policy(FAMILY, shared=shared)
@@ -62,13 +48,16 @@ def test_the_dummy_batch_scores_one_token(shared):
     assert torch.isfinite(scores.logprobs).all()
 
 
-def test_a_prompt_is_laid_out_once_per_step(monkeypatch):
-    policy = tiny_policy("qwen2_5_vl")
+def test_each_step_lays_out_a_prompt_and_encodes_an_image_of_a_frozen_tower_once(monkeypatch):
+    freeze = {"freeze": ["vision", "projector"]}
+    policy = build_family_policy(FAMILY, shared=True, policy=freeze)
     asked = (56, "Why?"), (84, "Why?"), (56, "Where?")
     examples = [noise_example("a", [(56, height)], question) for height, question in asked]
     prompts = [make_prompt(policy, example) for example in examples]
     calls = record_calls(monkeypatch, policy.family, "lay_out")
-    for _ in range(2):
+    for step in (1, 2):
+        policy.encode_images(prompts)
+        assert policy.counters.encoder_passes == 2 * step  # of two images, not encoded again below
         groups = sample_groups(policy, prompts, length=3)
         policy.score(pack_groups(prompts, groups))
         assert [call.arguments[1] for call in calls] == prompts

@@ -32,11 +32,6 @@ def prompts(request: pytest.FixtureRequest) -> PromptBuilder:
     return builder
 
 
-@pytest.fixture(scope="module")
-def embedded() -> PromptBuilder:
-    return load_prompt_builder(load_settings("counting"))
-
-
 def ask(question: str) -> Example:
     return replace(noise_example("a", [(56, 28)], question), location="rows.jsonl:3")
 
@@ -146,9 +141,10 @@ def test_a_text_beyond_the_context_is_refused_before_the_run(prompts):
         prompts.select_usable([ask("many words " * 90)], TASK)
 
 
-def test_a_chat_template_that_refuses_a_prompt_is_named(embedded, monkeypatch):
+def test_a_chat_template_that_refuses_a_prompt_is_named():
+    embedded = load_prompt_builder(load_settings("counting"))
     template = "{{ raise_exception('only text') }}"
-    monkeypatch.setattr(embedded.processor, "chat_template", template)
+    embedded.processor.chat_template = template
     with pytest.raises(UserError, match=r"^rows\.jsonl:3: example a: only text$"):
         embedded.build(embedded.with_resized_sizes(ask("?")), TASK)
 

@@ -43,11 +43,6 @@ def test_a_completion_without_tokens_is_refused():
         make_slice(3, [2, 0])
 
 
-def test_a_packed_row_counts_the_tokens_that_are_fed():
-    # 10 prompt tokens, and all but the last token of each completion: 2 + 0 + 4.
-    assert make_slice(10, [3, 1, 5]).num_tokens == 16
-
-
 def test_slices_that_fill_the_budget_exactly_share_a_micro_batch():
     slices = [make_slice(tokens, [1], row) for row, tokens in enumerate((3, 6, 7, 4))]
     assert [batch.rows for batch in pack(slices, 10)] == [(2, 0), (1, 3)]

@@ -14,7 +14,7 @@ from tiny_models import clip_examples, make_prompt
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path, pack
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, Path
 from vlm_grpo.model.engine.repeated import extend_prompt
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
@@ -174,19 +174,3 @@ def test_a_trunk_is_passed_once():
     assert forks.select(slice(1, 4)).num_tokens == forks.select(slice(1, 3)).num_tokens
     policy.score(MicroBatch((forks,)))
     assert policy.counters.update_tokens == forks.num_tokens
-
-
-def test_a_group_is_cut_with_its_observations():
-    policy = build_family_policy("qwen2_5_vl", torch.float64, shared=True, banned=())
-    groups = make_groups(policy, "qwen2_5_vl")
-    whole = policy.score(MicroBatch(groups)).logprobs
-    first = groups[0]
-    # A budget of the first completion, the longest, leaves it alone.
-    batches = pack([first], first.select(slice(1)).num_tokens)
-    assert sorted(batch.rows for batch in batches) == [(0,), (1, 2)]
-    order = sorted(batches, key=lambda batch: batch.rows)
-    cut = torch.cat([policy.score(batch).logprobs for batch in order])
-    torch.testing.assert_close(cut, whole[: len(cut)], rtol=0, atol=1e-6)
-    prompt_length = len(first.prompt.token_ids)
-    assert sum(batch.num_tokens for batch in order) == first.num_tokens + prompt_length
-    assert {image for batch in order for image in batch.images} == MicroBatch((first,)).images

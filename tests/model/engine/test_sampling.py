@@ -121,18 +121,6 @@ def test_top_p_keeps_no_token_beyond_its_mass_and_every_token_at_one():
     assert state.sample(torch.tensor([[0.0, -30.0, -60.0]]), torch.arange(1)).tolist() == [1]
 
 
-def test_temperature_is_part_of_the_scored_distribution():
-    cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
-    [prompt] = image_prompts(cold, [[(56, 56)]])
-    a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
-    # log-odds between two tokens scale with 1 / temperature.
-    assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)
-    # Greedy settings score at temperature 1.
-    logits = torch.randn(2, 8)
-    positions = torch.zeros(2, dtype=torch.int64)
-    assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)
-
-
 @pytest.mark.parametrize("every", [1, 8])
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string(every):
     """Also where a character has several tokens, and later ones were sampled before the check."""

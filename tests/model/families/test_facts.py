@@ -29,11 +29,7 @@ from vlm_grpo.types import Example
 
 NAMES = [*FAMILIES, *BUILDERS]
 GUIDE = (Path(__file__).parents[3] / "docs/families.md").read_text("utf-8")
-
-
-@cache
-def build(name: str) -> tuple[Any, Any]:
-    return build_family_model(name)
+build = cache(build_family_model)
 
 
 def tokenize(processor: Any, family: Family, sizes: list[tuple[int, int]], text: str) -> list[int]:
