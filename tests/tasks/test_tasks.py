@@ -339,6 +339,18 @@ def test_detection_reports_average_precision():
     assert found == pytest.approx({"ap": 51 / 101, "ap_50": 51 / 101, "ap_75": 51 / 101})
 
 
+def test_f1_uses_the_maximum_matching():
+    """Two boxes that both overlap two gold boxes: a greedy matching would match only one."""
+    gold = {"boxes": [[0, 0, 100, 100], [0, 0, 100, 60]], "labels": ["a", "a"]}
+    answer = '[{"bbox_2d": [0,0,100,80], "label": "a"}, {"bbox_2d": [0,0,100,110], "label": "a"}]'
+    # The first overlaps both gold boxes (0.80, 0.75), the second 0.91 and 0.55.
+    score = load_task("detection").score(answer, make_example(gold))
+    assert score.metrics["f1_50"] == 1.0
+    # Both boxes match at the six thresholds up to 0.75. At 0.80, 0.85 and 0.90 only one box
+    # matches (0.80 and 0.55 cannot both be reached), and none does at 0.95.
+    assert score.rewards["f1_mean"] == pytest.approx((6 * 1.0 + 3 * 0.5 + 0.0) / 10)
+
+
 @pytest.mark.parametrize("wrong", [("upper",), "case"])
 def test_unknown_ocr_normalizations_are_errors(wrong):
     with pytest.raises(ValueError, match="normalize"):
