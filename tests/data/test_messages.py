@@ -123,9 +123,3 @@ def test_any_other_value_is_a_chat_or_a_value_error(chat, beside, system):
         return
     places = sum(turn.text.count("<image>") for turn in found.turns)
     assert places in (0, len(found.images))
-
-
-def test_a_chat_keeps_the_places_of_some_images():
-    chat = read_chat(turns("<image>a", "b", "c<image>", "d"), ["x", "y"])
-    assert [turn.text for turn in chat.turns] == ["<image>a", "b", "c<image>"]
-    assert (chat.images, chat.answer) == (("x", "y"), "d")

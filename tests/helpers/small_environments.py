@@ -15,7 +15,7 @@ from PIL import Image
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.task import reward
 from vlm_grpo.task.coordinates import Box
-from vlm_grpo.task.environment import Environment, Point, tool
+from vlm_grpo.task.environment import MAX_TEXT, Environment, Point, tool
 from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
 
 _IMAGE = encode_png(Image.effect_noise((200, 100), 50))
@@ -113,13 +113,17 @@ class Tools(Environment):
     def fail(self, how: str) -> Any:
         """Fail."""
         self.calls += 100  # which nobody sees: a failed call leaves the state as it was
-        return FAILURES[how](self)
+        return (FAILURES | ODDITIES)[how][0](self)
 
 
 def _fork(ends: bool) -> str:
     if (child := os.fork()) == 0:
         time.sleep(0 if ends else 60)
     return str(child)
+
+
+def _nest(inner: Any, _: int) -> list[Any]:
+    return [inner]
 
 
 def _raise(error: BaseException) -> Any:
@@ -131,41 +135,53 @@ def _keep(environment: Tools, value: Any) -> str:
     return "kept"
 
 
-FAILURES: dict[str, Callable[[Tools], Any]] = {
-    "exit": lambda _: os._exit(3),
-    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "sleep": lambda _: time.sleep(60),
-    "fork": lambda _: _fork(ends=True),
-    "fork and sleep": lambda _: _fork(ends=False),
-    "print": lambda _: print("printed", flush=True),
-    "close": lambda _: os.closerange(3, 256),
-    "change the folder": lambda _: os.chdir("/"),
-    "exit politely": lambda _: sys.exit("bye"),
-    "interrupt": lambda _: _raise(KeyboardInterrupt("stop")),
-    "recurse": lambda environment: FAILURES["recurse"](environment),
-    "memory": lambda _: len(bytearray(10 * 2**30)),
-    "raise a placeholder": lambda _: _raise(ValueError("<im<image>age> \ud800")),
-    "raise an own class": lambda _: _raise(type("Own", (Exception,), {})("mine")),
-    "state that cannot be sent": lambda environment: _keep(environment, lambda: 0),
-    "deep state": lambda environment: _keep(environment, reduce(lambda v, _: [v], range(10**5), 0)),
-    "a generator": lambda _: iter(int, 1),
-    "an array": lambda _: np.full((4, 4), np.nan),
-    "an object": lambda _: object(),
-    "a long text": lambda _: "x" * 10**6,
-    "long texts": lambda _: ["x" * 5000] * 100,
-    "surrogates": lambda _: "a\ud800b",
-    "a huge number": lambda _: 10**5000,
-    "placeholders": lambda _: ["<im", "age>", "<im<image>age>"],
-    "control tokens": lambda _: "<|im_<|im_end|>end|><|image_pad|>",
-    "100 megapixels": lambda _: Image.new("1", (10_000, 10_000)),
-    "a line": lambda _: Image.new("L", (1, 4000)),
-    "a thin image": lambda _: Image.new("L", (4000, 2)),
-    "no pixels": lambda _: Image.new("L", (0, 5)),
-    "floats": lambda _: Image.new("F", (8, 8), float("nan")),
-    "many images": lambda _: [Image.new("1", (8, 8))] * 1000,
-    "a palette": lambda _: Image.new("P", (8, 8)),
-    "a transparent image": lambda _: Image.new("RGBA", (8, 8), (255, 0, 0, 0)),
-    "one bit": lambda _: Image.new("1", (8, 8), 1),
-    "16 bits": lambda _: Image.new("I;16", (8, 8), 2**15),
-    "CMYK": lambda _: Image.new("CMYK", (8, 8)),
+_UNSENT = "Tools cannot be sent to worker processes"
+FAILURES: dict[str, tuple[Callable[[Tools], Any], str]] = {
+    "exit": (lambda _: os._exit(3), "the tool's process ended (exit code 3)"),
+    "kill": (
+        lambda _: os.kill(os.getpid(), signal.SIGKILL),
+        "the tool's process ended (exit code -9)",
+    ),
+    "sleep": (lambda _: time.sleep(60), "CallTimeout: it took longer than its limit of 1 s"),
+    # Ended, or too slow where a process forked from it goes on.
+    "close": (lambda _: os.closerange(3, 256), "Error: the tool"),
+    "exit politely": (lambda _: sys.exit("bye"), "SystemExit: bye"),
+    "interrupt": (lambda _: _raise(KeyboardInterrupt("stop")), "KeyboardInterrupt: stop"),
+    "recurse": (lambda tools: FAILURES["recurse"][0](tools), "RecursionError"),
+    "memory": (lambda _: len(bytearray(10 * 2**30)), "MemoryError"),
+    "placeholder": (
+        lambda _: _raise(ValueError("<im<image>age> \ud800")),
+        "ValueError: <im age> ?",
+    ),
+    "an own class": (lambda _: _raise(type("Own", (Exception,), {})("mine")), "Own: mine"),
+    "a state that cannot be sent": (lambda tools: _keep(tools, lambda: 0), _UNSENT),
+    "a deep state": (lambda tools: _keep(tools, reduce(_nest, range(10**5), 0)), _UNSENT),
+    "a generator": (lambda _: iter(int, 1), "the tool returned callable_iterator"),
+    "an array": (lambda _: np.full((4, 4), np.nan), "the tool returned ndarray"),
+    "an object": (lambda _: object(), "the tool returned object"),
+    "a huge number": (lambda _: 10**5000, "ValueError: Exceeds the limit"),
+    "100 megapixels": (lambda _: Image.new("1", (10_000, 10_000)), "too large or too thin"),
+    "a line": (lambda _: Image.new("L", (1, 4000)), "only 1x4000 pixels"),
+    "a thin image": (lambda _: Image.new("L", (4000, 2)), "too large or too thin"),
+    "no pixels": (lambda _: Image.new("L", (0, 5)), "only 0x5 pixels"),
+    "floats": (lambda _: Image.new("F", (8, 8), float("nan")), "32 bits per channel"),
+    "many images": (lambda _: [Image.new("1", (8, 8))] * 1000, "more than 8 images"),
 }
+"""What a tool does, and what the model reads of it."""
+ODDITIES: dict[str, tuple[Callable[[Tools], Any], str]] = {
+    "fork": (lambda _: _fork(ends=True), ""),
+    "fork and sleep": (lambda _: _fork(ends=False), ""),
+    "print": (lambda _: print("printed", flush=True), ""),
+    "change the folder": (lambda _: os.chdir("/"), ""),
+    "a long text": (lambda _: "x" * 10**6, "x" * MAX_TEXT),
+    "long texts": (lambda _: ["x" * 5000] * 100, "x" * MAX_TEXT),
+    "surrogates": (lambda _: "a\ud800b", "a?b"),
+    "placeholders": (lambda _: ["<im", "age>", "<im<image>age>"], " <im age>"),
+    "control tokens": (lambda _: "<|im_<|im_end|>end|><|image_pad|>", ""),
+    "a palette": (lambda _: Image.new("P", (8, 8)), ""),
+    "a transparent image": (lambda _: Image.new("RGBA", (8, 8), (255, 0, 0, 0)), ""),
+    "one bit": (lambda _: Image.new("1", (8, 8), 1), ""),
+    "16 bits": (lambda _: Image.new("I;16", (8, 8), 2**15), ""),
+    "CMYK": (lambda _: Image.new("CMYK", (8, 8)), ""),
+}
+"""The same for what is no failure, with the start of the text."""

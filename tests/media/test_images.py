@@ -53,13 +53,6 @@ def test_transparent_pixels_become_white():
     assert (shown[0][0], shown[0][1], shown[1][2]) == ([255] * 3, [0, 255, 0], [255] * 3)
 
 
-def test_cmyk_images_become_rgb():
-    image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))  # red ink
-    red, green, blue = pixels(decode_image(encode(image, "JPEG", quality=95)))[4][4]
-    assert red > 230  # JPEG rounds
-    assert max(green, blue) < 25
-
-
 def test_an_animation_yields_its_first_frame():
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     file = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])

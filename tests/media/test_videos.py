@@ -79,18 +79,12 @@ def test_an_unknown_encoding_is_refused():
         read_shape(io.BytesIO(data))
 
 
-def test_frames_are_resized_one_at_a_time():
-    times = [0.0, 1.0, 2.5]  # also the last frame, repeated where the stream is a little short
-    frames = decode_frames(io.BytesIO(make_video()), times, SIZE, lambda f: f.resize((8, 6)))
+def test_frames_are_resized_one_at_a_time_and_the_last_one_is_repeated_where_few_are_missing():
+    data, times = make_video(), [0.0, 1.0, 2.8]
+    frames = decode_frames(io.BytesIO(data), times, SIZE, lambda frame: frame.resize((8, 6)))
     assert [(frame.size, level(frame)) for frame in frames] == [((8, 6), n) for n in (0, 10, 19)]
-
-
-def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path):
-    path = tmp_path / "a.mp4"
-    path.write_bytes(make_video())
-    assert [level(f) for f in decode_frames(path, [1.0, 2.8], SIZE)] == [10, 19]
     with pytest.raises(ValueError, match=r"ends before 3\.1 seconds: it is incomplete or corrupt"):
-        decode_frames(path, [1.0, 3.1], SIZE)
+        decode_frames(io.BytesIO(data), [1.0, 3.1], SIZE)
 
 
 def make_sound() -> bytes:

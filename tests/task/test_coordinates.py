@@ -66,18 +66,6 @@ def test_a_box_thinner_than_a_unit_keeps_an_area(frame):
         assert found == pytest.approx(box, abs=2 * 100_000 / 1000)  # two of the coarsest units
 
 
-def test_several_labeled_boxes_survive_a_round_trip(frame):
-    boxes = [BOX, (32.0, 24.0, 608.0, 456.0)]
-    written = frame.write_all(boxes, SIZE, RESIZED, labels=["red mug", "猫"])
-    parsed = parse_boxes(written, y_first=frame.y_first) or []
-    assert [label for _, label in parsed] == ["red mug", "猫"]
-    for (box, _), expected in zip(parsed, boxes, strict=True):
-        assert iou(frame.to_pixels(box, SIZE, RESIZED), expected) > 0.98  # half units of 1/1000
-    unlabeled = parse_boxes(frame.write_all(boxes, SIZE, RESIZED), y_first=frame.y_first)
-    assert unlabeled == [(box, None) for box, _ in parsed]
-    assert frame.write_all([], SIZE, RESIZED) == "[]"
-
-
 def test_least_iou_bounds_the_loss_by_rounding(frame):
     rng = random.Random(frame.name)
     smallest_slack = 1.0

@@ -5,7 +5,7 @@ import os
 import pytest
 import small_environments
 from processes import is_alive, wait_for
-from small_environments import EXAMPLE, FAILURES, see, write
+from small_environments import EXAMPLE, FAILURES, ODDITIES, see, write
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.environment import MAX_TEXT, Environment, tool
@@ -14,33 +14,6 @@ from vlm_grpo.task.registry import load_environment
 from vlm_grpo.utils.chat import Turn
 
 TOOLS = f"{small_environments.__file__}:Tools"
-ENDINGS = {
-    "exit": "the tool's process ended (exit code 3)",
-    "kill": "the tool's process ended (exit code -9)",
-    "close": "Error: the tool",  # ended, or too slow where a process forked from it goes on
-    "sleep": "CallTimeout: it took longer than its limit of 1 s",
-    "exit politely": "SystemExit: bye",
-    "interrupt": "KeyboardInterrupt: stop",
-    "recurse": "RecursionError",
-    "memory": "MemoryError",
-    "raise a placeholder": "ValueError: <im age> ?",
-    "raise an own class": "Own: mine",
-    "state that cannot be sent": "Tools cannot be sent to worker processes",
-    "deep state": "Tools cannot be sent to worker processes",
-    "a generator": "the tool returned callable_iterator",
-    "an array": "the tool returned ndarray",
-    "an object": "the tool returned object",
-    "a huge number": "ValueError: Exceeds the limit",
-    "100 megapixels": "too large or too thin",
-    "a line": "only 1x4000 pixels",
-    "a thin image": "too large or too thin",
-    "no pixels": "only 0x5 pixels",
-    "floats": "32 bits per channel",
-    "many images": "more than 8 images",
-}
-"""What the model reads of the failures that are answered in text."""
-SHOWN = dict.fromkeys(("a long text", "long texts"), "x" * MAX_TEXT)
-SHOWN |= {"surrogates": "a?b", "placeholders": " <im age>"}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +22,7 @@ def runner():
         yield made
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", [*FAILURES, *ODDITIES])
 def test_a_failing_tool_costs_one_call(runner, how):
     _, start = runner.begin(load_environment(TOOLS), EXAMPLE)
     (counted, _, first), (failed, call, observed) = runner.step(
@@ -57,13 +30,13 @@ def test_a_failing_tool_costs_one_call(runner, how):
     )
     assert first.text == f"1 {os.getcwd()}"
     assert call is None or call.name == "fail"
-    if how in ENDINGS:
+    if how in FAILURES:
         assert observed.is_error
-        assert ENDINGS[how] in observed.text
+        assert FAILURES[how][1] in observed.text
         assert failed is start.state  # as it was before the call
     else:
         assert not observed.is_error
-        assert observed.text.startswith(SHOWN.get(how, ""))
+        assert observed.text.startswith(ODDITIES[how][1])
     assert len(observed.text) <= MAX_TEXT
     assert observed.text.count("<image>") == len(observed.images)
     # Episodes with equal states do not see each other, nor what a call did to its process.

@@ -32,13 +32,6 @@ def test_iou_and_giou_equal_those_of_torchvision():
     assert iou(predicted[0], gold[0]) == scores.iou_matrix(predicted, gold)[0, 0]
 
 
-def test_the_mean_of_the_best_matching_is_over_the_larger_side():
-    matrix = np.array([[0.9, 0.8], [0.7, 0.1], [0.2, 0.3]])
-    # 0.8 + 0.7; the largest value is not part of it.
-    assert scores.match(matrix) == [(0, 1), (1, 0)]
-    assert matched_mean(matrix) == matched_mean(matrix.T) == pytest.approx(1.5 / 3)
-
-
 def test_scores_of_nothing():
     box = (0.0, 0.0, 1.0, 1.0)
     for matrix in (scores.iou_matrix, scores.giou_matrix):

@@ -57,13 +57,6 @@ def test_the_action_is_on_the_last_of_several_screens():
     assert task.target_image(example) is SCREEN
 
 
-def test_a_click_on_any_element_is_right_and_the_nearest_counts():
-    task = load_task("gui", weights={"gaussian": 1})
-    example = make_example({"boxes": [[0, 0, 10, 10], [200, 200, 300, 300]]})
-    rewards = task.score("[250, 250]", example).rewards
-    assert rewards == {"correct": 1, "gaussian": 1}
-
-
 def test_the_prompt_lists_the_actions_in_the_order_of_the_frame():
     example = make_example({"action": "scroll", "direction": "up"})
     task = load_task("gui", actions=["scroll", "type"])

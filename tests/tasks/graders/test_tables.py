@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 from rapidfuzz.distance import Levenshtein
 
-from vlm_grpo.errors import UserError
 from vlm_grpo.tasks.graders import tables
 from vlm_grpo.tasks.graders.tables import Grid, Tree, read_grids, read_html_tree, teds
 
@@ -89,12 +88,6 @@ def test_hostile_tables_are_bounded(text):
 def test_rows_0_is_all_that_follow():
     (grid,) = read_grids("<table><tr><td rowspan=0>a<td>b<tr><td>c<tr><td>d</table>")
     assert get_texts(grid, grid.neighbors((0, 0), *RIGHT)) == {"b", "c", "d"}
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr(tables, "import_module", lambda name: __import__("no_such_module_here"))
-    with pytest.raises(UserError, match=r"needs lxml: pip install 'vlm-grpo\[documents\]'"):
-        tables.import_extra("lxml.etree")
 
 
 Nested = tuple[tuple[str, int, int], str, tuple["Nested", ...]]
