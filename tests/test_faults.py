@@ -67,9 +67,6 @@ def truncate(path: Path) -> bytes:
     return content
 
 
-# Images that become unreadable after the checks.
-
-
 def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(settings):
     uninterrupted, run = settings(name="uninterrupted"), settings()
     train(uninterrupted)
@@ -120,8 +117,6 @@ def test_an_unreadable_held_out_image_saves_and_ends_the_run(settings, tmp_path,
     train(run.model_copy(update={"resume": True}))  # makes the evaluation of the second step first
     assert ["eval/letters" in row for row in read_metrics(run.run_dir)] == [False, True] * 2
 
-
-# Disks.
 
 # TensorBoard's thread raises if the disk is full.
 TENSORBOARD_WARNING = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
@@ -187,9 +182,6 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
         assert len(read_metrics(run.run_dir)) == 4
 
 
-# Memory.
-
-
 def measure_tensors() -> tuple[int, int]:
     """Return the number and the bytes of all live tensors."""
     gc.collect()
@@ -215,9 +207,6 @@ def test_the_tensors_of_a_run_do_not_grow(settings):
     assert later == first
     trainer.run_dir.close()
     trainer.sampler.close()
-
-
-# Kills; see ``helpers/crash.py``.
 
 
 @pytest.mark.slow

@@ -35,9 +35,6 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "foreign-code-was-here"
 
 
-# Code from models and datasets.
-
-
 @pytest.fixture
 def model_with_code(tmp_path: Path, marker: Path) -> Path:
     code = (
@@ -96,8 +93,6 @@ def test_the_script_of_a_dataset_is_not_run(tmp_path, marker):
         load_examples(f"hf:{folder}", load_task("counting"))
     assert not marker.exists()
 
-
-# Code that a recipe, a run's folder or a benchmark names.
 
 TASK = """from vlm_grpo.tasks.counting import Counting
 class Foreign(Counting):
@@ -178,8 +173,6 @@ def test_code_runs_if_the_command_says_so(word, tmp_path, marker, monkeypatch):
     assert marker.exists()
 
 
-# Calls in the toolkit's code.
-
 # A worker process unpickles what its parent process sends, which unpickles its answers. The reader
 # of published pickles finds no class (tests/data_scripts/test_converters.py).
 ALLOWED = {
@@ -212,9 +205,6 @@ def test_the_code_evaluates_and_unpickles_nothing_else():
     assert len(files) > 80  # the scan covers the sources
     found = {(p.relative_to(ROOT).as_posix(), c) for p in files for c in find_calls(p) & REFUSED}
     assert found == ALLOWED
-
-
-# Names from the data.
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,10 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
         ("predict ./nowhere --question ?", "error: model ./nowhere: there is no such folder\n"),
         ("export ./nowhere out", "error: model ./nowhere: there is no such folder\n"),
         ("predict none --question ?", "there is no model or run 'none'"),
+        ("serve embedded", "give the Python of an environment with vLLM by --python"),
+        ("serve embedded --python /no/python", "there is no program /no/python: give the"),
+        (f"serve nothing-there --python {sys.executable}", "there is no model or run"),
+        (f"serve no --for-rollouts --python {sys.executable}", "there is no model or run"),
     ],
 )
 def test_wrong_arguments_are_one_message(capsys, tmp_path, monkeypatch, words, message):

@@ -122,9 +122,8 @@ def test_the_script_of_a_cluster_is_valid(monkeypatch):
     monkeypatch.chdir(ROOT)
     (script,) = read_blocks(ROOT / "docs/scaling.md", "bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    arguments = re.search(r"vlm_grpo\.cli train ([^']+)'", script)
-    assert arguments is not None
-    recipe, *overrides = arguments[1].split()
+    (arguments,) = re.findall(r"vlm_grpo\.cli train ([^']+)'", script)
+    recipe, *overrides = arguments.split()
     load_settings(recipe, overrides)
 
 

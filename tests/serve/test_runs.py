@@ -153,9 +153,6 @@ def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
     assert "Address already in use" in error
 
 
-# Stops.
-
-
 def call_cli(arguments: list[str]) -> None:
     os.setpgid(0, 0)  # as a shell does
     cli.main(arguments)

@@ -137,9 +137,6 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
     assert [versions(job.result(60)) for job in (first, second, third)] == [{0}, {0}, {1}]
 
 
-# Faults.
-
-
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
@@ -230,9 +227,6 @@ def test_base_weights_that_were_replaced_are_refused(start, monkeypatch):
         servers.sampler.publish(0)
 
 
-# Starts and ends.
-
-
 def test_a_server_that_does_not_come_up(strategy, settings, capsys, monkeypatch):
     monkeypatch.setattr(server_module, "REPORT_SECONDS", 0.05)
     url = f"http://127.0.0.1:{get_free_port()}"
@@ -261,9 +255,6 @@ def test_the_end_of_the_run_ends_a_rollout(start, prompts):
     with pytest.raises(UserError, match="the run was stopped"):
         job.result(60)
     wait_for(lambda: not any(t.name == "vllm" for t in threading.enumerate()))
-
-
-# Ranks that share servers.
 
 
 def load_no_weights(sampler: Any) -> None:

@@ -68,8 +68,6 @@ def test_a_weight_label_tells_the_versions_of_its_own_run():
         adapters.check("weights/cd34/7")
 
 
-# Memory.
-
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 FREED = {
     0: (["/pause?mode=wait", "/release_kv_cache_memory"], []),
@@ -97,9 +95,6 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
         keys = [] if level is None else ["/wake_up?tags=kv_cache"]
         assert fake.calls == [*make_room, "weights", *keys, *RESUME]
         assert (server.version, server.is_asleep) == (5, False)
-
-
-# Processes.
 
 
 @pytest.fixture
@@ -196,8 +191,6 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):
         starter.kill()
         starter.wait()
 
-
-# The guard.
 
 TREE = "sleep 1000 & echo $! > child; echo $$ > parent;"
 """A command with a child; both write their numbers."""

@@ -278,8 +278,6 @@ def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server
     assert sharded.gathered == []
 
 
-# A run's own server rests between rollouts, and gets full weights while it wakes up.
-
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 UPDATE = ["/init_weight_transfer_engine", "/start_weight_update", "…", "/finish_weight_update"]
 

@@ -99,15 +99,6 @@ def test_a_service_that_fails_again_is_named_but_not_every_time(waits, monkeypat
     assert re.search(r"503 Service Unavailable: busy; asking again in [12] s$", record.getMessage())
 
 
-def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key():
-    reply = Reply(status=401, body=b"the key sk-secret is wrong")
-    with run_judge(answer_in_turn(reply)) as server, pytest.raises(ServiceError) as caught:
-        post_json(server.address, {}, {"Authorization": "Bearer sk-secret"})
-    assert "status 401 Unauthorized: the key … is wrong" in str(caught.value)
-    assert caught.value.status == 401
-    assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize("status", [302, 303, 307, 308])
 def test_a_redirect_is_not_followed(status):
     reply = Reply(status=status, headers={"Location": "http://127.0.0.1:1/other"})
