@@ -17,16 +17,12 @@ from PIL import Image
 from processes import small_disk
 from small_runs import make_trainer, read_metrics, small_run
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, UserError, load_settings, load_task, train
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.checkpoint.files import verify_checkpoint
 from vlm_grpo.training.checkpoint.manager import CheckpointManager
-from vlm_grpo.training.trainer import train
 
 
 def make_row(name: object) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from commands import write_jsonl
 
+from vlm_grpo import UserError, load_settings, load_task
 from vlm_grpo.cli.new_task import LONGEST_NAME, write_task
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
 
 
 def run_test(test: Path) -> None:

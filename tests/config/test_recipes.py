@@ -103,9 +103,7 @@ def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
         ([], {}, 20, ""),
     ],
 )
-def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
-    overrides, values, warmup, note, caplog
-):
+def test_a_recipe_s_warmup_is_shortened_to_the_given_steps(overrides, values, warmup, note, caplog):
     settings = load_settings("counting", overrides, **values)
     assert settings.optim.warmup_steps == warmup
     text = f"optim.warmup_steps=20 of the recipe is shortened to {note}"

@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
+from vlm_grpo import Settings, UserError, load_settings
 from vlm_grpo.config.listing import list_blocks, list_refusals, list_settings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys, merge
-from vlm_grpo.errors import UserError
 
 BY_KEY = {setting.key: setting for setting in list_settings()}
 

@@ -6,16 +6,12 @@ from typing import Any
 from commands import write_jsonl
 from PIL import Image
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, load_policy, load_settings, load_task, train
 from vlm_grpo.data.loading import load_data
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.eval.evaluate import HeldOutEvaluator
-from vlm_grpo.model.policy import load_policy
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.jsonl import read_rows
 
 

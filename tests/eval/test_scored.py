@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from small_tasks import Distance
 
+from vlm_grpo import Task, load_task
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval import scored
 from vlm_grpo.eval.scored import Row, Scored, compare_tools
 from vlm_grpo.report.run import measure_change
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Completion, Example
 

@@ -20,10 +20,9 @@ from browser import (
 )
 from report_runs import TASKS, load_few_examples, make_group, make_run, write_alarms
 
+from vlm_grpo import Task, load_task
 from vlm_grpo.report.page import build_report, compare_runs
 from vlm_grpo.report.samples import write_samples
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import EpisodeTurn, Example, Observed, ToolCall
 
 pytestmark = NEEDS_BROWSER

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
@@ -177,9 +177,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):
         f"ServerProcess({process.command!r}, {{}}, Path({str(process.log)!r})).start();"
         "time.sleep(1000)"
     )
-    starter = subprocess.Popen(
-        [sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL
-    )
+    starter = Popen([sys.executable, "-c", code], start_new_session=True, stderr=DEVNULL)
     try:
         wait_for(lambda: is_listening(port))
         pids = find_pids(tmp_path)
@@ -201,9 +199,9 @@ def start(tmp_path: Path, guard_program: Path) -> Iterator[Any]:
     """Return a function that runs a shell command under the guard."""
     started = []
 
-    def run(command: str) -> subprocess.Popen[bytes]:
+    def run(command: str) -> Popen[bytes]:
         arguments = [sys.executable, "-IS", str(guard_program), "sh", "-c", command]
-        started.append(subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=tmp_path))
+        started.append(Popen(arguments, stdin=PIPE, cwd=tmp_path))
         return started[-1]
 
     yield run
