@@ -2,14 +2,13 @@
 
 import io
 import pkgutil
-import subprocess
-import sys
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_python
 from PIL import Image
 from small_runs import assert_same_weights
 
@@ -76,13 +75,6 @@ def make_settings(folder: Path, task: str = "python", **optim: Any) -> Settings:
 
 OBJECTS: dict[str, Any] = {"task": Brightness, "data": ROWS, "held_out": HELD_OUT}
 """The arguments of ``train``."""
-
-
-def run_python(*arguments: str, folder: Path | None = None) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_import_loads_no_dependency_and_little_else():

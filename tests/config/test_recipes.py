@@ -11,10 +11,8 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.errors import UserError
 
-SETTINGS, NO_RECIPE = (
-    load_settings("counting"),
-    "recipe must be the name or the path of a recipe, not ",
-)
+SETTINGS = load_settings("counting")
+NO_RECIPE = "recipe must be the name or the path of a recipe, not "
 NO_LIST = r'overrides must be a list: \["optim.lr=1e-5"\]'
 
 

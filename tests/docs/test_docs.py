@@ -24,9 +24,8 @@ from vlm_grpo.task.registry import load_task, task_names
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 
-COMPARISON, COMING_FROM = (
-    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("comparison", "coming-from")
-)
+COMPARISON = (ROOT / "docs/comparison.md").read_text("utf-8")
+COMING_FROM = (ROOT / "docs/coming-from.md").read_text("utf-8")
 
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 

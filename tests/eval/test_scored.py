@@ -108,15 +108,6 @@ def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path)
     assert found.pair(other, "score") == []
 
 
-def test_the_interval_is_that_of_the_mean_of_the_sources():
-    few = [Example(f"d/{n}", (), "How many?", 1, source="d") for n in range(3)]
-    many = [Example(f"c/{n}", (), "How many?", 1, source="c") for n in range(300)]
-    mixed = Mixed(members={"c": COUNTING, "d": COUNTING})
-    found = evaluate(mixed, [*few, *many], ["1"] * 3 + ["1", "2"] * 150)
-    assert found.value == 0.75
-    assert np.mean(found.interval) == pytest.approx(0.75, abs=0.05)
-
-
 def test_a_source_whose_metric_is_of_the_corpus_has_no_interval():
     members = {"c": COUNTING, "e": Distance()}
     object.__setattr__(members["e"], "primary_metric", "total")
