@@ -262,7 +262,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-@pytest.mark.parametrize("guide", filter(COMMANDS.get, GUIDES), ids=lambda path: path.name)
+@pytest.mark.parametrize("guide", [*filter(COMMANDS.get, GUIDES)], ids=lambda path: path.name)
 def test_every_command_runs(guide, runs, tmp_path, monkeypatch, capsys):
     if guide.name == "small-worlds.md":
         pytest.importorskip("sklearn", reason="its digits are those of scikit-learn")
