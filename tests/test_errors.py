@@ -3,6 +3,10 @@
 from vlm_grpo.errors import UserError, bullets, list_bad_rows, printable
 
 
+def test_fifty_problems_are_listed_and_the_others_counted():
+    assert bullets(map(str, range(53))).endswith("\n  - 49\n  … and 3 more")
+
+
 def test_rows_with_one_problem_are_listed_once():
     alike = [f"r:{n}: example {n}-{'ab'[n % 2]}: '{'a' * n}' has {n} tokens" for n in range(3)]
     lines = list_bad_rows([alike[0], "r:9: it has no id", *alike[1:]]).splitlines()

@@ -105,6 +105,7 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
 )
 def test_wrong_arguments_are_one_message(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr("os.execve")  # serve would replace this process
     (tmp_path / "runs/counting").mkdir(parents=True)
     write_jsonl(tmp_path / "a.jsonl", {"question": "?", "answer": 3})
     for name, size in (("a.png", (84, 84)), ("thin.png", (900, 3))):
