@@ -1,23 +1,10 @@
 """The helpers for error messages."""
 
-import pytest
-
-from vlm_grpo.errors import UserError, bullets, list_bad_rows, nearest, printable
+from vlm_grpo.errors import UserError, bullets, list_bad_rows, printable
 
 
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [("groundign", " (did you mean grounding?)"), ("ocr", " (did you mean ocr?)"), ("", "")],
-)
-def test_nearest_suggests_the_closest_similar_name(name, suggestion):
-    assert nearest(name, iter(["grounding", "counting", "ocr"])) == suggestion
-
-
-def test_bullets_lists_the_first_problems_and_counts_the_others():
-    problems = [f"problem {number}" for number in range(53)]
-    lines = bullets(iter(problems)).splitlines()
-    assert lines == [*(f"  - {problem}" for problem in problems[:50]), "  … and 3 more"]
-    assert bullets([]) == ""
+def test_fifty_problems_are_listed_and_the_others_counted():
+    assert bullets(map(str, range(53))).endswith("\n  - 49\n  … and 3 more")
 
 
 def test_rows_with_one_problem_are_listed_once():

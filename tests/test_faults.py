@@ -17,16 +17,12 @@ from PIL import Image
 from processes import small_disk
 from small_runs import make_trainer, read_metrics, small_run
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, UserError, load_settings, load_task, train
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.checkpoint.files import verify_checkpoint
 from vlm_grpo.training.checkpoint.manager import CheckpointManager
-from vlm_grpo.training.trainer import train
 
 
 def make_row(name: object) -> dict[str, Any]:
@@ -65,9 +61,6 @@ def truncate(path: Path) -> bytes:
     content = path.read_bytes()
     path.write_bytes(content[:60])
     return content
-
-
-# Images that become unreadable after the checks.
 
 
 def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(settings):
@@ -120,8 +113,6 @@ def test_an_unreadable_held_out_image_saves_and_ends_the_run(settings, tmp_path,
     train(run.model_copy(update={"resume": True}))  # makes the evaluation of the second step first
     assert ["eval/letters" in row for row in read_metrics(run.run_dir)] == [False, True] * 2
 
-
-# Disks.
 
 # TensorBoard's thread raises if the disk is full.
 TENSORBOARD_WARNING = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
@@ -187,9 +178,6 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
         assert len(read_metrics(run.run_dir)) == 4
 
 
-# Memory.
-
-
 def measure_tensors() -> tuple[int, int]:
     """Return the number and the bytes of all live tensors."""
     gc.collect()
@@ -215,9 +203,6 @@ def test_the_tensors_of_a_run_do_not_grow(settings):
     assert later == first
     trainer.run_dir.close()
     trainer.sampler.close()
-
-
-# Kills; see ``helpers/crash.py``.
 
 
 @pytest.mark.slow

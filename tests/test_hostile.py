@@ -13,13 +13,10 @@ from dataset_files import write_files
 from report_runs import load_few_examples, make_group
 from small_runs import save_tiny_model
 
-from vlm_grpo import cli
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, UserError, cli, load_task
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.report.samples import write_held_out, write_samples
-from vlm_grpo.task.registry import load_task
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,9 +30,6 @@ def make_settings(model: Path, **policy: Any) -> Settings:
 def marker(tmp_path: Path) -> Path:
     """Return the path of a file that foreign code creates when it runs."""
     return tmp_path / "foreign-code-was-here"
-
-
-# Code from models and datasets.
 
 
 @pytest.fixture
@@ -56,9 +50,7 @@ def test_code_of_a_model_is_not_run_by_default(model_with_code, marker):
     assert not marker.exists()
 
 
-def test_code_of_a_model_runs_with_the_setting_and_a_warning(
-    model_with_code, marker, tmp_path, monkeypatch, caplog
-):
+def test_trusted_code_runs_with_a_warning(model_with_code, marker, tmp_path, monkeypatch, caplog):
     cache = str(tmp_path / "cache")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.syspath_prepend(cache)
@@ -96,8 +88,6 @@ def test_the_script_of_a_dataset_is_not_run(tmp_path, marker):
         load_examples(f"hf:{folder}", load_task("counting"))
     assert not marker.exists()
 
-
-# Code that a recipe, a run's folder or a benchmark names.
 
 TASK = """from vlm_grpo.tasks.counting import Counting
 class Foreign(Counting):
@@ -178,8 +168,6 @@ def test_code_runs_if_the_command_says_so(word, tmp_path, marker, monkeypatch):
     assert marker.exists()
 
 
-# Calls in the toolkit's code.
-
 # A worker process unpickles what its parent process sends, which unpickles its answers. The reader
 # of published pickles finds no class (tests/data_scripts/test_converters.py).
 ALLOWED = {
@@ -206,15 +194,11 @@ def find_calls(path: Path) -> set[str]:
 
 
 def test_the_code_evaluates_and_unpickles_nothing_else():
-    files = [
-        p for name in ("vlm_grpo", "tasks", "data_scripts") for p in (ROOT / name).rglob("*.py")
-    ]
+    folders = [ROOT / name for name in ("vlm_grpo", "tasks", "data_scripts")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
     assert len(files) > 80  # the scan covers the sources
     found = {(p.relative_to(ROOT).as_posix(), c) for p in files for c in find_calls(p) & REFUSED}
     assert found == ALLOWED
-
-
-# Names from the data.
 
 
 @pytest.mark.parametrize(

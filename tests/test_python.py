@@ -2,14 +2,13 @@
 
 import io
 import pkgutil
-import subprocess
-import sys
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_python
 from PIL import Image
 from small_runs import assert_same_weights
 
@@ -76,13 +75,6 @@ def make_settings(folder: Path, task: str = "python", **optim: Any) -> Settings:
 
 OBJECTS: dict[str, Any] = {"task": Brightness, "data": ROWS, "held_out": HELD_OUT}
 """The arguments of ``train``."""
-
-
-def run_python(*arguments: str, folder: Path | None = None) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_import_loads_no_dependency_and_little_else():
@@ -153,7 +145,6 @@ def test_a_run_does_not_resume_with_another_task(result):
 def test_evaluation_returns_its_result_and_prints_nothing(result, capsys):
     settings = load_settings(result.run_dir / "config.yaml")
     found: Any = evaluate(settings, result.checkpoint, task=Brightness, held_out=HELD_OUT)
-    assert result.after is not None
     assert "vlm-grpo evaluate" not in str(result)  # no command has these rows
     assert found.metrics == result.after.metrics
     assert found.path.is_file()

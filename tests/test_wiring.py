@@ -20,13 +20,10 @@ from steps import capture_step, let_first_differ
 from tiny_models import noise_example
 from torch import Tensor
 
-from vlm_grpo.config.run import Settings
-from vlm_grpo.model.policy import load_policy
-from vlm_grpo.task import Task, reward
+from vlm_grpo import Settings, Task, Trainer, load_policy, reward
 from vlm_grpo.training.batch import build_slices
 from vlm_grpo.training.methods.distillation import Distillation
 from vlm_grpo.training.methods.revision import is_revised
-from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, Group
 
 LORA = {

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from commands import fails, run, write_jsonl
+from commands import fails, run, run_python, write_jsonl
 from PIL import Image
 from pydantic import ValidationError
 
@@ -97,10 +97,15 @@ def test_the_help_of_each_command_shows_an_example(succeed, capsys, command):
         ("predict ./nowhere --question ?", "error: model ./nowhere: there is no such folder\n"),
         ("export ./nowhere out", "error: model ./nowhere: there is no such folder\n"),
         ("predict none --question ?", "there is no model or run 'none'"),
+        ("serve embedded", "give the Python of an environment with vLLM by --python"),
+        ("serve embedded --python /no/python", "there is no program /no/python: give the"),
+        (f"serve nothing-there --python {sys.executable}", "there is no model or run"),
+        (f"serve no --for-rollouts --python {sys.executable}", "there is no model or run"),
     ],
 )
 def test_wrong_arguments_are_one_message(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr("os.execve")  # serve would replace this process
     (tmp_path / "runs/counting").mkdir(parents=True)
     write_jsonl(tmp_path / "a.jsonl", {"question": "?", "answer": 3})
     for name, size in (("a.png", (84, 84)), ("thin.png", (900, 3))):
@@ -112,14 +117,12 @@ def test_wrong_arguments_are_one_message(capsys, tmp_path, monkeypatch, words, m
 
 def test_the_program_starts_without_importing_heavy_libraries():
     code = f"import sys, vlm_grpo.cli; print(sorted({HEAVY} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code) == "[]\n"
 
 
 def test_version_is_printed_when_run_as_a_module():
-    command = [sys.executable, "-m", "vlm_grpo.cli", "--version"]  # as launchers run it
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"vlm-grpo {version('vlm-grpo')}\n"
+    shown = run_python("-m", "vlm_grpo.cli", "--version")  # as launchers run it
+    assert shown == f"vlm-grpo {version('vlm-grpo')}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has libgomp on Linux only")

@@ -11,15 +11,13 @@ from commands import fails, run
 from dataset_files import encode_image, make_row, photo, write_files
 from published_formats import write_format
 
+from vlm_grpo import Settings, UserError, load_task
 from vlm_grpo.cli.preview import build_preview
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.task import soundness
 from vlm_grpo.task.coordinates import FRAMES
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.soundness import build_exploits
 from vlm_grpo.types import Example, ImageRef
 
@@ -138,9 +136,7 @@ def test_exploits_with_tags_include_untagged_and_repeated_answers():
     assert texts["an unclosed tag"] == "<answer>3"
 
 
-def test_the_limit_bounds_the_rows_and_images_that_are_checked(
-    succeed, capsys, tmp_path, monkeypatch
-):
+def test_the_limit_bounds_the_rows_and_images(succeed, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(soundness, "_PARSE_SECONDS", 5.0)  # on a busy machine
     out = succeed("check", "counting", "--limit", "3")
     assert "3 good rows" in out

@@ -55,9 +55,7 @@ def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
     assert "vlm-grpo evaluate refcoco --data refcoco.jsonl model=" in message
 
 
-def test_a_benchmark_takes_model_and_prompt_settings_from_the_checkpoint(
-    tmp_path, capsys, benchmark_calls
-):
+def test_a_benchmark_takes_the_settings_of_the_checkpoint(tmp_path, capsys, benchmark_calls):
     checkpoint = tmp_path / "step-3"
     trained = ["model=a/model", "task_options.tags=true", "policy.max_pixels=5000"]
     load_settings("counting", trained).save(checkpoint / "config.yaml")

@@ -1,24 +1,19 @@
 """``vlm-grpo new-task``: its task loads, is sound, passes its test, and overwrites no file."""
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import write_jsonl
+from commands import run_python, write_jsonl
 
+from vlm_grpo import UserError, load_settings, load_task
 from vlm_grpo.cli.new_task import LONGEST_NAME, write_task
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
 
 
 def run_test(test: Path) -> None:
     """Run the five tests of a file that was written."""
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, cwd=test.parent, capture_output=True, text=True, check=False)
-    assert (done.returncode, "5 passed" in done.stdout) == (0, True), done.stdout
+    options = "-q", "-W", "error", "-p", "no:cacheprovider"
+    assert "5 passed" in run_python("-m", "pytest", *options, test, folder=test.parent)
 
 
 def test_the_next_commands_are_printed(succeed, tmp_path):
@@ -61,9 +56,7 @@ def test_the_files_pass_ruff(tmp_path, name, kind):
     files = write_task(name, tmp_path, kind)
     config = Path(__file__).parents[2] / "pyproject.toml"
     for check in (["check"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *check, "--config", config, *files]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_python("-m", "ruff", *check, "--config", config, *files)
 
 
 @pytest.mark.parametrize(

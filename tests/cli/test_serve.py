@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import pytest
-from commands import fails, run
+from commands import run
 
 
 @pytest.fixture
@@ -36,20 +36,3 @@ def test_rollouts_are_served_for_a_recipe_or_a_model(name, executed, capsys):
     _, words, environment = executed
     assert {"--served-model-name=policy", "--enable-lora", "--enable-scale-out"} <= set(words)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["embedded"], "give the Python of an environment with vLLM by --python"),
-        (["embedded", "--python", "/no/python"], "there is no program /no/python: give the"),
-        (["nothing-there", "--python", sys.executable], "there is no model or run"),
-        (["nothing", "--for-rollouts", "--python", sys.executable], "there is no model or run"),
-    ],
-)
-def test_what_cannot_be_served_is_an_error(
-    arguments, message, executed, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert message in fails(capsys, "serve", *arguments)
-    assert executed == []

@@ -7,12 +7,10 @@ from types import NoneType
 import pytest
 from pydantic import BaseModel
 
+from vlm_grpo import Settings, UserError, load_settings
 from vlm_grpo.config.combinations import Combination, _read_table, list_notes, parse
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import Frozen, get_blocks
-from vlm_grpo.errors import UserError
 
 URL = "http://127.0.0.1:8000"
 CPU = {"reference_device": "cpu"}

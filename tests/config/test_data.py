@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vlm_grpo import Settings, UserError, load_settings
 from vlm_grpo.config.data import DataSettings, Filter, SourceSettings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
-from vlm_grpo.errors import UserError
 
 COUNT = {"source": "embedded:counting", "task": "counting"}
 OTHER, TALLY = {**COUNT, "name": "b"}, {"benchmark": "tallyqa"}

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from tiny_models import noise_example
 
+from vlm_grpo import UserError, load_settings, load_task
 from vlm_grpo.config.prompt import PromptSettings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.errors import UserError
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.utils.chat import Turn
 
 TASK = load_task("counting", tags=True, instruction="Be exact.")

@@ -1,6 +1,7 @@
 """Recipes: values, overrides from texts and Python, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,8 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.errors import UserError
 
-SETTINGS, NO_RECIPE = (
-    load_settings("counting"),
-    "recipe must be the name or the path of a recipe, not ",
-)
+SETTINGS = load_settings("counting")
+NO_RECIPE = "recipe must be the name or the path of a recipe, not "
 NO_LIST = r'overrides must be a list: \["optim.lr=1e-5"\]'
 
 
@@ -21,15 +20,6 @@ def get_error(*overrides: str, recipe: str = "counting") -> str:
     with pytest.raises(UserError) as caught:
         load_settings(recipe, overrides)
     return str(caught.value)
-
-
-def test_later_overrides_take_precedence_over_earlier_ones_and_the_recipe():
-    settings = load_settings("counting", ["optim.lr=1e-6", "optim.lr=3e-6", "policy.lora.r=4"])
-    assert settings.optim.lr == 3e-6
-    assert settings.policy.lora is not None
-    assert settings.policy.lora.r == 4
-    assert settings.rollout.max_completion_length == 4  # from the recipe
-    assert settings.rollout.top_p == 1.0  # the default
 
 
 @pytest.mark.parametrize(
@@ -59,10 +49,10 @@ def test_a_task_file_is_a_recipe_without_data():
     assert (settings.task, settings.name) == ("my/parity.py", "parity")
 
 
-def test_python_values_override_texts_and_the_recipe():
+def test_python_values_override_texts_of_which_the_last_counts_and_the_recipe():
     settings = load_settings(
         "counting",
-        ["optim.lr=1e-6", "optim.weight_decay=0.5"],
+        ["optim.lr=1e-6", "optim.weight_decay=0.1", "optim.weight_decay=0.5", "policy.lora.r=8"],
         optim={"lr": 3e-6, "betas": [0.9, 0.95]},
         policy=PolicySettings(lora=LoraSettings(r=4)),
         output_dir=Path("elsewhere"),
@@ -72,6 +62,8 @@ def test_python_values_override_texts_and_the_recipe():
     assert settings.optim.betas == (0.9, 0.95)
     assert settings.policy.lora == LoraSettings(r=4)
     assert settings.run_dir == Path("elsewhere/counting")
+    assert settings.rollout.max_completion_length == 4  # from the recipe
+    assert settings.rollout.top_p == 1.0  # the default
 
 
 def test_overrides_may_be_a_mapping_with_dotted_keys():
@@ -109,9 +101,7 @@ def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
         ([], {}, 20, ""),
     ],
 )
-def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
-    overrides, values, warmup, note, caplog
-):
+def test_a_recipe_s_warmup_is_shortened_to_the_given_steps(overrides, values, warmup, note, caplog):
     settings = load_settings("counting", overrides, **values)
     assert settings.optim.warmup_steps == warmup
     text = f"optim.warmup_steps=20 of the recipe is shortened to {note}"
@@ -119,8 +109,7 @@ def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
 
 
 def test_the_warmup_of_supervised_steps_alone_is_shortened_too(caplog):
-    settings = load_settings("choice", ["warm_start.steps=all", "optim.max_steps=3"])
-    assert settings.warm_start is not None
+    settings: Any = load_settings("choice", ["warm_start.steps=all", "optim.max_steps=3"])
     assert settings.warm_start.warmup_steps == 3
     assert "warm_start.warmup_steps=10 of the recipe is shortened to optim.max" in caplog.text
 

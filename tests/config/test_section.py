@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
+from vlm_grpo import Settings, UserError, load_settings
 from vlm_grpo.config.listing import list_blocks, list_refusals, list_settings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys, merge
-from vlm_grpo.errors import UserError
 
 BY_KEY = {setting.key: setting for setting in list_settings()}
 
@@ -36,28 +34,15 @@ def test_merge_keeps_dots_inside_the_mapping_of_an_option():
 
 
 @pytest.mark.parametrize(
-    ("override", "suggestion"),
-    [
-        ("cuda_graphs=true", "rollout.cuda_graphs"),  # without its block
-        ("rollout.num_generation=4", "rollout.num_generations"),
-        ("optim.num_epochs=3", "optim.num_train_epochs"),
-        ("rollout.batch_size=4", None),  # not torch_compile
-        ("optm={}", "optim"),
-        ("zebra=1", None),
-    ],
-)
-def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
-    message = get_error(override)
-    assert f"unknown key {override.partition('=')[0]}" in message
-    assert ("did you mean" in message) == (suggestion is not None)
-    assert suggestion is None or f"did you mean {suggestion}?" in message
-    message = get_error("optim.leraning_rate=1e-6")
-    assert "unknown key optim.leraning_rate: TRL's learning_rate is optim.lr here" in message
-
-
-@pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("cuda_graphs=true", "cuda_graphs (did you mean rollout.cuda_graphs?)"),  # without block
+        ("rollout.num_generation=4", "num_generation (did you mean rollout.num_generations?)"),
+        ("optim.num_epochs=3", "unknown key optim.num_epochs (did you mean optim.num_train_epochs"),
+        ("rollout.batch_size=4", "unknown key rollout.batch_size\n"),  # not torch_compile
+        ("optm={}", "unknown key optm (did you mean optim?)"),
+        ("zebra=1", "unknown key zebra\n"),  # nothing is suggested
+        ("optim.leraning_rate=1", "optim.leraning_rate: TRL's learning_rate is optim.lr here"),
         ("optim.lr=abc", 'optim.lr="abc" should be a number'),
         ("seed=true", "seed=true should be a whole number"),
         ("rollout.num_generations='4'", 'num_generations="4" should be a whole number'),
@@ -81,8 +66,8 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
     ],
     ids=lambda text: text[:30],
 )
-def test_an_override_with_a_wrong_value_or_form_is_refused(override, expected):
-    assert expected in get_error(override)
+def test_an_override_with_a_wrong_name_value_or_form_is_refused(override, expected):
+    assert expected in f"{get_error(override)}\n"
 
 
 def test_all_problems_are_reported_at_once():

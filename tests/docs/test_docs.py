@@ -24,9 +24,8 @@ from vlm_grpo.task.registry import load_task, task_names
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 
-COMPARISON, COMING_FROM = (
-    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("comparison", "coming-from")
-)
+COMPARISON = (ROOT / "docs/comparison.md").read_text("utf-8")
+COMING_FROM = (ROOT / "docs/coming-from.md").read_text("utf-8")
 
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 
@@ -122,9 +121,8 @@ def test_the_script_of_a_cluster_is_valid(monkeypatch):
     monkeypatch.chdir(ROOT)
     (script,) = read_blocks(ROOT / "docs/scaling.md", "bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    arguments = re.search(r"vlm_grpo\.cli train ([^']+)'", script)
-    assert arguments is not None
-    recipe, *overrides = arguments[1].split()
+    (arguments,) = re.findall(r"vlm_grpo\.cli train ([^']+)'", script)
+    recipe, *overrides = arguments.split()
     load_settings(recipe, overrides)
 
 

@@ -11,7 +11,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -21,6 +20,7 @@ from typing import Any
 import datasets
 import pytest
 from chat_model import ChatModel, serve
+from commands import run_python
 from dataset_files import encode_image, photo, png, write_files, write_table
 from guide_commands import GUIDES, ROOT, read_blocks, read_commands, run_blocks
 from PIL import Image
@@ -108,8 +108,7 @@ def run_command(line: str) -> None:
     if arguments[0] == "-m" and arguments[1].startswith("vlm_grpo."):
         run_module(*arguments[1:])
         return
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    run_python(*arguments)
 
 
 def run_module(name: str, *arguments: str) -> None:
@@ -263,9 +262,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-@pytest.mark.parametrize(
-    "guide", [guide for guide in GUIDES if COMMANDS[guide]], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("guide", [*filter(COMMANDS.get, GUIDES)], ids=lambda path: path.name)
 def test_every_command_runs(guide, runs, tmp_path, monkeypatch, capsys):
     if guide.name == "small-worlds.md":
         pytest.importorskip("sklearn", reason="its digits are those of scikit-learn")

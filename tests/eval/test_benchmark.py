@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vlm_grpo import Settings, UserError, load_settings
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.errors import UserError
 from vlm_grpo.eval import benchmark as reports
-from vlm_grpo.eval import models
 from vlm_grpo.eval.benchmark import Report, compare, evaluate_benchmark, format_report
 from vlm_grpo.eval.prediction_log import PredictionLog
 from vlm_grpo.model.loading import get_model_source
@@ -154,7 +151,9 @@ def benchmark(tmp_path: Path) -> str:
 
 
 def test_a_stopped_evaluation_resumes_with_the_same_result(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "CHUNK_EXAMPLES", 16)  # 40 rows: chunks of 16, 16 and 8
+    monkeypatch.setattr(
+        "vlm_grpo.eval.models.CHUNK_EXAMPLES", 16
+    )  # 40 rows: chunks of 16, 16 and 8
     whole, stopped = (make_settings(tmp_path, name) for name in ("whole", "stopped"))
     (expected,) = evaluate_benchmark(benchmark, whole)
     append = PredictionLog.append

@@ -7,23 +7,21 @@ from chat_model import ChatModel, get_images, serve
 from small_runs import TASK
 from tiny_models import tiny_policy
 
-from vlm_grpo.config.recipes import load_settings
+from vlm_grpo import load_settings, load_task
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.eval import models
 from vlm_grpo.eval.evaluate import evaluate, evaluate_model
 from vlm_grpo.eval.generate import generate_all
 from vlm_grpo.eval.models import LocalModel
 from vlm_grpo.eval.prediction_log import PredictionLog
 from vlm_grpo.eval.scored import read_scored
 from vlm_grpo.serve.chat import Endpoint
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [0, 0, 40, 40]}}\n'
 
 
 def test_outputs_have_their_turns_and_are_compared_with_those_without_tools(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr("vlm_grpo.eval.models.CHUNK_EXAMPLES", 2)
     settings = load_settings("counting", ["data.eval_limit=4", "rollout.max_completion_length=30"])
     policy = tiny_policy("qwen2_5_vl")
     (tmp_path / "letters.py").write_text(TASK)

@@ -1,20 +1,17 @@
 """Evaluations of recipes: when they are due in training, the best of them, summaries, files."""
 
 from pathlib import Path
+from typing import Any
 
 from commands import write_jsonl
 from PIL import Image
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, load_policy, load_settings, load_task, train
 from vlm_grpo.data.loading import load_data
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.eval.evaluate import HeldOutEvaluator
-from vlm_grpo.model.policy import load_policy
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.jsonl import read_rows
 
 
@@ -27,14 +24,12 @@ def test_training_keeps_the_best_checkpoint_by_its_benchmark(tmp_path):
         *("optim.warmup_steps=0", "checkpoint.every=1", "checkpoint.keep_last=1"),
         *("checkpoint.keep_best=true", f"output_dir={tmp_path / 'runs'}", "name=benchmark"),
     ]
-    result = train(load_settings("counting", overrides))
-    assert result.after is not None
+    result: Any = train(load_settings("counting", overrides))
     assert result.after.primary_metric == "absolute_error"
     metrics = read_rows(result.run_dir / "metrics.jsonl")
     errors = {row["step"] + 1: row["eval/absolute_error"] for row in metrics}
     assert len(set(errors.values())) > 1, "the learning rate is large enough to change answers"
     least = min(errors, key=lambda step: (errors[step], step))
-    assert result.before is not None
     kept = {path.name for path in (result.run_dir / "checkpoints").iterdir()}
     # The initial model (step 0) may be the best; it has no checkpoint.
     expected = {"step-4"} if result.before.value <= errors[least] else {"step-4", f"step-{least}"}
@@ -62,9 +57,8 @@ def test_without_held_out_data_nothing_is_evaluated():
 def test_evaluations_are_due_at_intervals_and_the_first_of_equal_results_is_the_best():
     evaluator = make_evaluator("evaluation.every=3", "optim.max_steps=7", "optim.warmup_steps=0")
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
-    first, second = evaluator.evaluate(0), evaluator.evaluate(5)
-    assert first is not None
-    assert second is not None
+    results: Any = [evaluator.evaluate(step) for step in (0, 5)]
+    first, second = results
     assert first.value == second.value  # the weights have not changed
     assert evaluator.best == (first.value, 0)
 

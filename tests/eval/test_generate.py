@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 from tiny_models import tiny_policy
 
-from vlm_grpo.config.recipes import load_settings
+from vlm_grpo import UserError, load_settings, load_task
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.errors import UserError
-from vlm_grpo.eval import models
 from vlm_grpo.eval.generate import generate_all
 from vlm_grpo.eval.models import LocalModel, split_into_chunks
 from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.eval.prediction_log import PredictionLog, open_log
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Completion, Example, ImageRef
 from vlm_grpo.utils.chat import Turn
 

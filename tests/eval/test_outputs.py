@@ -1,7 +1,6 @@
 """Scores of files of outputs, also as lmms-eval logs them, and rows that match no example."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +65,6 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path):
     *scores, total = score_as_json(capsys, "ocr", *given, "tags=false")
     assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
     assert total["total"]["metrics"]["exact"] == pytest.approx(2 / 3)
-
-
-def test_predictions_are_read_in_the_order_of_the_examples(tmp_path):
-    lines = [json.dumps({"id": e.id, "output": str(e.answer)}) for e in reversed(EXAMPLES)]
-    lines[-1] = json.dumps({**FIRST, "seen": [[56, 56]]})
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))  # the last line has no line break
-    found, outputs = read_outputs(tmp_path / "p.jsonl", EXAMPLES)
-    golds = [str(example.answer) for example in EXAMPLES]
-    assert [output.text for output in outputs] == ["3", *golds[1:]]
-    resized = replace(EXAMPLES[0].images[0], resized_size=(56, 56))
-    assert found == [replace(EXAMPLES[0], images=(resized,)), *EXAMPLES[1:]]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ from fractions import Fraction
 import pytest
 from small_tasks import Distance
 
+from vlm_grpo import Example, Task, load_task
 from vlm_grpo.eval.pass_at_k import estimate_best, find_majority, merge_scores
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
 
 COUNTING = load_task("counting")
 EXAMPLE = Example("1", (), "How many?", 3)

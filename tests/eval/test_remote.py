@@ -12,21 +12,15 @@ from chat_model import Answer, ChatModel, count_by_checksum, get_images, serve
 from commands import run
 from judge_server import Reply
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, UserError, evaluate, load_settings, load_task
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.errors import UserError
-from vlm_grpo.eval import remote
 from vlm_grpo.eval.benchmark import evaluate_benchmark
-from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.models import load_evaluated_model
 from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task.coordinates import FRAMES
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef
-from vlm_grpo.utils import http_json
 
 COUNT = 40
 ENDED = rf"for {COUNT} examples; after {{}} failures it was asked no more:\n  - example .*"
@@ -35,7 +29,7 @@ DEFINITION = "title: Shapes\ntask: counting\nmetric: exact\n"
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_json, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr("vlm_grpo.utils.http_json.FIRST_WAIT", 0.0)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -321,6 +315,6 @@ def test_a_checkpoint_and_several_processes_are_refused(tmp_path, monkeypatch):
         evaluate(settings, tmp_path, address)
     with pytest.raises(UserError, match="a server has its own weights"):
         evaluate_benchmark("tallyqa", settings, tmp_path, server=address)
-    monkeypatch.setattr(remote, "initialize_distributed", lambda: two)
+    monkeypatch.setattr("vlm_grpo.eval.remote.initialize_distributed", lambda: two)
     with pytest.raises(UserError, match="--server needs one process"):
         load_evaluated_model(settings, None, address)

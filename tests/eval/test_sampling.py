@@ -7,17 +7,14 @@ from types import MappingProxyType
 import pytest
 from small_tasks import Distance
 
-from vlm_grpo.config.recipes import load_settings
+from vlm_grpo import Task, UserError, load_settings, load_task
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.errors import UserError
 from vlm_grpo.eval import sampling
 from vlm_grpo.eval.sampling import SampledExamples, write_completions
 from vlm_grpo.model.loading import load_prompt_builder
 from vlm_grpo.model.prompts import PromptWriter
-from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Completion, Example
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.jsonl import read_rows

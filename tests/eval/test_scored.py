@@ -5,17 +5,17 @@ import json
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from small_tasks import Distance
 
+from vlm_grpo import Task, load_task
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval import scored
 from vlm_grpo.eval.scored import Row, Scored, compare_tools
 from vlm_grpo.report.run import measure_change
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Completion, Example
 
@@ -98,8 +98,7 @@ def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path)
     found.write(tmp_path / "a.jsonl")
     assert scored.read_scored(tmp_path / "a.jsonl").lines == found.lines
     before = evaluate(MIXED, examples, [*"019999", "0.5", "1"])
-    change = measure_change(before, found, "score")
-    assert change is not None
+    change: Any = measure_change(before, found, "score")
     assert change.n == 7
     # Of the sources: two of six counts more, and an error that is lower by 0.25.
     assert change.difference == pytest.approx((2 / 6 + 0.25) / 2)
@@ -107,15 +106,6 @@ def test_a_mixture_says_what_each_source_has_and_keeps_it_in_its_files(tmp_path)
     assert 0.125 <= low < change.difference < high  # the error's difference does not vary
     other = evaluate(Mixed(members={"c": COUNTING}), COUNTS, [*"012399"])
     assert found.pair(other, "score") == []
-
-
-def test_the_interval_is_that_of_the_mean_of_the_sources():
-    few = [Example(f"d/{n}", (), "How many?", 1, source="d") for n in range(3)]
-    many = [Example(f"c/{n}", (), "How many?", 1, source="c") for n in range(300)]
-    mixed = Mixed(members={"c": COUNTING, "d": COUNTING})
-    found = evaluate(mixed, [*few, *many], ["1"] * 3 + ["1", "2"] * 150)
-    assert found.value == 0.75
-    assert np.mean(found.interval) == pytest.approx(0.75, abs=0.05)
 
 
 def test_a_source_whose_metric_is_of_the_corpus_has_no_interval():

@@ -25,19 +25,8 @@ def test_many_sign_flips_of_equal_size_agree_with_mcnemar():
     deviation = math.sqrt(exact * (1 - exact) / 10_000)
     assert sign_flip_p_value(differences) == pytest.approx(exact, abs=4 * deviation)
     assert sign_flip_p_value([0.0, 0.3]) == sign_flip_p_value([0.0]) == 1.0  # nothing to compare
+    assert sign_flip_p_value([0.25, 0.25]) == 0.5  # only (+, +) and (-, -) are as far: 2 of 4
     assert sign_flip_p_value(differences) == sign_flip_p_value(differences)  # seeded
-
-
-def test_values_choose_the_test():
-    binary = statistics.compare_pairs([0, 1, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0])
-    assert (binary.test, binary.n, binary.higher, binary.lower) == ("McNemar", 6, 4, 1)
-    assert (binary.a, binary.b) == (pytest.approx(2 / 6), pytest.approx(5 / 6))
-    assert binary.p_value == mcnemar_p_value(4, 1)
-    graded = statistics.compare_pairs([0.5, 1.0, 0.25], [0.75, 1.0, 0.5])
-    assert graded.test == "sign flips"
-    assert graded.p_value == 0.5  # only (+, +) and (-, -) are as far: 2 of 4
-    low, high = graded.interval
-    assert low <= graded.b - graded.a <= high
 
 
 def test_adjusted_p_values_are_ordered_and_at_most_one():

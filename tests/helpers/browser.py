@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from processes import wait_for
@@ -39,8 +39,9 @@ class Browser:
         answer = self._call("/session", {"capabilities": {"alwaysMatch": capabilities}})
         self._base += f"/session/{answer['sessionId']}"
 
-    def open(self, path: Path) -> None:
+    def open(self, path: Path) -> Self:
         self._call("/url", {"url": path.resolve().as_uri()})
+        return self
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a script, in which ``arguments`` are the given ones, and return its value."""

@@ -1,6 +1,8 @@
-"""Run a command in this process, as a user runs it in a shell."""
+"""Run a command in this process, as a user runs it in a shell, or Python in another one."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert status == 2
     assert "Traceback" not in err
     return err
+
+
+def run_python(*arguments: object, folder: Path | None = None) -> str:
+    """Run Python in a new process, which must end with status 0, and return its stdout."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
 def write_jsonl(path: Path, *rows: dict[str, Any] | str) -> Path:

@@ -26,10 +26,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from small_runs import assert_same_run, read_metrics
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
+from vlm_grpo import Settings, load_settings, train
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.trainer import train
 
 STEPS_PER_KILL = 3
 """Steps of the run per kill, so that it does not end before the last of them."""

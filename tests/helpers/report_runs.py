@@ -12,14 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from vlm_grpo import Settings, Task, load_settings, load_task
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.eval.scored import summarize
 from vlm_grpo.report.samples import write_held_out, write_samples
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.metrics import StepLog, group_metrics, rollout_distributions
 from vlm_grpo.types import Completion, Example, Group, Prompt
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,24 +38,18 @@ def healthy(step: int) -> dict[str, float]:
     }
 
 
-class Alarm(NamedTuple):
-    """An alarm and the step in which it is raised."""
-
-    step: int
-    name: str
-    message: str
-    remedy: str
-
-
 def collect_alarms(
     rows: Sequence[Row],
     weights: dict[str, float] = WEIGHTS,
     metric: str = "exact",
     completions: int = 100,
     **facts: Any,
-) -> list[Alarm]:
+) -> list[Any]:
+    """Return the alarms, each with the step in which it is raised."""
     monitor = AlarmMonitor(weights, metric, completions, **facts)
-    alarms = [Alarm(i, **found) for i, row in enumerate(rows) for found in monitor.update(row)]
+    alarms = [
+        SimpleNamespace(step=i, **a) for i, row in enumerate(rows) for a in monitor.update(row)
+    ]
     assert max(len(monitor.first), len(monitor.last)) <= WINDOW  # what it keeps does not grow
     return alarms
 
@@ -137,8 +132,8 @@ def test_a_failure_raises_one_alarm_with_a_remedy(name, changes):
     assert "nan" not in alarm.message
     # Supervised steps have no samples: every mean begins with the first rollout.
     supervised: list[Row] = [{"loss": 2.0, "mean_token_accuracy": 0.1}] * WINDOW
-    later = alarm._replace(step=alarm.step + WINDOW)
-    assert collect_alarms([*supervised, *rows]) == [later]
+    alarm.step += WINDOW
+    assert collect_alarms([*supervised, *rows]) == [alarm]
 
 
 HEALTHY: dict[str, dict[str, Callable[[float], float]]] = {

@@ -20,10 +20,9 @@ from browser import (
 )
 from report_runs import TASKS, load_few_examples, make_group, make_run, write_alarms
 
+from vlm_grpo import Task, load_task
 from vlm_grpo.report.page import build_report, compare_runs
 from vlm_grpo.report.samples import write_samples
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import EpisodeTurn, Example, Observed, ToolCall
 
 pytestmark = NEEDS_BROWSER
@@ -48,20 +47,17 @@ def _no_errors(browser: Browser) -> Iterator[None]:
 
 @pytest.fixture
 def counting(browser, runs) -> Browser:
-    browser.open(runs / "counting-0" / "report.html")
-    return browser
+    return browser.open(runs / "counting-0" / "report.html")
 
 
 @pytest.fixture
 def grounding(browser, runs) -> Browser:
-    browser.open(runs / "grounding-0" / "report.html")
-    return browser
+    return browser.open(runs / "grounding-0" / "report.html")
 
 
 @pytest.fixture
 def compared(browser, runs) -> Browser:
-    browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
-    return browser
+    return browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -283,9 +279,6 @@ def test_page_refuses_other_scripts(browser, runs, tmp_path):
     assert browser.get("window.hacked ?? null") is None
     refused = ["Content Security Policy" in message for message in browser.read_log()]
     assert refused == [True, True]
-
-
-# Charts, groups and flipped examples.
 
 
 def test_dragging_zooms_all_charts_over_the_steps(counting):

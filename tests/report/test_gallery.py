@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
+from vlm_grpo import Task, load_task
 from vlm_grpo.report.gallery import (
     Entry,
     build_gallery,
@@ -19,8 +20,6 @@ from vlm_grpo.report.gallery import (
 from vlm_grpo.report.page import build_report
 from vlm_grpo.report.run import read_run
 from vlm_grpo.report.samples import write_samples
-from vlm_grpo.task import Task
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.chat import ThinkingTags, Turn
 

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 from small_tasks import Distance
 
+from vlm_grpo import TrainResult, load_task
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.scored import summarize
 from vlm_grpo.report.charts import build_charts, build_comparison_charts
 from vlm_grpo.report.comparison import build_pairs
 from vlm_grpo.report.page import build_report
 from vlm_grpo.report.run import Run, measure_change, read_run
-from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
-from vlm_grpo.training.summary import TrainResult
 from vlm_grpo.types import Completion, Example
 
 TASK = Mixed(members={"c": load_task("counting"), "e": Distance()})

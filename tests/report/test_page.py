@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 from report_runs import make_run, write_alarms
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.errors import UserError
+from vlm_grpo import UserError, load_settings, train
 from vlm_grpo.model.resolve import resolve_model
 from vlm_grpo.report.charts import build_charts
 from vlm_grpo.report.page import build_report, compare_runs
 from vlm_grpo.report.run import read_run
 from vlm_grpo.training.export import build_model_card
-from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.jsonl import read_rows
 
 HELD_OUT = 12

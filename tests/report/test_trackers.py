@@ -16,11 +16,9 @@ from PIL import Image
 from report_runs import load_few_examples, make_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vlm_grpo.errors import UserError
+from vlm_grpo import Example, UserError, load_task
 from vlm_grpo.report.samples import build_completion_rows
 from vlm_grpo.report.trackers import Trackers, check_installed
-from vlm_grpo.task.registry import load_task
-from vlm_grpo.types import Example
 
 
 def load_events(run_dir: Path) -> EventAccumulator:

@@ -11,7 +11,6 @@ from PIL import Image
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
-from vlm_grpo.utils import http_json
 from vlm_grpo.utils.chat import ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -21,7 +20,7 @@ OPTIONS = {"temperature": 0.0, "max_tokens": 9}
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_json, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr("vlm_grpo.utils.http_json.FIRST_WAIT", 0.0)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

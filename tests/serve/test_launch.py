@@ -8,11 +8,8 @@ import pytest
 import torch
 from small_runs import save_tiny_model
 
-from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import Settings
-from vlm_grpo.errors import UserError
+from vlm_grpo import Settings, UserError, load_policy, load_settings
 from vlm_grpo.model.families.family import find_part
-from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import ChatTemplate
 from vlm_grpo.serve import launch
 

@@ -168,8 +168,6 @@ def test_prompts_with_other_tokens_are_refused(policy):
             check_prompt(policy, prompt, tokens)
 
 
-# Clips.
-
 IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
 CLIP = noise_clip("c", (96, 64), 5, seed=1)  # whole tokens; the last pair has half
 MIXED = Example("a", (IMAGE, CLIP), "<image> in <image>?", 0)

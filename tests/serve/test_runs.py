@@ -16,10 +16,7 @@ from processes import is_alive, is_listening, wait_for
 from safetensors.torch import load_file
 from small_runs import LORA, assert_same_run, load_weights, make_trainer, read_metrics
 
-from vlm_grpo import cli
-from vlm_grpo.config.run import Settings
-from vlm_grpo.serve import sampler, server
-from vlm_grpo.training.trainer import train
+from vlm_grpo import Settings, cli, train
 
 GENERATE = "/inference/v1/generate"
 EVERY_STEP = {"every": 1, "keep_last": 10}
@@ -54,9 +51,7 @@ def write(settings: Settings, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("policy", [{"dtype": "float32"}, LORA], ids=["full weights", "adapters"])
-def test_each_step_is_sampled_with_the_weights_of_its_checkpoint(
-    settings, fake, model_folder, policy
-):
+def test_each_step_is_sampled_with_weights_of_its_checkpoint(settings, fake, model_folder, policy):
     build = settings({"has_child": True}, policy=policy, checkpoint=EVERY_STEP)
     trainer = make_trainer(build)
     trainer.run()
@@ -143,17 +138,14 @@ def test_a_server_that_is_not_ready_in_time_is_one_message(settings, fake, capsy
 
 
 def test_a_port_that_is_in_use(settings, fake, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "SHORT_TIMEOUT", 0.2)
+    monkeypatch.setattr("vlm_grpo.serve.server.SHORT_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(sampler, "get_free_port", lambda: port)
+        monkeypatch.setattr("vlm_grpo.serve.sampler.get_free_port", lambda: port)
         build = settings()
         error = fails(capsys, "train", write(build, tmp_path), "--trust-code")
     assert "the vLLM server ended while it started; its log" in error
     assert "Address already in use" in error
-
-
-# Stops.
 
 
 def call_cli(arguments: list[str]) -> None:
@@ -165,9 +157,8 @@ def call_cli(arguments: list[str]) -> None:
 def test_ctrl_c_saves_the_run_and_ends_its_servers(settings, fake, tmp_path, when):
     plans = {"rollout": {"faults": {GENERATE: {"6": "hang"}}}, "start": {"starts": {"1": "never"}}}
     build = settings({**plans[when], "has_child": True}, vllm={"request_timeout": 200.0})
-    process = forked.start(
-        tmp_path / "output", call_cli, ["train", str(write(build, tmp_path)), "--trust-code"]
-    )
+    words = ["train", str(write(build, tmp_path)), "--trust-code"]
+    process = forked.start(tmp_path / "output", call_cli, words)
     try:
         if when == "rollout":
             wait_for(lambda: len(read_calls(fake, GENERATE)) == 7)  # the other two are answered

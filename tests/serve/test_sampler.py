@@ -19,7 +19,6 @@ from tiny_models import make_prompt, noise_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import Server, WeightLabel
 from vlm_grpo.serve.weights import FileTransfer
@@ -137,9 +136,6 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
     assert [versions(job.result(60)) for job in (first, second, third)] == [{0}, {0}, {1}]
 
 
-# Faults.
-
-
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
@@ -150,9 +146,7 @@ def test_a_rollout_has_the_weights_of_when_it_was_started(start, prompts):
         *(("/reset_prefix_cache", fault) for fault in ('{"success": false}', "[]")),
     ],
 )
-def test_a_server_that_fails_once_is_given_the_weights_and_asked_again(
-    start, prompts, expected, caplog, path, fault
-):
+def test_a_server_that_fails_once_is_asked_again(start, prompts, expected, caplog, path, fault):
     number = "4" if path == GENERATE else "1"  # the first request is the check's empty one
     timeout = {"request_timeout": 0.5} if fault == "hang" else {}
     servers = start({"faults": {path: {number: fault}}}, **timeout)
@@ -230,11 +224,8 @@ def test_base_weights_that_were_replaced_are_refused(start, monkeypatch):
         servers.sampler.publish(0)
 
 
-# Starts and ends.
-
-
 def test_a_server_that_does_not_come_up(strategy, settings, capsys, monkeypatch):
-    monkeypatch.setattr(server_module, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr("vlm_grpo.serve.server.REPORT_SECONDS", 0.05)
     url = f"http://127.0.0.1:{get_free_port()}"
     sampler = VllmSampler(strategy, settings(urls=[url], vllm={"startup_timeout": 0.3}))
     with pytest.raises(UserError, match=rf"{url} was not ready after 0 s .*startup_timeout"):
@@ -261,9 +252,6 @@ def test_the_end_of_the_run_ends_a_rollout(start, prompts):
     with pytest.raises(UserError, match="the run was stopped"):
         job.result(60)
     wait_for(lambda: not any(t.name == "vllm" for t in threading.enumerate()))
-
-
-# Ranks that share servers.
 
 
 def load_no_weights(sampler: Any) -> None:
@@ -300,9 +288,7 @@ def test_other_ranks_wait_no_longer_than_for_a_request(start, strategy, prompts)
         sample(sampler, prompts)
 
 
-def test_a_server_on_the_run_s_gpu_is_ready_and_rests_before_anything_else(
-    strategy, settings, monkeypatch
-):
+def test_a_server_on_the_run_s_gpu_is_ready_and_rests_first(strategy, settings, monkeypatch):
     monkeypatch.setattr(Policy, "device", torch.device("cuda"))
     rested: list[bool] = []
     monkeypatch.setattr(Server, "rest", lambda server: rested.append(server.is_ready()))

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
@@ -68,8 +68,6 @@ def test_a_weight_label_tells_the_versions_of_its_own_run():
         adapters.check("weights/cd34/7")
 
 
-# Memory.
-
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 FREED = {
     0: (["/pause?mode=wait", "/release_kv_cache_memory"], []),
@@ -97,9 +95,6 @@ def test_memory_is_freed_and_taken_in_the_order_of_what_comes(level):
         keys = [] if level is None else ["/wake_up?tags=kv_cache"]
         assert fake.calls == [*make_room, "weights", *keys, *RESUME]
         assert (server.version, server.is_asleep) == (5, False)
-
-
-# Processes.
 
 
 @pytest.fixture
@@ -184,9 +179,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):
         f"ServerProcess({process.command!r}, {{}}, Path({str(process.log)!r})).start();"
         "time.sleep(1000)"
     )
-    starter = subprocess.Popen(
-        [sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL
-    )
+    starter = Popen([sys.executable, "-c", code], start_new_session=True, stderr=DEVNULL)
     try:
         wait_for(lambda: is_listening(port))
         pids = find_pids(tmp_path)
@@ -199,8 +192,6 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, model_folder):
         starter.wait()
 
 
-# The watch over the parent.
-
 TREE = "sleep 1000 & echo $! > child; echo $$ > parent;"
 """A command with a child; both write their numbers."""
 
@@ -210,9 +201,9 @@ def start(tmp_path: Path, watch_program: Path) -> Iterator[Any]:
     """Return a function that runs a shell command under the watch."""
     started = []
 
-    def run(command: str) -> subprocess.Popen[bytes]:
+    def run(command: str) -> Popen[bytes]:
         arguments = [sys.executable, "-IS", str(watch_program), "sh", "-c", command]
-        started.append(subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=tmp_path))
+        started.append(Popen(arguments, stdin=PIPE, cwd=tmp_path))
         return started[-1]
 
     yield run

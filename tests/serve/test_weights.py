@@ -22,13 +22,10 @@ from torch import Tensor
 from transfer_server import GPU, TransferServer, run_transfer_server
 from transformers.core_model_loading import revert_weight_conversion
 
-from vlm_grpo.config.recipes import load_settings
+from vlm_grpo import UserError, load_policy, load_settings
 from vlm_grpo.dist.strategy import Strategy
-from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
-from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve import sampler, weights
-from vlm_grpo.serve import server as server_module
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.serve.server import Server
 from vlm_grpo.training.update import build_updater
@@ -107,9 +104,7 @@ def make_strategy(dtype: str = "float32") -> Strategy:
 @pytest.mark.parametrize("part_bytes", [1 << 21, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_server_receives_what_the_files_have(
-    way, dtype, part_bytes, server, tmp_path, monkeypatch
-):
+def test_a_server_gets_what_the_files_have(way, dtype, part_bytes, server, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "PART_BYTES", part_bytes)
     strategy = make_strategy(dtype)
     assert make_transfer(way, server, strategy).send([Server(server.url, 10)]) == {}
@@ -164,7 +159,7 @@ def test_a_server_that_fails_stops_no_other(way, path):
 @pytest.mark.parametrize("packages", ["torch==2.13.0\nnvidia-nccl-cu13==2.29.7", "torch==2.15.0"])
 def test_another_version_of_nccl_is_not_tried(packages, server, tmp_path, monkeypatch, capsys):
     info = {"system_env": {"pip_packages": packages}}
-    monkeypatch.setattr(server_module, "get_json", lambda *_, **__: info)
+    monkeypatch.setattr("vlm_grpo.serve.server.get_json", lambda *_, **__: info)
     server.nccl.version = lambda: (2, 30, 7)
     settings: Any = SimpleNamespace(run_dir=tmp_path)
     transfer = make_transfer("nccl", server, make_strategy())
@@ -277,8 +272,6 @@ def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(server
             transfer.load(target, 3)
     assert sharded.gathered == []
 
-
-# A run's own server rests between rollouts, and gets full weights while it wakes up.
 
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 UPDATE = ["/init_weight_transfer_engine", "/start_weight_update", "…", "/finish_weight_update"]

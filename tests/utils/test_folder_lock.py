@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import run_python
 from processes import small_disk
 
 from vlm_grpo.errors import UserError
@@ -115,11 +116,8 @@ def test_a_holder_that_is_killed_or_a_zombie_frees_the_folder_at_once(tmp_path, 
 
 
 def test_of_many_processes_at_once_one_at_a_time_gets_in(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RACE, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert sum(map(int, done.stdout.split())) > 0
+    entered = run_python("-W", "ignore", "-c", RACE, tmp_path)
+    assert sum(map(int, entered.split())) > 0
     assert list(tmp_path.iterdir()) == []
 
 

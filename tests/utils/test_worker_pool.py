@@ -17,7 +17,6 @@ import pytest
 from processes import is_alive, wait_for
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.utils import worker_process
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerError, WorkerPool, is_worker
 
 
@@ -141,7 +140,7 @@ def test_workers_that_do_not_start_are_one_error(end, reason, monkeypatch, tmp_p
         monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.5)
     program, started = tmp_path / "program.py", tmp_path / "started"
     program.write_text(f"print('once', file=open({str(started)!r}, 'a'), flush=True); {end}")
-    monkeypatch.setattr(worker_process, "__file__", str(program))
+    monkeypatch.setattr("vlm_grpo.utils.worker_process.__file__", str(program))
     pool = WorkerPool(1, "test")
     for _ in range(3):
         with pytest.raises(WorkerError, match=f"did not start: {re.escape(reason)}"):
