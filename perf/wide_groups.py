@@ -59,7 +59,7 @@ def pass_alone() -> Iterator[None]:
 def pack(trainer: Trainer, rollout: Any) -> StepBatch:
     settings, ranks = trainer.settings, trainer.accelerator
     advantages = compute_advantages(rollout, {}, settings.objective, trainer.estimator, ranks)
-    return pack_step(rollout, {}, advantages, trainer.methods, settings, ranks)
+    return pack_step(rollout, {}, advantages, trainer.methods, settings)
 
 
 def count_tokens(batch: StepBatch) -> int:

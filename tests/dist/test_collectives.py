@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vlm_grpo.dist import collectives
 from vlm_grpo.errors import UserError
+from vlm_grpo.training.balance import plan_moves
 
 TWO_RANKS: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
 """An accelerator of two ranks."""
@@ -43,7 +44,7 @@ def test_costs_are_balanced_over_ranks(costs, world_size):
 def test_moves_lower_the_highest_total(items):
     costs, homes = [cost for cost, _ in items], [home for _, home in items]
     shares = [{i: costs[i] for i, home in enumerate(homes) if home == rank} for rank in range(5)]
-    moves = collectives.plan_moves(shares)
+    moves = plan_moves(shares)
     owners = [moves.get(item, home) for item, home in enumerate(homes)]
     assert all(moves[item] != homes[item] for item in moves)
     before, after = (
@@ -66,7 +67,7 @@ def test_few_moves_even_out_skewed_lengths():
     tokens[random.random(32) < 1 / 3] = 0
     by_prompts = collectives.balance_by_cost(prompts.tolist(), 8)
     shares = [{i: int(tokens[i]) for i in own} for own in by_prompts]
-    moves = collectives.plan_moves(shares)
+    moves = plan_moves(shares)
     kept = [sum(c for i, c in own.items() if i not in moves) for own in shares]
     after = [kept[r] + sum(int(tokens[i]) for i in moves if moves[i] == r) for r in range(8)]
     mean = tokens.sum() / 8

@@ -151,9 +151,7 @@ def benchmark(tmp_path: Path) -> str:
 
 
 def test_a_stopped_evaluation_resumes_with_the_same_result(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "vlm_grpo.eval.models.CHUNK_EXAMPLES", 16
-    )  # 40 rows: chunks of 16, 16 and 8
+    monkeypatch.setattr("vlm_grpo.eval.models.CHUNK_EXAMPLES", 16)  # chunks of 16, 16 and 8
     whole, stopped = (make_settings(tmp_path, name) for name in ("whole", "stopped"))
     (expected,) = evaluate_benchmark(benchmark, whole)
     append = PredictionLog.append

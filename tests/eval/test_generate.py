@@ -80,7 +80,7 @@ def test_outputs_do_not_depend_on_the_batch_size(policy):
 
 
 def test_several_samples_begin_with_the_only_one_and_resume(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr("vlm_grpo.eval.models.CHUNK_EXAMPLES", 2)
     once = generate_counts(policy, 6, "evaluation.temperature=2")[1]
     given = (policy, 6, "evaluation.temperature=2", "evaluation.samples=4")
     examples, texts = generate_counts(*given)

@@ -39,7 +39,7 @@ from vlm_grpo.data.loading import load_run
 from vlm_grpo.dist.collectives import gather_full, gather_object
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.eval import generate
+from vlm_grpo.eval import models
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate, evaluate_model
 from vlm_grpo.model import prompts
 from vlm_grpo.model.engine.batch import MicroBatch
@@ -518,7 +518,7 @@ def evaluate_held_out(settings: Settings) -> list[Any]:
     """Evaluate examples that several ranks share; return all scores, and how many are this rank's.
     Then let the image be missing that only the second of two ranks reads; return the error."""
     trainer, scored, found = build_trainer(settings), list[str](), list[Any]()
-    generate.CHUNK_EXAMPLES = 1
+    models.CHUNK_EXAMPLES = 1
 
     def count(task: Any, texts: Any, examples: Any, **options: Any) -> Any:
         scored.extend(texts)
@@ -530,7 +530,7 @@ def evaluate_held_out(settings: Settings) -> list[Any]:
     for example in (last, missing):
         try:
             with trainer.strategy.gathered():
-                model = generate.LocalModel(trainer.policy, trainer.settings)
+                model = models.LocalModel(trainer.policy, trainer.settings)
                 rows = evaluate_model(model, trainer.task, [*others, example], scorer).rows
             found.append([[(row["id"], row["rewards"]["letters"]) for row in rows], len(scored)])
         except UserError as error:
@@ -544,7 +544,7 @@ def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:
     a step. Return it with both evaluations and the numbers of turns."""
     data = {**EPISODES["data"], "eval": str(folder / "rows.jsonl")}
     settings = make_settings(folder, launch, **EPISODES | {"data": data})
-    generate.CHUNK_EXAMPLES = 1
+    models.CHUNK_EXAMPLES = 1
     prompts._TOOLS = "Look."  # noqa: SLF001 (what the tools are is nine tenths of the prompts)
     trainer = build_trainer(settings)
     arguments = trainer.train_examples[:5], settings, trainer.sampler.scorer

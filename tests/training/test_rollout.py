@@ -14,7 +14,7 @@ from small_runs import TASK, make_trainer
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.training import rollout as rollout_module
-from vlm_grpo.training.rollout import balance_groups, estimate_cost
+from vlm_grpo.training.balance import balance_groups, estimate_cost
 from vlm_grpo.types import Example, Group, Prompt
 
 
@@ -155,7 +155,9 @@ def balance(
     results = []
     for rank, own in enumerate(groups):
         sent = iter([costs, parcels])
-        monkeypatch.setattr(rollout_module, "gather_object", lambda _, sent=sent: next(sent))
+        monkeypatch.setattr(
+            "vlm_grpo.training.balance.gather_object", lambda _, sent=sent: next(sent)
+        )
         ranks: Any = SimpleNamespace(process_index=rank, num_processes=1)
         results.append(balance_groups(own, costs[rank], load, ranks, mini_batches))
     return results

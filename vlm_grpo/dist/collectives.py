@@ -18,8 +18,6 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which tensors are all-reduced: large enough to saturate the link, small
 compared with a model."""
-TOLERANCE = 0.02
-"""Excess of the most loaded rank over the mean up to which no item is moved."""
 
 
 def gather_object(items: list[Any]) -> list[Any]:
@@ -117,36 +115,6 @@ def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> 
     shares = balance_by_cost(list(costs.values()), accelerator.num_processes)
     own = {list(costs)[index] for index in shares[accelerator.process_index]}
     return {name for name, tensor in tensors.items() if layers[id(tensor)] in own}
-
-
-def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Return the new rank of each item that moves so that ranks have about equal total costs.
-
-    ``shares`` has, for each rank, the costs of its items by the items' numbers, from 0. Moves cost
-    time, so items stay where they are if possible: the rank with the highest total gives an item to
-    another rank, or exchanges it for a cheaper one, whichever lowers the higher total of the two
-    most, until the highest total is near the mean or no such move is left. The result depends on
-    the arguments alone, so all ranks compute the same result without communication.
-    """
-    totals, now = [sum(share.values()) for share in shares], [dict(share) for share in shares]
-    while max(totals) > (1 + TOLERANCE) * sum(totals) / len(totals):
-        high = totals.index(max(totals))
-        options = [
-            (max(totals[high] - cost + other, totals[low] + cost - other), low, item, back)
-            for low, share in enumerate(now)
-            for item, cost in now[high].items()
-            for back, other in [(-1, 0), *share.items()]  # -1: nothing comes back
-            if 0 < cost - other < totals[high] - totals[low]
-        ]
-        if not options:
-            break
-        _, low, item, back = min(options)
-        now[low][item] = now[high].pop(item)
-        if back >= 0:
-            now[high][back] = now[low].pop(back)
-        totals = [sum(share.values()) for share in now]
-    items = ((item, rank) for rank, share in enumerate(now) for item in share)
-    return {item: rank for item, rank in items if item not in shares[rank]}
 
 
 def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from accelerate import Accelerator
-
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer
 from vlm_grpo.data.stream import ExampleStream, StreamCursor
@@ -21,7 +19,6 @@ from vlm_grpo.dist.collectives import (
     balance_by_cost,
     fail_together,
     gather_object,
-    plan_moves,
 )
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
@@ -32,12 +29,11 @@ from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.scorer import FailureGuard
+from vlm_grpo.training.balance import balance_groups, estimate_cost
 from vlm_grpo.training.batch import (
     Rollout,
     TokenBudget,
-    build_slices,
     has_spread,
-    is_masked,
     is_out_of_memory,
     score_groups,
 )
@@ -48,8 +44,6 @@ from vlm_grpo.types import Completion, Example, Group, Prompt
 
 POLL_SECONDS = 0.1
 """Time between two looks at the request to stop."""
-BACKWARD_COST = 2
-"""Cost of a backward pass in forward passes."""
 
 Completions = list[tuple[Completion, ...]]
 SamplingArguments = tuple[list[Prompt], SamplingSettings, list[range], list[tuple[int, int]]]
@@ -478,67 +472,6 @@ def join_groups(
             members = (*members, *(replace(c, variant=other.label) for c in next(rest)))
         groups.append(members)
     return [p if p.variant is None else replace(p, variant=None) for p in prompts], groups
-
-
-def estimate_cost(
-    group: Group, reward_weights: Mapping[str, float], settings: Settings, shared: bool
-) -> int:
-    """Estimate the tokens of a group in forward passes after its rollout; with ``shared``, its
-    completions share one pass of their prompt.
-    """
-    objective = settings.objective
-    is_skipped = settings.can_skip_zero_advantages and objective.beta == 0
-    is_skipped = is_skipped and not has_spread(group, reward_weights, objective)
-    every = [True] * len(group.completions)
-    active = [not (is_skipped or is_masked(c, objective)) for c in group.completions]
-
-    def count(keep: Sequence[bool]) -> int:
-        repeated = 0 if shared else max(0, sum(keep) - 1) * len(group.prompt.token_ids)
-        pieces = build_slices([group], keep)
-        if not shared:
-            pieces = tuple(replace(piece, trunks=()) for piece in pieces)
-        return repeated + sum(piece.num_tokens for piece in pieces)
-
-    references = objective.needs_reference * (2 if objective.kl_in == "reward" else 1)
-    updates = objective.num_iterations * (1 + BACKWARD_COST)
-    return references * count(every) + updates * count(active)
-
-
-def balance_groups(
-    groups: Groups,
-    costs: Mapping[int, int],
-    load: Callable[[Sequence[int]], list[Prompt]],
-    accelerator: Accelerator,
-    mini_batches: int = 1,
-) -> tuple[dict[int, Group], dict[int, int]]:
-    """Divide the groups into mini-batches, and move them between the ranks so that the costs of
-    each mini-batch are about equal. All ranks must call it.
-
-    Before the rollout only the lengths of the prompts are known, so it balances these. Completions
-    differ in length, resampling replaces groups, and groups without a gradient cost nothing in the
-    update. Completions and scores are sent; the receiver loads the prompt from the data, with
-    ``load``, which also encodes the images. Groups and costs have the stream's indices.
-    ``mini_batches`` divides the number of groups of all ranks. It returns this rank's groups now by
-    index, and the number of each index's mini-batch, from 0, for all ranks' groups.
-    """
-    rank, shares = accelerator.process_index, gather_object([dict(costs)])
-    every = sorted(index for share in shares for index in share)
-    parts = {index: place * mini_batches // len(every) for place, index in enumerate(every)}
-    moves: dict[int, int] = {}
-    for part in range(mini_batches):
-        moves |= plan_moves([{i: c for i, c in s.items() if parts[i] == part} for s in shares])
-    if not moves:
-        return dict(groups), parts
-    leaving = [index for index in moves if index in groups]
-    parcels = gather_object([(i, groups[i].completions, groups[i].scores) for i in leaving])
-    received = sorted(parcel for parcel in parcels if moves[parcel[0]] == rank)
-    prompts = []
-    with fail_together(accelerator):
-        prompts = load([index for index, *_ in received])
-    kept = {index: group for index, group in groups.items() if index not in moves}
-    for prompt, (index, completions, scores) in zip(prompts, received, strict=True):
-        kept[index] = Group(prompt, completions, scores)
-    return dict(sorted(kept.items())), parts
 
 
 def select_usable(
