@@ -47,6 +47,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
     "training/update.py": 0.5,
+    "training/balance.py": 0.3,
     "training/batch.py": 0.6,
     "training/rollout.py": 0.3,
     "training/methods/warm_start.py": 0.4,
@@ -131,7 +132,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
     ("training/update.py", "{name: weight * count for", "{name: weight for"),
     ("training/update.py", "old = score_slices(self.policy", "_ = score_slices(self.policy"),
-    ("training/rollout.py", "place * mini_batches // len(every)", "place % mini_batches"),
+    ("training/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("training/batch.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("training/batch.py", "rewards @ weights", "rewards.sum(1)"),
     ("training/methods/kl.py", "and done % every == 0", ""),
