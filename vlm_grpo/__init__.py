@@ -51,23 +51,28 @@ __all__ = [
     "trust_code",
 ]
 
-_NAMES = {
-    "config.recipes": ("load_settings",),
-    "config.run": ("Settings",),
-    "errors": ("Stopped", "UserError"),
-    "eval.evaluate": ("evaluate",),
-    "eval.predict": ("predict",),
-    "model.policy": ("load_policy",),
-    "planning.plan": ("plan",),
-    "task": ("Task", "metric", "reward"),
-    "task.registry": ("load_task",),
-    "training.export": ("export",),
-    "training.summary": ("TrainResult",),
-    "training.trainer": ("Trainer", "train"),
-    "types": ("Batch", "Candidate", "Example"),
-    "utils.trust": ("trust_code",),
+_MODULES = {
+    "Batch": "types",
+    "Candidate": "types",
+    "Example": "types",
+    "Settings": "config.run",
+    "Stopped": "errors",
+    "Task": "task",
+    "TrainResult": "training.summary",
+    "Trainer": "training.trainer",
+    "UserError": "errors",
+    "evaluate": "eval.evaluate",
+    "export": "training.export",
+    "load_policy": "model.policy",
+    "load_settings": "config.recipes",
+    "load_task": "task.registry",
+    "metric": "task",
+    "plan": "planning.plan",
+    "predict": "eval.predict",
+    "reward": "task",
+    "train": "training.trainer",
+    "trust_code": "utils.trust",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -165,21 +165,11 @@ def _format(plan: Plan) -> Iterator[str]:
         )
     yield from _format_memory(step, device)
     if not device.is_cpu:
-        held, every = count_host_bytes(step, plan.rows), ""
-        shown = (f"{name} {size / GIB:.1f}" for name, size in held.items() if size > GIB / 20)
-        total = sum(held.values()) / GIB
-        if plan.num_devices > 1:
-            every = f" per process, {plan.num_devices * total:.0f} of {plan.num_devices}"
-        yield f"host       {total:.1f} GiB of main memory{every}: {', '.join(shown)}"
+        yield from _format_host(plan)
     if step.settings.rollout.vllm is not None:
         yield from _format_server(step, device)
     if step.seconds is not None:
-        parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(step.seconds).items())
-        yield f"time       {step.seconds.total:.3g} s per step: {parts}"
-        yield (
-            f"           an estimate for median prompts, completions of full length and "
-            f"{EFFICIENCY:.0%} of the matmul rate"
-        )
+        yield from _format_time(step.seconds)
     yield from _format_advice(plan)
     if plan.smallest_card is not None:
         yield f"card       {plan.smallest_card} GB is the smallest that holds it unchanged"
@@ -205,6 +195,15 @@ def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
             f"{seconds:.2g} s at {PCIE_BANDWIDTH / 1e9:.0f} GB/s (PCIe 4.0 x16), partly overlapped"
         )
     yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable{reserved}"
+
+
+def _format_host(plan: Plan) -> Iterator[str]:
+    held = count_host_bytes(plan.step, plan.rows)
+    shown = (f"{name} {size / GIB:.1f}" for name, size in held.items() if size > GIB / 20)
+    total, every = sum(held.values()) / GIB, ""
+    if plan.num_devices > 1:
+        every = f" per process, {plan.num_devices * total:.0f} of {plan.num_devices}"
+    yield f"host       {total:.1f} GiB of main memory{every}: {', '.join(shown)}"
 
 
 def count_host_bytes(step: StepEstimate, rows: int) -> dict[str, int]:
@@ -233,6 +232,15 @@ def _format_server(step: StepEstimate, device: Device) -> Iterator[str]:
     elif vllm is not None and vllm.python is not None:
         yield "server     its memory beside this process is not planned on a CPU"
     yield "time       not estimated with vLLM"
+
+
+def _format_time(seconds: PhaseCosts) -> Iterator[str]:
+    parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(seconds).items())
+    yield f"time       {seconds.total:.3g} s per step: {parts}"
+    yield (
+        f"           an estimate for median prompts, completions of full length and "
+        f"{EFFICIENCY:.0%} of the matmul rate"
+    )
 
 
 def _format_advice(plan: Plan) -> Iterator[str]:

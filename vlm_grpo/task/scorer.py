@@ -105,18 +105,20 @@ class RewardScorer:
         candidates = [Candidate(None, *own) for own in zip(*columns, strict=True)]
         found: dict[int, Score] = {}
         for name, part, indices in group_by_source(task, examples):
-            own = [candidates[index] for index in indices]
-            results = self._run(_apply_rules, part, [(one,) for one in own], self.seconds)
-            outcomes = [
-                self._apply_each_rule(part, one) if isinstance(result, BaseException) else result
-                for result, one in zip(results, own, strict=True)
-            ]
-            rated = part.build_scores(own, outcomes, partial(self._apply_batch_rule, part))
-            found |= zip(indices, (score.with_prefix(name) for score in rated), strict=True)
+            own = self._score_part(part, [candidates[i] for i in indices])
+            found |= zip(indices, (score.with_prefix(name) for score in own), strict=True)
         scores = [found[index] for index in range(count)]
         for score, example in zip(scores, examples, strict=True):
             self._log_failures(score, example)
         return scores
+
+    def _score_part(self, task: Task, candidates: Sequence[Candidate]) -> list[Score]:
+        results = self._run(_apply_rules, task, [(own,) for own in candidates], self.seconds)
+        outcomes = [
+            self._apply_each_rule(task, own) if isinstance(result, BaseException) else result
+            for result, own in zip(results, candidates, strict=True)
+        ]
+        return task.build_scores(candidates, outcomes, partial(self._apply_batch_rule, task))
 
     def __enter__(self) -> RewardScorer:
         return self

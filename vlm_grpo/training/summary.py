@@ -70,12 +70,8 @@ def describe_run(
         )
     yield f"optimizer  {_describe_optimizer(settings)}"
     if is_sampled:
-        objective = settings.objective
-        own = "" if objective.loss is None else f"{objective.loss}, reduced as "
-        methods = "".join(f", method {method.file}" for method in settings.methods)
-        advantages = f"advantages {objective.advantage_estimator}{methods}"
-        yield f"loss       {own}{objective.loss_type}, {advantages}"
-        yield f"reference  {_reference(objective)}"
+        yield f"loss       {_describe_loss(settings)}"
+        yield f"reference  {_reference(settings.objective)}"
         for note in list_notes(settings):
             yield f"note       {note}"
     yield f"run folder {settings.run_dir}"
@@ -88,6 +84,14 @@ def _describe_optimizer(settings: Settings) -> str:
     if start is not None and not settings.steps_after_warm_start:
         rates, schedule = [f"lr {start.lr:g}"], start.schedule
     return ", ".join([optim.name, *rates, schedule])
+
+
+def _describe_loss(settings: Settings) -> str:
+    """Describe the loss and the advantages, with the user's files, and the methods."""
+    objective = settings.objective
+    own = "" if objective.loss is None else f"{objective.loss}, reduced as "
+    methods = "".join(f", method {method.file}" for method in settings.methods)
+    return f"{own}{objective.loss_type}, advantages {objective.advantage_estimator}{methods}"
 
 
 def _describe_rewards(task: Task) -> str:

@@ -210,10 +210,7 @@ class Trainer:
                 if self.evaluator.is_due(self.global_step):
                     if self._stop_requested():
                         break
-                    with self._save_on_error(), self.stop_request.finishing("evaluation"):
-                        after = self._evaluate()
-                    if after is not None:
-                        metrics |= {f"eval/{name}": v for name, v in after.metrics.items()}
+                    after = self._evaluate_step(metrics)
                 self.unevaluated = None
                 with fail_together(self.accelerator):
                     self.run_dir.write_metrics(self.global_step - 1, metrics)
@@ -260,6 +257,13 @@ class Trainer:
             with fail_together(self.accelerator):  # the main process writes; then all ranks save
                 task = self.evaluator.task
                 self.run_dir.write_evaluation(self.global_step, task, evaluation, shown)
+        return evaluation
+
+    def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
+        with self._save_on_error(), self.stop_request.finishing("evaluation"):
+            evaluation = self._evaluate()
+        if evaluation is not None:
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return evaluation
 
     @property

@@ -109,15 +109,20 @@ def select_varied(rewards: Sequence[float | None], count: int | None) -> list[in
     return sorted(max(parts, key=lambda rows: statistics.pvariance(defined[row] for row in rows)))
 
 
-_KEPT = "rewards", "total", "metrics", "failures"  # of a score, besides its answer
-
-
 def _serialize(completion: Completion, score: Score) -> dict[str, Any]:
-    own = {"tokens": len(completion.token_ids), "text": completion.text, "stop": completion.stop}
-    return own | {name: getattr(score, name) for name in _KEPT}
+    return {
+        "tokens": len(completion.token_ids),
+        "text": completion.text,
+        "stop": completion.stop,
+        "rewards": dict(score.rewards),
+        "total": score.total,
+        "metrics": dict(score.metrics),
+        "failures": dict(score.failures),
+    }
 
 
 def _restore(row: Mapping[str, Any], tokens: Tensor, logprobs: Tensor) -> tuple[Completion, Score]:
     token_ids, known = tuple(tokens.tolist()), tuple(logprobs.tolist())
     completion = Completion(token_ids, known, row["text"], row["stop"])
-    return completion, Score(None, **{name: row[name] for name in _KEPT})
+    score = Score(None, row["rewards"], row["total"], row["metrics"], row["failures"])
+    return completion, score
