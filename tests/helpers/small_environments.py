@@ -143,7 +143,7 @@ FAILURES: dict[str, tuple[Callable[[Tools], Any], str]] = {
         "the tool's process ended (exit code -9)",
     ),
     "sleep": (lambda _: time.sleep(60), "CallTimeout: it took longer than its limit of 1 s"),
-    # Ended, or too slow where a process forked from it goes on.
+    # The worker has ended, or a process that it forked still runs and the call is too slow.
     "close": (lambda _: os.closerange(3, 256), "Error: the tool"),
     "exit politely": (lambda _: sys.exit("bye"), "SystemExit: bye"),
     "interrupt": (lambda _: _raise(KeyboardInterrupt("stop")), "KeyboardInterrupt: stop"),
@@ -167,7 +167,7 @@ FAILURES: dict[str, tuple[Callable[[Tools], Any], str]] = {
     "floats": (lambda _: Image.new("F", (8, 8), float("nan")), "32 bits per channel"),
     "many images": (lambda _: [Image.new("1", (8, 8))] * 1000, "more than 8 images"),
 }
-"""What a tool does, and what the model reads of it."""
+"""The text of a call, and what the model reads afterwards."""
 ODDITIES: dict[str, tuple[Callable[[Tools], Any], str]] = {
     "fork": (lambda _: _fork(ends=True), ""),
     "fork and sleep": (lambda _: _fork(ends=False), ""),

@@ -36,5 +36,5 @@ def assert_sampled_behind(policy: Policy, group: Group, other: Prompt) -> None:
 
 
 def let_first_differ(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
-    """Treat every group of a step except the first as one of equal rewards."""
+    """Treat all groups of a step but the first as groups with equal rewards."""
     patch.setattr(trainer.sampler, "_split_by_spread", lambda x, _: ([*x][:1], [*x][1:]))

@@ -1,9 +1,7 @@
-"""Decoding of image files, also of damaged ones; noise and black patches on images."""
+"""Decoding of image files, also of damaged ones."""
 
 import io
-import math
 import random
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,9 @@ import pytest
 from dataset_files import encode_image
 from PIL import ExifTags, Image
 
-from vlm_grpo.config.methods import MAX_NOISE_STEPS
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media import images
 from vlm_grpo.media.images import decode_image
-from vlm_grpo.training.methods.noise import DiffusionNoise
-from vlm_grpo.training.methods.perception import PatchMask
 
 # 3 x 2: red, green, blue over black, white, yellow.
 COLORS = np.array(
@@ -104,40 +99,3 @@ def test_a_damaged_file_decodes_or_is_named(kind):
             assert str(error).startswith("image damaged ")  # noqa: PT017 (only some files fail)
             failures += 1
     assert failures > 20  # at least a tenth, so the damage matters
-
-
-@pytest.mark.parametrize("steps", [1, 100, 500, MAX_NOISE_STEPS])
-def test_noise_follows_the_diffusion_formula(steps):
-    pixels = np.random.default_rng(5).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-    found = DiffusionNoise(steps, (1, 2))(Image.fromarray(pixels))
-    kept = 1.0  # the product of 1 − β over the steps
-    for number in range(steps + 1):
-        gate = 1 / (1 + math.exp(-(-6 + 12 * number / 999)))
-        kept *= 1 - (gate * (0.5e-2 - 1e-5) + 1e-5)
-    drawn = np.random.default_rng([1, 2]).standard_normal((40, 30, 3), np.float32).astype(float)
-    exact = math.sqrt(kept) * pixels / 255 + math.sqrt(1 - kept) * drawn
-    assert (found.mode, found.size) == ("RGB", (30, 40))
-    # Half a level of rounding to 8 bits, and float32's own.
-    assert np.abs(np.asarray(found) - 255 * exact.clip(0, 1)).max() < 0.5 + 1e-3
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_whole_patches_are_black_or_unchanged(mode):
-    values = np.random.default_rng(0).integers(1, 256, (31, 45), dtype=np.uint8)
-    image = Image.fromarray(values).convert(mode)
-    found, before = np.asarray(PatchMask(0.5, 10, (3, 1))(image)), np.asarray(image)
-    assert found.shape == before.shape
-    kinds = []
-    for top, left in product(range(0, 31, 10), range(0, 45, 10)):
-        patch, own = (pixels[top : top + 10, left : left + 10] for pixels in (found, before))
-        kinds.append(bool((patch == 0).all()))
-        assert kinds[-1] or (patch == own).all()
-    assert 0 < sum(kinds) < len(kinds) == 20
-
-
-def test_the_seed_sets_the_patches_and_the_ratio_their_share():
-    image = Image.new("RGB", (500, 500), "white")
-    one, same, other = (PatchMask(0.6, 5, seed)(image) for seed in ((1, 2), (1, 2), (1, 3)))
-    assert one.tobytes() == same.tobytes() != other.tobytes()
-    assert np.mean(np.asarray(one) == 0) == pytest.approx(0.6, abs=0.02)
-    assert not np.asarray(PatchMask(1.0, 14, (0,))(image)).any()

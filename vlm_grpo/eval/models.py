@@ -75,11 +75,11 @@ class LocalModel:
 EvaluatedModel = LocalModel | RemoteModel
 """A model that is evaluated.
 
-``split`` splits the indices of examples, each ``evaluation.samples`` times, one after the other,
-into chunks. ``generate`` yields those of ``todo`` in any order, with a completion of each index.
-``runner`` calls tools. The examples have begun (``begin_episodes``); the seeds of one share a
-prefix. An example without an output is a ``UserError`` after all others. ``served_name`` is None of
-a policy.
+``split`` divides the examples into chunks of indices; each example occurs ``evaluation.samples``
+times in a row. ``generate`` yields the chunks of ``todo`` in any order, each with one completion
+per index. ``runner`` calls tools. The examples have begun (``begin_episodes``); seeds of the same
+example share a prefix. If examples have no output, it raises ``UserError`` after all the others.
+``served_name`` is None for a policy.
 """
 
 

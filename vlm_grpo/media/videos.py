@@ -41,13 +41,13 @@ def read_shape(source: Path | BinaryIO) -> tuple[tuple[int, int], float, int]:
 
 
 def choose_times(total: int, fps: float, most_fps: float, most: int) -> tuple[float, ...]:
-    """Return the times, in seconds from the first, of the frames that are taken from a video.
+    """Choose the frames to take from a video; return their times in seconds.
 
-    They are even in number and at equal distances, ``most_fps`` per second, and at most ``most``.
+    They are evenly spaced and even in number: ``most_fps`` per second, and at most ``most``.
 
     Args:
-        total: number of the video's frames, at least 2.
-        fps: its frames per second.
+        total: number of frames in the video, at least 2.
+        fps: frames per second of the video.
     """
     # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
     from qwen_vl_utils.vision_process import smart_nframes

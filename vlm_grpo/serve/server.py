@@ -129,11 +129,13 @@ class Server:
     timeout: float
     process: ServerProcess | None = None
     sleep_level: int | None = None
-    version: int | None = None  # of its weights; None: not the run's
-    problem: str = ""  # the failure after which it was not yet asked again
-    failures: int = 0  # since it last took part in a finished rollout
-    is_asleep: bool = False
-    nccl_group: Any = None  # with its workers, once they have joined
+
+    def __post_init__(self) -> None:
+        self.version: int | None = None  # of its weights; None: not the run's
+        self.problem = ""  # the failure after which it was not yet asked again
+        self.failures = 0  # since it last took part in a finished rollout
+        self.is_asleep = False
+        self.nccl_group: Any = None  # with its workers, once they have joined
 
     # Its start.
 

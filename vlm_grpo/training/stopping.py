@@ -21,7 +21,7 @@ class StepInterrupted(Exception):
 class StopRequest:
     """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
 
-    It interrupts the sampling of a step at once, and waits for the work inside ``finishing``.
+    Sampling is interrupted at once; work inside ``finishing`` is completed first.
     As a context manager it handles the signals; a second signal, other than SIGHUP, raises
     ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
     main thread only the time limit applies, ``max_hours`` from now.

@@ -86,7 +86,7 @@ def test_large_activations_are_freed_and_copied_once_and_weights_stay(min_bytes,
     inputs = torch.randn(128, 8)
     with offload_activations(model := Chain(), CPU, min_bytes):
         output = model(inputs)
-    # The input and 20 outputs of tanh, each of which is also an input.
+    # The first input of tanh and its 20 outputs, each the next input.
     freed = [False, *[True] * 19, False]
     assert [storage.expired() for storage in moved] == (freed if is_moved else [])
     output.sum().backward()

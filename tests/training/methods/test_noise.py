@@ -5,12 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small_runs import assert_resumes, make_trainer, read_metrics, read_samples
 from steps import assert_sampled_behind
 
-from vlm_grpo.config.methods import NoiseSettings
+from vlm_grpo.config.methods import MAX_NOISE_STEPS, NoiseSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream
@@ -192,3 +194,18 @@ def test_the_noise_falls_as_in_the_authors_schedule(strength, midpoint, steepnes
 )
 def test_a_share_is_rounded_to_whole_completions(share, size, count):
     assert Noise(NoiseSettings(share=share)).count_variants(size) == count
+
+
+@pytest.mark.parametrize("steps", [1, 100, 500, MAX_NOISE_STEPS])
+def test_noise_follows_the_diffusion_formula(steps):
+    pixels = np.random.default_rng(5).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    found = DiffusionNoise(steps, (1, 2))(Image.fromarray(pixels))
+    kept = 1.0  # the product of 1 − β over the steps
+    for number in range(steps + 1):
+        gate = 1 / (1 + math.exp(-(-6 + 12 * number / 999)))
+        kept *= 1 - (gate * (0.5e-2 - 1e-5) + 1e-5)
+    drawn = np.random.default_rng([1, 2]).standard_normal((40, 30, 3), np.float32).astype(float)
+    exact = math.sqrt(kept) * pixels / 255 + math.sqrt(1 - kept) * drawn
+    assert (found.mode, found.size) == ("RGB", (30, 40))
+    # Half a level of rounding to 8 bits, and float32's own.
+    assert np.abs(np.asarray(found) - 255 * exact.clip(0, 1)).max() < 0.5 + 1e-3

@@ -1,14 +1,18 @@
-"""Factors of tokens in the policy loss, by entropy and by dependency on the image."""
+"""Factors of tokens in the policy loss, by entropy and by dependency on the image; masks."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.training.methods.entropy import select_high_entropy
-from vlm_grpo.training.methods.perception import weigh_by_dependency
+from vlm_grpo.training.methods.perception import PatchMask, weigh_by_dependency
 from vlm_grpo.training.objective.losses import image_dependency
 
 LENGTHS = (5, 1, 3, 10)
@@ -43,3 +47,25 @@ def test_completions_without_images_or_with_equal_dependency_have_factors_of_1()
 def test_dependency_is_bounded_and_0_where_the_mask_changes_nothing():
     logprobs, masked = torch.tensor([-1.0, -80.0, -1.0]), torch.tensor([-1.0, -1.0, -80.0])
     assert image_dependency(logprobs, masked).tolist() == [0.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_whole_patches_are_black_or_unchanged(mode):
+    values = np.random.default_rng(0).integers(1, 256, (31, 45), dtype=np.uint8)
+    image = Image.fromarray(values).convert(mode)
+    found, before = np.asarray(PatchMask(0.5, 10, (3, 1))(image)), np.asarray(image)
+    assert found.shape == before.shape
+    kinds = []
+    for top, left in product(range(0, 31, 10), range(0, 45, 10)):
+        patch, own = (pixels[top : top + 10, left : left + 10] for pixels in (found, before))
+        kinds.append(bool((patch == 0).all()))
+        assert kinds[-1] or (patch == own).all()
+    assert 0 < sum(kinds) < len(kinds) == 20
+
+
+def test_the_seed_sets_the_patches_and_the_ratio_their_share():
+    image = Image.new("RGB", (500, 500), "white")
+    one, same, other = (PatchMask(0.6, 5, seed)(image) for seed in ((1, 2), (1, 2), (1, 3)))
+    assert one.tobytes() == same.tobytes() != other.tobytes()
+    assert np.mean(np.asarray(one) == 0) == pytest.approx(0.6, abs=0.02)
+    assert not np.asarray(PatchMask(1.0, 14, (0,))(image)).any()

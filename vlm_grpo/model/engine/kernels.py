@@ -325,8 +325,7 @@ class _Cascade(torch.autograd.Function):
         row = (grad, query, prefix_key, prefix_value, output, lse[..., 0])
         d_prefix = _FLASH_BACKWARD(*row, 0.0, False, scale=scaling)
         own = (grad, query, key, value, output, lse)
-        # Over short rows, the backward in bfloat16 takes twice as long as in float32 on processors
-        # without matrix tiles.
+        # Without AMX, the backward over short rows is twice as fast in float32 as in bfloat16.
         has_tiles = torch.cpu.get_capabilities().get("amx_tile", True)
         wide = query.dtype if has_tiles else torch.promote_types(query.dtype, torch.float32)
         *rows, sums = (unpack(x, lengths) for x in own)

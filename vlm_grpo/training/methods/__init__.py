@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from vlm_grpo.types import Example, Group, Observed, Prompt
 
 Metrics = dict[str, float]
-"""The values of a step's metrics by name."""
+"""Metrics of a step: values by name."""
 Groups = Mapping[int, "Group"]
-"""This rank's groups of a step by the stream's index."""
+"""This rank's groups in a step, by their index in the stream."""
 
 
 @dataclass(frozen=True)
@@ -296,8 +296,9 @@ class Method:
 
 
 class ImageMethod(Method):
-    """A method whose term raises the KL of the policy to itself where it sees less of the images;
-    its ``score`` returns the log-probs there by ``name``.
+    """A method that raises the KL between the policy and itself when it sees less of the images.
+
+    Its ``score`` returns, under ``name``, the log-probs of the policy that sees less.
     """
 
     has_videos = False
@@ -310,13 +311,13 @@ class ImageMethod(Method):
         return bool(group.prompt.example.images)
 
     def term(self, inputs: LossInputs) -> Tensor:
-        """Return the dependency of each token on the image, whose gradient is that of the policy
-        conditioned on the image (PAPO, arXiv:2507.06448, eq. 4; the other side has none, as in the
-        authors' code)."""
+        """Return the dependency of each token on the image (PAPO, arXiv:2507.06448, eq. 4).
+
+        Only the policy that sees the whole image has a gradient, as in the authors' code."""
         return image_dependency(inputs.batch.logprobs, inputs.batch.scores[self.name])
 
     def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
-        found = batch.scores.get(self.name)  # None in a step of the warm start
+        found = batch.scores.get(self.name)  # None in warm-start steps
         return {} if found is None else {f"{self.name}/kl": image_dependency(batch.logprobs, found)}
 
 
