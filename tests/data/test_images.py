@@ -121,6 +121,7 @@ def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
     [
         # 2 seconds at 10 fps: from the first frame to the last one, at least four.
         ("a.mp4", {"fps": 3}, (0, 0.4, 0.8, 1.1, 1.5, 1.9), 2.0, [0, 4, 8, 11, 15, 19]),
+        ("a.mp4", {"fps": 1}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
         ("a.mp4", {"fps": 30, "max_frames": 2}, (0, 1.9), 2.0, [0, 19]),
         ({"bytes": make_video(), "path": None}, {}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
         ("frames", {}, (0, 0.5, 1, 1.5, 2), 2.5, [0, 1, 2, 3, 4]),

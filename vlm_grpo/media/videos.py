@@ -52,8 +52,7 @@ def choose_times(total: int, fps: float, most_fps: float, most: int) -> tuple[fl
     # It imports torchvision, and so PyTorch with its compiler: seconds that only clips cost.
     from qwen_vl_utils.vision_process import smart_nframes
 
-    least = min(_MIN_FRAMES, most)
-    options = {"fps": min(most_fps, fps), "min_frames": least, "max_frames": most}
+    options = {"fps": min(most_fps, fps), "min_frames": _MIN_FRAMES, "max_frames": most}
     chosen = np.linspace(0, total - 1, smart_nframes(options, total, fps)).round()
     return tuple(float(frame) / fps for frame in chosen)
 

@@ -99,6 +99,24 @@ def test_packed_attention_equals_its_definition(dtype, bound, on_cpu, has_tiles,
     compare(build_tensors(dtype), bound)
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [
+        ({"amx_tile": True}, torch.bfloat16),
+        ({"amx_tile": False}, torch.float32),
+        ({}, torch.bfloat16),  # not x86
+    ],
+)
+def test_only_cpus_without_matrix_tiles_widen_a_backward(capabilities, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    calls = record_calls(monkeypatch, kernels, "_FLASH_BACKWARD")
+    PackedAttention([GroupSpan(0, 5, (4,))])(
+        LAYER, *build_tensors(torch.bfloat16, 9)
+    ).sum().backward()
+    to_prompt, to_itself = ({x.dtype for x in call.arguments[:5]} for call in calls)
+    assert (to_prompt, to_itself) == ({torch.bfloat16}, {dtype})
+
+
 def block_mask(length: int) -> Tensor:
     """Return a causal mask in which the second to fourth token see each other."""
     mask = torch.ones(length, length).tril().bool()

@@ -100,6 +100,8 @@ def test_each_image_is_encoded_once_with_noise_and_once_without(settings, policy
     assert metrics["frac_reward_zero_std"] == 0
     assert metrics["work/image_decodes"] == 3
     assert metrics["work/encoder_passes"] == 3 * passes
+    engine: Any = trainer.policy.engine
+    assert not engine.encoder.cache  # else the features of all images of a run stay in memory
     policy_counters = trainer.policy.counters
     trainer.sampler.sample(1)
     before = policy_counters.encoder_passes
