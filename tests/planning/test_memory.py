@@ -17,17 +17,20 @@ from work_counts import measure_saved_bytes
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.optimizer import build_optimizer
 from vlm_grpo.model.engine import forwards, kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
 from vlm_grpo.model.families.family import ImageFeatures
+from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import (
     LIBRARIES,
     _count_decoding_bytes,
     _count_encoding_bytes,
     _count_prefill_bytes,
+    count_flash_bytes,
     estimate_memory,
 )
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
@@ -189,6 +192,26 @@ def test_the_state_of_an_optimizer_has_the_planned_bytes(name, kind):
     assert (memory.stepping > 0) == (is_large and not shape.lora_rank)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_weights_are_counted_exactly(family, name):
+    policy, policy_settings = build_policy(family, POLICIES[name])
+    shape = read_model_shape(policy.model.config, policy_settings)
+    assert shape.num_trained == sum(weight.numel() for _, weight in policy.trainable_parameters())
+    everything = sum(weight.numel() for weight in policy.model.parameters())
+    assert shape.num_weights + (shape.num_trained if shape.lora_rank else 0) == everything
+    engine: Any = policy.engine
+    assert shape.trains_vision == engine.encoder.is_trained
+
+
+def test_tied_weights_are_counted_once():
+    settings = load_settings("counting")
+    model = load_model(settings).model
+    shape = read_model_shape(model.config, settings.policy)
+    assert model.config.tie_word_embeddings
+    assert shape.num_weights == shape.num_trained == model.num_parameters()
+
+
 # Gemma 3 and Qwen 3.5 multiply by 1 + w, and Command A Vision has layer norms.
 @pytest.mark.parametrize("family", ["internvl", "gemma4", "gemma3", "qwen3_5", "cohere2_vision"])
 def test_norms_are_fused_where_the_kernel_has_their_formula(family):
@@ -269,6 +292,16 @@ def test_terms_that_other_settings_add_have_their_bytes():
     assert changes(offloads) == moved
     logits = 30 * 100 * 20 - (FLASH + 2 * 576)  # of all 30 tokens, which exceed those of a layer
     assert changes(SHAPE, replace(WORK, head_chunk_tokens=0)) == {"update": logits}
+
+
+def test_attention_of_a_3b_model_has_the_workspace_of_its_kernel():
+    """16 query heads of width 128 share two key heads; G 16, 512 tokens behind 1,336."""
+    text = replace(SHAPE.text, heads=16, key_heads=2, query=2048, key=256)
+    work = replace(
+        WORK, num_prompts=1, num_generations=16, prompt_tokens=1336, completion_tokens=512
+    )
+    found = count_flash_bytes(replace(SHAPE, text=text), work)
+    assert found / 2**30 == pytest.approx(0.45, abs=0.03)  # the audit's figure, by hand
 
 
 def test_each_pass_of_the_rollout_has_its_bytes():
