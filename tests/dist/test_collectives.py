@@ -89,10 +89,3 @@ def test_the_error_of_a_lost_rank_is_explained(error):
         raise error
     with pytest.raises(RuntimeError, match="shapes"), collectives.explain_lost_rank():
         raise RuntimeError("shapes do not match")
-
-
-def test_gather_full_keeps_the_requested_names_and_ties():
-    tensors = {**dict.fromkeys(("head", "embedding"), torch.ones(2)), "norm": torch.zeros(1)}
-    gathered = collectives.gather_full(tensors, {"head", "embedding"})
-    assert set(gathered) == {"head", "embedding"}
-    assert gathered["head"] is gathered["embedding"]

@@ -36,8 +36,9 @@ from transfer_server import GPU, run_transfer_server
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_run
-from vlm_grpo.dist.collectives import gather_full, gather_object
+from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.dist.launch import build_accelerator
+from vlm_grpo.dist.weights import gather_full
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval import models
 from vlm_grpo.eval.evaluate import HeldOutEvaluator, evaluate, evaluate_model

@@ -22,15 +22,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.collectives import (
-    any_rank,
-    fail_together,
-    find_layer,
-    gather_full,
-    get_local_names,
-    split_into_buckets,
-)
+from vlm_grpo.dist.collectives import any_rank, fail_together, split_into_buckets
 from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.dist.weights import find_layer, gather_full, get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.serve.launch import choose_transfer
 from vlm_grpo.serve.server import ADAPTER_NAME, Server

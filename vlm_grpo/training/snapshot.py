@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlm_grpo.dist.collectives import local_shard, shard_like, unshard_like
 from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.dist.weights import local_shard, shard_like, unshard_like
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.transfer import snapshot_on_host
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from dataset_files import write_files
 
 from vlm_grpo.dist import collectives
-from vlm_grpo.dist.collectives import get_local_names
+from vlm_grpo.dist.weights import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import (

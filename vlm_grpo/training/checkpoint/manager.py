@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.collectives import (
-    any_rank,
-    fail_together,
-    gather_full,
-    gather_object,
-    get_local_names,
-)
+from vlm_grpo.dist.collectives import any_rank, fail_together, gather_object
 from vlm_grpo.dist.optimizer import count_state, load_optimizer_tensors, optimizer_tensors
+from vlm_grpo.dist.weights import gather_full, get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import (
