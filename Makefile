@@ -49,10 +49,11 @@ mutants: $(VENV)/dev.stamp
 # Before transformers 5.18, only Qwen's families share their prompts; recurrent layers need 5.21. PEFT
 # has a kind of adapter from 0.20 on.
 NEWER := gemma or glm or lfm2 or qwen3_5 or reads_the_device or other_kinds_of_adapters
-GPU_TESTS := attention.py devices.py graphs.py kv_cache.py linear.py vision.py
+GPU_TESTS := attention.py decode_attention.py devices.py graphs.py kv_cache.py linear.py \
+	slot_scheduler.py vision.py
 oldest: $(VENV)-oldest/installed.stamp
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n $(JOBS) -k "not ($(NEWER))" \
-		$(addprefix tests/model/,test_form_check.py $(addprefix engine/test_,$(GPU_TESTS)))
+		$(addprefix tests/model/,test_sharing_check.py $(addprefix engine/test_,$(GPU_TESTS)))
 	rm -rf build/oldest
 	$(VENV)-oldest/bin/vlm-grpo train quickstart optim.max_steps=2 data.eval_limit=8 output_dir=build/oldest
 

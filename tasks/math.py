@@ -13,7 +13,7 @@ from typing import Any
 from vlm_grpo.task import Task, reward
 from vlm_grpo.task.sentences import is_sure, unwrap
 from vlm_grpo.types import Example
-from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
+from vlm_grpo.utils.time_limit import CallTimeout, can_interrupt, time_limit
 from vlm_grpo.utils.worker_pool import WorkerPool, is_worker
 
 _LONGEST = 300  # Maximum number of characters of an answer

@@ -78,8 +78,8 @@ def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.node.get_closest_marker("no_shapes"):
 
         def choose(policy: Any, prompts: Any) -> None:
-            if policy.form_check is not None and prompts:
-                policy.form_check.choose(prompts)
+            if policy.sharing_check is not None and prompts:
+                policy.sharing_check.choose(prompts)
 
         monkeypatch.setattr("vlm_grpo.model.policy.Policy.check_form", choose)
 

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
+from vlm_grpo.media.frame_strip import build_strip, fit_strip
 from vlm_grpo.media.images import TableCell, decode_image
-from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip
+from vlm_grpo.media.videos import decode_frames
 from vlm_grpo.utils.chat import Turn
-from vlm_grpo.utils.remote_calls import ValueCache, call_all, share_calls
+from vlm_grpo.utils.parallel_calls import ValueCache, call_all, share_calls
 
 ImageChange = Callable[[Image.Image], Image.Image]
 StopReason = Literal["eos", "stop", "length", "turns"]

@@ -14,7 +14,8 @@ from small_tasks import Distance
 from vlm_grpo import Task, load_task
 from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval import scored
-from vlm_grpo.eval.scored import Row, Scored, compare_tools
+from vlm_grpo.eval.scored import Row, Scored
+from vlm_grpo.eval.tool_gain import compare_tools
 from vlm_grpo.report.run import measure_change
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Completion, Example

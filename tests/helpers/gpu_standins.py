@@ -147,6 +147,6 @@ class GpuMemory:
         with (
             mock.patch.multiple(torch.cuda, **functions),
             mock.patch.object(updater.policy, "score", self.run),
-            mock.patch.object(updater.policy, "form_check", None),  # also calls ``score``
+            mock.patch.object(updater.policy, "sharing_check", None),  # also calls ``score``
         ):
             yield self

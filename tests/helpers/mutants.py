@@ -47,7 +47,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
     "training/update.py": 0.5,
-    "training/balance.py": 0.3,
+    "dist/balance.py": 0.3,
     "training/batch.py": 0.6,
     "training/rollout.py": 0.3,
     "training/methods/warm_start.py": 0.4,
@@ -68,7 +68,7 @@ TARGETS = {
     "model/engine/slot_scheduler.py": 0.08,
     "model/engine/vision.py": 0.2,
     "model/families/family.py": 0.3,
-    "model/form_check.py": 0.2,
+    "model/sharing_check.py": 0.2,
     "task/scorer.py": 0.2,
     "training/checkpoint/manager.py": 0.12,
     "training/checkpoint/resume.py": 0.12,
@@ -134,7 +134,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/update.py", "number % len(batch.mini_batches)", "0"),
     ("training/update.py", "{name: weight * count for", "{name: weight for"),
     ("training/update.py", "old = score_slices(self.policy", "_ = score_slices(self.policy"),
-    ("training/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
+    ("dist/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("training/batch.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("training/batch.py", "rewards @ weights", "rewards.sum(1)"),
     ("training/methods/kl.py", "and done % every == 0", ""),

@@ -389,7 +389,7 @@ def build_trainer(settings: Settings) -> Trainer:
     torch.manual_seed(0)
     policy, kind = load_policy(settings), settings.policy.model_dump_json()
     if kind in CHECKED:
-        policy.form_check = None
+        policy.sharing_check = None
     CHECKED.add(kind)
     return Trainer(settings, policy, task, examples, [], accelerator)
 

@@ -151,7 +151,7 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
     torch.manual_seed(0)
     trainer = make_trainer(settings)
-    trainer.policy.form_check = None  # it would add passes to the counts
+    trainer.policy.sharing_check = None  # it would add passes to the counts
     return trainer
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import av
 import pytest
-from PIL import Image
 from video_files import TITLE, level, make_video
 
 from vlm_grpo.media import videos
-from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip, read_shape
+from vlm_grpo.media.videos import decode_frames, read_shape
 
 SIZE = (64, 48)
 UNEVEN = [step + 7 * (step // 20) for step in range(480)]
@@ -123,13 +122,3 @@ def test_damaged_frames_are_refused_or_decoded_but_never_crash():
         except ValueError:
             continue
         assert len(frames) == 2
-
-
-def test_a_strip_shows_at_most_eight_frames_evenly():
-    frames = [Image.new("RGB", (640, 100), (n, n, n)) for n in range(20)]
-    strip = build_strip(frames)
-    assert strip.size == fit_strip((640, 100), 20)[0] == (8 * 320, 50)
-    # the middle frame of each eighth of 20 frames
-    shown = [strip.getpixel((320 * place, 0)) for place in range(8)]
-    assert shown == [(n, n, n) for n in (1, 3, 6, 8, 11, 13, 16, 18)]
-    assert build_strip(frames[:1]).size == (320, 50)

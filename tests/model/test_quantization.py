@@ -23,9 +23,9 @@ from vlm_grpo.model import loading
 from vlm_grpo.model.engine import linear, rollout_weights
 from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.engine.sampling import SamplingDistribution
-from vlm_grpo.model.form_check import HALF_BOUND
 from vlm_grpo.model.loading import build_quantization, find_quantized
 from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.sharing_check import HALF_BOUND
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import Workload
@@ -127,7 +127,7 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     qwen, monkeypatch, has_room, dtype
 ):
     policy = load(qwen, load_in="4bit", dtype=dtype)
-    policy.form_check = None
+    policy.sharing_check = None
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
     monkeypatch.setattr(rollout_weights, "_has_room", lambda quantized: has_room)
     restored = record_calls(monkeypatch, linear, "restore")

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.report.progress import Progress
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 
 def test_the_live_line_has_the_phase_and_the_last_step(monkeypatch):

@@ -11,7 +11,7 @@ from small_runs import save_tiny_model
 from vlm_grpo import Settings, UserError, load_policy, load_settings
 from vlm_grpo.model.families.family import find_part
 from vlm_grpo.model.prompts import ChatTemplate
-from vlm_grpo.serve import launch
+from vlm_grpo.serve import launch, weights
 
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"
 SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
@@ -114,8 +114,8 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(way):
     servers = OWN if way == "ipc" else SHARED
     settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
     with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
-        launch.choose_transfer(settings, on_gpu=False)
-    assert launch.choose_transfer(settings, on_gpu=True) == way
+        weights.choose_transfer(settings, on_gpu=False)
+    assert weights.choose_transfer(settings, on_gpu=True) == way
     assert launch.choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
 
 

@@ -18,6 +18,7 @@ from vlm_grpo.training.batch import (
     TokenBudget,
     build_slices,
     compute_advantages,
+    estimate_cost,
     has_spread,
 )
 from vlm_grpo.training.speed import GIB, memory_metrics
@@ -29,6 +30,7 @@ GROUPS = [
     make_group({}, {}, {}, name="b", lengths=[1, 4, 2]),
 ]
 ROLLOUT = Rollout(tuple(GROUPS))
+REFERENCE = {"beta": 0.1, "reference_refresh_every": "never"}
 
 
 def pack_groups(rollout: Rollout, advantages: StepAdvantages, *overrides: str) -> StepBatch:
@@ -162,3 +164,25 @@ def test_the_peak_of_an_accelerator_is_reset_by_each_call():
     del held
     assert memory_metrics(device)["memory/cuda_peak"] >= 1
     assert memory_metrics(device)["memory/cuda_peak"] < 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "objective", "shared", "cost"),
+    [
+        # A prompt of 2 tokens, completions of 3 and 5 that feed 2 and 4: 8 tokens, forward and
+        # backward (3 passes).
+        ((0, 1), {}, True, 3 * 8),
+        ((0, 1), {"num_iterations": 2}, True, 6 * 8),
+        ((0, 1), {}, False, 3 * 10),  # the prompt twice
+        ((1, 1), {}, True, 0),  # no gradient
+        ((1, 1), {"entropy_coef": 0.1}, True, 3 * 8),
+        ((1, 1), REFERENCE, True, 4 * 8),  # the KL penalty has a gradient
+        ((1, 1), {**REFERENCE, "kl_in": "reward"}, True, 5 * 8),  # it makes the rewards differ
+        ((0, 1), {"mask_truncated_completions": True}, True, 3 * 4),
+    ],
+)
+def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, shared, cost):
+    group = make_group(*({"exact": r} for r in rewards), lengths=(3, 5))
+    first, second = group.completions
+    group = replace(group, completions=(first, replace(second, stop="length")))
+    assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost

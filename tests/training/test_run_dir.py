@@ -17,9 +17,10 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training import run_dir as run_dir_module
-from vlm_grpo.training.run_dir import MAX_NONFINITE_STEPS, RunDir, lock_run
+from vlm_grpo.training import update as update_module
+from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.trainer import train
+from vlm_grpo.training.update import MAX_NONFINITE_STEPS
 from vlm_grpo.utils.jsonl import read_rows
 
 STEPS = 70
@@ -119,7 +120,7 @@ def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(settin
     update, flags = trainer.updater.update, iter([*one_less, False, *one_less, True])
     changed = lambda batch: {**update(batch), "skipped_updates": next(flags)}  # noqa: E731
     monkeypatch.setattr(trainer.updater, "update", changed)
-    monkeypatch.setattr(run_dir_module.logger, "warning", lambda _, step: found.append(step))
+    monkeypatch.setattr(update_module.logger, "warning", lambda _, step: found.append(step))
     for _ in range(2 * MAX_NONFINITE_STEPS - 1):
         trainer.step()
     assert found == [0, MAX_NONFINITE_STEPS]

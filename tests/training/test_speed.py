@@ -13,7 +13,7 @@ from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.training import speed
 from vlm_grpo.training.speed import profile_step
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 
 def test_a_step_has_tokens_per_second_but_no_mfu_on_a_cpu(tmp_path):

@@ -206,7 +206,7 @@ def test_weights_are_gathered_only_to_check_the_form(vllm, monkeypatch):
     """The update shares prompts, so the run checks that on the first completions it gets."""
     trainer, gathered = make_trainer(vllm()), []
     monkeypatch.setattr(trainer.strategy, "gathered", lambda: gathered.append(1) or nullcontext())
-    check: Any = trainer.policy.form_check
+    check: Any = trainer.policy.sharing_check
     assert check.checked is None
     trainer.step()
     assert check.checked is not None

@@ -65,7 +65,7 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(
     def compute_norm(fails: int, checkpointing: str) -> tuple[float, Updater]:
         torch.manual_seed(0)
         trainer = make_trainer(settings(policy={"gradient_checkpointing": checkpointing}))
-        trainer.policy.form_check = None  # also calls ``score``
+        trainer.policy.sharing_check = None  # also calls ``score``
         score, left = trainer.policy.score, iter(range(fails))
 
         def fail_first(*given: Any) -> Any:
@@ -219,7 +219,7 @@ def test_updates_run_in_training_mode(settings, monkeypatch):
     """Gradient checkpointing needs it."""
     trainer = make_trainer(settings())
     policy, modes = trainer.policy, []
-    policy.form_check = None  # also calls ``score``
+    policy.sharing_check = None  # also calls ``score``
     score, model = policy.score, policy.model.eval()
     monkeypatch.setattr(policy, "score", lambda *x: modes.append(model.training) or score(*x))
     trainer.step()

@@ -68,7 +68,7 @@ class ObjectiveSettings(Frozen):
     beta: Annotated[float, LOCKED] = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference policy. 0: no KL and no reference policy."""
     kl_estimator: KLEstimator = "k3"
-    """Per-token KL estimator; see ``vlm_grpo.training.objective.losses``."""
+    """Per-token KL estimator; see ``vlm_grpo.training.objective.kl``."""
     kl_in: Literal["loss", "reward"] = "loss"
     """``loss``: add the KL to each token's loss. ``reward``: subtract a completion's sum from its
     reward, before the advantages; only ``k1`` is unbiased there."""

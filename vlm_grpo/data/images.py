@@ -16,7 +16,7 @@ from PIL import Image
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.media.images import decode_image, encode_png, read_size
-from vlm_grpo.media.videos import choose_times, read_shape
+from vlm_grpo.media.videos import choose_times, read_shape, sort_frames
 from vlm_grpo.types import ImageRef, VideoRef
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -181,8 +181,7 @@ class MediaReader:
             files = [file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
         except OSError as error:
             raise ValueError(f"video {name} cannot be read: {error}") from error
-        frames = [str(file) for file in sorted(files, key=_get_place)]
-        return self._read_frames({"frames": frames}, name)
+        return self._read_frames({"frames": [str(file) for file in sort_frames(files)]}, name)
 
     def _read_video(self, source: Path | bytes, name: str) -> VideoRef:
         path = source if isinstance(source, Path) else None
@@ -236,12 +235,6 @@ def _describe(value: Any) -> str:
         return repr(value)
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{name}: use Image.fromarray" if name == "numpy.ndarray" else name
-
-
-def _get_place(file: Path) -> tuple[Any, ...]:
-    """Return the key by which frames are sorted: "2.jpg" comes before "10.jpg"."""
-    parts = re.split(r"([0-9]+)", file.name)  # texts and numbers in turn
-    return (*(int(part) if index % 2 else part for index, part in enumerate(parts)), file.name)
 
 
 def _read_times(

@@ -17,14 +17,8 @@ from typing import Any, Literal, Self
 from scipy.cluster.hierarchy import DisjointSet
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.config.data import (
-    PYTHON,
-    DataSettings,
-    Filter,
-    SourceSettings,
-    Split,
-    is_mixture,
-)
+from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split, is_mixture
+from vlm_grpo.config.filter import Filter
 from vlm_grpo.config.run import MIXED, Settings
 from vlm_grpo.data.boxes import TRIED_ROWS, BoxExtent, suggest_settings
 from vlm_grpo.data.formats import open_source

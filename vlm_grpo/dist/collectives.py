@@ -63,21 +63,6 @@ def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
     return bool(utils.reduce(flags, "sum") > 0)  # type: ignore[operator]
 
 
-def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
-    """Return for each rank the indices, ascending, of items whose total costs are about equal.
-
-    The most expensive remaining item goes to the rank with the lowest total so far (Graham's
-    longest-processing-time rule, at most 4/3 of the optimum). The result depends on the arguments
-    alone, so all ranks compute the same result without communication."""
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [(0, 0, rank) for rank in range(world_size)]
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        cost, count, rank = min(loads)
-        shares[rank].append(item)
-        loads[rank] = (cost + costs[item], count + 1, rank)
-    return [sorted(share) for share in shares]
-
-
 def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
     """All-reduce the tensors in place, many per collective; all ranks pass tensors of equal shapes.
 

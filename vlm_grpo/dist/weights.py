@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vlm_grpo.dist.collectives import balance_by_cost
+from vlm_grpo.dist.balance import balance_by_cost
 
 
 def get_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from vlm_grpo.eval.generate import generate_runs
 from vlm_grpo.eval.models import check_weights, load_evaluated_model
 from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.eval.prediction_log import open_log
-from vlm_grpo.eval.scored import WITHOUT_TOOLS, Scored, compare_tools, has_answer, summarize
+from vlm_grpo.eval.scored import WITHOUT_TOOLS, Scored, has_answer, summarize
 from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
+from vlm_grpo.eval.tool_gain import compare_tools
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame

@@ -29,7 +29,8 @@ from vlm_grpo.eval.models import (
 )
 from vlm_grpo.eval.outputs import read_outputs
 from vlm_grpo.eval.prediction_log import PredictionLog, open_log
-from vlm_grpo.eval.scored import Scored, compare_tools, summarize
+from vlm_grpo.eval.scored import Scored, summarize
+from vlm_grpo.eval.tool_gain import compare_tools
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.resolve import find_checkpoint
 from vlm_grpo.serve.chat import Endpoint

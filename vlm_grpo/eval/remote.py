@@ -27,7 +27,7 @@ from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.types import Completion, EpisodeTurn, Example, VideoRef
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.http_json import LONGEST_WAIT, ServiceError
-from vlm_grpo.utils.remote_calls import call_each
+from vlm_grpo.utils.parallel_calls import call_each
 
 logger = logging.getLogger(__name__)
 

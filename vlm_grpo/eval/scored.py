@@ -34,9 +34,8 @@ class Output(TypedDict):
     """An output of a model and its values by name."""
 
     output: str
-    turns: NotRequired[
-        Sequence[EpisodeTurn]
-    ]  # of an episode; from a file, what ``to_json`` returns
+    # of an episode; from a file, what ``to_json`` returns
+    turns: NotRequired[Sequence[EpisodeTurn]]
     answer: Any  # None: it has none
     reward: float | None  # weighted sum of the rewards; None: one of them failed
     rewards: Mapping[str, float | None]
@@ -97,8 +96,10 @@ class Scored:
         # A metric of the full set may have values of examples too, but is not their mean.
         return {
             name: column
-            for name, column in _collect(self.rows).items()
-            if math.isclose(self.metrics.get(name, _mean(column)), _mean(column), abs_tol=1e-9)
+            for name, column in collect_columns(self.rows).items()
+            if math.isclose(
+                self.metrics.get(name, column_mean(column)), column_mean(column), abs_tol=1e-9
+            )
         }
 
     def get_column(self, name: str) -> list[float | None]:
@@ -224,7 +225,7 @@ def read_scored(
     """
     read = tuple(map(_read_row, read_valid_rows(path) if rows is None else rows))
     found = Scored(read, "", {}, seed=seed, step=step, is_complete=False)
-    means = {name: _mean(column) for name, column in found.values.items()}
+    means = {name: column_mean(column) for name, column in found.values.items()}
     try:
         text = path.with_suffix(".json").read_text("utf-8", errors="replace")
         summary = _Summary.model_validate_json(text)
@@ -262,7 +263,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _collect(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+def collect_columns(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     """Return the values of every reward and metric by id, of the rows where it is defined."""
     columns: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -272,7 +273,7 @@ def _collect(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     return columns
 
 
-def _mean(column: Mapping[str, float]) -> float:
+def column_mean(column: Mapping[str, float]) -> float:
     return float(np.mean([*column.values()]))
 
 
@@ -296,9 +297,9 @@ def summarize(
         row = {"id": example.id} | ({"source": example.source} if example.source else {})
         row |= _build_output(own_outputs[0], merge_scores(task, example, own))
         rows.append(row | ({"samples": samples} if count > 1 else {}))
-    columns = _collect(rows)
+    columns = collect_columns(rows)
     names = dict.fromkeys(name for row in rows for name in (*row["rewards"], *row["metrics"]))
-    metrics = {name: _mean(columns[name]) for name in names if name in columns}
+    metrics = {name: column_mean(columns[name]) for name in names if name in columns}
     metrics["answered"] = _get_answered(scores)
     metrics["unscorable"] = sum(score.total is None for score in scores)
     # The values by source of the primary metric, which has no name here, and of those of samples.
@@ -328,36 +329,6 @@ def summarize(
         intervals[name or task.primary_metric] = bootstrap_interval(*samples, seed=seed)
     known = task.primary_metric, metrics, task.lower_is_better, intervals, parts, seed
     return Scored(tuple(rows), *known)
-
-
-def compare_tools(scored: Scored, plain: Scored | None = None) -> Scored:
-    """Add to a table the primary metric of the same examples without tools (None: there is nothing
-    to add), and what tools gain and harm: by how much each example is better or worse with a call,
-    or 0. Of a metric of 0 or 1 the means are shares of the examples. ``tools/prompt`` is the mean
-    change of those that call nothing, which only read the tools' description.
-    """
-    if plain is None:
-        return scored
-    others = {row["id"]: {**row["rewards"], **row["metrics"]} for row in plain.rows}
-    names, rows = scored.parts or {scored.primary_metric: scored.lower_is_better}, list[Row]()
-    for row in scored.rows:
-        metrics, other = {**row["metrics"]}, others.get(row["id"], {})
-        for name, is_error in names.items():
-            now, before = {**row["rewards"], **row["metrics"]}.get(name), other.get(name)
-            if name in other:
-                metrics[name + WITHOUT_TOOLS] = before
-            if now is not None and before is not None:
-                change = before - now if is_error else now - before
-                # Without a call only the description of the tools can have changed the answer.
-                gain = 0.0 if row["metrics"].get("tools/called") == 0 else change
-                metrics |= {"tools/gain": max(0.0, gain), "tools/harm": max(0.0, -gain)}
-                metrics["tools/prompt"] = change - gain
-        rows.append({**row, "metrics": metrics})
-    columns = _collect(rows)
-    compared = ("tools/gain", "tools/harm", "tools/prompt")
-    means = {name: _mean(columns[name]) for name in compared if name in columns}
-    means |= {n + WITHOUT_TOOLS: plain.metrics[n] for n in names if n in plain.metrics}
-    return replace(scored, rows=tuple(rows), metrics={**scored.metrics, **means})
 
 
 def _build_output(output: Completion, score: Score) -> Output:

@@ -1,7 +1,8 @@
-"""Videos: what a file's header says, its frames at given times, and frames side by side."""
+"""Videos: what a file says of itself, its frames at given times, and the order of frame files."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain
@@ -13,8 +14,6 @@ from PIL import Image
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,asf"
 """FFmpeg's names of the accepted formats. It supports more, of which some open other files."""
-STRIP_FRAMES = 8  #: Largest number of frames side by side
-_STRIP_WIDTH = 320  # Largest width of a frame in a strip, in pixels
 _INDEXED = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
 """FFmpeg's names of formats with an index of their key frames."""
 _FAR = 1.0  # Seconds between frames from which on the index is used
@@ -145,19 +144,11 @@ def _open(source: Path | BinaryIO) -> Iterator[tuple[Any, Any]]:
         raise ValueError(f"it is corrupt or no video: {reason}") from error
 
 
-def fit_strip(size: tuple[int, int], count: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the size of a strip of ``count`` frames of a size, and the size of a frame in it."""
-    width = min(size[0], _STRIP_WIDTH)
-    frame = width, max(1, round(size[1] * width / size[0]))
-    return (width * min(count, STRIP_FRAMES), frame[1]), frame
+def sort_frames(files: Iterable[Path]) -> list[Path]:
+    """Sort the images of a video by the numbers in their names: "2.jpg" before "10.jpg"."""
 
+    def get_place(file: Path) -> tuple[Any, ...]:
+        parts = re.split(r"([0-9]+)", file.name)  # texts and numbers in turn
+        return (*(int(part) if n % 2 else part for n, part in enumerate(parts)), file.name)
 
-def build_strip(frames: Sequence[Image.Image]) -> Image.Image:
-    """Return frames side by side, from the first to the last; of many, evenly spaced ones."""
-    size, (width, height) = fit_strip(frames[0].size, len(frames))
-    shown = size[0] // width
-    strip = Image.new("RGB", size)
-    for place in range(shown):
-        frame = frames[(2 * place + 1) * len(frames) // (2 * shown)]
-        strip.paste(frame.resize((width, height)), (place * width, 0))
-    return strip
+    return sorted(files, key=get_place)

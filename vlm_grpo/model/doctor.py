@@ -10,8 +10,8 @@ from vlm_grpo.config.data import PILLOW_WARNS_AT
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media.images import encode_png
-from vlm_grpo.model.form_check import ROLLOUT_LENGTH
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.model.sharing_check import ROLLOUT_LENGTH
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef
 
@@ -38,7 +38,7 @@ def diagnose(
         }
     )
     policy = load_policy(settings, training=False)
-    policy.form_check = None  # which would replace a form that differs
+    policy.sharing_check = None  # which would replace a form that differs
     policy.model.to(device)
     config = policy.model.config
     weights = sum(weight.numel() for weight in policy.model.parameters())

@@ -2,7 +2,7 @@
 
 Of several processes only the first reads the weights. The others build the model with uninitialized
 ones, which occupy no memory until the strategy has placed the model on the devices and the values
-are broadcast one at a time (``dist/collectives.py``).
+are broadcast one at a time (``dist/weights.py``).
 """
 
 import functools

@@ -37,11 +37,17 @@ from vlm_grpo.model.engine.sampling import (
     draw_uniforms,
 )
 from vlm_grpo.model.engine.shared import SharedEngine
-from vlm_grpo.model.form_check import BOUND, HALF_BOUND, ROLLOUT_LENGTH, FormCheck, explain_failure
 from vlm_grpo.model.loading import LoadedModel, load_model
+from vlm_grpo.model.sharing_check import (
+    BOUND,
+    HALF_BOUND,
+    ROLLOUT_LENGTH,
+    SharingCheck,
+    explain_failure,
+)
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import Completion, Example, Group, Prompt, StopReason
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +78,9 @@ class Policy:
         self.distribution, self.chunk_tokens = distribution, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)  # to which a strategy that shards attaches its hooks
-        self.form_check: FormCheck | None = None  # of the shared form; None: nothing is checked
+        self.sharing_check: SharingCheck | None = (
+            None  # of the shared form; None: nothing is checked
+        )
         pad = self.tokenizer.pad_token_id
         pad = distribution.eos[0] if pad is None else pad
         self._repeated = Engine(loaded, pad)
@@ -101,7 +109,7 @@ class Policy:
         With ``repeated`` it repeats prompts, whatever this one does.
         """
         view = copy.copy(self)
-        view.counters, view.form_check = Counters(), None
+        view.counters, view.sharing_check = Counters(), None
         if repeated:
             view.engine = self._repeated
         return view
@@ -223,7 +231,7 @@ class Policy:
     def check_form(self, prompts: Sequence[Prompt]) -> None:
         """Check the shared form on the first prompts; ``UserError``: the model fails with it, or
         differs although it must be used."""
-        check = self.form_check
+        check = self.sharing_check
         if check is None or not (self.shared and prompts):
             return
         if (prompt := check.choose(prompts)) is not None:
@@ -238,7 +246,7 @@ class Policy:
         Without a group the model still runs as often as on other ranks. A completion that does not
         fit into the memory in one of the forms is not checked.
         """
-        batch = self.form_check.choose_batch(groups) if self.form_check is not None else None
+        batch = self.sharing_check.choose_batch(groups) if self.sharing_check is not None else None
         with contextlib.suppress(torch.OutOfMemoryError):
             self._follow(self._check(lambda: self.compare(batch or self.dummy_batch())))
 
@@ -307,7 +315,7 @@ class Policy:
         """Repeat prompts from now on if a check of the shared form has found a problem."""
         if problem is None:
             return
-        if self.form_check is not None and self.form_check.must_share:
+        if self.sharing_check is not None and self.sharing_check.must_share:
             raise UserError(
                 f"policy.engine=shared does not work with this model: {problem}; remove it, "
                 "or set policy.engine=repeated"
@@ -380,5 +388,5 @@ def load_policy(
     )
     capture = get_capture(settings.rollout, loaded.shared, training)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
-    policy.form_check = FormCheck(must_share=settings.policy.engine == "shared")
+    policy.sharing_check = SharingCheck(must_share=settings.policy.engine == "shared")
     return policy

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 PLAIN_SECONDS = 15.0  # minimum time between two lines if the output is not a terminal
 

@@ -19,6 +19,7 @@ from vlm_grpo.model.loading import build_empty, get_model_source, load_config, l
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.serve.server import SERVED_NAME
+from vlm_grpo.serve.weights import choose_transfer
 from vlm_grpo.utils import trust
 from vlm_grpo.utils.jsonl import read_object
 
@@ -179,22 +180,6 @@ def build_environment(settings: Settings, device: torch.device | None = None) ->
         # Of handles, which only we send: see weights.py.
         own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return ENVIRONMENT | own
-
-
-def choose_transfer(settings: Settings, on_gpu: bool) -> WeightTransfer:
-    """Return the way in which weights reach the servers of a run; refuse one that needs a GPU."""
-    vllm = settings.rollout.vllm
-    assert vllm is not None
-    if vllm.weight_transfer is not None:
-        if vllm.weight_transfer != "files" and not on_gpu:
-            raise UserError(
-                f"rollout.vllm.weight_transfer={vllm.weight_transfer} needs a GPU, and this run is "
-                "on a CPU: remove it"
-            )
-        return vllm.weight_transfer
-    is_own_gpu = on_gpu and vllm.python is not None
-    is_direct = is_own_gpu and settings.policy.lora is None and settings.rollout.steps_ahead < 2
-    return "ipc" if is_direct else "files"
 
 
 def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:

@@ -24,8 +24,9 @@ from vlm_grpo.serve.launch import (
     build_program,
     choose_sleep_level,
 )
+from vlm_grpo.serve.prompt_check import check_prompt
 from vlm_grpo.serve.recovery import Recovery
-from vlm_grpo.serve.requests import build_request, check_prompt, read_choices
+from vlm_grpo.serve.requests import build_request, read_choices
 from vlm_grpo.serve.server import POLL_SECONDS, Server, ServerProcess, WeightLabel
 from vlm_grpo.serve.weights import (
     DirectTransfer,

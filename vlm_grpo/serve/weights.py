@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from vlm_grpo.config.rollout import WeightTransfer
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import any_rank, fail_together, split_into_buckets
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.dist.weights import find_layer, gather_full, get_local_names
 from vlm_grpo.errors import UserError
-from vlm_grpo.serve.launch import choose_transfer
 from vlm_grpo.serve.server import ADAPTER_NAME, Server
 from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.http_json import ServiceError
@@ -313,6 +313,22 @@ def replace_refused(
         f"{', '.join(sorted(others)) or 'another version'} in the servers do not work together"
     )
     return FileTransfer(transfer.strategy, settings.run_dir / "vllm")
+
+
+def choose_transfer(settings: Settings, on_gpu: bool) -> WeightTransfer:
+    """Return the way in which weights reach the servers of a run; refuse one that needs a GPU."""
+    vllm = settings.rollout.vllm
+    assert vllm is not None
+    if vllm.weight_transfer is not None:
+        if vllm.weight_transfer != "files" and not on_gpu:
+            raise UserError(
+                f"rollout.vllm.weight_transfer={vllm.weight_transfer} needs a GPU, and this run is "
+                "on a CPU: remove it"
+            )
+        return vllm.weight_transfer
+    is_own_gpu = on_gpu and vllm.python is not None
+    is_direct = is_own_gpu and settings.policy.lora is None and settings.rollout.steps_ahead < 2
+    return "ipc" if is_direct else "files"
 
 
 def build_transfer(strategy: Strategy, settings: Settings) -> FileTransfer | DirectTransfer:

@@ -13,7 +13,7 @@ from vlm_grpo.task.scorer import Sent, send
 from vlm_grpo.task.task import FAILURES, Task, contained
 from vlm_grpo.types import EpisodeStart, EpisodeTurn, Example, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
-from vlm_grpo.utils.timing import CallTimeout, time_limit
+from vlm_grpo.utils.time_limit import CallTimeout, time_limit
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool, gather
 
 TOOL_MEMORY = 8 * 2**30  #: Bytes that a worker process may hold, on Linux

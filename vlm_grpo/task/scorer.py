@@ -21,8 +21,8 @@ from vlm_grpo.task.environment import Environment
 from vlm_grpo.task.registry import get_file, load_file
 from vlm_grpo.task.task import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, Score
-from vlm_grpo.utils.remote_calls import ValueCache
-from vlm_grpo.utils.timing import can_interrupt, time_limit
+from vlm_grpo.utils.parallel_calls import ValueCache
+from vlm_grpo.utils.time_limit import can_interrupt, time_limit
 from vlm_grpo.utils.worker_pool import WorkerEnded, WorkerPool, dump, gather
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.episodes import EnvironmentRunner, demonstrate
 from vlm_grpo.task.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
 from vlm_grpo.types import Example, Score
-from vlm_grpo.utils.timing import can_interrupt, time_limit
+from vlm_grpo.utils.time_limit import can_interrupt, time_limit
 
 _ROUNDING = 1e-6  # Tolerance for floating-point rounding in a reward between 0 and 1
 _LEAST_SHARE, _MAX_POOR = 0.5, 0.1

@@ -45,7 +45,7 @@ from vlm_grpo.task.scores import repeated_share
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
 from vlm_grpo.utils.http_json import ServiceError
-from vlm_grpo.utils.timing import CallTimeout
+from vlm_grpo.utils.time_limit import CallTimeout
 
 FAILURES = (Exception, SystemExit, CallTimeout)
 """Exceptions of a user's parser or rule that must not stop a run."""

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, find_trunks, pack
 from vlm_grpo.model.engine.logprobs import TokenScores
@@ -439,3 +440,27 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         "not enough memory" in text or "allocate memory" in text
     )
+
+
+def estimate_cost(
+    group: Group, reward_weights: Mapping[str, float], settings: Settings, shared: bool
+) -> int:
+    """Estimate the tokens of a group in forward passes after its rollout; with ``shared``, its
+    completions share one pass of their prompt.
+    """
+    objective = settings.objective
+    is_skipped = settings.can_skip_zero_advantages and objective.beta == 0
+    is_skipped = is_skipped and not has_spread(group, reward_weights, objective)
+    every = [True] * len(group.completions)
+    active = [not (is_skipped or is_masked(c, objective)) for c in group.completions]
+
+    def count(keep: Sequence[bool]) -> int:
+        repeated = 0 if shared else max(0, sum(keep) - 1) * len(group.prompt.token_ids)
+        pieces = build_slices([group], keep)
+        if not shared:
+            pieces = tuple(replace(piece, trunks=()) for piece in pieces)
+        return repeated + sum(piece.num_tokens for piece in pieces)
+
+    references = objective.needs_reference * (2 if objective.kl_in == "reward" else 1)
+    updates = objective.num_iterations * 3  # a backward pass costs two forward passes
+    return references * count(every) + updates * count(active)

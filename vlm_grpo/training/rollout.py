@@ -14,12 +14,8 @@ from typing import Any, TypeVar
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import build_scorer
 from vlm_grpo.data.stream import ExampleStream, StreamCursor
-from vlm_grpo.dist.collectives import (
-    any_rank,
-    balance_by_cost,
-    fail_together,
-    gather_object,
-)
+from vlm_grpo.dist.balance import balance_by_cost, balance_groups
+from vlm_grpo.dist.collectives import any_rank, fail_together, gather_object
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
@@ -29,10 +25,10 @@ from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.scorer import FailureGuard
-from vlm_grpo.training.balance import balance_groups, estimate_cost
 from vlm_grpo.training.batch import (
     Rollout,
     TokenBudget,
+    estimate_cost,
     has_spread,
     is_out_of_memory,
     score_groups,
@@ -350,7 +346,7 @@ class RolloutSampler:
 
     def _check_form(self, groups: Sequence[Group]) -> None:
         """Check the shared form on all ranks if one of them has a much larger group than before."""
-        policy, check = self.policy, self.policy.form_check
+        policy, check = self.policy, self.policy.sharing_check
         if check is None:
             return
         is_larger = policy.shared and check.is_larger(groups)

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0
 """Minimum time between two updates of the report during a run."""
-MAX_NONFINITE_STEPS = 5
-"""Number of consecutive steps with a skipped update after which a run ends."""
 
 
 @contextmanager
@@ -198,16 +196,3 @@ class RunDir:
         if now or time.monotonic() - self.report_time > REPORT_SECONDS:
             build_report(self.path)
             self.report_time = time.monotonic()
-
-
-def check_gradients(step: int, count: int, run_dir: Path) -> None:
-    """Warn of the first of ``count`` consecutive steps with a non-finite gradient, which end with
-    ``step``; ``UserError``: there are ``MAX_NONFINITE_STEPS``."""
-    if count == 1:
-        logger.warning("step %d: the gradient is not finite; the update is skipped", step)
-    if count >= MAX_NONFINITE_STEPS:
-        raise UserError(
-            f"the gradient was not finite in {count} consecutive steps; completions of the last "
-            f"one, step {step}, are in {run_dir / 'samples'}: continue from the last checkpoint "
-            "with a lower optim.lr or policy.dtype=float32"
-        )

@@ -17,7 +17,7 @@ from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.training.batch import Rollout, StepBatch
 from vlm_grpo.training.objective.batch import MetricAccumulator
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 GIB = 2**30
 

@@ -36,12 +36,12 @@ from vlm_grpo.training.methods import Run, build_methods
 from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.objective.custom import load_estimator
 from vlm_grpo.training.rollout import RolloutSampler, select_usable
-from vlm_grpo.training.run_dir import RunDir, check_gradients, lock_run
+from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.schedule import get_rates
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.training.summary import TrainResult, describe_run, describe_start
-from vlm_grpo.training.update import build_updater, pack_step
+from vlm_grpo.training.update import build_updater, check_gradients, pack_step
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from vlm_grpo.errors import printable
-from vlm_grpo.utils.remote_calls import call_all
+from vlm_grpo.utils.parallel_calls import call_all
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.model.families.family import place
-from vlm_grpo.model.form_check import BOUND
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.model.sharing_check import BOUND
 from vlm_grpo.types import Prompt
 
 GATED_DELTA = [name for name in BUILDERS if name.startswith(("qwen3_5", "minicpm"))]

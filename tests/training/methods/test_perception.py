@@ -13,7 +13,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.training.methods.entropy import select_high_entropy
 from vlm_grpo.training.methods.perception import PatchMask, weigh_by_dependency
-from vlm_grpo.training.objective.losses import image_dependency
+from vlm_grpo.training.objective.kl import image_dependency
 
 LENGTHS = (5, 1, 3, 10)
 

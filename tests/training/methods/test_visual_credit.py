@@ -83,7 +83,7 @@ def test_an_update_that_runs_out_of_memory_counts_once(settings, monkeypatch):
     def measure(fails: int) -> dict[Any, np.ndarray]:
         torch.manual_seed(0)
         trainer = make_trainer(settings(methods=["visual_credit"]))
-        trainer.policy.form_check = None  # also calls ``_backward``
+        trainer.policy.sharing_check = None  # also calls ``_backward``
         backward, left = Updater._backward, iter(range(fails))  # noqa: SLF001
 
         def fail_behind(*given: Any) -> Any:

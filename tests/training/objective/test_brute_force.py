@@ -21,7 +21,8 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.advantages import group_advantages
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.training.objective.losses import KL_ESTIMATORS, policy_loss
+from vlm_grpo.training.objective.kl import KL_ESTIMATORS
+from vlm_grpo.training.objective.losses import policy_loss
 
 ALPHABET = 3
 LENGTH = 2

@@ -43,7 +43,7 @@ from vlm_grpo.model.families.family import ImageFeatures, Masks, PromptLayout, U
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 

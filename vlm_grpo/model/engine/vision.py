@@ -11,7 +11,7 @@ from vlm_grpo.model.engine.batch import ENCODER_PATCHES
 from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.families.family import Family, ImageFeatures, Unit
 from vlm_grpo.types import ImageRef, Prompt
-from vlm_grpo.utils.timing import Stopwatch
+from vlm_grpo.utils.stopwatch import Stopwatch
 
 
 class ImageEncoder:

@@ -262,7 +262,7 @@ class Family:
     def why_not_shared(self, config: Any) -> str | None:
         """Return the reason why completions cannot share a prompt, or None if they may.
 
-        The first steps of a run show whether they can (``model/form_check.py``).
+        The first steps of a run show whether they can (``model/sharing_check.py``).
         """
         text = config.get_text_config()
         model: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)  # noqa: SLF001

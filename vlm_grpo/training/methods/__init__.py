@@ -28,7 +28,7 @@ from vlm_grpo.config.methods import (
 )
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import score_slices
-from vlm_grpo.training.objective.losses import image_dependency
+from vlm_grpo.training.objective.kl import image_dependency
 
 if TYPE_CHECKING:
     from PIL.Image import Image

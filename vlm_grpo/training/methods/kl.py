@@ -8,7 +8,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.training.batch import Rollout, Values
 from vlm_grpo.training.methods import Method, Passes, Run
-from vlm_grpo.training.objective.losses import KL_ESTIMATORS
+from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 from vlm_grpo.training.snapshot import Snapshot
 
 

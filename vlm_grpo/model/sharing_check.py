@@ -1,4 +1,4 @@
-"""A check of the shared-prefix form on the very model that is used.
+"""A check of passes that share a prompt, on the very model that is used.
 
 Completions are sampled and scored with a shared prompt, and scored by transformers' own forward
 with the prompt repeated. Their log-probabilities differ by rounding, or the model computes
@@ -23,7 +23,7 @@ HALF_BOUND = 0.05  # the same in half precision
 GROWTH = 2  # a shape is checked if it exceeds all checked ones by this factor
 
 
-class FormCheck:
+class SharingCheck:
     """What of one policy is to be checked: its own first samples, and larger groups than before.
 
     ``must_share``: a failed check is an error, rather than the end of the shared form.

@@ -15,14 +15,14 @@ from vlm_grpo.model.engine import attention, kernels
 from vlm_grpo.model.engine.repeated import Counters
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import PrefixInputs
-from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.sharing_check import SharingCheck
 from vlm_grpo.types import Completion, Group, Prompt
 
 
 def checked_policy(must_share: bool = False) -> tuple[Policy, Prompt]:
     policy = tiny_policy("qwen2_5_vl")
-    policy.form_check = FormCheck(must_share)
+    policy.sharing_check = SharingCheck(must_share)
     return policy, make_prompt(policy, noise_example("a", [(56, 84)]))
 
 
@@ -119,7 +119,7 @@ def make_group(prompt: Prompt, *lengths: int) -> Group:
 
 def test_only_much_larger_shapes_are_checked_again(monkeypatch):
     policy, prompt = checked_policy()
-    check: Any = policy.form_check
+    check: Any = policy.sharing_check
     assert check.is_larger([make_group(prompt, 3)])  # as an outside sampler's first group
     sample(policy, prompt)
     assert not check.is_larger([make_group(prompt, 3, 16)])
@@ -154,8 +154,8 @@ def test_images_are_checked_as_soon_as_a_prompt_has_some(monkeypatch, caplog):
         policy.sample(prompts, settings, 2, [(1,)] * len(prompts))
     checked = [call.arguments[1].slices[0].prompt for call in calls]
     assert checked == [text, with_image]
-    assert policy.form_check is not None
-    assert policy.form_check.checked == (max(len(p.token_ids) for p in checked), 8)
+    assert policy.sharing_check is not None
+    assert policy.sharing_check.checked == (max(len(p.token_ids) for p in checked), 8)
     other, with_image = checked_policy()
     text = make_prompt(other, noise_example("t", []))
     other.sample([text, with_image], settings, 2, [(1,), (2,)])
@@ -181,7 +181,7 @@ def test_a_form_that_is_wrong_for_larger_shapes_is_given_up_in_a_run(tmp_path, m
         return cascade(q, pk, pv, k, v, lengths, s * (2 if max(lengths) > 20 else 1))
 
     monkeypatch.setattr(kernels, "cascade", wrong_when_long)
-    trainer.policy.form_check = FormCheck(must_share=False)
+    trainer.policy.sharing_check = SharingCheck(must_share=False)
     trainer.step()
     assert not trainer.policy.shared
     assert "from now on the prompt is repeated" in caplog.text

@@ -1,48 +1,33 @@
-"""Moves of whole groups between the ranks, so that all have about equal work after the rollout."""
+"""The balance of work between ranks: before a rollout by costs, and after it by moves of groups."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from accelerate import Accelerator
 
-from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import fail_together, gather_object
-from vlm_grpo.training.batch import build_slices, has_spread, is_masked
-from vlm_grpo.training.methods import Groups
 from vlm_grpo.types import Group, Prompt
 
-BACKWARD_COST = 2
-"""Cost of a backward pass in forward passes."""
 TOLERANCE = 0.02
 """Excess of the most loaded rank over the mean up to which no group is moved."""
 
 
-def estimate_cost(
-    group: Group, reward_weights: Mapping[str, float], settings: Settings, shared: bool
-) -> int:
-    """Estimate the tokens of a group in forward passes after its rollout; with ``shared``, its
-    completions share one pass of their prompt.
-    """
-    objective = settings.objective
-    is_skipped = settings.can_skip_zero_advantages and objective.beta == 0
-    is_skipped = is_skipped and not has_spread(group, reward_weights, objective)
-    every = [True] * len(group.completions)
-    active = [not (is_skipped or is_masked(c, objective)) for c in group.completions]
+def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
+    """Return for each rank the indices, ascending, of items whose total costs are about equal.
 
-    def count(keep: Sequence[bool]) -> int:
-        repeated = 0 if shared else max(0, sum(keep) - 1) * len(group.prompt.token_ids)
-        pieces = build_slices([group], keep)
-        if not shared:
-            pieces = tuple(replace(piece, trunks=()) for piece in pieces)
-        return repeated + sum(piece.num_tokens for piece in pieces)
-
-    references = objective.needs_reference * (2 if objective.kl_in == "reward" else 1)
-    updates = objective.num_iterations * (1 + BACKWARD_COST)
-    return references * count(every) + updates * count(active)
+    The most expensive remaining item goes to the rank with the lowest total so far (Graham's
+    longest-processing-time rule, at most 4/3 of the optimum). The result depends on the arguments
+    alone, so all ranks compute the same result without communication."""
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, 0, rank) for rank in range(world_size)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        cost, count, rank = min(loads)
+        shares[rank].append(item)
+        loads[rank] = (cost + costs[item], count + 1, rank)
+    return [sorted(share) for share in shares]
 
 
 def balance_groups(
-    groups: Groups,
+    groups: Mapping[int, Group],
     costs: Mapping[int, int],
     load: Callable[[Sequence[int]], list[Prompt]],
     accelerator: Accelerator,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.utils.remote_calls import ValueCache, call_all, share_calls
-from vlm_grpo.utils.timing import CallTimeout, time_limit
+from vlm_grpo.utils.parallel_calls import ValueCache, call_all, share_calls
+from vlm_grpo.utils.time_limit import CallTimeout, time_limit
 
 
 def test_results_come_in_order_whatever_the_calls_take():

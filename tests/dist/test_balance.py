@@ -1,7 +1,6 @@
-"""Moves of whole groups between the ranks: their costs, mini-batches and totals."""
+"""The balance of work between ranks, and the moves of whole groups that restore it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,33 +10,8 @@ from groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.dist.collectives import balance_by_cost
-from vlm_grpo.training.balance import balance_groups, estimate_cost, plan_moves
+from vlm_grpo.dist.balance import balance_by_cost, balance_groups, plan_moves
 from vlm_grpo.types import Example, Group, Prompt
-
-REFERENCE = {"beta": 0.1, "reference_refresh_every": "never"}
-
-
-@pytest.mark.parametrize(
-    ("rewards", "objective", "shared", "cost"),
-    [
-        # A prompt of 2 tokens, completions of 3 and 5 that feed 2 and 4: 8 tokens, forward and
-        # backward (3 passes).
-        ((0, 1), {}, True, 3 * 8),
-        ((0, 1), {"num_iterations": 2}, True, 6 * 8),
-        ((0, 1), {}, False, 3 * 10),  # the prompt twice
-        ((1, 1), {}, True, 0),  # no gradient
-        ((1, 1), {"entropy_coef": 0.1}, True, 3 * 8),
-        ((1, 1), REFERENCE, True, 4 * 8),  # the KL penalty has a gradient
-        ((1, 1), {**REFERENCE, "kl_in": "reward"}, True, 5 * 8),  # it makes the rewards differ
-        ((0, 1), {"mask_truncated_completions": True}, True, 3 * 4),
-    ],
-)
-def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, shared, cost):
-    group = make_group(*({"exact": r} for r in rewards), lengths=(3, 5))
-    first, second = group.completions
-    group = replace(group, completions=(first, replace(second, stop="length")))
-    assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost
 
 
 def balance(
@@ -56,9 +30,7 @@ def balance(
     results = []
     for rank, own in enumerate(groups):
         sent = iter([costs, parcels])
-        monkeypatch.setattr(
-            "vlm_grpo.training.balance.gather_object", lambda _, sent=sent: next(sent)
-        )
+        monkeypatch.setattr("vlm_grpo.dist.balance.gather_object", lambda _, sent=sent: next(sent))
         ranks: Any = SimpleNamespace(process_index=rank, num_processes=1)
         results.append(balance_groups(own, costs[rank], load, ranks, mini_batches))
     return results
@@ -123,3 +95,21 @@ def test_few_moves_even_out_skewed_lengths():
     assert max(sum(own.values()) for own in shares) > 1.3 * mean  # 1.35
     assert max(after) < 1.05 * mean  # 1.02
     assert len(moves) < 32 / 2  # a new distribution would move seven of eight
+
+
+@given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))
+def test_costs_are_balanced_over_ranks(costs, world_size):
+    shares = balance_by_cost(costs, world_size)
+    assert sorted(item for share in shares for item in share) == list(range(len(costs)))
+    totals = [sum(costs[item] for item in share) for share in shares]
+    # Graham 1969: the longest-processing-time rule is at most 4/3 of the optimum, which is at
+    # least the mean and at least the most expensive item.
+    bound = max([sum(costs) / world_size, *costs, 0])
+    descending = sorted(costs, reverse=True)
+    if len(costs) > world_size:  # two of the world_size + 1 most expensive items share a rank
+        bound = max(bound, descending[world_size - 1] + descending[world_size])
+    assert max(totals) <= 4 / 3 * bound + 1e-9
+    if len(costs) >= world_size:
+        assert all(shares)
+    free = balance_by_cost([0] * 6, 3)  # by number
+    assert [len(share) for share in free] == [2, 2, 2]
