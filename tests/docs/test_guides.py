@@ -68,7 +68,8 @@ APPENDED = {
     r"^vlm-grpo (train|sft) (?!.*eval_share)|evaluate counting": "data.eval_limit=4",
     # These recipes have episodes of several turns, and supervised steps.
     r"(train|sft) (tiny_words|maze)": "data.eval_limit=1 evaluation.every=2",
-    r"train (tiny_words|maze)": "rollout.num_generations=4",
+    r"train tiny_words": "rollout.num_generations=4",
+    r"train maze": "rollout.num_generations=2 task_options.environment.max_turns=3",
     r"(train|sft) (tiny_words|maze)(?!.*warm_start=null)": "warm_start.warmup_steps=0",
     r"train (tiny_words|maze)(?!.*warm_start=null)": "warm_start.steps=1",
     r"data_scripts\.(?!make_)": "--allow-partial",  # the files are a part of a dataset
