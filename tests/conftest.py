@@ -81,7 +81,7 @@ def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             if policy.sharing_check is not None and prompts:
                 policy.sharing_check.choose(prompts)
 
-        monkeypatch.setattr("vlm_grpo.model.policy.Policy.check_form", choose)
+        monkeypatch.setattr("vlm_grpo.model.policy.Policy.check_sharing", choose)
 
 
 @contextlib.contextmanager

@@ -38,3 +38,11 @@ def test_a_filter_compares_numbers(text, accepted):
 def test_anything_else_is_refused_when_the_settings_are_read(text):
     with pytest.raises(UserError, match="is no filter: write comparisons"):
         DataSettings(train="rows.jsonl", filter=text)
+
+
+@pytest.mark.parametrize("value", [True, float("nan"), "0.5", None])
+def test_what_is_no_number_is_missing(value):
+    chosen = Filter("rate > 0 and n < 3")
+    assert chosen.find_missing({"rate": value, "n": 2}) == ["rate"]
+    assert chosen.find_missing({"n": 2}) == ["rate"]
+    assert chosen.find_missing({"rate": 0, "n": 2.5}) == []

@@ -55,6 +55,7 @@ TARGETS = {
     "training/methods/kl.py": 0.5,
     "training/objective/advantages.py": 0.2,
     "training/objective/batch.py": 0.5,
+    "training/objective/kl.py": 0.25,
     "training/objective/losses.py": 0.25,
     "model/engine/attention.py": 0.2,
     "model/engine/batch.py": 0.3,

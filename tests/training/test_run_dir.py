@@ -6,21 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
-from small_runs import make_trainer
 
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.scored import Row, Scored
-from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training import update as update_module
 from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.trainer import train
-from vlm_grpo.training.update import MAX_NONFINITE_STEPS
 from vlm_grpo.utils.jsonl import read_rows
 
 STEPS = 70
@@ -112,35 +107,3 @@ def test_an_evaluation_is_read_as_it_was_written(build_run):
     for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
         (run_dir.path / "evaluation/step-000000.json").write_text(text)
         assert run_dir.read_evaluation(0) is None
-
-
-def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(settings, monkeypatch):
-    trainer, found = make_trainer(settings(optim={"max_steps": 1})), []
-    one_less = [True] * (MAX_NONFINITE_STEPS - 1)
-    update, flags = trainer.updater.update, iter([*one_less, False, *one_less, True])
-    changed = lambda batch: {**update(batch), "skipped_updates": next(flags)}  # noqa: E731
-    monkeypatch.setattr(trainer.updater, "update", changed)
-    monkeypatch.setattr(update_module.logger, "warning", lambda _, step: found.append(step))
-    for _ in range(2 * MAX_NONFINITE_STEPS - 1):
-        trainer.step()
-    assert found == [0, MAX_NONFINITE_STEPS]
-    with pytest.raises(UserError, match=r"in 5 consecutive steps.*step 9, are in .*samples"):
-        trainer.step()
-
-
-def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_completions_that_ended_it(
-    settings, monkeypatch
-):
-    run = settings(optim={"max_steps": 20}, logging={"samples_every": 0})
-    trainer = make_trainer(run)
-    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
-    score = trainer.policy.score
-
-    def score_infinite(*args: Any) -> TokenScores:
-        return TokenScores(score(*args).logprobs * torch.inf)
-
-    monkeypatch.setattr(trainer.policy, "score", score_infinite)
-    with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr"):
-        trainer.run()
-    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
-    assert len(list((run.run_dir / "samples").glob("*.jsonl"))) == MAX_NONFINITE_STEPS

@@ -83,8 +83,8 @@ def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> 
     """Return the names of the tensors that this rank writes; ranks write similar amounts.
 
     Every tensor is written in full by one rank, so that any program can read the files. Names that
-    share a tensor stay together, and so do those of a layer, which a model's files may join. Names
-    and sizes must be equal on all ranks."""
+    share a tensor belong to one rank, and so do those of one layer, since files may store these as
+    one tensor. Names and sizes must be equal on all ranks."""
     layers: dict[int, str] = {}  # of each tensor, by its first name
     costs: dict[str, int] = {}
     for name, tensor in tensors.items():

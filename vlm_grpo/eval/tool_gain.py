@@ -1,4 +1,4 @@
-"""What tools gain and harm in an evaluation, against one without them."""
+"""A comparison of evaluations with and without tools: how much their calls help and harm."""
 
 from dataclasses import replace
 

@@ -66,7 +66,7 @@ def diagnose(
         f"{sum(token in banned for token in tokens)} of them for the image"
     )
     reason = policy.family.why_not_shared(config)
-    if reason is None and (problem := policy.try_form(prompt)) is not None:
+    if reason is None and (problem := policy.try_sharing(prompt)) is not None:
         reason = f"with a shared prompt, {problem}"
     if reason is not None:
         yield f"form         one prompt pass per completion: {reason}"

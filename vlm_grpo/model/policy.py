@@ -78,9 +78,7 @@ class Policy:
         self.distribution, self.chunk_tokens = distribution, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)  # to which a strategy that shards attaches its hooks
-        self.sharing_check: SharingCheck | None = (
-            None  # of the shared form; None: nothing is checked
-        )
+        self.sharing_check: SharingCheck | None = None  # None: nothing is checked
         pad = self.tokenizer.pad_token_id
         pad = distribution.eos[0] if pad is None else pad
         self._repeated = Engine(loaded, pad)
@@ -137,7 +135,7 @@ class Policy:
             begun: number of tokens that each prompt's completions have already, at its end: they
                 continue their random streams, up to the same length; empty: none.
         """
-        self.check_form(prompts)
+        self.check_sharing(prompts)
         if isinstance(num_generations, int):
             num_generations = [range(num_generations)] * len(prompts)
         pairs = zip(seeds, num_generations, strict=True)
@@ -226,22 +224,22 @@ class Policy:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    # The form.
+    # The check of shared prompts.
 
-    def check_form(self, prompts: Sequence[Prompt]) -> None:
-        """Check the shared form on the first prompts; ``UserError``: the model fails with it, or
+    def check_sharing(self, prompts: Sequence[Prompt]) -> None:
+        """Check shared prompts on the first ones; ``UserError``: the model fails with it, or
         differs although it must be used."""
         check = self.sharing_check
         if check is None or not (self.shared and prompts):
             return
         if (prompt := check.choose(prompts)) is not None:
             try:
-                self._follow(self.try_form(prompt))
+                self._follow(self.try_sharing(prompt))
             finally:
                 self.engine.clear_image_features()
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Check the shared form on the group that exceeds what was checked the most.
+        """Check a shared prompt on the group that exceeds what was checked the most.
 
         Without a group the model still runs as often as on other ranks. A completion that does not
         fit into the memory in one of the forms is not checked.
@@ -250,7 +248,7 @@ class Policy:
         with contextlib.suppress(torch.OutOfMemoryError):
             self._follow(self._check(lambda: self.compare(batch or self.dummy_batch())))
 
-    def try_form(self, prompt: Prompt) -> str | None:
+    def try_sharing(self, prompt: Prompt) -> str | None:
         """Sample short completions of a prompt, and compare the two forms on them.
 
         Returns how they differ; None: by rounding. ``UserError``: the model fails.

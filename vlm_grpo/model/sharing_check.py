@@ -2,7 +2,7 @@
 
 Completions are sampled and scored with a shared prompt, and scored by transformers' own forward
 with the prompt repeated. Their log-probabilities differ by rounding, or the model computes
-something that the shared form does not know.
+something that passes with a shared prompt do not know.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ GROWTH = 2  # a shape is checked if it exceeds all checked ones by this factor
 class SharingCheck:
     """What of one policy is to be checked: its own first samples, and larger groups than before.
 
-    ``must_share``: a failed check is an error, rather than the end of the shared form.
+    ``must_share``: a failed check is an error, rather than the end of sharing.
     """
 
     def __init__(self, must_share: bool) -> None:

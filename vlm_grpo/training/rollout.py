@@ -174,9 +174,9 @@ class RolloutSampler:
             with self._fail_together():
                 begun = self._begin_round(self.settings.optim.prompts_per_step, step)
                 groups = author.write(begun.prompts, self.task)
-                self.policy.check_form(begun.prompts)
+                self.policy.check_sharing(begun.prompts)
                 self._encode_images(begun.prompts)
-            self._check_form(groups)
+            self._check_sharing(groups)
         return Rollout(tuple(groups), step=step, author=author.name)
 
     def _sample_step(self, step: int) -> Rollout:
@@ -264,7 +264,7 @@ class RolloutSampler:
         scores = [score for group in groups for score in group.scores]
         examples = [group.prompt.example for group in groups for _ in group.scores]
         self.failures.check(task, scores, examples, self._add_ranks)
-        self._check_form(groups)
+        self._check_sharing(groups)
         return dict(zip(own, groups, strict=True))
 
     @contextmanager
@@ -344,8 +344,8 @@ class RolloutSampler:
         seeds = [(self.settings.seed, index) for index in (*own, *(i for i, _ in pairs))]
         return asked, build_sampling_settings(self.policy.distribution, rollout), numbers, seeds
 
-    def _check_form(self, groups: Sequence[Group]) -> None:
-        """Check the shared form on all ranks if one of them has a much larger group than before."""
+    def _check_sharing(self, groups: Sequence[Group]) -> None:
+        """Check shared prompts on all ranks if one of them has a much larger group than before."""
         policy, check = self.policy, self.policy.sharing_check
         if check is None:
             return

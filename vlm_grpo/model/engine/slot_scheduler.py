@@ -46,8 +46,8 @@ class SlotScheduler:
         return not self._waiting and bool((self.rows < 0).all())
 
     def admit(self) -> tuple[list[int], Int[np.ndarray, " n"]]:
-        """Give free places to waiting completions; return the slots that received a prompt, and the
-        places that received a completion."""
+        """Give free places to waiting completions; return the slots of the prompts that begin, and
+        the places that were given."""
         started, taken = [], []
         for place in np.flatnonzero(self.rows < 0).tolist():
             if not self._waiting:
