@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vlm_grpo.task.registry import load_task
@@ -21,9 +21,9 @@ READ = {
 }
 
 
-def score(gold, text: str, **options) -> float:
+def score(gold, text: str, question: str = "?", **options) -> float:
     task = load_task("numeric", **options)
-    return task.score(text, Example("1", (), "?", gold)).rewards["relaxed"] or 0.0
+    return task.score(text, Example("1", (), question, gold)).rewards["relaxed"] or 0.0
 
 
 @pytest.mark.parametrize("text", READ)
@@ -40,11 +40,23 @@ def test_other_texts_are_no_number(text):
 
 
 @settings(max_examples=200, deadline=None)
+@example("12 millionmillion")
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("".join))
 def test_a_number_is_finite_and_its_text_earns_its_own_reward(text):
     found = parse_quantity(text)
-    assert found is None or math.isfinite(found.value)
-    assert found is None or score(found.value, text, exact_years=False) == 1.0
+    if found is None:
+        return
+    assert math.isfinite(found.value)
+    assert score(text, text) == 1.0
+    # A gold answer without a unit fits any unit that the question names, and some others.
+    assert score(found.value, text, f"How many {found.unit}?", exact_years=False) == 1.0
+    if found.unit in ("", *PIECES):
+        assert score(found.value, text, exact_years=False) == 1.0
+
+
+def test_a_gold_answer_without_a_unit_fits_no_word_that_is_no_unit():
+    assert score(12, "12 people") == 1.0
+    assert score(12, "12 millionmillion") == score(12, "12 zebras") == 0.0
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([0.0, 0.05, 0.3]))
