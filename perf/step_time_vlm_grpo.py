@@ -14,6 +14,7 @@ from step_time import parse_arguments
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
@@ -22,7 +23,7 @@ from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
+from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.task import Task, reward

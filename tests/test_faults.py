@@ -22,7 +22,6 @@ from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import verify_checkpoint
-from vlm_grpo.training.checkpoint.manager import CheckpointManager
 
 
 def make_row(name: object) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
     settings, tmp_path, leaving, monkeypatch
 ):
     # It fills up after the start, at which there was room.
-    monkeypatch.setattr(CheckpointManager, "check_disk", lambda _: None)
+    monkeypatch.setattr("vlm_grpo.training.trainer.check_disk", lambda *_: None)
     with small_disk(tmp_path / "disk", 2**23) as disk:
         checkpoint, logging = {"every": 1, "keep_last": 1}, {"samples_every": 1}
         run = settings(output_dir=str(disk.folder), logging=logging, checkpoint=checkpoint)

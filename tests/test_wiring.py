@@ -278,7 +278,7 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     parts = settings.optim.mini_batches
     environment = Peek() if case.startswith("episodes") else None
     # What the tools are is nine tenths of these prompts.
-    monkeypatch.setattr("vlm_grpo.model.prompts._TOOLS", "Look.")
+    monkeypatch.setattr("vlm_grpo.model.prompts.TOOLS", "Look.")
     recorder = Recorder(make_trainer(settings, environment))
     recorder.attach(monkeypatch)
     plain, average = PlainModel(model_folder, settings), dict[str, Tensor]()

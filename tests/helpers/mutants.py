@@ -81,6 +81,7 @@ TARGETS = {
     "data/messages.py": 0.3,
     "config/prompt.py": 0.4,
     "model/policy.py": 0.2,
+    "model/chat_template.py": 0.1,
     "model/prompts.py": 0.1,
     "serve/chat.py": 0.1,
     "training/trainer.py": 0.12,
@@ -156,11 +157,11 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("data/messages.py", "{_BESIDE: iter(others)", "{_BESIDE: iter(others[::-1])"),
     ("config/prompt.py", 'and not (turns and turns[0].role == "system")', ""),
     ("config/prompt.py", "(*turns, message)", "(message,)"),
-    ("model/prompts.py", "is_native=is_open or is_on", "is_native=is_open"),
-    ("model/prompts.py", "is_open = text.rstrip()", "is_open = text"),
-    ("model/prompts.py", "**special, **arguments, **given", "**special, **given"),
+    ("model/chat_template.py", "is_native=is_open or is_on", "is_native=is_open"),
+    ("model/chat_template.py", "is_open = text.rstrip()", "is_open = text"),
+    ("model/chat_template.py", "**special, **arguments, **given", "**special, **given"),
     ("model/prompts.py", "thinking_tags=self.thinking_tags)", "thinking_tags=THINK_TAGS)"),
-    ("model/prompts.py", "for turn in turns:", "for turn in turns[-1:]:"),
+    ("model/chat_template.py", "for turn in turns:", "for turn in turns[-1:]:"),
     ("serve/chat.py", 'if turn.role == "user" else turn.text', ""),
 ]
 """Module, text and replacement: signs, constants and data that pass between parts of a step."""

@@ -546,7 +546,7 @@ def train_on_episodes(folder: Path, launch: str) -> list[dict[str, Any]]:
     data = {**EPISODES["data"], "eval": str(folder / "rows.jsonl")}
     settings = make_settings(folder, launch, **EPISODES | {"data": data})
     models.CHUNK_EXAMPLES = 1
-    prompts._TOOLS = "Look."  # noqa: SLF001 (what the tools are is nine tenths of the prompts)
+    prompts.TOOLS = "Look."  # what the tools are is nine tenths of the prompts
     trainer = build_trainer(settings)
     arguments = trainer.train_examples[:5], settings, trainer.sampler.scorer
     evaluator = HeldOutEvaluator(trainer.strategy, trainer.task, *arguments)

@@ -15,6 +15,7 @@ from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
 from vlm_grpo.media.images import encode_png
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.linear import use_fast_linears
@@ -22,7 +23,7 @@ from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSetting
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
+from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
 from vlm_grpo.utils.chat import Turn

@@ -15,10 +15,11 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.families.family import Family
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.loading import load_prompt_builder
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
+from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.prompts import PromptCounter
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.registry import load_environment, load_task

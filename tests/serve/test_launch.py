@@ -9,8 +9,8 @@ import torch
 from small_runs import save_tiny_model
 
 from vlm_grpo import Settings, UserError, load_policy, load_settings
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.families.family import find_part
-from vlm_grpo.model.prompts import ChatTemplate
 from vlm_grpo.serve import launch, weights
 
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torchvision.ops import box_iou, generalized_box_iou
 
 from vlm_grpo.task import scores
+from vlm_grpo.task.repetition import repeated_share
 from vlm_grpo.task.scores import Box, coco_average_precision, error_rate, f1, iou, matched_mean
 
 # Few letters, so that most distances lie between the extremes.
@@ -105,4 +106,4 @@ def test_coco_average_precision_of_special_cases(capsys):
     ],
 )
 def test_repeated_share(text, share):
-    assert scores.repeated_share(text) == pytest.approx(share)
+    assert repeated_share(text) == pytest.approx(share)

@@ -33,9 +33,9 @@ from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_s
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
+from vlm_grpo.training.stopping import MAX_NONFINITE_STEPS
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import (
-    MAX_NONFINITE_STEPS,
     Updater,
     build_updater,
     pack_step,
@@ -456,7 +456,8 @@ def test_only_consecutive_steps_end_the_run_and_a_series_is_reported_once(settin
     update, flags = trainer.updater.update, iter([*one_less, False, *one_less, True])
     changed = lambda batch: {**update(batch), "skipped_updates": next(flags)}  # noqa: E731
     monkeypatch.setattr(trainer.updater, "update", changed)
-    monkeypatch.setattr(update_module.logger, "warning", lambda _, step: found.append(step))
+    warn = "vlm_grpo.training.stopping.logger.warning"
+    monkeypatch.setattr(warn, lambda _, step: found.append(step))
     for _ in range(2 * MAX_NONFINITE_STEPS - 1):
         trainer.step()
     assert found == [0, MAX_NONFINITE_STEPS]

@@ -11,11 +11,9 @@ from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import FAILURES, Task, write_prompt
 from vlm_grpo.types import Example
-from vlm_grpo.utils.chat import Turn, place_images
+from vlm_grpo.utils.chat import THINKING_SWITCHES, Turn, place_images
 from vlm_grpo.utils.sandbox import Sandbox
 
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Names that chat templates give to the switch of a model's thinking."""
 VARIABLES = ("question", "instruction", "id", "source", "meta")
 """Variables of ``prompt.template``."""
 _SANDBOX = Sandbox(undefined=StrictUndefined)

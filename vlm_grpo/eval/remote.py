@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_grpo.config.prompt import THINKING_SWITCHES
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError, list_bad_rows
@@ -25,7 +24,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL
 from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.types import Completion, EpisodeTurn, Example, VideoRef
-from vlm_grpo.utils.chat import Turn
+from vlm_grpo.utils.chat import THINKING_SWITCHES, Turn
 from vlm_grpo.utils.http_json import LONGEST_WAIT, ServiceError
 from vlm_grpo.utils.parallel_calls import call_each
 

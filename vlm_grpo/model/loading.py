@@ -40,12 +40,13 @@ from vlm_grpo.model.adapters import (
     check_weight_names,
     load_adapters,
 )
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.families.family import Family, PixelBudget, find_part
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.hub import check_reachable, suggest_model
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder, get_context_length
+from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.utils import trust
 
 logger = logging.getLogger(__name__)

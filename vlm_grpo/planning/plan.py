@@ -19,11 +19,12 @@ from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data.loading import filter_examples, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.engine.batch import LOGIT_BYTES, fit_tokens
 from vlm_grpo.model.families.known import load_family
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
+from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.devices import (
     CARDS,
     CONTEXT,

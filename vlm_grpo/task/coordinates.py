@@ -13,6 +13,7 @@ from typing import Any, Literal
 Box = tuple[float, float, float, float]  # x1, y1, x2, y2: left, top, right and bottom edges
 Size = tuple[int, int]  # width and height in pixels
 RoundedBox = tuple[int, int, int, int] | Box  # as it is written: integers, but for FRACTION
+_LARGEST = 1e6  # absolute value of a coordinate that a model passes to a tool
 
 
 def _write_json(
@@ -139,6 +140,30 @@ class CoordinateFrame:
         width, height = self._get_span(size, resized_size)
         x, y = size[0] / width, size[1] / height
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+
+    def find_place(
+        self, numbers: Any, count: int, size: Size, resized_size: Size
+    ) -> tuple[float, ...]:
+        """Return the box (4 numbers) or point (2) that a model wrote, in original pixels; a box is
+        clipped to the image. ``BoxError`` says what it must be, or that it is outside."""
+        is_list = isinstance(numbers, list | tuple) and len(numbers) == count
+        if not is_list or not all(type(number) in (int, float) for number in numbers):
+            raise BoxError(f"must be a list of {count} numbers")
+        if not all(abs(number) <= _LARGEST for number in numbers):
+            raise BoxError("has a number that is too large")
+        places = [float(number) for number in numbers]
+        if self.y_first:
+            places = [n for y, x in zip(places[::2], places[1::2], strict=True) for n in (x, y)]
+        corners = (*places, *places)[:4]
+        x1, y1, x2, y2 = self.to_pixels(corners, size, resized_size)  # type: ignore[arg-type]
+        if count == 2:
+            if not (0 <= x1 <= size[0] and 0 <= y1 <= size[1]):
+                raise BoxError("is outside the image")
+            return (x1, y1)
+        box = max(x1, 0.0), max(y1, 0.0), min(x2, float(size[0])), min(y2, float(size[1]))
+        if not (box[0] < box[2] and box[1] < box[3]):
+            raise BoxError("has no area inside the image: write x1 < x2 and y1 < y2")
+        return box
 
     def from_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
         """Convert a box from original pixels to this frame's units, without rounding."""

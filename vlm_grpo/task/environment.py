@@ -33,7 +33,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from vlm_grpo.media.images import decode_image, encode_png
-from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame
+from vlm_grpo.task.coordinates import ORIGINAL, Box, BoxError, CoordinateFrame
 from vlm_grpo.task.task import FAILURES, check_names
 from vlm_grpo.types import Example, ImageRef, Observed, ToolCall
 from vlm_grpo.utils.chat import IMAGE
@@ -44,7 +44,6 @@ MAX_CALL = 20_000  # characters of a call that are read
 MAX_PARTS = 200  # lists and objects in a call
 MAX_TEXT = 8_000  # characters of an observation; longer ones are cut
 MAX_IMAGES, MAX_PIXELS, MAX_ASPECT, MIN_SIDE = 8, 2**25, 200, 2  # of an observation
-_LARGEST = 1e6  # absolute value of a coordinate
 _NUMBERS = {Box: 4, Point: 2}
 _build_adapter = cache(TypeAdapter)
 _FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)</function>", re.DOTALL)
@@ -349,28 +348,13 @@ class Environment:
             raise ToolError(f"{name}: {error.errors()[0]['msg'].lower()}") from error
 
     def _to_pixels(self, name: str, value: Any, count: int) -> tuple[float, ...]:
-        is_list = isinstance(value, list | tuple) and len(value) == count
-        if not is_list or not all(type(number) in (int, float) for number in value):
-            raise ToolError(f"{name} must be a list of {count} numbers")
-        if not all(abs(number) <= _LARGEST for number in value):
-            raise ToolError(f"{name} has a number that is too large")
         if not self.example.images:
             raise ToolError(f"there is no image for {name}")
-        numbers = [float(number) for number in value]
-        if self.frame.y_first:
-            numbers = [n for y, x in zip(numbers[::2], numbers[1::2], strict=True) for n in (x, y)]
         image = self.example.images[0]
-        width, height = image.size
-        corners = (*numbers, *numbers)[:4]
-        x1, y1, x2, y2 = self.frame.to_pixels(corners, image.size, image.resized_size)  # type: ignore[arg-type]
-        if count == 2:
-            if not (0 <= x1 <= width and 0 <= y1 <= height):
-                raise ToolError(f"{name} is outside the image")
-            return (x1, y1)
-        box = max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height))
-        if not (box[0] < box[2] and box[1] < box[3]):
-            raise ToolError(f"{name} has no area inside the image: write x1 < x2 and y1 < y2")
-        return box
+        try:
+            return self.frame.find_place(value, count, image.size, image.resized_size)
+        except BoxError as error:
+            raise ToolError(f"{name} {error}") from error
 
     def find_boxes(self, call: ToolCall, example: Example) -> list[Box]:
         """Return the boxes of a call in pixels of the example's first image, without wrong ones."""

@@ -4,7 +4,6 @@ Boxes are xyxy tuples in any common unit. They are not clipped to an image.
 """
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
@@ -176,25 +175,6 @@ def anls(predicted: str, gold: Sequence[str]) -> float:
     text, *accepted = (" ".join(side.lower().split()) for side in (predicted, *gold))
     smallest = min(Levenshtein.normalized_distance(text, other) for other in accepted)
     return 1.0 - smallest if smallest < 0.5 else 0.0
-
-
-def repeated_share(text: str, n: int = 6) -> float:
-    """Compute the share of word n-grams that occur earlier in the same text, in [0, 1].
-
-    A word is a run of letters and digits, or one character of a script without spaces. The
-    default of six words is longer than the text that repeats between boxes in any grammar.
-
-    >>> repeated_share("a b c d a b c d", n=4)
-    0.2
-    """
-    words = _WORDS.findall(text.lower())
-    grams = list(zip(*(words[i:] for i in range(n)), strict=False))
-    return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
-
-
-# Thai, Lao, Burmese, Khmer, kana and Chinese characters.
-_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
-_WORDS = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+")
 
 
 def _to_xywh(boxes: Boxes) -> np.ndarray:

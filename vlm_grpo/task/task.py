@@ -41,7 +41,7 @@ from PIL import Image
 from vlm_grpo.errors import shorten
 from vlm_grpo.task.coordinates import ORIGINAL, Box, CoordinateFrame, gold_boxes
 from vlm_grpo.task.parsing import extract_answer
-from vlm_grpo.task.scores import repeated_share
+from vlm_grpo.task.repetition import repeated_share
 from vlm_grpo.types import Batch, Candidate, EpisodeTurn, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
 from vlm_grpo.utils.http_json import ServiceError

@@ -1,17 +1,26 @@
-"""Stopping a run between two steps, on a signal or at a time limit."""
+"""Stopping a run between two steps: on a signal, at a time limit, or as no gradient is finite."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+
+from vlm_grpo.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 TIME_LIMIT_STATUS = 75  # exit status after the time limit: EX_TEMPFAIL of sysexits.h
+
+MAX_NONFINITE_STEPS = 5
+"""Number of consecutive steps with a skipped update after which a run ends."""
 
 
 class StepInterrupted(Exception):
@@ -96,3 +105,16 @@ class StopRequest:
             return f"finishing the {work}, the first, and saving"
         left = max(0.0, started + self._seconds[work] - time.monotonic())
         return f"finishing the {work}, about {left:.0f} s, and saving"
+
+
+def check_gradients(step: int, count: int, run_dir: Path) -> None:
+    """Warn of the first of ``count`` consecutive steps with a non-finite gradient, which end with
+    ``step``; ``UserError``: there are ``MAX_NONFINITE_STEPS``."""
+    if count == 1:
+        logger.warning("step %d: the gradient is not finite; the update is skipped", step)
+    if count >= MAX_NONFINITE_STEPS:
+        raise UserError(
+            f"the gradient was not finite in {count} consecutive steps; completions of the last "
+            f"one, step {step}, are in {run_dir / 'samples'}: continue from the last checkpoint "
+            "with a lower optim.lr or policy.dtype=float32"
+        )

@@ -25,6 +25,7 @@ from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
 from vlm_grpo.training.batch import Rollout, compute_advantages
+from vlm_grpo.training.checkpoint.disk_space import check_disk
 from vlm_grpo.training.checkpoint.manager import (
     CheckpointManager,
     RunState,
@@ -39,9 +40,9 @@ from vlm_grpo.training.rollout import RolloutSampler, select_usable
 from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.schedule import get_rates
 from vlm_grpo.training.speed import StepMeter
-from vlm_grpo.training.stopping import StepInterrupted, StopRequest
+from vlm_grpo.training.stopping import StepInterrupted, StopRequest, check_gradients
 from vlm_grpo.training.summary import TrainResult, describe_run, describe_start
-from vlm_grpo.training.update import build_updater, check_gradients, pack_step
+from vlm_grpo.training.update import build_updater, pack_step
 from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 
@@ -185,7 +186,7 @@ class Trainer:
         settings, last = self.settings, self.settings.optim.max_steps
         lines = describe_start(settings, self.checkpoints.origin, self._is_done)
         if not self._is_done:
-            self.checkpoints.check_disk()
+            check_disk(settings, self.updater)
             examples = self.train_examples, self.evaluator.examples
             lines = [*lines, *describe_run(settings, self.policy, self.task, *examples)]
         for line in lines:

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -50,9 +49,6 @@ from vlm_grpo.training.objective.losses import Surrogate, completion_weights, co
 from vlm_grpo.training.schedule import build_scheduler
 
 logger = logging.getLogger(__name__)
-
-MAX_NONFINITE_STEPS = 5
-"""Number of consecutive steps with a skipped update after which a run ends."""
 
 
 @dataclass
@@ -368,17 +364,4 @@ def _check_offloading(strategy: Strategy) -> None:
         raise UserError(
             "policy.activation_offloading is not possible with sharded weights, which would be "
             "moved as well: remove it, or set policy.gradient_checkpointing=full"
-        )
-
-
-def check_gradients(step: int, count: int, run_dir: Path) -> None:
-    """Warn of the first of ``count`` consecutive steps with a non-finite gradient, which end with
-    ``step``; ``UserError``: there are ``MAX_NONFINITE_STEPS``."""
-    if count == 1:
-        logger.warning("step %d: the gradient is not finite; the update is skipped", step)
-    if count >= MAX_NONFINITE_STEPS:
-        raise UserError(
-            f"the gradient was not finite in {count} consecutive steps; completions of the last "
-            f"one, step {step}, are in {run_dir / 'samples'}: continue from the last checkpoint "
-            "with a lower optim.lr or policy.dtype=float32"
         )

@@ -10,6 +10,8 @@ IMAGE = "<image>"
 """Stands for one of an example's images or clips in a question or a turn, as in other trainers'
 data, where that of a clip is ``VIDEO``."""
 VIDEO = "<video>"
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names that chat templates give to the switch of a model's thinking."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.chat_template import ChatTemplate
 from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.families.family import Family, find_part
 from vlm_grpo.model.families.known import FAMILIES as KNOWN
 from vlm_grpo.model.families.known import load_family
-from vlm_grpo.model.prompts import ChatTemplate, PromptBuilder
+from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Example

@@ -47,7 +47,7 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
 
 
 def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings, monkeypatch):
-    monkeypatch.setattr("vlm_grpo.model.prompts._TOOLS", "Look.")  # nine tenths of the prompts
+    monkeypatch.setattr("vlm_grpo.model.prompts.TOOLS", "Look.")  # nine tenths of the prompts
     peek = {"name": f"{small_environments.__file__}:Peek", "max_turns": 3}
     run = settings(
         task_options={"environment": peek},

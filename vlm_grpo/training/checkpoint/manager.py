@@ -1,9 +1,7 @@
 """Saving and restoring the state of a run."""
 
-import logging
 import math
 import random
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +14,8 @@ from torch import Tensor
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import any_rank, fail_together, gather_object
-from vlm_grpo.dist.optimizer import count_state, load_optimizer_tensors, optimizer_tensors
+from vlm_grpo.dist.optimizer import load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.dist.weights import gather_full, get_local_names
-from vlm_grpo.errors import UserError
-from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.training.checkpoint.files import (
     Contents,
     prune_checkpoints,
@@ -37,8 +33,6 @@ from vlm_grpo.training.rollout import RolloutSampler
 from vlm_grpo.training.schedule import set_rates
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
-
-logger = logging.getLogger(__name__)
 
 _OF_A_COMMAND = {"name", "output_dir", "resume"}
 
@@ -89,41 +83,6 @@ class CheckpointManager:
         return seconds < math.inf and any_rank(
             self.accelerator, time.monotonic() - self.saved_at >= seconds
         )
-
-    def check_disk(self) -> None:
-        """Raise ``UserError`` if no checkpoint fits on the run's disk; warn if those do not fit
-        that the settings keep, with the next one. All ranks must call it."""
-        size, settings = self._estimate_bytes(), self.settings.checkpoint
-        with fail_together(self.accelerator):
-            if not self.accelerator.is_main_process:
-                return
-            free, run_dir = shutil.disk_usage(self.settings.run_dir).free, self.settings.run_dir
-            needs = f"a checkpoint of this run takes about {size / 1e9:.3g} GB"
-            room = f"the disk of {run_dir} has {free / 1e9:.3g} GB free"
-            if free < size:
-                raise UserError(
-                    f"{needs}, and {room}: make room, or set output_dir to a folder on another disk"
-                )
-            # A checkpoint is complete before an older one is deleted.
-            wanted = (settings.keep_last or 2) + settings.keep_best + 1
-            if free < (wanted - len(list_checkpoints(self.folder))) * size:
-                logger.warning(
-                    "%s, and %s, which is less than the %d that checkpoint.keep_last=%d needs: "
-                    "make room, or keep fewer", needs, room, wanted, settings.keep_last,
-                )  # fmt: skip
-
-    def _estimate_bytes(self) -> int:
-        """Estimate the bytes of weights, optimizer state and methods' state in a checkpoint."""
-        policy, optimizer = self.policy, self.settings.optim.name
-        trained = dict(policy.trainable_parameters())
-        weights = policy.model.parameters() if policy.adapters is None else trained.values()
-        size = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-        for name, weight in trained.items():
-            size += count_state(name, weight.shape, optimizer, weight.dtype)
-        for method in self.updater.methods.values():
-            held = method.state_dict()[1].values()
-            size += sum(tensor.numel() * tensor.dtype.itemsize for tensor in held)
-        return size
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep."""
