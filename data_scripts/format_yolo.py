@@ -10,7 +10,6 @@ import yaml
 from vlm_grpo.config.data import Split
 from vlm_grpo.data.detection import (
     MAX_BYTES,
-    SPLIT_NAMES,
     AnnotatedImage,
     Region,
     ask_about_images,
@@ -18,6 +17,7 @@ from vlm_grpo.data.detection import (
     list_images,
     try_region,
 )
+from vlm_grpo.data.files import SPLIT_NAMES
 from vlm_grpo.data.formats import Format, has_suffix, is_folder
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError

@@ -15,12 +15,12 @@ from vlm_grpo.training.batch import (
     Rollout,
     StepAdvantages,
     StepBatch,
-    TokenBudget,
     build_slices,
     compute_advantages,
     estimate_cost,
     has_spread,
 )
+from vlm_grpo.training.out_of_memory import TokenBudget
 from vlm_grpo.training.speed import GIB, memory_metrics
 from vlm_grpo.training.update import pack_step
 from vlm_grpo.types import Group

@@ -157,7 +157,7 @@ def test_a_step_with_the_best_value_is_saved_if_it_is_to_be_kept(settings, keeps
     held_out = {"data": {"eval": "embedded:ocr", "eval_limit": 2}}
     trainer = make_trainer(settings(**held_out, checkpoint={"keep_best": keeps_best}))
     trainer.evaluator.best, trainer.global_step = (1.0, 1), 1
-    assert trainer._checkpoint_due() == keeps_best  # noqa: SLF001
+    assert trainer.checkpoints.is_due(trainer.state) == keeps_best
 
 
 def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):

@@ -29,10 +29,11 @@ from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.training import memory_probe
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
-from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_slices
+from vlm_grpo.training.batch import StepBatch, TokenLayout, score_slices
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
+from vlm_grpo.training.out_of_memory import TokenBudget
 from vlm_grpo.training.stopping import MAX_NONFINITE_STEPS
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.training.update import (

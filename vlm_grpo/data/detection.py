@@ -22,11 +22,6 @@ from vlm_grpo.types import LabeledBoxes
 
 logger = logging.getLogger(__name__)
 
-SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
-    "train": ("train",),
-    "eval": ("val", "valid", "validation", "dev", "test"),
-}
-"""Names of each part in published datasets, the preferred one first."""
 MAX_BYTES = 16 * 2**20  # Size of an XML file or a label file
 
 

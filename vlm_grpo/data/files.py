@@ -7,10 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vlm_grpo.config.data import Split
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.parsing import refuse_constant, refuse_repeated_keys
 
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "eval": ("val", "valid", "validation", "dev", "test"),
+}
+"""Names of each part in published datasets, the preferred one first."""
 MAX_LINE_BYTES = 16 * 2**20
 MAX_DEPTH = 32
 """Deepest nesting of lists and objects; a row whose answer is a list of boxes has four."""

@@ -18,13 +18,13 @@ import numpy as np
 
 from vlm_grpo.config.data import PYTHON, Split
 from vlm_grpo.data.detection import (
-    SPLIT_NAMES,
     find_coco_file,
     list_image_folders,
     list_images,
     read_json_source,
 )
 from vlm_grpo.data.files import (
+    SPLIT_NAMES,
     find_metadata,
     read_csv,
     read_jsonl,

@@ -17,7 +17,8 @@ from vlm_grpo.model.engine.kv_cache import count_free_bytes
 from vlm_grpo.planning.memory import estimate_memory, fit_update_tokens
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import PromptSize, estimate_workload
-from vlm_grpo.training.batch import StepBatch, TokenBudget
+from vlm_grpo.training.batch import StepBatch
+from vlm_grpo.training.out_of_memory import TokenBudget
 
 
 @dataclass

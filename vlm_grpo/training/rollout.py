@@ -27,13 +27,12 @@ from vlm_grpo.task.episodes import EnvironmentRunner
 from vlm_grpo.task.scorer import FailureGuard
 from vlm_grpo.training.batch import (
     Rollout,
-    TokenBudget,
     estimate_cost,
     has_spread,
-    is_out_of_memory,
     score_groups,
 )
 from vlm_grpo.training.methods import Groups, Method, overrides
+from vlm_grpo.training.out_of_memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.prompt_loader import PromptLoader
 from vlm_grpo.training.stopping import StepInterrupted, StopRequest
 from vlm_grpo.types import Completion, Example, Group, Prompt

@@ -216,7 +216,7 @@ class Trainer:
                 with fail_together(self.accelerator):
                     self.run_dir.write_metrics(self.global_step - 1, metrics)
                 progress.advance(metrics)
-                if self._checkpoint_due():
+                if self.checkpoints.is_due(self.state):
                     self._save()
                 self.run_dir.refresh_report()
             if not self._is_done and not self.checkpoints.is_saved(self.state):
@@ -277,14 +277,6 @@ class Trainer:
         state = self.checkpoints.restore(checkpoint)
         self.global_step, self.unevaluated = state.step, state.unevaluated
         self.evaluator.best, self.nonfinite_steps = state.best, state.nonfinite_steps
-
-    def _checkpoint_due(self) -> bool:
-        checkpoint, step = self.settings.checkpoint, self.global_step
-        _, best_step = self.evaluator.best or (None, None)
-        is_best = checkpoint.keep_best and best_step == step
-        is_due = bool(checkpoint.every) and step % checkpoint.every == 0
-        is_last = step in self.settings.phase_ends
-        return is_best or is_due or is_last or self.checkpoints.is_late()
 
     def _save(self) -> None:
         with self.stopwatch("saving"):

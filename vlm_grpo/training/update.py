@@ -34,11 +34,9 @@ from vlm_grpo.training.batch import (
     Rollout,
     StepAdvantages,
     StepBatch,
-    TokenBudget,
     Values,
     build_slices,
     is_masked,
-    is_out_of_memory,
     score_slices,
 )
 from vlm_grpo.training.memory_probe import MemoryProbe
@@ -46,6 +44,7 @@ from vlm_grpo.training.methods import Method, Passes, overrides
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.custom import load_surrogate
 from vlm_grpo.training.objective.losses import Surrogate, completion_weights, compute_loss
+from vlm_grpo.training.out_of_memory import TokenBudget, is_out_of_memory
 from vlm_grpo.training.schedule import build_scheduler
 
 logger = logging.getLogger(__name__)

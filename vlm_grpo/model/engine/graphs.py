@@ -30,6 +30,11 @@ completion (places,), numbers to sample with (places,), and prompt lengths and s
 GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 """Captures a step, given the inputs of its first call. Each call of what it returns replays the
 step and overwrites the previous result."""
+KEPT_SHARE = 0.1
+"""Largest share of the device's memory that a cache may take to be kept, with its captured steps,
+between rollouts."""
+KEPT_STEPS = 32
+"""Largest number of captured steps that are kept, of about 30 MB each (by calculation)."""
 
 
 def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:

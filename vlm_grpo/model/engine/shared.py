@@ -26,6 +26,8 @@ from vlm_grpo.model.engine.attention import PackedAttention, PrefillAttention
 from vlm_grpo.model.engine.batch import PREFILL_TOKENS, MicroBatch, Path, Segment, split_paths
 from vlm_grpo.model.engine.decode_attention import CachedKeys, DecodeAttention
 from vlm_grpo.model.engine.graphs import (
+    KEPT_SHARE,
+    KEPT_STEPS,
     CudaGraph,
     DecodeStep,
     GraphCapture,
@@ -50,11 +52,6 @@ logger = logging.getLogger(__name__)
 LENGTH_BUCKET = 64  # smallest number of tokens that a captured step attends to
 CHECK_EVERY = 8
 """Steps between two reads of the finished completions; 1 on the CPU, where reading is free."""
-KEPT_SHARE = 0.1
-"""Largest share of the device's memory that a cache may take to be kept, with its captured steps,
-between rollouts."""
-KEPT_STEPS = 32
-"""Largest number of captured steps that are kept, of about 30 MB each (by calculation)."""
 
 
 @dataclass(frozen=True)

@@ -77,12 +77,16 @@ class CheckpointManager:
     def is_saved(self, state: RunState) -> bool:
         return self.last_saved == state.step
 
-    def is_late(self) -> bool:
-        """Return whether a save by time is due on any rank. All ranks must call it."""
-        seconds = self.settings.checkpoint.seconds
-        return seconds < math.inf and any_rank(
-            self.accelerator, time.monotonic() - self.saved_at >= seconds
-        )
+    def is_due(self, state: RunState) -> bool:
+        """Return whether to save after a step: the best so far, one that the settings name, the
+        last of a phase, or one that is late on any rank. All ranks must call it."""
+        settings, step = self.settings.checkpoint, state.step
+        is_best = settings.keep_best and state.best is not None and state.best[1] == step
+        is_due = bool(settings.every) and step % settings.every == 0
+        if is_best or is_due or step in self.settings.phase_ends:
+            return True
+        is_late = time.monotonic() - self.saved_at >= settings.seconds
+        return settings.seconds < math.inf and any_rank(self.accelerator, is_late)
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep."""
