@@ -11,16 +11,8 @@ from groups import make_advantages, make_group
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import find_trunks, pack
-from vlm_grpo.training.batch import (
-    Rollout,
-    StepAdvantages,
-    StepBatch,
-    TokenBudget,
-    build_slices,
-    compute_advantages,
-    estimate_cost,
-    has_spread,
-)
+from vlm_grpo.training import batch as batches
+from vlm_grpo.training.batch import Rollout, StepAdvantages, StepBatch, has_spread
 from vlm_grpo.training.speed import GIB, memory_metrics
 from vlm_grpo.training.update import pack_step
 from vlm_grpo.types import Group
@@ -45,7 +37,7 @@ def test_equal_beginnings_are_passed_once():
         replace(GROUPS[0].completions[0], token_ids=t, logprobs=(-1.0,) * len(t)) for t in tokens
     )
     group = replace(GROUPS[0], completions=own, scores=GROUPS[0].scores[:1] * len(own))
-    (piece,) = build_slices([GROUPS[1], group], [False] * 3 + [True] * 6)
+    (piece,) = batches.build_slices([GROUPS[1], group], [False] * 3 + [True] * 6)
     assert piece.rows == (3, 5, 7, 8, 4, 6)  # the trunk's members first, for it has the first
     # 12 tokens once, 7 more of each of two equal ones, a token of each of the other two; one each.
     assert piece.num_tokens == len(group.prompt.token_ids) + 12 + 2 * 7 + 2 + 2
@@ -99,7 +91,7 @@ def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) ->
     rollout = Rollout(tuple(groups), {"exact": 2.0, "closeness": 1.0})
     scores = {} if penalties is None else {"penalties": torch.cat(penalties)}
     objective = ObjectiveSettings(scale_rewards="none")
-    return compute_advantages(rollout, scores, objective, None, Accelerator(cpu=True))
+    return batches.compute_advantages(rollout, scores, objective, None, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +131,7 @@ def test_a_group_has_spread_if_its_advantages_are_not_zero():
 
 
 def test_a_budget_is_halved_from_what_was_used(caplog):
-    budget = TokenBudget(1000, "optim.max_tokens_per_batch")
+    budget = batches.TokenBudget(1000, "optim.max_tokens_per_batch")
     budget.halve(used=300)
     assert budget.tokens == 150
     assert "set optim.max_tokens_per_batch=150 to start with this value" in caplog.text
@@ -185,4 +177,5 @@ def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, sh
     group = make_group(*({"exact": r} for r in rewards), lengths=(3, 5))
     first, second = group.completions
     group = replace(group, completions=(first, replace(second, stop="length")))
-    assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost
+    run = settings(objective=objective)
+    assert batches.estimate_cost(group, {"exact": 1.0}, run, shared) == cost

@@ -34,13 +34,7 @@ from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.training.update import (
-    MAX_NONFINITE_STEPS,
-    Updater,
-    build_updater,
-    pack_step,
-    sum_metrics,
-)
+from vlm_grpo.training.update import MAX_NONFINITE_STEPS, Updater, build_updater, pack_step
 
 
 def make_batch(trainer: Trainer) -> StepBatch:
@@ -51,13 +45,21 @@ def make_batch(trainer: Trainer) -> StepBatch:
     return pack_step(rollout, {}, make_advantages(advantages), {}, trainer.settings)
 
 
-def test_the_schedule_advances_once_per_step(settings, monkeypatch):
+def test_updates_run_in_training_mode_and_the_schedule_advances_once_per_step(
+    settings, monkeypatch
+):
+    """Gradient checkpointing needs this mode."""
     run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
     trainer = make_trainer(run)
-    step = trainer.strategy.step
+    step, batch, modes = trainer.strategy.step, make_batch(trainer), []
     norms = iter([3.0, math.nan, 2.0])
     monkeypatch.setattr(trainer.strategy, "step", lambda: [step(), next(norms)][1])
-    metrics = trainer.updater.update(make_batch(trainer))
+    score, model = trainer.policy.score, trainer.policy.model.eval()
+    monkeypatch.setattr(
+        trainer.policy, "score", lambda *x: modes.append(model.training) or score(*x)
+    )
+    metrics = trainer.updater.update(batch)
+    assert modes == [True] * 3
     assert (metrics["grad_norm"], metrics["skipped_updates"]) == (2.0, 1)
     assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
 
@@ -100,11 +102,8 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [
-        (41, 32 * 1024),  # four fifths in thousands of 1,024 tokens
-        (1000, 65_536),  # the most
-        (1, 1024),  # the least
-    ],
+    # Four fifths in thousands of 1,024 tokens, the most, and the least.
+    [(41, 32 * 1024), (1000, 65_536), (1, 1024)],
 )
 def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
     settings, capsys, size, expected
@@ -185,26 +184,19 @@ def test_running_out_of_memory_in_the_first_update_lowers_what_is_found(settings
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_with_sharded_weights_no_more_is_found_than_the_first_update_had(settings, monkeypatch):
-    """No rank could repeat an update that ran out of memory."""
-    trainer = make_trainer(settings())
-    batch = make_batch(trainer)
-    monkeypatch.setattr(trainer.strategy, "may_retry", False)
-    with GpuMemory(trainer.updater, 10**12, token=2000)():
-        trainer.updater.update(batch)
-    budget = trainer.updater.budget
-    assert (budget.is_found, budget.limit) == (True, 16_384)
-
-
-def test_the_size_is_found_in_the_first_update_with_a_micro_batch(settings):
-    trainer = make_trainer(settings())
-    updater, batch = trainer.updater, make_batch(trainer)
-    with GpuMemory(updater, 10**9, 2000)():
-        updater.update(replace(batch, mini_batches=((),)))
-        assert (updater.budget.is_found, updater.budget.limit) == (False, 16_384)
-        updater.update(batch)
-        assert updater.budget.is_found
-    assert make_trainer(settings()).updater.probe is None  # on a CPU
+def test_the_size_is_found_in_the_first_update_with_a_micro_batch(settings, monkeypatch):
+    """With sharded weights it is no more than this one had: no rank could repeat an update that ran
+    out of memory."""
+    for may_retry, limit in ((True, 65_536), (False, 16_384)):
+        trainer = make_trainer(settings())
+        assert trainer.updater.probe is None  # on a CPU
+        updater, batch = trainer.updater, make_batch(trainer)
+        monkeypatch.setattr(trainer.strategy, "may_retry", may_retry)
+        with GpuMemory(updater, 10**12, 2000)():
+            updater.update(replace(batch, mini_batches=((),)))
+            assert (updater.budget.is_found, updater.budget.limit) == (False, 16_384)
+            updater.update(batch)
+            assert (updater.budget.is_found, updater.budget.limit) == (True, limit)
     fixed = settings(optim={"max_tokens_per_batch": 300})
     assert make_trainer(fixed).updater.budget.limit == 300
 
@@ -219,17 +211,6 @@ def test_sharded_weights_recompute_all_from_the_start(settings, monkeypatch):
         run = settings(policy={"gradient_checkpointing": checkpointing})
         assert build_updater(trainer.policy, run, ranks).recomputed is None
         assert model.is_gradient_checkpointing == (checkpointing == "auto")
-
-
-def test_updates_run_in_training_mode(settings, monkeypatch):
-    """Gradient checkpointing needs it."""
-    trainer = make_trainer(settings())
-    policy, modes = trainer.policy, []
-    policy.sharing_check = None  # also calls ``score``
-    score, model = policy.score, policy.model.eval()
-    monkeypatch.setattr(policy, "score", lambda *x: modes.append(model.training) or score(*x))
-    trainer.step()
-    assert modes == [True]
 
 
 @pytest.mark.parametrize(("kl_in", "counts"), [("reward", [12, 12]), ("loss", [12, 8])])
@@ -290,7 +271,7 @@ def test_the_effective_sample_size_is_the_share_of_equal_weights():
         MetricAccumulator({f"{name}/mean": (w, 1), f"{name}/mean_square": (w * w, 1)})
         for w in (3.0, 1.0)
     ]
-    _, metrics = sum_metrics(0.0, parts[0] + parts[1])
+    _, metrics = update_module.sum_metrics(0.0, parts[0] + parts[1])
     assert metrics["sampling/effective_sample_size"] == pytest.approx(0.8)
     assert metrics[f"{name}/mean"] == 2.0
     assert f"{name}/mean_square" not in metrics
@@ -363,12 +344,17 @@ def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors)
             assert metrics.means
 
 
-@pytest.mark.parametrize(("name", "lora"), [("gspo", False), ("perception", True)])
+@pytest.mark.parametrize(
+    ("name", "lora"), [("gspo", False), ("perception", True), ("supervised", True)]
+)
 def test_gradients_are_accumulated_without_waiting_for_the_device(name, lora, monkeypatch):
     use_gpu_kernels(monkeypatch)
-    objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
-    policy = get_policy(lora)
-    accumulate(make_updater(policy, objective), make_step(policy, objective, 2))
+    objective, policy = ObjectiveSettings(**OBJECTIVES.get(name, {})), get_policy(lora)
+    batch = make_step(policy, objective, 1 if name == "supervised" else 2)
+    if name == "supervised":
+        weights = {"warm_start": torch.ones(9)}
+        batch = replace(batch, weights=weights, recalled=None, is_written=True)
+    accumulate(make_updater(policy, objective), batch)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -412,22 +398,12 @@ def test_gradients_are_accumulated_on_a_gpu_without_waiting(name):
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
-def test_supervised_gradients_are_accumulated_without_waiting(monkeypatch):
-    use_gpu_kernels(monkeypatch)
-    objective, policy = ObjectiveSettings(), get_policy(True)
-    batch = make_step(policy, objective, 1)
-    weights = {"warm_start": torch.ones(9)}
-    batch = replace(batch, weights=weights, recalled=None, is_written=True)
-    accumulate(make_updater(policy, objective), batch)
-
-
 def test_an_update_reads_its_loss_and_its_norm_once(settings):
     """On one prompt without images, whose sizes would be read on the host."""
     reads = []
     for limit in (10**6, 1):
         trainer = make_trainer(settings())
-        objective = trainer.settings.objective
-        batch = make_step(trainer.policy, objective, 1)
+        batch = make_step(trainer.policy, trainer.settings.objective, 1)
         batch = replace(batch, mini_batches=((batch.mini_batches[0][-1],),), recalled=None)
         trainer.updater.budget.tokens = limit
         with count_work() as counts:

@@ -50,13 +50,11 @@ def test_rewards_that_differ_by_rounding_count_as_equal(rewards, expected):
     assert result.values.tolist() == pytest.approx(expected, abs=0)
 
 
-def test_groups_normalized_per_reward_are_described_by_their_weighted_sums():
+def test_rewards_normalized_one_by_one_are_described_by_their_weighted_sums_and_need_a_weight():
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     found = per_reward_advantages(rewards, double(2, 0.5), "aaaa").group_stds
     assert found.tolist() == pytest.approx([double(2, 0.5, 2.5, 0.5).std().item()])
-
-
-def test_a_reward_of_weight_zero_cannot_make_a_completion_unscorable():
+    # A reward of weight 0 cannot make a completion unscorable.
     rewards = torch.tensor([[1.0, NAN], [0.0, 1.0]], dtype=torch.float64)
     assert per_reward_advantages(rewards, double(1, 0), "aa").unscorable == 0
     half = per_reward_advantages(rewards, double(1, 1), "aa")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import gradient
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
@@ -59,11 +60,6 @@ class Policy:
         return self.logprobs().sum(dim=1).exp()
 
 
-def gradient(loss: Tensor, policy: Policy) -> Tensor:
-    parts = torch.autograd.grad(loss, policy.parameters, materialize_grads=True, allow_unused=True)
-    return torch.cat([part.flatten() for part in parts])
-
-
 def expected_gradient(
     policy: Policy,
     settings: ObjectiveSettings,
@@ -91,7 +87,7 @@ def expected_gradient(
             sampler_logprobs=None if sampler is None else sampler[chosen].flatten(),
         )
         loss = loss + weights[chosen].prod() * policy_loss(batch, totals, settings).loss
-    return -gradient(loss, policy) * LENGTH
+    return -gradient(loss, *policy.parameters) * LENGTH
 
 
 def make_estimator(rewards: Tensor, estimator: str) -> Callable[[list[int]], Tensor]:
@@ -99,19 +95,16 @@ def make_estimator(rewards: Tensor, estimator: str) -> Callable[[list[int]], Ten
     return lambda chosen: group_advantages(rewards[chosen], [0] * len(chosen), **given).values
 
 
-# Settings with a constant normalizer.
+# With a constant normalizer.
 unbiased_settings = functools.partial(ObjectiveSettings, loss_type="dr_grpo")
 
 
 def reward_gradient(policy: Policy, rewards: Tensor) -> Tensor:
-    return gradient((policy.probabilities() * rewards).sum(), policy)
+    return gradient((policy.probabilities() * rewards).sum(), *policy.parameters)
 
 
 # Thousands of small calls, whose shapes are those of the other tests of this folder.
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
-
-
-# Advantages.
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -168,9 +161,6 @@ def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
     assert success_factor(0.9, size) > 1.15 * success_factor(0.5, size)
 
 
-# Ratios.
-
-
 @pytest.mark.parametrize("correction", ["sequence", "sequence_mask"])
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])
 def test_the_first_update_on_stale_completions_is_unbiased_without_a_bound(correction, estimator):
@@ -196,12 +186,7 @@ def test_the_first_update_on_stale_completions_is_unbiased_without_a_bound(corre
     torch.testing.assert_close(found, factor * reward_gradient(policy, rewards), **EXACT)
 
 
-# Expected gradients of the KL, in the loss and in the reward, against those of the true KL.
-
 KL = {"beta": 1.0, "reference_refresh_every": "never"}
-
-# The KL in the loss. One-token completions, whose token ratio is the completion's ratio; the last
-# section has completions of two tokens.
 
 
 def token_gradient(
@@ -209,7 +194,7 @@ def token_gradient(
 ) -> Tensor:
     """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy).
 
-    Completions have one token, and their advantages are 0.
+    Completions have one token, whose ratio is the completion's, and their advantages are 0.
     """
     logprobs, weights = logits.log_softmax(-1), (logits if old is None else old).softmax(-1)
     before = None if old is None else old.log_softmax(-1)
@@ -258,9 +243,6 @@ def test_k3_alone_follows_the_kl_in_the_other_direction(estimator, is_reversed):
     torch.testing.assert_close(found, torch.autograd.grad(exact_kl(*pair), logits)[0], **EXACT)
 
 
-# The KL of completions of two tokens.
-
-
 def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
     policy, reference, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
     logprobs, references = policy.logprobs().detach(), reference.logprobs()
@@ -274,4 +256,4 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
     found = expected_gradient(policy, unbiased_settings(), estimate, size=2)
     kl = policy.probabilities() * (policy.logprobs() - references).sum(dim=1)
     objective = (policy.probabilities() * rewards - 0.4 * kl).sum()
-    torch.testing.assert_close(found, gradient(objective, policy), **EXACT)
+    torch.testing.assert_close(found, gradient(objective, *policy.parameters), **EXACT)

@@ -23,10 +23,14 @@ BATCH = TokenBatch(
 )
 
 
+def write(path: Path, names: str, body: str) -> str:
+    path.write_text(f"import torch\n\n\ndef compute({names}):\n    {body}\n")
+    return f"{path}:compute"
+
+
 def write_loss(folder: Path, body: str, **fields: Any) -> ObjectiveSettings:
-    path = folder / "my_loss.py"
-    path.write_text(f"import torch\n\n\ndef compute(ratio, batch, settings):\n    {body}\n")
-    return ObjectiveSettings(loss=f"{path}:compute", **fields)
+    loss = write(folder / "my_loss.py", "ratio, batch, settings", body)
+    return ObjectiveSettings(loss=loss, **fields)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -62,13 +66,10 @@ def test_a_loss_that_cannot_be_used_is_refused(tmp_path, body, problem):
         load_surrogate(write_loss(tmp_path, body))
 
 
-def test_sums_over_a_completion_are_allowed(tmp_path):
+def test_a_loss_may_use_sums_over_a_completion_and_what_methods_scored(tmp_path):
+    """Beside their terms, which are no part of the check."""
     body = "return (ratio * batch.completion_mean(ratio)[batch.completion]).log()"
     assert load_surrogate(write_loss(tmp_path, body)) is not None
-
-
-def test_a_loss_may_use_what_methods_scored(tmp_path):
-    """Beside their terms, which are no part of the check."""
     body = 'return ratio * (batch.logprobs.detach() - batch.scores["teacher_logprobs"])'
     for only in (False, True):
         settings = write_loss(tmp_path, body, distillation={"teacher": "any", "only": only})
@@ -84,9 +85,7 @@ def test_a_file_without_the_function_is_refused(tmp_path):
 
 
 def write_estimator(folder: Path, body: str) -> str:
-    path = folder / "my_advantages.py"
-    path.write_text(f"import torch\n\n\ndef compute(inputs):\n    {body}\n")
-    return f"{path}:compute"
+    return write(folder / "my_advantages.py", "inputs", body)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import gradient
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
@@ -70,8 +71,7 @@ def count_totals(step: TokenBatch) -> StepTotals:
 
 
 def gradients(loss: Tensor, step: TokenBatch) -> Tensor:
-    inputs: Any = (step.logprobs, step.entropies)
-    return torch.cat(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
+    return gradient(loss, step.logprobs, step.entropies)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -210,7 +210,11 @@ FIRST = MetricAccumulator(
     samples={"exact": (1.0, 0.0)},
 )
 SECOND = MetricAccumulator(
-    means={"kl": (torch.tensor(1.0), torch.tensor(2.0)), "entropy": (0.0, 0)},
+    means={
+        "kl": (torch.tensor(1.0), torch.tensor(2.0)),
+        "entropy": (0.0, 0),
+        "n": (torch.tensor(3), 4),
+    },
     minima={"min_length": 2},
     maxima={"max_length": 5, "ratio": torch.tensor(1.25)},
     sums={"failed": 2, "decoded": 7},
@@ -218,32 +222,25 @@ SECOND = MetricAccumulator(
 )
 
 
-def test_two_parts_add_up_to_the_metrics_of_both():
-    values = (FIRST + SECOND).values()
-    assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
-    assert all(math.isnan(values.pop(name)) for name in ("format/mean", "format/std"))
-    numbers = {"min_length": 2, "max_length": 9, "failed": 3, "decoded": 7}
-    assert values == {**numbers, "kl": 1.0, "reward": 1.0, "ratio": 1.5, "exact/mean": 0.5}
+def test_two_parts_add_up_to_the_metrics_of_both_also_if_they_are_read_at_once_for_each_dtype(
+    monkeypatch,
+):
+    reads, cpu, both = [], torch.Tensor.cpu, FIRST + SECOND
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
+    for values in (both.values(), both.cpu().values()):
+        assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
+        assert all(math.isnan(values.pop(name)) for name in ("format/mean", "format/std"))
+        numbers = {"min_length": 2, "max_length": 9, "failed": 3, "decoded": 7, "n": 0.75}
+        assert values == {**numbers, "kl": 1.0, "reward": 1.0, "ratio": 1.5, "exact/mean": 0.5}
+    assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
 
 
-def test_a_mean_over_nothing_is_left_out_or_given_a_value():
+def test_a_mean_over_nothing_is_left_out_or_given_a_value_and_a_maximum_with_nan_is_nan():
     assert "entropy" not in SECOND.values()
     assert math.isnan(SECOND.values(empty=math.nan)["entropy"])
-
-
-def test_a_maximum_with_nan_is_nan():
     broken = MetricAccumulator(maxima={"ratio": torch.tensor(math.nan)})
     for total in (FIRST + broken, broken + FIRST):
         assert math.isnan(total.values()["ratio"])
-
-
-def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
-    reads, cpu = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
-    right = MetricAccumulator({"accuracy": (torch.tensor(3), 4), "kl": (torch.tensor(0.5), 2)})
-    found = (FIRST + right).cpu()
-    assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
-    assert found.values() == (FIRST + right).values()
 
 
 def test_metrics_leave_out_masked_completions_and_clip_none_without_advantage():

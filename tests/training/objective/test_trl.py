@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+from gradients import gradient
 from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -122,27 +123,20 @@ def run_trl_scoring(
     correction = settings.sampler_correction
     lengths = LENGTHS[:count] if case is not None else (1,) * count
     ids = [[7] * length for length in lengths]
-    sampled = None
+    sampled = old = None
+    if case is not None:
+        old = case.logps.detach() if case.old is None else case.old
     if case is not None and case.sampler is not None:
         sampled = [row[:n].tolist() for row, n in zip(case.sampler.detach(), lengths, strict=True)]
     names = [f"reward{i}" for i in range(functions)]
     trainer = Attributes(
-        accelerator=SimpleNamespace(
-            device=torch.device("cpu"), process_index=0, gather=lambda x: x
-        ),
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        args=SimpleNamespace(
-            per_device_train_batch_size=count,
-            steps_per_generation=1,
-            gradient_accumulation_steps=1,
-            gradient_checkpointing_kwargs=None,
+        accelerator=Attributes(device=torch.device("cpu"), process_index=0, gather=lambda x: x),
+        model=Attributes(training=True),
+        args=Attributes(
+            per_device_train_batch_size=count, steps_per_generation=1, gradient_accumulation_steps=1
         ),
         _generate=lambda prompts: ([[1]] * count, ids, None, [""] * count, sampled, {}, None, None),
-        _get_per_token_logps_and_entropies=lambda *a, **k: (
-            None if case is None else case.logps.detach() if case.old is None else case.old,
-            None,
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (old, None, None),
         _tokenizer=SimpleNamespace(pad_token_id=0),
         num_iterations=1,
         use_vllm=correction != "none",
@@ -193,21 +187,15 @@ def count_totals(batch: TokenBatch) -> StepTotals:
     return StepTotals.from_lengths(batch.lengths, batch.active, MAX_LENGTH)
 
 
-def gradients(loss: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    found = torch.autograd.grad(
-        loss, (case.logps, case.entropies), allow_unused=True, materialize_grads=True
-    )
-    return found[0], found[1]
-
-
 def assert_equal(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> None:
     case = make_case(settings, inactive)
     theirs, their_metrics = run_trl_loss(case, settings)
     batch = build_batch(case)
     ours = policy_loss(batch, count_totals(batch), settings)
     assert abs(ours.loss.item() - theirs.item()) < TOLERANCE
-    for mine, other in zip(gradients(ours.loss, case), gradients(theirs, case), strict=True):
-        assert (mine - other).abs().max() < TOLERANCE
+    inputs = case.logps, case.entropies
+    mine, other = (gradient(loss, *inputs) for loss in (ours.loss, theirs))
+    assert (mine - other).abs().max() < TOLERANCE
     metrics = ours.metrics.values()
     shared = set(metrics) & set(their_metrics)
     assert shared >= {"entropy"}
@@ -222,17 +210,9 @@ def assert_equal(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) ->
         assert metrics[name] == pytest.approx(their_metrics[name][0], abs=1e-7)
 
 
-BOUNDS = (
-    {},
-    {"epsilon_high": 0.28},
-    {"delta": 1.5},
-    {"epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5},
-)
-KLS = (
-    {},
-    {"beta": 0.3, "reference_refresh_every": "never"},
-    {"beta": 0.3, "reference_refresh_every": "never", "use_bias_correction_kl": False},
-)
+HIGHER, FIXED = {"epsilon_high": 0.28}, {"beta": 0.3, "reference_refresh_every": "never"}
+BOUNDS = ({}, HIGHER, {"delta": 1.5}, {"epsilon": 0.1, "delta": 1.5, **HIGHER})
+KLS = ({}, FIXED, {**FIXED, "use_bias_correction_kl": False})
 LEVELS = ("token", "sequence")
 LOSS_TYPES = get_args(LossType)
 CORRECTIONS = [name for name in get_args(SamplerCorrection) if name != "none"]
@@ -272,9 +252,7 @@ def test_other_losses_equal_trl(fields, num_iterations):
 
 def make_settings(loss_type: str, **fields: Any) -> ObjectiveSettings:
     bound = 5.0 if loss_type == "cispo" else None
-    return ObjectiveSettings.model_validate(
-        {"loss_type": loss_type, "epsilon_high": bound, **fields}
-    )
+    return ObjectiveSettings(**{"loss_type": loss_type, "epsilon_high": bound, **fields})
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -302,10 +280,8 @@ def test_sampler_correction_equals_trl(loss_type, correction, num_iterations):
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_metrics_of_the_sampler_equal_trl(correction):
-    settings = ObjectiveSettings(
-        sampler_correction=correction, sampler_correction_cap=1.5, sampler_correction_floor=0.5
-    )
-    case = make_case(settings)
+    bounds = {"sampler_correction_cap": 1.5, "sampler_correction_floor": 0.5}
+    case = make_case(settings := ObjectiveSettings(sampler_correction=correction, **bounds))
     rewards = torch.zeros(len(case.mask), 1)
     _, theirs = run_trl_scoring(rewards, case=case, settings=settings)
     batch = build_batch(case)
@@ -320,22 +296,16 @@ def test_metrics_of_the_sampler_equal_trl(correction):
     assert 0 < ours[f"sampling/importance_sampling_ratio/{form}"] < 1
 
 
-# Advantages.
-
-
-GROUPS = 3
-SIZE = 4
+GROUPS, SIZE = 3, 4
 IDS = [str(i // SIZE) for i in range(GROUPS * SIZE)]
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_advantages_equal_trl(scale_rewards):
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_equal_trl(scale):
     rewards = torch.rand(GROUPS * SIZE)
     rewards[1] = rewards[6] = torch.nan  # every reward function returned None: unscorable in both
-    theirs, metrics = run_trl_scoring(
-        rewards[:, None], num_generations=SIZE, scale_rewards=scale_rewards
-    )
-    ours = group_advantages(rewards, IDS, scale_rewards=scale_rewards)
+    theirs, metrics = run_trl_scoring(rewards[:, None], num_generations=SIZE, scale_rewards=scale)
+    ours = group_advantages(rewards, IDS, scale_rewards=scale)
     assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
     assert ours.unscorable == 2
     assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 0.0
