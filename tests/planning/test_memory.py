@@ -25,14 +25,8 @@ from vlm_grpo.model.engine.batch import LOGIT_BYTES, ROUNDED_AT_ONCE
 from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.memory import (
-    LIBRARIES,
-    _count_decoding_bytes,
-    _count_encoding_bytes,
-    _count_prefill_bytes,
-    count_flash_bytes,
-    estimate_memory,
-)
+from vlm_grpo.planning import memory as counts
+from vlm_grpo.planning.memory import _count_encoding_bytes, _count_prefill_bytes, estimate_memory
 from vlm_grpo.planning.model_shape import measure_layers, read_model_shape
 from vlm_grpo.planning.sizes import ModelShape, Workload
 from vlm_grpo.types import Prompt
@@ -271,7 +265,12 @@ def test_terms_that_other_settings_add_have_their_bytes():
     }
     inputs = 2 * 4 * 2 * 16 * 5 + 3 * 4 * 7
     layer = 64 * (3 * 16 + 4 * 8) * 2 - FLASH
-    on_cpu = {"libraries": LIBRARIES[2], "features": inputs, "folded": 2 * 2500, "update": layer}
+    on_cpu = {
+        "libraries": counts.LIBRARIES[2],
+        "features": inputs,
+        "folded": 2 * 2500,
+        "update": layer,
+    }
     assert changes(SHAPE, on_cpu=True) == on_cpu
     # Two prompts of 16 / 4 image tokens of width 8; no gradient of the tower.
     frozen = replace(SHAPE, trains_vision=False, block=None)
@@ -300,7 +299,7 @@ def test_attention_of_a_3b_model_has_the_workspace_of_its_kernel():
     work = replace(
         WORK, num_prompts=1, num_generations=16, prompt_tokens=1336, completion_tokens=512
     )
-    found = count_flash_bytes(replace(SHAPE, text=text), work)
+    found = counts.count_flash_bytes(replace(SHAPE, text=text), work)
     assert found / 2**30 == pytest.approx(0.45, abs=0.03)  # the audit's figure, by hand
 
 
@@ -310,6 +309,7 @@ def test_each_pass_of_the_rollout_has_its_bytes():
     # 40 tokens: 5 widths and 3 of the MLP, then keys and values of two layers.
     assert _count_prefill_bytes(SHAPE, WORK) == 40 * ((5 * 8 + 3 * 16) * 2 + 2 * 2 * 4 * 2)
     few = replace(SHAPE, text=replace(SHAPE.text, vocabulary=1))
-    assert _count_decoding_bytes(few, WORK) == 6 * 2 * 25 * (4 * 4 + 2)
+    decoding = counts._count_decoding_bytes(few, WORK)  # noqa: SLF001
+    assert decoding == 6 * 2 * 25 * (4 * 4 + 2)
     gated = replace(SHAPE, vision=replace(SHAPE.vision, gated=True))
     assert _count_encoding_bytes(gated, WORK) == 32 * (4 * 5 + (10 * 4 + 3 * 6) * 2)

@@ -20,13 +20,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import DiffusionNoise, Noise
+from vlm_grpo.training.objective import losses
 from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.losses import (
-    LossInputs,
-    clipped_loss,
-    loss_metrics,
-    sampler_weights,
-)
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Example, Group
 
@@ -148,10 +143,11 @@ def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
         behind_variant=torch.tensor([False, True]),
     )
     objective = ObjectiveSettings(sampler_correction="sequence")
-    weights: Any = sampler_weights(batch, objective)
+    weights: Any = losses.sampler_weights(batch, objective)
     # e^(0.5 + 0.5) = 2.718, below the cap of 3.
     assert weights.tolist() == pytest.approx([2.71828, 2.71828, 1, 1], rel=1e-4)
-    found = loss_metrics(LossInputs(batch, objective, clipped_loss)).values()
+    inputs = losses.LossInputs(batch, objective, losses.clipped_loss)
+    found = losses.loss_metrics(inputs).values()
     assert found["sampling/sampling_logp_difference/mean"] == 0.5
     assert found["sampling/sampling_logp_difference/max"] == 0.5
 
