@@ -46,8 +46,14 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert sampler.budget.limit <= limit
 
 
-def test_other_errors_of_sampling_are_raised(settings, monkeypatch):
+def test_other_errors_of_sampling_and_a_failure_of_another_rank_end_the_rollout(
+    settings, monkeypatch
+):
     sampler = make_trainer(settings()).sampler
+    # Of the flags of all ranks, that of a failure is set.
+    monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
+    with pytest.raises(UserError, match="another process"):
+        sampler.sample(0)
     monkeypatch.setattr(sampler.policy, "sample", Mock(side_effect=RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes"):
         sampler.sample(0)
@@ -90,14 +96,6 @@ def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(settings
     sampler.sample(0)
     sampler.close()
     assert ahead == [[3, 4, 5], "closed"]
-
-
-def test_a_failure_of_another_rank_ends_the_rollout(settings, monkeypatch):
-    sampler = make_trainer(settings()).sampler
-    # Of the flags of all ranks, that of a failure is set.
-    monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
-    with pytest.raises(UserError, match="another process"):
-        sampler.sample(0)
 
 
 def test_a_reward_that_fails_on_every_completion_ends_the_rollout(settings, tmp_path):

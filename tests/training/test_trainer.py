@@ -13,17 +13,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import small_runs
 import torch
 from dataset_files import write_rows
-from small_runs import (
-    LORA,
-    TASK,
-    assert_resumes,
-    assert_same_run,
-    make_trainer,
-    read_metrics,
-    train_with_stops,
-)
+from small_runs import LORA, TASK, assert_resumes, assert_same_run, make_trainer, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
@@ -46,20 +39,16 @@ def test_equal_settings_give_equal_runs_also_if_one_is_saved_by_time(settings):
     assert_same_run(runs[0].run_dir, runs[1].run_dir)
 
 
-def test_the_time_to_the_next_save_begins_with_a_save(settings, monkeypatch):
+def test_runs_are_saved_20_minutes_after_a_save_unless_by_steps(settings, monkeypatch):
+    never = math.inf
+    for every, limit, seconds in ((0, None, 1200), (5, None, never), (5, 2, 120), (0, 0, never)):
+        assert CheckpointSettings(every=every, every_minutes=limit).seconds == seconds
     minutes = count(step=11)  # a clock that moves on when it is read
     clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
     monkeypatch.setattr("vlm_grpo.training.checkpoint.manager.time", clock)
     run = settings(checkpoint={"keep_last": 0})
     train(run)
     assert [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2, 4]
-
-
-def test_runs_are_saved_every_20_minutes_unless_by_steps():
-    never = math.inf
-    for every, minutes, seconds in ((0, None, 1200), (5, None, never), (5, 2, 120), (0, 0, never)):
-        checkpoint = CheckpointSettings(every=every, every_minutes=minutes)
-        assert checkpoint.seconds == seconds
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -102,28 +91,34 @@ def test_full_weights_train_in_float32_under_bfloat16(settings):
 def test_unusable_models_are_named(settings, model_folder, tmp_path):
     config = json.loads((model_folder / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 20
-    folders = {name: tmp_path / name for name in ("empty", "text", "base", "short")}
-    folders["empty"].mkdir()
-    Qwen2Config().save_pretrained(folders["text"])
-    for name in ("base", "short"):
-        shutil.copytree(model_folder, folders[name])
-    (folders["base"] / "chat_template.jinja").unlink()
-    (folders["short"] / "config.json").write_text(json.dumps(config))
-    for name, message in (
-        ("empty", "empty cannot be loaded"),
-        ("text", "qwen2 model, which takes no images"),
-        ("base", "no chat template"),
-        ("short", r"prompt has \d+ tokens.*holds 20.*max_pixels"),
+    empty, text, base, short = (tmp_path / name for name in ("empty", "text", "base", "short"))
+    empty.mkdir()
+    Qwen2Config().save_pretrained(text)
+    for folder in (base, short):
+        shutil.copytree(model_folder, folder)
+    (base / "chat_template.jinja").unlink()
+    (short / "config.json").write_text(json.dumps(config))
+    for folder, message in (
+        (empty, "empty cannot be loaded"),
+        (text, "qwen2 model, which takes no images"),
+        (base, "no chat template"),
+        (short, r"prompt has \d+ tokens.*holds 20.*max_pixels"),
     ):
         with pytest.raises(UserError, match=message):
-            train(settings(model=str(folders[name])))
+            train(settings(model=str(folder)))
     with pytest.raises(UserError, match=r"q_prj; this model has .*q_proj"):
         train(settings(policy={"lora": {"target": ["q_prj"]}}))
 
 
-def test_tensorboard_receives_metrics_with_trls_names_and_images(settings):
+def test_a_run_rebuilds_its_report_and_tensorboard_receives_trls_names_and_images(
+    settings, monkeypatch
+):
+    steps, count_steps = [], lambda path: steps.append(len(read_metrics(path)))
+    monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
+    monkeypatch.setattr(run_dir_module, "build_report", count_steps)
     run = settings()
     train(run)
+    assert steps == [1, 2, 3, 4, 4]  # the last one at the end
     events = EventAccumulator(str(run.run_dir)).Reload()
     names = read_metrics(run.run_dir)[0].keys() - {"step"}
     names |= {"speed/rollout_tokens_per_second", "memory/resident"}
@@ -136,12 +131,10 @@ def test_tensorboard_receives_metrics_with_trls_names_and_images(settings):
 
 
 def test_the_best_checkpoint_is_kept(settings):
-    run = settings(
-        data={"eval": "embedded:ocr", "eval_limit": 8},
-        evaluation={"every": 1},
-        checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
-        optim={"max_steps": 6},
-    )
+    held_out = {"eval": "embedded:ocr", "eval_limit": 8}
+    checkpoint = {"every": 1, "keep_last": 1, "keep_best": True}
+    changes = {"data": held_out, "checkpoint": checkpoint, "optim": {"max_steps": 6}}
+    run = settings(evaluation={"every": 1}, **changes)
     train(run)
     rows = [row for row in read_metrics(run.run_dir) if "eval/letters" in row]
     values = {row["step"] + 1: row["eval/letters"] for row in rows}
@@ -150,14 +143,10 @@ def test_the_best_checkpoint_is_kept(settings):
     # The initial model (step 0) may be the best one; it has no checkpoint.
     assert kept in ({best, 6}, {6})
     assert (run.run_dir / "report.html").is_file()
-
-
-@pytest.mark.parametrize("keeps_best", [False, True])
-def test_a_step_with_the_best_value_is_saved_if_it_is_to_be_kept(settings, keeps_best):
-    held_out = {"data": {"eval": "embedded:ocr", "eval_limit": 2}}
-    trainer = make_trainer(settings(**held_out, checkpoint={"keep_best": keeps_best}))
-    trainer.evaluator.best, trainer.global_step = (1.0, 1), 1
-    assert trainer._checkpoint_due() == keeps_best  # noqa: SLF001
+    for keeps_best in (False, True):  # a step with the best value is saved if it is to be kept
+        trainer = make_trainer(settings(data=held_out, checkpoint={"keep_best": keeps_best}))
+        trainer.evaluator.best, trainer.global_step = (1.0, 1), 1
+        assert trainer._checkpoint_due() == keeps_best  # noqa: SLF001
 
 
 def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
@@ -171,14 +160,6 @@ def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
         with nullcontext() if sampler is sample else pytest.raises(UserError, match="cannot be"):
             trainer.step()
         assert saved == expected
-
-
-def test_the_report_is_rebuilt_during_the_run(settings, monkeypatch):
-    steps, count_steps = [], lambda path: steps.append(len(read_metrics(path)))
-    monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
-    monkeypatch.setattr(run_dir_module, "build_report", count_steps)
-    train(settings(optim={"max_steps": 2}))
-    assert steps == [1, 2, 2]  # the last one at the end
 
 
 FAILING = """
@@ -220,16 +201,13 @@ EVALUATED: dict[str, Any] = {
     "evaluation": {"every": 1},
     "optim": {"max_steps": 2},
 }
+K2 = {"beta": 0.1, "reference_refresh_every": 2}
+AVERAGE = {"distillation": {"loss": "jensen_shannon"}}  # of the weights
+BY_TOKEN = {"kl_in": "reward", "kl_estimator": "k1", "advantage_estimator": "reinforce_plus_plus"}
 REFERENCES = {
-    "k2": {"beta": 0.1, "reference_refresh_every": 2},
-    "never": {
-        **{"beta": 0.1, "reference_refresh_every": "never"},
-        "distillation": {"loss": "jensen_shannon"},  # a moving average, besides
-    },
-    "by token": {
-        **{"beta": 0.1, "reference_refresh_every": 2, "kl_in": "reward", "kl_estimator": "k1"},
-        **{"advantage_estimator": "reinforce_plus_plus", "distillation": {}},
-    },
+    "k2": K2,
+    "never": {**K2, "reference_refresh_every": "never", **AVERAGE},
+    "by token": {**K2, **BY_TOKEN, "distillation": {}},
 }
 
 
@@ -277,13 +255,13 @@ def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
     changes = {**EVALUATED, "checkpoint": {"keep_last": 0}}
     uninterrupted, run = (settings(name=n, **changes) for n in ("whole", "run"))
     train(uninterrupted)
-    assert train_with_stops(run, (2,)) == ["step-1"]
+    assert small_runs.train_with_stops(run, (2,)) == ["step-1"]
     shutil.rmtree(run.run_dir / "checkpoints" / "step-2")
     without = run.model_copy(update={"data": run.data.model_copy(update={"eval": None})})
-    assert train_with_stops(run) == []
+    assert small_runs.train_with_stops(run) == []
     assert_same_run(run.run_dir, uninterrupted.run_dir, "step-2")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-2")
-    assert train_with_stops(without) == []  # without an evaluation by now
+    assert small_runs.train_with_stops(without) == []  # without an evaluation by now
     assert [row["step"] for row in read_metrics(run.run_dir)] == [0, 1]
 
 
@@ -305,8 +283,7 @@ def test_a_step_that_is_stopped_leaves_the_state_before_it(settings, monkeypatch
 
 def test_the_format_of_a_checkpoint_is_kept(settings):
     """Version 0.1.0 wrote these names; a run that it began must resume."""
-    objective = {"beta": 0.1, "reference_refresh_every": 2}
-    run = settings(objective=objective, optim={"max_steps": 1})
+    run = settings(objective=K2, optim={"max_steps": 1})
     checkpoint = train(run).checkpoint
     metadata = read_metadata(checkpoint)
     assert set(metadata) == {

@@ -27,7 +27,6 @@ from vlm_grpo.types import Completion, Example, Group
 
 CONSTANT = {"noise": {"midpoint": 9.0}}
 """Noise whose strength does not fall."""
-FROZEN = {"dtype": "float32", "freeze": ["vision", "projector"]}
 
 
 def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]]:
@@ -81,31 +80,29 @@ def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_
         noisy: Any = prompts[group.id]
         assert noisy.token_ids == group.prompt.token_ids
         assert_sampled_behind(sampler.policy, group, noisy)
+        assert _observe(3, sampler.task, group)[2] == 2  # a curriculum counts clean ones alone
 
 
-@pytest.mark.parametrize(("policy", "passes"), [(FROZEN, 2), ({"dtype": "float32"}, 3)])
-def test_each_image_is_encoded_once_with_noise_and_once_without(settings, policy, passes):
-    """A trained tower encodes clean images once more in the update, and noisy ones do not stay.
-
-    Micro-batches of the update share the passes of images.
-    """
+@pytest.mark.parametrize(("frozen", "passes"), [(["vision", "projector"], 2), ([], 3)])
+def test_each_image_is_encoded_once_with_noise_and_once_without(settings, frozen, passes):
+    """A trained tower encodes clean images once more in the update, whose micro-batches share them;
+    noisy ones do not stay."""
     rollout, optim = {**CONSTANT, "num_generations": 8}, {"max_tokens_per_batch": 60}
-    trainer = make_trainer(settings(rollout=rollout, policy=policy, optim=optim))
+    trainer = make_trainer(settings(rollout=rollout, policy={"freeze": frozen}, optim=optim))
     metrics = trainer.step()
     assert metrics["frac_reward_zero_std"] == 0
     assert metrics["work/image_decodes"] == 3
     assert metrics["work/encoder_passes"] == 3 * passes
     engine: Any = trainer.policy.engine
     assert not engine.encoder.cache  # else the features of all images of a run stay in memory
-    policy_counters = trainer.policy.counters
+    counters = trainer.policy.counters
     trainer.sampler.sample(1)
-    before = policy_counters.encoder_passes
-    variant = trainer.methods["noise"].variant(1)
-    prompts = trainer.sampler.loader.load(range(3, 6), variant)
+    before = counters.encoder_passes
+    prompts = trainer.sampler.loader.load(range(3, 6), trainer.methods["noise"].variant(1))
     trainer.policy.encode_images(prompts)
-    assert policy_counters.encoder_passes == before  # kept, or never kept with a trained tower
+    assert counters.encoder_passes == before  # kept, or never kept with a trained tower
     trainer.policy.encode_images([p.variant for p in prompts if p.variant is not None])
-    assert policy_counters.encoder_passes == before + (3 if passes == 2 else 0)
+    assert counters.encoder_passes == before + (3 if passes == 2 else 0)
 
 
 def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings):
@@ -152,23 +149,14 @@ def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
     assert found["sampling/sampling_logp_difference/max"] == 0.5
 
 
-def test_a_curriculum_counts_clean_completions_alone(settings):
-    sampler = make_trainer(settings(rollout=CONSTANT)).sampler
-    for group in sampler.sample(0).groups:
-        assert _observe(3, sampler.task, group)[2] == 2  # of four
-
-
-def test_noise_without_any_image_is_refused(settings):
-    trainer = make_trainer(settings())
+def test_noise_needs_images_and_begins_with_the_first_step_after_a_warm_start(settings):
+    trainer = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2}))
+    variants = map(trainer.methods["noise"].variant, range(4))
+    labels = [variant and variant.label for variant in variants]
+    assert labels == [None, None, ("noise", 500), ("noise", 500)]
     stream = ExampleStream([Example("a", (), "What?", "b")], 0)
     with pytest.raises(UserError, match="no training example has an image"):
         Noise(NoiseSettings()).start(Run(settings(), trainer.strategy, stream, trainer.task))
-
-
-def test_noise_begins_with_the_first_step_after_a_warm_start(settings):
-    noise = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2})).methods["noise"]
-    labels = [variant and variant.label for variant in map(noise.variant, range(4))]
-    assert labels == [None, None, ("noise", 500), ("noise", 500)]
 
 
 @pytest.mark.parametrize(
