@@ -45,13 +45,18 @@ def test_a_task_that_the_embedded_model_has_not_learned_must_name_a_model():
         assert (settings.model, settings.exceeds_embedded_model) == ("embedded", False)
 
 
-def test_text_with_a_meaning_in_yaml_or_omegaconf_is_saved_literally(tmp_path):
+def test_text_with_a_meaning_in_yaml_or_omegaconf_and_a_missing_name_are_saved_as_they_are(
+    tmp_path,
+):
     values = load_settings("counting").model_dump()
     values["rollout"]["stop"] = ("${x}", "null", "3", "a: b", "\n", "é", "???x")
-    settings = Settings.model_validate(values)
-    path = tmp_path / "config.yaml"
+    settings, path = Settings.model_validate(values), tmp_path / "config.yaml"
     settings.save(path)
     assert load_settings(str(path)) == settings
+    settings = Settings(task="counting", data=DataSettings(train="embedded:counting"))
+    settings.save(path)
+    assert settings.name is None
+    assert load_settings(path).run_dir == settings.run_dir
 
 
 def test_every_setting_documents_the_meaning_of_0_and_none():
@@ -61,13 +66,6 @@ def test_every_setting_documents_the_meaning_of_0_and_none():
         # A seed of 0 has no special meaning.
         elif setting.default in ("0", "0.0") and not setting.key.endswith("seed"):
             assert "0" in setting.description, setting.key
-
-
-def test_a_run_without_a_name_is_saved_with_its_folders_name(tmp_path):
-    settings = Settings(task="counting", data=DataSettings(train="embedded:counting"))
-    settings.save(tmp_path / "config.yaml")
-    assert settings.name is None
-    assert load_settings(tmp_path / "config.yaml").run_dir == settings.run_dir
 
 
 def test_the_settings_say_what_a_step_needs():

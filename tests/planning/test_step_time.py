@@ -90,11 +90,6 @@ def test_each_term_of_the_flops_is_counted_once(model, work, expected):
     assert flops == PhaseCosts(vision, 2 * PROMPT, 6 * (ANSWER + 5 * HEAD), update)
 
 
-def test_prompts_with_noise_are_encoded_and_passed_too():
-    plain, noisy = (count_flops(SHAPE, replace(WORK, views=views)) for views in (1, 2))
-    assert noisy == replace(plain, vision=plain.vision + 2 * TOWER, prefill=2 * plain.prefill)
-
-
 def test_an_episodes_results_are_passed_and_encoded():
     # One result of 5 tokens and 4 patches in each of six episodes; answers attend to it, too.
     result, answer = 2 * 5 * (1152 + 32 * 23), 2 * 4 * (1152 + 32 * 27.5)
@@ -111,13 +106,15 @@ def test_an_episodes_results_are_passed_and_encoded():
     )
 
 
-def test_adapters_add_their_products():
+def test_adapters_add_their_products_and_prompts_with_noise_are_encoded_and_passed_too():
     # Inputs and outputs of a layer's matrices: 16 + 12 + 12 + 16 + 3 · 24.
     adapted = replace(SHAPE, lora_rank=3)
     assert count_token_flops(adapted, 0, 20) == PROMPT + 2 * 20 * 2 * 3 * 128
     assert count_flops(adapted, WORK).update == pytest.approx(
         2 * (FORWARD + 64 * 2 * 2 * 3 * 128) + 4 * 30 * HEAD
     )
+    plain, noisy = (count_flops(SHAPE, replace(WORK, views=views)) for views in (1, 2))
+    assert noisy == replace(plain, vision=plain.vision + 2 * TOWER, prefill=2 * plain.prefill)
 
 
 def test_decoding_takes_the_longest_of_reading_computing_and_launching():
