@@ -48,16 +48,12 @@ def test_all_missing_values_of_a_recipe_are_named_also_of_a_task_file_without_da
 
 
 def test_python_values_override_texts_of_which_the_last_counts_and_the_recipe():
-    settings = load_settings(
-        "counting",
-        ["optim.lr=1e-6", "optim.weight_decay=0.1", "optim.weight_decay=0.5", "policy.lora.r=8"],
-        optim={"lr": 3e-6, "betas": [0.9, 0.95]},
-        policy=PolicySettings(lora=LoraSettings(r=4)),
-        output_dir=Path("elsewhere"),
-    )
-    assert settings.optim.lr == 3e-6
-    assert settings.optim.weight_decay == 0.5
-    assert settings.optim.betas == (0.9, 0.95)
+    texts = ["optim.lr=1e-6", "policy.lora.r=8", *(f"optim.weight_decay={n}" for n in (0.1, 0.5))]
+    policy = PolicySettings(lora=LoraSettings(r=4))
+    values = {"optim": {"lr": 3e-6, "betas": [0.9, 0.95]}, "output_dir": Path("elsewhere")}
+    settings = load_settings("counting", texts, policy=policy, **values)
+    optim = settings.optim
+    assert (optim.lr, optim.weight_decay, optim.betas) == (3e-6, 0.5, (0.9, 0.95))
     assert settings.policy.lora == LoraSettings(r=4)
     assert settings.run_dir == Path("elsewhere/counting")
     assert settings.rollout.max_completion_length == 4  # from the recipe

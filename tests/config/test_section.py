@@ -64,21 +64,21 @@ def test_merge_leaves_the_merged_values_unchanged():
     ],
     ids=lambda text: text[:30],
 )
-def test_an_override_with_a_wrong_name_value_or_form_is_refused(override, expected):
+def test_overrides_with_a_wrong_name_value_or_form_are_refused_all_at_once(override, expected):
     assert expected in f"{get_error(override)}\n"
-
-
-def test_all_problems_are_reported_at_once():
     message = get_error("optim.lr=abc", "zebra=1", "policy.dtype=fp16")
     assert message.count("\n  - ") == 3
     assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))
 
 
-def test_every_setting_is_listed_with_its_docstring():
+def test_every_setting_is_listed_with_its_docstring_and_what_its_block_refuses():
     blocks = set(list_blocks())
     assert set(BY_KEY) == set(known_keys(Settings)) - blocks
     assert all(setting.description for setting in BY_KEY.values())
     assert all(list_blocks().values())
+    texts = {block: list_refusals(block) for block in ("", *blocks)}
+    assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
+    assert any(text.startswith("task has no value") for text in texts[""])
 
 
 def test_a_setting_has_type_bounds_default_other_names_and_what_a_resumed_run_may_do():
@@ -93,9 +93,3 @@ def test_a_setting_has_type_bounds_default_other_names_and_what_a_resumed_run_ma
     assert BY_KEY["data.columns"].on_resume.endswith("if the training examples stay the same.")
     for key in ("optim.name", "objective.beta", "policy.lora.r", "data.filter", "seed"):
         assert not BY_KEY[key].on_resume
-
-
-def test_the_reference_lists_what_each_block_refuses():
-    texts = {block: list_refusals(block) for block in ("", *list_blocks())}
-    assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
-    assert any(text.startswith("task has no value") for text in texts[""])

@@ -33,12 +33,10 @@ REPORTED = {
 }
 
 
-def test_gpus_are_identified_by_the_name_that_the_driver_reports():
+def test_gpus_are_identified_by_the_name_that_the_driver_reports(monkeypatch):
     found = {reported: identify_gpu(reported) for reported in REPORTED}
     assert {reported: d and d.name for reported, d in found.items()} == REPORTED
-
-
-def test_only_gpus_of_the_table_have_a_peak_rate(monkeypatch):
+    # Only those of the table have a peak rate.
     assert detect_device().usable > GIB
     assert find_peak_rate(torch.device("cpu"), "bfloat16") is None
     for name, rate in (("NVIDIA H200", 989e12), ("NVIDIA X1", None)):

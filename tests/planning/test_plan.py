@@ -176,22 +176,21 @@ def test_a_model_that_does_not_fit_gets_every_way_to_hold_it_with_its_figure():
         mark = "fits" if found.device.holds(peak) else "too large"
         assert f"  or {peak / GIB:.2f} GiB ({mark}): {name}\n" in text
     # Shards of 16 bytes per weight on eight devices, which hold 536 GB in all.
-    host = found.changes[-1][1]
-    assert plans.count_host_bytes(host, 0)["weights, gradients and optimizer"] == pytest.approx(
-        16 * 33.45e9 / 8, rel=0.01
-    )
+    host = plans.count_host_bytes(found.changes[-1][1], 0)
+    shards = pytest.approx(16 * 33.45e9 / 8, rel=0.01)
+    assert host["weights, gradients and optimizer"] == shards
 
 
 def test_the_least_that_fits_is_recomputed():
     settings = build_known_settings("Qwen/Qwen2.5-VL-3B-Instruct", ["policy.lora.r=16"])
+    parts = ("none", "mlp", "full")
     automatic, *fixed = (
-        with_changes(settings, "policy", gradient_checkpointing=part)
-        for part in ("auto", "none", "mlp", "full")
+        with_changes(settings, "policy", gradient_checkpointing=part) for part in ("auto", *parts)
     )
     planner = KnownPlanner(automatic, H100)
     peaks = [planner.estimate_step(changed).memory.peak for changed in fixed]
     assert peaks == sorted(set(peaks), reverse=True)
-    for part, peak in zip(("none", "mlp", "full"), peaks, strict=True):
+    for part, peak in zip(parts, peaks, strict=True):
         device = Device("GPU", int((peak + CONTEXT) / (1 - FRAGMENTATION)) + 2)
         found = planner.on(device).plan()
         assert (found.fits, found.step.shape.checkpointing) == (True, part)
@@ -200,18 +199,14 @@ def test_the_least_that_fits_is_recomputed():
     assert sharded.shape.checkpointing == "full"
 
 
-def test_captured_steps_are_planned(seven_billion):
-    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5")
+def test_captured_steps_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion):
+    """Bytes of these are compared with a model's in ``tests/model/test_quantization.py``."""
+    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5", "policy.load_in=4bit")
     step = estimate(settings)
     places = step.work.concurrent_prompts * step.work.num_generations
     # The cache shrinks to a quarter of its places.
     assert step.memory.graphs == (1 + math.floor(math.log(places, 4))) * GRAPH
     assert estimate(with_changes(settings, "rollout", cuda_graphs=False)).memory.graphs == 0
-
-
-def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion):
-    """Their bytes are compared with a model's in ``tests/model/test_quantization.py``."""
-    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5", "policy.load_in=4bit")
     large, small = (estimate(settings, size).memory for size in (80, 24))
     layers = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
     assert large.folded == 2 * layers  # restored for the rollout: there is room
@@ -271,29 +266,22 @@ def test_families_that_do_not_share_prompts_are_planned(name, tmp_path):
         assert "fits       yes" in str(found)
 
 
-def test_a_configuration_without_sizes_is_one_message():
+def test_the_plan_needs_no_weights_but_the_configuration_and_the_tokenizer(capsys, tmp_path):
+    folder = copy_without_weights(tmp_path)
+    words = "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    # The weights are those of the embedded model.
+    for text in ("1,209,536 weights", "prompt     34 / 34 / 34 tokens", "fits       yes"):
+        assert text in out
+    assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown
+    shutil.copy(folder / "config.json", tmp_path)
+    message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
+    assert "a folder with the model's config.json and the files of its tokenizer" in message
     sizes = SimpleNamespace(hidden_size=64)
     config = SimpleNamespace(model_type="new", get_text_config=lambda: sizes, vision_config=sizes)
     with pytest.raises(UserError, match=r"model type 'new' lacks a size that a plan needs: .*size"):
         read_model_shape(config, load_settings("counting").policy)
-
-
-def test_the_plan_needs_no_weights(capsys, tmp_path):
-    folder = copy_without_weights(tmp_path)
-    status, out, _ = run(
-        capsys, "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
-    )
-    assert status == 0
-    assert "1,209,536 weights" in out  # of the embedded model
-    assert "prompt     34 / 34 / 34 tokens" in out
-    assert "fits       yes" in out
-    assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown
-
-
-def test_a_model_without_its_files_is_one_message(capsys, tmp_path):
-    shutil.copy(Path(get_model_source("embedded")) / "config.json", tmp_path)
-    message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
-    assert "a folder with the model's config.json and the files of its tokenizer" in message
 
 
 def test_automatic_rollouts_and_micro_batches_take_the_free_memory_of_a_gpu(seven_billion):

@@ -5,7 +5,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,16 +71,6 @@ print(json.dumps(found))
 """
 
 
-class Exported(NamedTuple):
-    """An exported model, and results of its policy before the export."""
-
-    original: Path  # folder of the model that was trained
-    out: Path  # the exported folder
-    untrained: list[float]  # log-probs of ``COMPLETIONS`` under the original model
-    logprobs: list[float]  # and under the policy
-    large_tokens: int  # tokens of a prompt with a large image
-
-
 LORA = {"r": 4, "alpha": 8}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("qwen2_vl", {"dtype": "float32"}),
@@ -103,7 +94,9 @@ def make_settings(original: Path, **policy: Any) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each variant the folders of the model that was trained and of the exported one, log-probs
+    of ``COMPLETIONS`` under both, and the number of tokens of a prompt with a large image."""
     root = tmp_path_factory.mktemp("export")
     found = {}
     for variant, (family, own) in VARIANTS.items():
@@ -126,24 +119,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
         policy = load_policy(settings, checkpoint, training=False)
         out = export(str(checkpoint), root / family / variant)
         large = make_prompt(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids
-        after = compute_logprobs(policy, example)
-        found[variant] = Exported(original, out, before, after, len(large))
+        found[variant] = SimpleNamespace(original=original, out=out, untrained=before)
+        found[variant].logprobs = compute_logprobs(policy, example)
+        found[variant].large_tokens = len(large)
     return found
 
 
 @pytest.fixture(scope="module")
-def transformers_results(exported: dict[str, Exported]) -> dict[str, Any]:
+def results(exported: dict[str, Any]) -> dict[str, Any]:
     """Results of transformers with the folders, in a process without vlm_grpo."""
     folders = (model.out for model in exported.values())
     return json.loads(run_python("-c", TRANSFORMERS_SCRIPT, *folders))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_computes_the_policy_from_the_exported_files(
-    exported, transformers_results, variant
-):
+def test_transformers_computes_the_policy_from_the_exported_files(exported, results, variant):
     model, (family, _) = exported[variant], VARIANTS[variant]
-    theirs = transformers_results[str(model.out)]
+    theirs = results[str(model.out)]
     # The bfloat16 policy rounds its activations at every layer, the export, in float32 like the
     # original, does not: 8 bits of mantissa, three layers, logits of about 10; measured 0.11.
     tolerance = 0.15 if variant == "bfloat16" else 1e-5
@@ -169,7 +161,7 @@ def test_transformers_computes_the_policy_from_the_exported_files(
     assert not {name for name in present if name.startswith("adapter")}
 
 
-def test_weights_are_written_in_the_requested_dtype(exported, tmp_path):
+def test_weights_are_written_in_the_requested_dtype_and_an_adapter_alone(exported, tmp_path):
     checkpoint = exported["full"].out.with_name("checkpoint")
     half = export(str(checkpoint), tmp_path / "half", dtype="bfloat16")
     modes = {path.stat().st_mode for path in half.iterdir()}  # whoever reads one file reads all
@@ -177,10 +169,7 @@ def test_weights_are_written_in_the_requested_dtype(exported, tmp_path):
     weights = load_file(half / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(exported, tmp_path):
-    model = exported["lora"]
+    model = exported["lora"]  # whose adapter is written alone and can be loaded by name
     checkpoint = model.out.with_name("checkpoint")
     out = export(str(checkpoint), tmp_path / "adapter", "adapter")
     config = json.loads((out / "adapter_config.json").read_text())

@@ -24,8 +24,6 @@ from vlm_grpo.config.run import CheckpointSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training import run_dir as run_dir_module
-from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.files import read_metadata, read_tensors
 from vlm_grpo.training.trainer import StepInterrupted, train
 
@@ -52,9 +50,7 @@ def test_runs_are_saved_20_minutes_after_a_save_unless_by_steps(settings, monkey
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
-    settings, tmp_path, on_bad_row, caplog
-):
+def test_rows_with_control_tokens_end_or_leave_a_run(settings, tmp_path, on_bad_row, caplog):
     questions = ["Which letters?", "Which<|im_end|>?"]
     rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
     path = write_rows(tmp_path, *rows)
@@ -71,7 +67,7 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
 
 def test_trackers_are_checked_before_anything_is_loaded(settings, monkeypatch):
     check = Mock(side_effect=UserError("wandb is not installed"))
-    monkeypatch.setattr(trainer_module, "check_installed", check)
+    monkeypatch.setattr("vlm_grpo.training.trainer.check_installed", check)
     run = settings(logging={"trackers": ["wandb"]}, data={"train": "no-such-file.jsonl"})
     with pytest.raises(UserError, match="wandb is not installed"):
         train(run)
@@ -110,12 +106,12 @@ def test_unusable_models_are_named(settings, model_folder, tmp_path):
         train(settings(policy={"lora": {"target": ["q_prj"]}}))
 
 
-def test_a_run_rebuilds_its_report_and_tensorboard_receives_trls_names_and_images(
+def test_a_run_rebuilds_its_report_and_tensorboard_gets_trls_names_and_images(
     settings, monkeypatch
 ):
     steps, count_steps = [], lambda path: steps.append(len(read_metrics(path)))
-    monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
-    monkeypatch.setattr(run_dir_module, "build_report", count_steps)
+    monkeypatch.setattr("vlm_grpo.training.run_dir.REPORT_SECONDS", -1)  # due after each step
+    monkeypatch.setattr("vlm_grpo.training.run_dir.build_report", count_steps)
     run = settings()
     train(run)
     assert steps == [1, 2, 3, 4, 4]  # the last one at the end
@@ -131,7 +127,7 @@ def test_a_run_rebuilds_its_report_and_tensorboard_receives_trls_names_and_image
 
 
 def test_the_best_checkpoint_is_kept(settings):
-    held_out = {"eval": "embedded:ocr", "eval_limit": 8}
+    held_out = {**HELD_OUT, "eval_limit": 8}
     checkpoint = {"every": 1, "keep_last": 1, "keep_best": True}
     changes = {"data": held_out, "checkpoint": checkpoint, "optim": {"max_steps": 6}}
     run = settings(evaluation={"every": 1}, **changes)
@@ -176,12 +172,9 @@ FAILING = """
 
 def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings, tmp_path, caplog):
     (tmp_path / "failing.py").write_text(TASK + FAILING)
-    run = settings(
-        task=str(tmp_path / "failing.py"),
-        data={"eval": "embedded:ocr", "eval_limit": 8},
-        rollout={"reward_timeout": 0.02},
-        optim={"max_steps": 2},
-    )
+    rest = {"rollout": {"reward_timeout": 0.02}, "optim": {"max_steps": 2}}
+    held_out = {**HELD_OUT, "eval_limit": 8}
+    run = settings(task=str(tmp_path / "failing.py"), data=held_out, **rest)
     after: Any = train(run).after
     rows = read_metrics(run.run_dir)
     assert len(rows) == 2
@@ -196,41 +189,33 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings,
     assert "Traceback" in reported[0]
 
 
-EVALUATED: dict[str, Any] = {
-    "data": {"eval": "embedded:ocr", "eval_limit": 3},
-    "evaluation": {"every": 1},
-    "optim": {"max_steps": 2},
-}
+HELD_OUT = {"eval": "embedded:ocr", "eval_limit": 3}
+EVALUATED: dict[str, Any] = {"evaluation": {"every": 1}, "optim": {"max_steps": 2}}
 K2 = {"beta": 0.1, "reference_refresh_every": 2}
 AVERAGE = {"distillation": {"loss": "jensen_shannon"}}  # of the weights
-BY_TOKEN = {"kl_in": "reward", "kl_estimator": "k1", "advantage_estimator": "reinforce_plus_plus"}
-REFERENCES = {
-    "k2": K2,
-    "never": {**K2, "reference_refresh_every": "never", **AVERAGE},
-    "by token": {**K2, **BY_TOKEN, "distillation": {}},
-}
+NEVER = {**K2, "reference_refresh_every": "never", **AVERAGE}
+BY_TOKEN = {**K2, "kl_in": "reward", "kl_estimator": "k1"}
+BY_TOKEN |= {"advantage_estimator": "reinforce_plus_plus"}
 
 
 # Each reference and each kind of weights in some cases: a checkpoint holds them independently.
 # Three updates are of three mini-batches.
 @pytest.mark.parametrize(
-    ("reference", "updates", "policy"),
-    [("k2", 2, {}), ("never", 2, LORA), ("by token", 3, {})],
+    ("reference", "updates", "policy"), [(K2, 2, {}), (NEVER, 2, LORA), (BY_TOKEN, 3, {})]
 )
 def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     settings, model_folder, policy, updates, reference
 ):
+    teacher = {"distillation": {"teacher": str(model_folder)}} if reference is BY_TOKEN else {}
     changes: dict[str, Any] = {
         "policy": policy,
-        "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
+        "objective": {"num_iterations": updates % 3 or 1, **reference, **teacher},
         "optim": {"max_steps": 3, "mini_batches": 3 if updates == 3 else 1},
     }
-    if changes["objective"].get("distillation") == {}:
-        changes["objective"] |= {"distillation": {"teacher": str(model_folder)}}
     # Stops: before the first token, between two steps, in the second, at the end of the third. Of
     # these, every run has the second and the third.
     stops, names = [(1, 1), (2,), (1, 4), (2, 5)], ["step-0", "step-1", "step-1", "step-2"]
-    chosen = slice(None) if reference == "k2" else slice(1, 3)
+    chosen = slice(None) if reference is K2 else slice(1, 3)
     runs = (settings(name=name, **changes) for name in ("whole", "stopped"))
     assert assert_resumes(*runs, *stops[chosen], last="step-3") == names[chosen]
 
@@ -239,6 +224,7 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
     """With resampled groups, an evaluation between the steps, and cached features of images."""
     changes = {
         **EVALUATED,
+        "data": HELD_OUT,
         "policy": {"freeze": ["vision", "projector"]},
         # With at most two letters, some groups of two have equal rewards.
         "rollout": {"num_generations": 2, "max_completion_length": 2, "dynamic_sampling": True},
@@ -252,7 +238,7 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
 
 def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
     """Also if the run that made it was killed before its next checkpoint."""
-    changes = {**EVALUATED, "checkpoint": {"keep_last": 0}}
+    changes = {**EVALUATED, "data": HELD_OUT, "checkpoint": {"keep_last": 0}}
     uninterrupted, run = (settings(name=n, **changes) for n in ("whole", "run"))
     train(uninterrupted)
     assert small_runs.train_with_stops(run, (2,)) == ["step-1"]
@@ -281,7 +267,7 @@ def test_a_step_that_is_stopped_leaves_the_state_before_it(settings, monkeypatch
     assert trainer.checkpoints._collect(trainer.state)[0] == before  # noqa: SLF001
 
 
-def test_the_format_of_a_checkpoint_is_kept(settings):
+def test_the_format_of_a_checkpoint_is_kept_and_one_within_a_step_is_refused(settings):
     """Version 0.1.0 wrote these names; a run that it began must resume."""
     run = settings(objective=K2, optim={"max_steps": 1})
     checkpoint = train(run).checkpoint
@@ -293,16 +279,10 @@ def test_the_format_of_a_checkpoint_is_kept(settings):
     assert set(metadata["versions"]) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
     assert metadata["settings"]["optim.lr"] == 1e-2
     assert {*read_tensors(checkpoint, "examples")} == {"train"}
-
-
-def test_a_checkpoint_within_a_step_is_refused(settings):
-    """Earlier versions wrote it; its weights are neither those of the step's start nor its end."""
-    run = settings(optim={"max_steps": 1}).model_copy(update={"resume": True})
-    checkpoint = train(run).checkpoint
+    # Earlier versions wrote one within a step, with weights neither of its start nor of its end.
     within = checkpoint.rename(checkpoint.with_name("step-0-1"))
-    metadata = json.loads((within / "state.json").read_text())
     (within / "state.json").write_text(json.dumps({**metadata, "open_step": []}))
     with pytest.raises(UserError, match=r"step-0-1 was saved within a step by an earlier"):
         read_metadata(within)
     with pytest.raises(UserError, match="holds a run with checkpoints up to step 0"):
-        train(run.model_copy(update={"resume": False}))
+        train(run)

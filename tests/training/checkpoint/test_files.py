@@ -85,7 +85,7 @@ def test_a_corrupt_file_is_named(tmp_path, file, what):
 @pytest.mark.parametrize(
     "text", [None, "", "{}", '{"files": {}', "[]", '{"files": [1]}', '{"files": {"a": {}}}']
 )
-def test_a_manifest_without_files_is_corrupt(tmp_path, text):
+def test_a_manifest_without_files_is_corrupt_and_another_format_an_error(tmp_path, text):
     path = write(tmp_path, 1)
     (path / "manifest.json").unlink()
     if text is not None:
@@ -93,6 +93,9 @@ def test_a_manifest_without_files_is_corrupt(tmp_path, text):
     message = r"manifest\.json is missing or cannot be read"
     with pytest.raises(files.CorruptCheckpoint, match=message):
         files.verify_checkpoint(path)
+    (path / "state.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this version reads format 1"):
+        files.read_metadata(path)
 
 
 def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(tmp_path, caplog):
@@ -140,13 +143,6 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert len(list_names(tmp_path)) == 5
     files.prune_checkpoints(tmp_path, keep_last=2, keep={7})
     assert list_names(tmp_path) == ["step-7", "step-10", "step-11"]
-
-
-def test_another_format_is_an_error(tmp_path):
-    path = write(tmp_path, 1)
-    (path / "state.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(UserError, match="has format 99, this version reads format 1"):
-        files.read_metadata(path)
 
 
 def test_the_tensors_of_a_layer_are_written_by_one_rank():
