@@ -58,6 +58,9 @@ def test_completions_without_a_gradient_count_in_the_normalizers():
     assert batch.layout.lengths.tolist() == [2, 3, 1, 4, 2]
     assert batch.values["sampler_logprobs"].shape == (12,)
     assert batch.active.all()
+    tokens = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, *[0.0] * 7])  # of the second completion
+    batch = pack_groups(ROLLOUT, make_advantages(torch.zeros(5), tokens))
+    assert [piece.rows for piece in batch.slices] == [(1,)]  # it has one though they cancel out
 
 
 def test_a_rank_without_groups_has_an_empty_batch():
@@ -70,20 +73,13 @@ def test_a_rank_without_groups_has_an_empty_batch():
 
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
-    rollout = Rollout(tuple(GROUPS), mini_batches=(2, 0))
+    rollout = replace(ROLLOUT, mini_batches=(2, 0))
     advantages = make_advantages(torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0]))
     batch = pack_groups(rollout, advantages, "optim.mini_batches=4")
     rows = [[piece.rows for piece in part] for part in batch.mini_batches]
     assert rows == [[(2, 3)], [], [(1,)], []]  # a rank may have no group of a mini-batch
     assert batch.num_updates == 4
     assert batch.weights["policy"][0].item() == pytest.approx(4 / (5 * 2))  # of 5 in all
-
-
-def test_a_completion_whose_tokens_cancel_out_has_a_gradient():
-    tokens = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, *[0.0] * 7])  # of the second completion
-    advantages = make_advantages(torch.zeros(5), tokens)
-    batch = pack_groups(ROLLOUT, advantages)
-    assert [piece.rows for piece in batch.slices] == [(1,)]
 
 
 def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) -> StepAdvantages:
@@ -103,7 +99,6 @@ def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) ->
         ([((1, 0), (1, 0))], [torch.tensor([0.2]), torch.tensor([0.6])], [0.2, -0.2]),
         ([((None, 1), (1, 0), (0, 0))], None, [0, 1, -1]),
     ],
-    ids=["weights", "equal ids", "penalties", "unscorable"],
 )
 def test_advantages_are_those_of_the_weighted_rewards(rewards, penalties, expected):
     groups = [make_group(*({"exact": e, "closeness": c} for e, c in own)) for own in rewards]

@@ -1,6 +1,5 @@
 """Groups of which a part is sampled behind images with noise (NoisyRollout)."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from groups import make_tokens
 from PIL import Image
-from small_runs import assert_resumes, make_trainer, read_metrics, read_samples
+from small_runs import assert_resumes, make_trainer, read_metrics
 from steps import assert_sampled_behind
 
 from vlm_grpo.config.methods import MAX_NOISE_STEPS, NoiseSettings
@@ -21,9 +21,9 @@ from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import DiffusionNoise, Noise
 from vlm_grpo.training.objective import losses
-from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Example, Group
+from vlm_grpo.utils.jsonl import read_rows
 
 CONSTANT = {"noise": {"midpoint": 9.0}}
 """Noise whose strength does not fall."""
@@ -35,38 +35,31 @@ def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]
 
 def read_marks(run: Settings) -> list[list[list[float | None]]]:
     """Return the strength of the noise of each completion, by step and group."""
-    samples = sorted(read_samples(run.run_dir).items())
-    files = [content.splitlines() for name, content in samples if name.endswith(".jsonl")]
-    groups = [[json.loads(line)["completions"] for line in lines] for lines in files]
-    return [[[c.get("noise") for c in group] for group in step] for step in groups]
-
-
-def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings):
-    """Bit for bit, with the whole group in one part again."""
-    ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}})
-    rollout, plain = (make_trainer(run).sampler.sample(0) for run in (ended, settings()))
-    assert get_completions(rollout.groups) == get_completions(plain.groups)
-    assert rollout.metrics == {"noise/strength": 0}
+    files = map(read_rows, sorted((run.run_dir / "samples").glob("*.jsonl")))
+    return [[[c.get("noise") for c in row["completions"]] for row in rows] for rows in files]
 
 
 @pytest.mark.parametrize(("share", "engine"), [(0.5, "repeated"), (0.25, "shared")])
-def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
+def test_noise_that_changes_nothing_or_has_ended_leaves_the_tokens(
     settings, monkeypatch, share, engine
 ):
     """Each completion keeps its random stream; log-probs differ by rounding."""
     policy = {"policy": {"dtype": "float32", "engine": engine}}
     monkeypatch.setattr(DiffusionNoise, "__call__", lambda self, image: image)
     noisy = settings(rollout={"noise": {"share": share, "midpoint": 9.0}}, **policy)
-    groups, plain = (
-        get_completions(make_trainer(run).sampler.sample(0).groups)
-        for run in (noisy, settings(**policy))
-    )
+    samplers = (make_trainer(run).sampler for run in (noisy, settings(**policy)))
+    groups, plain = (get_completions(sampler.sample(0).groups) for sampler in samplers)
     for name, members in groups.items():
         expected = [0, 0, 500, 500] if share == 0.5 else [0, 0, 0, 500]
         assert [c.variant[1] if c.variant else 0 for c in members] == expected
         for completion, other in zip(members, plain[name], strict=True):
             assert completion.token_ids == other.token_ids
             assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    # Noise that has ended: bit for bit, with the whole group in one part again.
+    ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}}, **policy)
+    rollout = make_trainer(ended).sampler.sample(0)
+    assert get_completions(rollout.groups) == plain
+    assert rollout.metrics == {"noise/strength": 0}
 
 
 def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(settings):
@@ -130,15 +123,10 @@ def test_steps_ahead_have_the_noise_of_their_own_step(vllm):
 
 def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
     logprobs = torch.full((4,), -1.0)
-    batch = TokenBatch(
-        logprobs=logprobs,
-        completion=torch.tensor([0, 0, 1, 1]),
-        advantages=torch.ones(2),
-        lengths=torch.tensor([2, 2]),
-        old_logprobs=logprobs,
-        sampler_logprobs=torch.tensor([-1.5, -1.5, -9.0, -9.0]),
-        behind_variant=torch.tensor([False, True]),
-    )
+    behind = {"behind_variant": torch.tensor([False, True])}
+    sampler = torch.tensor([-1.5, -1.5, -9.0, -9.0])
+    given = {"old_logprobs": logprobs, "sampler_logprobs": sampler, **behind}
+    batch = make_tokens(logprobs, [2, 2], **given)
     objective = ObjectiveSettings(sampler_correction="sequence")
     weights: Any = losses.sampler_weights(batch, objective)
     # e^(0.5 + 0.5) = 2.718, below the cap of 3.

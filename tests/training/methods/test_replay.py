@@ -15,7 +15,6 @@ from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import KeptGroup, Rollout, build_slices
 from vlm_grpo.training.methods import Passes
-from vlm_grpo.training.methods import curriculum as curriculum_module
 from vlm_grpo.training.methods.replay import Replay, select_varied
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Completion, Score
@@ -150,7 +149,8 @@ def test_a_failed_step_teaches_nothing(settings, monkeypatch):
     assert len(groups) == 3
     assert sampler.cursor.position == 6  # three prompts of two candidates each
     error = UserError("gold_reward failed")
-    monkeypatch.setattr(curriculum_module, "measure_pass", Mock(side_effect=error))
+    measure = "vlm_grpo.training.methods.curriculum.measure_pass"
+    monkeypatch.setattr(measure, Mock(side_effect=error))
     with pytest.raises(UserError, match="gold_reward failed"):
         sampler.sample(1)
     assert (curriculum.posterior == before).all()

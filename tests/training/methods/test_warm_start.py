@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import record_calls
 from small_runs import LORA, assert_resumes, make_trainer, read_metrics, read_samples
 from tiny_models import make_prompt, noise_example, tiny_policy
 
@@ -95,15 +96,6 @@ def test_grpo_begins_as_a_new_run_with_the_warm_model(warm):
     assert is_equal(copy_weights(trainer), copy_weights(fresh))
 
 
-def test_the_progress_of_rewards_counts_from_the_first_rollout(warm, monkeypatch):
-    trainer, found = make_trainer(warm()), list[float]()
-    change = Task.with_progress
-    monkeypatch.setattr(Task, "with_progress", lambda t, p: found.append(p) or change(t, p))
-    for step in (2, 3):
-        trainer.sampler.sample(step)
-    assert found == [0.0, 0.5]  # of two steps after the warm start
-
-
 def test_the_reference_is_the_warm_model(warm):
     objective = {"beta": 0.1, "reference_refresh_every": "never"}
     trainer = begin_at_switch(warm(objective=objective))
@@ -115,7 +107,7 @@ def test_the_reference_is_the_warm_model(warm):
     assert second["kl"] > 1e-6
 
 
-def test_each_phase_has_its_learning_rates(warm, monkeypatch):
+def test_each_phase_has_its_learning_rates_and_the_rewards_progress(warm, monkeypatch):
     """Also after a supervised step whose update was skipped, which does not advance them."""
     used: list[float] = []
     accumulate = Updater._accumulate  # noqa: SLF001
@@ -128,6 +120,7 @@ def test_each_phase_has_its_learning_rates(warm, monkeypatch):
     start = {"steps": 3, "lr": 3e-3, "schedule": "linear", "warmup_steps": 1}
     optim = {"lr": 8e-3, "schedule": "linear", "warmup_steps": 1, "max_steps": 6}
     trainer = make_trainer(warm(warm_start=start, optim=optim))
+    changes = record_calls(monkeypatch, Task, "with_progress")
     for step in range(6):
         with monkeypatch.context() as patch:
             if step == 1:
@@ -136,6 +129,8 @@ def test_each_phase_has_its_learning_rates(warm, monkeypatch):
     # Warmup from 0, then the peak and its linear fall to 0 within the phase; the second step is
     # repeated at its rate because it was skipped.
     assert used == pytest.approx([0, 3e-3, 3e-3, 0, 8e-3, 4e-3])
+    # The progress of rewards counts from the first rollout, of three.
+    assert [call.arguments[1] for call in changes] == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 def test_servers_start_after_the_supervised_steps(vllm):

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 from gradients import gradient
+from groups import make_tokens
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.advantages import group_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 from vlm_grpo.training.objective.losses import policy_loss
 
@@ -79,13 +80,9 @@ def expected_gradient(
     loss = torch.zeros(())
     for outcome in itertools.product(range(len(COMPLETIONS)), repeat=size):
         chosen = list(outcome)
-        batch = TokenBatch(
-            logprobs=logprobs[chosen].flatten(),
-            completion=torch.arange(size).repeat_interleave(LENGTH),
-            advantages=advantages(chosen),
-            lengths=torch.full((size,), LENGTH),
-            sampler_logprobs=None if sampler is None else sampler[chosen].flatten(),
-        )
+        own = {} if sampler is None else {"sampler_logprobs": sampler[chosen].flatten()}
+        given = [LENGTH] * size, advantages(chosen)
+        batch = make_tokens(logprobs[chosen].flatten(), *given, **own)
         loss = loss + weights[chosen].prod() * policy_loss(batch, totals, settings).loss
     return -gradient(loss, *policy.parameters) * LENGTH
 
@@ -146,12 +143,8 @@ def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
         loss = torch.zeros(())
         for outcome in itertools.product((0, 1), repeat=size):
             chosen = list(outcome)
-            batch = TokenBatch(
-                logprobs[chosen],
-                torch.arange(size),
-                group_advantages(torch.tensor(chosen).double(), [0] * size).values,
-                torch.ones(size, dtype=torch.long),
-            )
+            advantages = group_advantages(torch.tensor(chosen).double(), [0] * size).values
+            batch = make_tokens(logprobs[chosen], [1] * size, advantages)
             probability = logprobs[chosen].sum().exp().detach()
             part = policy_loss(batch, StepTotals(size, size, 1), ObjectiveSettings()).loss
             loss = loss + probability * part
@@ -175,13 +168,9 @@ def test_the_first_update_on_stale_completions_is_unbiased_without_a_bound(corre
         ascent = reward_gradient(policy, rewards).split([p.numel() for p in policy.parameters])
         moved = [p.detach() + a.view_as(p) for p, a in zip(policy.parameters, ascent, strict=True)]
         policy = Policy(*moved).with_gradient()
-    found = expected_gradient(
-        policy,
-        unbiased_settings(sampler_correction=correction, sampler_correction_cap=None),
-        make_estimator(rewards, estimator),
-        size=2,
-        sampled_from=stale,
-    )
+    settings = unbiased_settings(sampler_correction=correction, sampler_correction_cap=None)
+    advantages = make_estimator(rewards, estimator)
+    found = expected_gradient(policy, settings, advantages, size=2, sampled_from=stale)
     factor = 1.0 if estimator == "rloo" else 1 - 1 / 2  # of the group's mean, as without staleness
     torch.testing.assert_close(found, factor * reward_gradient(policy, rewards), **EXACT)
 
@@ -197,17 +186,11 @@ def token_gradient(
     Completions have one token, whose ratio is the completion's, and their advantages are 0.
     """
     logprobs, weights = logits.log_softmax(-1), (logits if old is None else old).softmax(-1)
-    before = None if old is None else old.log_softmax(-1)
+    given = {"reference_logprobs": reference} | ({} if old is None else {"old_logprobs": old})
     loss = torch.zeros(())
     for token, weight in enumerate(weights.detach()):
-        batch = TokenBatch(
-            logprobs=logprobs[token, None],
-            completion=torch.zeros(1, dtype=torch.long),
-            advantages=torch.zeros(1),
-            lengths=torch.ones(1, dtype=torch.long),
-            old_logprobs=None if before is None else before[token, None],
-            reference_logprobs=reference.log_softmax(-1)[token, None],
-        )
+        own = {name: values.log_softmax(-1)[token, None] for name, values in given.items()}
+        batch = make_tokens(logprobs[token, None], [1], torch.zeros(1), **own)
         loss = loss + weight * policy_loss(batch, StepTotals(1, 1, 1), settings).loss
     return torch.autograd.grad(loss, logits)[0]
 

@@ -5,22 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from groups import make_tokens
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, step_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.custom import load_estimator, load_surrogate
 from vlm_grpo.training.objective.losses import policy_loss
 
 GUIDE = Path(__file__).parents[3] / "docs/objective.md"
-BATCH = TokenBatch(
-    logprobs=torch.tensor([-1.0, -2.0, -0.5]),
-    completion=torch.tensor([0, 0, 1]),
-    advantages=torch.tensor([1.0, -1.0]),
-    lengths=torch.tensor([2, 1]),
-    old_logprobs=torch.tensor([-1.1, -1.8, -0.5]),
-)
+LOGPROBS, OLD = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.8, -0.5])
+BATCH = make_tokens(LOGPROBS, [2, 1], torch.tensor([1.0, -1.0]), old_logprobs=OLD)
 
 
 def write(path: Path, names: str, body: str) -> str:
@@ -106,12 +102,11 @@ def test_an_estimator_that_cannot_be_used_is_refused(tmp_path, body, problem):
         load_estimator(write_estimator(tmp_path, body))
 
 
-def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path):
-    body = (
-        "values = inputs.rewards - inputs.group_means\n"
-        "    return values / (values.std() + 1e-4) if inputs.penalties is None else "
-        "[v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"
-    )
+def test_an_estimator_of_a_file_gets_what_own_ones_get_and_is_read_again_if_changed(tmp_path):
+    body = """values = inputs.rewards - inputs.group_means
+    if inputs.penalties is None:
+        return values / (values.std() + 1e-4)
+    return [v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"""
     estimator: Any = load_estimator(write_estimator(tmp_path, body))
     rewards = torch.tensor([1.0, 0.0, 2.0, 2.0])
     found = step_advantages(rewards, "aabb", torch.tensor([1, 2, 1, 1]), estimator)
@@ -120,14 +115,11 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path):
     with pytest.raises(UserError, match="there is no advantage estimator file x"):
         load_estimator("x.py:f")
     assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
-
-
-def test_an_estimator_that_has_changed_is_read_again(tmp_path):
-    """As in a notebook, where one process starts several runs."""
+    # One that has changed is read again, as in a notebook, where one process starts several runs.
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
     for factor in (1.0, 20.0):  # a file of another size is new even within the same second
         body = f"return {factor} * inputs.rewards"
-        estimator: Any = load_estimator(write_estimator(tmp_path, body))
+        estimator = load_estimator(write_estimator(tmp_path, body))
         assert list(estimator(inputs)) == [factor, 0.0]
 
 

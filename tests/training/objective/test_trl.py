@@ -7,7 +7,6 @@ so no formula of TRL is copied.
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -28,31 +27,19 @@ LENGTHS = (5, 3, 1, 4, 5, 2)  # unequal: one completion has one token, two have 
 MAX_LENGTH = 7  # longer than any completion, so that dr_grpo's normalizer differs
 
 
-@dataclass(frozen=True)
-class Case:
-    """Padded tensors (completions, tokens) in TRL's layout."""
-
-    logps: Tensor
-    mask: Tensor
-    advantages: Tensor
-    entropies: Tensor
-    old: Tensor | None = None
-    ref: Tensor | None = None
-    sampler: Tensor | None = None
-
-
-def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Case:
+def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Any:
+    """Return padded tensors (completions, tokens) in TRL's layout, None where they are not used."""
     shape = (len(LENGTHS), max(LENGTHS))
     mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
     mask[list(inactive)] = 0
     logps = -3 * torch.rand(shape)
     # Differences of 0.4 nats: ratios from about 0.5 to 2, on both sides of every clip used here.
     near = [logps + 0.4 * torch.randn(shape) for _ in range(3)]
-    return Case(
-        logps.requires_grad_(),
-        mask,
-        torch.randn(shape[0]),
-        torch.rand(shape).requires_grad_(),
+    return SimpleNamespace(
+        logps=logps.requires_grad_(),
+        mask=mask,
+        advantages=torch.randn(shape[0]),
+        entropies=torch.rand(shape).requires_grad_(),
         old=near[0] if settings.num_iterations > 1 else None,
         ref=near[1] if settings.beta > 0 else None,
         sampler=near[2] if settings.sampler_correction != "none" else None,
@@ -86,7 +73,7 @@ def make_trl_trainer(settings: ObjectiveSettings) -> SimpleNamespace:
     )
 
 
-def run_trl_loss(case: Case, settings: ObjectiveSettings) -> tuple[Tensor, dict[str, list[float]]]:
+def run_trl_loss(case: Any, settings: ObjectiveSettings) -> tuple[Tensor, dict[str, list[float]]]:
     """Compute the step's loss by TRL's ``_compute_loss``."""
     trainer, result = make_trl_trainer(settings), (case.logps, case.entropies, None)
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: result
@@ -113,7 +100,7 @@ def run_trl_scoring(
     *,
     weights: Tensor | None = None,
     each: bool = False,
-    case: Case | None = None,
+    case: Any = None,
     settings: ObjectiveSettings | None = None,
     **named: Any,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
@@ -161,7 +148,7 @@ def run_trl_scoring(
     return output, trainer._metrics["train"]
 
 
-def build_batch(case: Case) -> TokenBatch:
+def build_batch(case: Any) -> TokenBatch:
     """Flatten the completions; a fully masked row becomes an inactive completion."""
     lengths = torch.tensor(LENGTHS[: len(case.mask)])
     real = torch.arange(case.mask.shape[1]) < lengths[:, None]
