@@ -131,14 +131,6 @@ def scripted(model_folder: Path) -> Any:
         yield SimpleNamespace(policy=policy, prompt=prompt, used=used, sample=sample, run=run)
 
 
-def test_a_result_that_the_model_cannot_take_is_answered_in_text(scripted):
-    episode = scripted.run(calls=1)
-    assert (episode.text, episode.stop) == ("EXIT", "stop")
-    text = "Error: the result cannot be shown to you"
-    assert small_environments.see(episode.turns[0].observed).text == text
-    assert text.removeprefix("Error: ") in episode.observations[0].prompt.text
-
-
 def test_each_episode_of_a_turn_reads_what_it_asked_for(scripted):
     """Two look at the same part, whose tokens and pixels are prepared once, and one at another."""
     boxes = [0, 0, 100, 100], [0, 0, 40, 60], [0, 0, 100, 100]
@@ -155,8 +147,12 @@ def test_each_episode_of_a_turn_reads_what_it_asked_for(scripted):
     assert [own.images[0].size for own in seen] == [sizes[0], sizes[1], sizes[0]]
 
 
-def test_an_episode_is_cut_where_no_token_is_left(scripted):
+def test_a_result_that_cannot_be_shown_is_answered_in_text_and_an_episode_cut_at_its_end(scripted):
     used, run = scripted.used, scripted.run
+    episode, text = run(calls=1), "Error: the result cannot be shown to you"
+    assert (episode.text, episode.stop) == ("EXIT", "stop")
+    assert small_environments.see(episode.turns[0].observed).text == text
+    assert text.removeprefix("Error: ") in episode.observations[0].prompt.text
     assert [len(run(2, most).observations) for most in (2 * used, 2 * used + 1)] == [1, 2]
     assert run(2, 2 * used).stop == "length"
     seen = run(1).observations[0].prompt

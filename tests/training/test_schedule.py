@@ -57,9 +57,8 @@ def test_a_resumed_run_has_the_rates_of_its_settings():
 def test_a_warmup_may_be_a_share_and_the_rate_may_end_above_0():
     optim = {"lr": 1e-2, "max_steps": 11, "warmup_steps": 0.19}
     rate = build_schedule(make_settings({**optim, "schedule": "linear"}))
-    assert [rate(step) for step in (0, 1, 3, 4, 11)] == pytest.approx(
-        [0, 1e-2 / 3, 1e-2, 7 / 8 * 1e-2, 0]  # three steps of warmup, as in transformers
-    )
+    expected = [0, 1e-2 / 3, 1e-2, 7 / 8 * 1e-2, 0]  # three steps of warmup, as in transformers
+    assert [rate(step) for step in (0, 1, 3, 4, 11)] == pytest.approx(expected)
     least = {"schedule": "cosine_with_min_lr", "min_lr": 2e-3}
     rate = build_schedule(make_settings({**optim, **least}))
     assert [rate(step) for step in (3, 7, 11)] == pytest.approx([1e-2, 6e-3, 2e-3])
