@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ import torch
 from gpu_standins import GpuMemory
 from groups import make_advantages
 from meta_device import build_policy, no_host_tensors, use_gpu_kernels
+from recorded import record_calls
 from small_runs import LORA, make_trainer
 from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
 from work_counts import count_work
@@ -26,10 +28,9 @@ from vlm_grpo.model.engine import activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.logprobs import TokenScores
-from vlm_grpo.training import memory_probe
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
-from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout, score_slices
+from vlm_grpo.training.batch import StepBatch, TokenBudget, TokenLayout
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
@@ -45,9 +46,7 @@ def make_batch(trainer: Trainer) -> StepBatch:
     return pack_step(rollout, {}, make_advantages(advantages), {}, trainer.settings)
 
 
-def test_updates_run_in_training_mode_and_the_schedule_advances_once_per_step(
-    settings, monkeypatch
-):
+def test_updates_run_in_training_mode_and_schedules_advance_once_a_step(settings, monkeypatch):
     """Gradient checkpointing needs this mode."""
     run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
     trainer = make_trainer(run)
@@ -105,9 +104,7 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(
     # Four fifths in thousands of 1,024 tokens, the most, and the least.
     [(41, 32 * 1024), (1000, 65_536), (1, 1024)],
 )
-def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
-    settings, capsys, size, expected
-):
+def test_a_gpu_finds_the_size_of_micro_batches_once(settings, capsys, size, expected):
     trainer = make_trainer(settings(policy=LORA))
     updater, token = trainer.updater, 2**20
     with GpuMemory(updater, size * 2**30, token)() as memory:
@@ -123,11 +120,10 @@ def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
     assert "1.00 MiB per token measured, 0.01 planned" in printed
 
 
-def test_a_rank_without_micro_batches_takes_what_others_have_measured(
-    settings, monkeypatch, capsys
-):
+def test_a_rank_without_micro_batches_takes_what_others_found(settings, monkeypatch, capsys):
     trainer = make_trainer(settings())
-    monkeypatch.setattr(memory_probe, "gather_object", lambda own: [*own, 2048])
+    gather = "vlm_grpo.training.memory_probe.gather_object"
+    monkeypatch.setattr(gather, lambda own: [*own, 2048])
     with GpuMemory(trainer.updater, 2**40, 2**20)():
         probe: Any = trainer.updater.probe
         probe.end(1024)
@@ -136,7 +132,7 @@ def test_a_rank_without_micro_batches_takes_what_others_have_measured(
 
 
 @pytest.mark.parametrize(
-    ("size", "checkpointing", "expected"),
+    ("size", "part", "expected"),
     [
         # The plan of this model has 14,009 bytes per token, and a fifth is left.
         (100_000_000, "none", 5 * 1024),
@@ -145,10 +141,8 @@ def test_a_rank_without_micro_batches_takes_what_others_have_measured(
         (30_000_000, "auto", 4096),  # below it more is recomputed instead
     ],
 )
-def test_the_first_update_on_a_gpu_begins_with_what_fits_by_plan(
-    settings, size, checkpointing, expected
-):
-    policy = {**LORA, "gradient_checkpointing": checkpointing}
+def test_the_first_update_on_a_gpu_begins_with_what_is_planned(settings, size, part, expected):
+    policy = {**LORA, "gradient_checkpointing": part}
     trainer = make_trainer(settings(policy=policy, rollout={"max_completion_length": 64}))
     with GpuMemory(trainer.updater, size, token=1)():
         trainer.updater.update(make_batch(trainer))
@@ -217,21 +211,14 @@ def test_sharded_weights_recompute_all_from_the_start(settings, monkeypatch):
 def test_later_mini_batches_are_scored_once(settings, kl_in, counts, monkeypatch):
     """The reference scores all, and so does the policy for a KL in the reward."""
     kl = {"beta": 0.1, "kl_in": kl_in, "kl_estimator": "k1", "reference_refresh_every": "never"}
-    trainer, scored = make_trainer(settings(objective=kl, optim={"mini_batches": 3})), []
-
-    def count(policy: Any, slices: Any, *rest: Any) -> Any:
-        scored.append(sum(len(piece.rows) for piece in slices))
-        return score_slices(policy, slices, *rest)
-
-    monkeypatch.setattr(methods_module, "score_slices", count)
-    monkeypatch.setattr(update_module, "score_slices", count)
+    trainer = make_trainer(settings(objective=kl, optim={"mini_batches": 3}))
+    own = [record_calls(monkeypatch, m, "score_slices") for m in (methods_module, update_module)]
     trainer.step()
-    assert scored == counts
+    found = [sum(len(piece.rows) for piece in call.arguments[1]) for call in chain(*own)]
+    assert found == counts
 
 
-def test_out_of_memory_on_one_completion_and_other_errors_of_a_pass_are_raised(
-    settings, monkeypatch
-):
+def test_out_of_memory_on_one_completion_and_other_errors_are_raised(settings, monkeypatch):
     trainer = make_trainer(settings())
     batch, full = make_batch(trainer), torch.OutOfMemoryError("out of memory")
     monkeypatch.setattr(trainer.policy, "score", Mock(side_effect=full))
@@ -250,9 +237,7 @@ def test_out_of_memory_on_one_completion_and_other_errors_of_a_pass_are_raised(
         ("cuda", True, None),
     ],
 )
-def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
-    settings, monkeypatch, device, may_retry, message
-):
+def test_a_gpu_with_all_weights_can_offload(settings, monkeypatch, device, may_retry, message):
     """A strategy that only names its device stands for a GPU."""
     weights = [("weight", torch.nn.Parameter(torch.zeros(1)))]
     ranks: Any = SimpleNamespace(device=torch.device(device))
