@@ -45,7 +45,9 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert sampler.budget.limit <= limit
 
 
-def test_other_errors_and_a_failure_of_another_rank_end_the_rollout(settings, monkeypatch):
+def test_a_failure_here_or_on_another_rank_or_of_a_reward_on_every_completion_ends_the_rollout(
+    settings, monkeypatch, tmp_path
+):
     sampler = make_trainer(settings()).sampler
     # Of the flags of all ranks, that of a failure is set.
     monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
@@ -53,6 +55,11 @@ def test_other_errors_and_a_failure_of_another_rank_end_the_rollout(settings, mo
         sampler.sample(0)
     monkeypatch.setattr(sampler.policy, "sample", Mock(side_effect=RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes"):
+        sampler.sample(0)
+    broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
+    (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
+    sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
+    with pytest.raises(UserError, match="reward broken failed on every completion"):
         sampler.sample(0)
 
 
@@ -94,11 +101,3 @@ def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(settings
     sampler.sample(0)
     sampler.close()
     assert ahead == [[3, 4, 5], "closed"]
-
-
-def test_a_reward_that_fails_on_every_completion_ends_the_rollout(settings, tmp_path):
-    broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
-    (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
-    sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
-    with pytest.raises(UserError, match="reward broken failed on every completion"):
-        sampler.sample(0)

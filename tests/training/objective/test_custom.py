@@ -62,7 +62,7 @@ def test_a_loss_that_cannot_be_used_is_refused(tmp_path, body, problem):
         load_surrogate(write_loss(tmp_path, body))
 
 
-def test_a_loss_may_use_sums_over_a_completion_and_what_methods_scored(tmp_path):
+def test_a_loss_may_use_sums_and_what_methods_scored_and_must_be_in_its_file(tmp_path):
     """Beside their terms, which are no part of the check."""
     body = "return (ratio * batch.completion_mean(ratio)[batch.completion]).log()"
     assert load_surrogate(write_loss(tmp_path, body)) is not None
@@ -70,10 +70,7 @@ def test_a_loss_may_use_sums_over_a_completion_and_what_methods_scored(tmp_path)
     for only in (False, True):
         settings = write_loss(tmp_path, body, distillation={"teacher": "any", "only": only})
         assert load_surrogate(settings) is not None
-
-
-def test_a_file_without_the_function_is_refused(tmp_path):
-    write_loss(tmp_path, "return ratio")
+    # A file without the function is refused.
     with pytest.raises(UserError, match="the file has no function missing"):
         load_surrogate(ObjectiveSettings(loss=f"{tmp_path / 'my_loss.py'}:missing"))
     with pytest.raises(UserError, match="there is no loss file"):
