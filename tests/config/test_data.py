@@ -31,15 +31,10 @@ def test_the_name_of_a_source(values, label):
 
 def test_a_source_gets_the_defaults_of_all_sources():
     own = {"source": "a.jsonl", "limit": 3, "columns": {"answer": "gold"}, "image_root": Path("x")}
-    data = DataSettings(
-        train=[own, {"source": "b.jsonl"}],
-        eval=[{"source": "c.jsonl"}],
-        columns={"answer": "label", "id": "key"},
-        train_limit=9,
-        eval_limit=4,
-        image_root=Path("images"),
-        eval_image_root=Path("other"),
-    )
+    sources = {"train": [own, {"source": "b.jsonl"}], "eval": [{"source": "c.jsonl"}]}
+    limits = {"train_limit": 9, "eval_limit": 4, "columns": {"answer": "label", "id": "key"}}
+    roots = {"image_root": Path("images"), "eval_image_root": Path("other")}
+    data = DataSettings(**sources, **limits, **roots)
     first, second = data.get_sources("train")
     assert (first.limit, second.limit) == (3, 9)
     assert first.columns == {"answer": "gold", "id": "key"}

@@ -25,10 +25,8 @@ def test_merge_leaves_the_merged_values_unchanged():
     merge(target, {"policy.lora": {}})
     assert target == {"optim": {"lr": 2}, "policy": {"lora": {}}}
     assert recipe == {"optim": {"lr": 1}}
-
-
-def test_merge_keeps_dots_inside_the_mapping_of_an_option():
-    target: dict[str, Any] = {"task_options": {"tags": True}}
+    # Dots inside the mapping of an option are kept.
+    target = {"task_options": {"tags": True}}
     merge(target, {"task_options.labels": {"a.b": {"c.d": 1}}, "task_options": {"x": {"y.z": 2}}})
     assert target["task_options"] == {"tags": True, "labels": {"a.b": {"c.d": 1}}, "x": {"y.z": 2}}
 
@@ -66,41 +64,32 @@ def test_merge_keeps_dots_inside_the_mapping_of_an_option():
     ],
     ids=lambda text: text[:30],
 )
-def test_an_override_with_a_wrong_name_value_or_form_is_refused(override, expected):
+def test_overrides_with_a_wrong_name_value_or_form_are_refused_all_at_once(override, expected):
     assert expected in f"{get_error(override)}\n"
-
-
-def test_all_problems_are_reported_at_once():
     message = get_error("optim.lr=abc", "zebra=1", "policy.dtype=fp16")
     assert message.count("\n  - ") == 3
     assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))
 
 
-def test_every_setting_is_listed_with_its_docstring():
+def test_every_setting_is_listed_with_its_docstring_and_what_its_block_refuses():
     blocks = set(list_blocks())
     assert set(BY_KEY) == set(known_keys(Settings)) - blocks
     assert all(setting.description for setting in BY_KEY.values())
     assert all(list_blocks().values())
+    texts = {block: list_refusals(block) for block in ("", *blocks)}
+    assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
+    assert any(text.startswith("task has no value") for text in texts[""])
 
 
-def test_a_setting_has_type_bounds_default_and_other_names():
+def test_a_setting_has_type_bounds_default_other_names_and_what_a_resumed_run_may_do():
     rate = BY_KEY["optim.lr"]
     assert (rate.type, rate.default) == ("float ≥ 0", "1e-06")
     assert rate.other_names == ["learning_rate (TRL)", "worker.actor.optim.lr (EasyR1)"]
     assert BY_KEY["data.train"].default is None
     assert BY_KEY["policy.lora.target"].type == "'language' | 'all' | tuple[str, …]"
     assert BY_KEY["rollout.num_generations"].other_names[0] == "num_generations (TRL)"
-
-
-def test_the_reference_lists_what_each_block_refuses():
-    texts = {block: list_refusals(block) for block in ("", *list_blocks())}
-    assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
-    assert any(text.startswith("task has no value") for text in texts[""])
-
-
-def test_a_setting_says_whether_a_resumed_run_may_change_it():
-    assert BY_KEY["optim.lr"].on_resume == "A resumed run may change it."
-    assert BY_KEY["rollout.vllm.urls"].on_resume == "A resumed run may change it."  # as its block
+    for key in ("optim.lr", "rollout.vllm.urls"):  # the second as its block
+        assert BY_KEY[key].on_resume == "A resumed run may change it."
     assert BY_KEY["data.columns"].on_resume.endswith("if the training examples stay the same.")
     for key in ("optim.name", "objective.beta", "policy.lora.r", "data.filter", "seed"):
         assert not BY_KEY[key].on_resume

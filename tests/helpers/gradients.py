@@ -54,6 +54,12 @@ def _widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
+def gradient(loss: Tensor, *inputs: Any) -> Tensor:
+    """Return the gradients of all inputs as one vector; those of unused ones are 0."""
+    found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return torch.cat([part.flatten() for part in found])
+
+
 def relative_error(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference over the norm of ``b``, in float64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -10,6 +10,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream, build_stream
 from vlm_grpo.training.batch import StepAdvantages
 from vlm_grpo.training.objective.advantages import Advantages
+from vlm_grpo.training.objective.batch import TokenBatch
 from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
@@ -36,6 +37,16 @@ def make_group(
     tokens = [range(10 * row, 10 * row + n) for row, n in enumerate(lengths or [1] * len(rewards))]
     completions = tuple(Completion((*own,), (-0.5,) * len(own), "", "eos") for own in tokens)
     return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
+
+
+def make_tokens(
+    logprobs: Tensor, lengths: Sequence[int], advantages: Tensor | None = None, **more: Any
+) -> TokenBatch:
+    """Build the tokens of completions of these lengths; without advantages these are 1."""
+    count = torch.tensor(lengths)
+    own = torch.ones(len(count), dtype=logprobs.dtype) if advantages is None else advantages
+    rows = torch.arange(len(count)).repeat_interleave(count)
+    return TokenBatch(logprobs, rows, own, count, **more)
 
 
 def make_advantages(own: Tensor, tokens: Tensor | None = None) -> StepAdvantages:

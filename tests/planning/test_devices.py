@@ -13,6 +13,8 @@ from vlm_grpo.planning.devices import GIB, detect_device, find_device, find_peak
 def test_gpus_are_found_by_name_or_memory(name, gib):
     # Error correction uses a sixteenth of an L4's 24 GB.
     assert find_device(name).memory == int(gib * GIB)
+    with pytest.raises(UserError, match=r"did you mean h100\?.*give its memory, for example 24GB"):
+        find_device("H1000")
 
 
 REPORTED = {
@@ -31,20 +33,12 @@ REPORTED = {
 }
 
 
-def test_gpus_are_identified_by_the_name_that_the_driver_reports():
+def test_gpus_are_identified_by_the_name_that_the_driver_reports(monkeypatch):
     found = {reported: identify_gpu(reported) for reported in REPORTED}
     assert {reported: d and d.name for reported, d in found.items()} == REPORTED
-
-
-def test_only_gpus_of_the_table_have_a_peak_rate(monkeypatch):
+    # Only those of the table have a peak rate.
     assert detect_device().usable > GIB
     assert find_peak_rate(torch.device("cpu"), "bfloat16") is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert find_peak_rate(torch.device("cuda"), "bfloat16") == 989e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
-    assert find_peak_rate(torch.device("cuda"), "bfloat16") is None
-
-
-def test_an_unknown_gpu_is_an_error():
-    with pytest.raises(UserError, match=r"did you mean h100\?.*give its memory, for example 24GB"):
-        find_device("H1000")
+    for name, rate in (("NVIDIA H200", 989e12), ("NVIDIA X1", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, own=name: own)
+        assert find_peak_rate(torch.device("cuda"), "bfloat16") == rate

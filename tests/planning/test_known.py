@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import fails, run
-from huggingface_hub import constants
 
-from vlm_grpo.model import hub
 from vlm_grpo.model.hub import load_known_models
 from vlm_grpo.planning import known
 from vlm_grpo.planning.devices import GIB, find_device
@@ -30,12 +28,17 @@ def build_planner(model: str, *overrides: str, card: str = "24GB") -> known.Know
     return known.KnownPlanner(known.build_known_settings(model, overrides), find_device(card))
 
 
-def test_the_stored_values_are_those_that_the_script_writes():
+def test_stored_values_are_those_of_the_script_and_the_guides_table_that_of_the_command(capsys):
     models = load_known_models()
     configs = dict(runpy.run_path(str(ROOT / "perf/known_models.py"))["build_configs"]())
     assert {name: facts["config"] for name, facts in models.items()} == configs
     found = {name: models[name]["shapes"]["full"]["num_weights"] for name in SIZES}
     assert found == SIZES
+    guide = (ROOT / "docs/planning.md").read_text("utf-8")
+    assert all(f"| {name.rpartition('/')[2]} " in guide for name in models)
+    status, table, _ = run(capsys, "plan", SEVEN)
+    assert status == 0
+    assert all(line in guide for line in table.splitlines())
 
 
 # One of each family; the layers of a family are alike, and a measurement takes a second.
@@ -66,14 +69,6 @@ def test_other_settings_are_counted_on_the_configuration(monkeypatch):
     assert [policy.lora.r for policy in counted] == [16, 64]
 
 
-def test_the_table_of_the_guide_is_what_the_command_prints(capsys):
-    guide = (ROOT / "docs/planning.md").read_text("utf-8")
-    assert all(f"| {name.rpartition('/')[2]} " in guide for name in load_known_models())
-    status, table, _ = run(capsys, "plan", SEVEN)
-    assert status == 0
-    assert all(line in guide for line in table.splitlines())
-
-
 @pytest.mark.parametrize("model", ["models", SEVEN])
 @pytest.mark.parametrize("option", ["--devices=2", "--reserved=0.3", "--weights=sharded"])
 def test_a_table_takes_no_options_of_a_plan(model, option, capsys):
@@ -81,7 +76,7 @@ def test_a_table_takes_no_options_of_a_plan(model, option, capsys):
     assert f"{option.partition('=')[0]} has no effect on the table of cards" in message
 
 
-def test_each_cell_is_the_answer_of_a_plan_on_that_card():
+def test_each_cell_is_the_answer_of_a_plan_on_that_card_and_none_holds_the_largest_model():
     _, _, _, row, _ = known.format_table([SEVEN])
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:2] == ["Qwen2.5-VL-7B-Instruct", "LoRA"]
@@ -95,6 +90,11 @@ def test_each_cell_is_the_answer_of_a_plan_on_that_card():
         assert plan.smallest_card == 24
         # LoRA in bfloat16: two bytes per weight.
         assert plan.step.memory.weights >= 2 * SIZES[SEVEN]
+    plan = build_planner("Qwen/Qwen2.5-VL-72B-Instruct", card="80GB").plan()
+    assert (plan.fits, plan.smallest_card) == (False, None)
+    assert "card " not in str(plan)
+    assert "prompts with one image, assumed" in str(plan)
+    assert plan.step.memory.weights > 192 * GIB
 
 
 def test_prompts_have_the_image_of_the_settings():
@@ -105,14 +105,6 @@ def test_prompts_have_the_image_of_the_settings():
             planner = build_planner(name, *[change] * (tokens != known.IMAGE_TOKENS))
             (size,) = planner.count_prompts(planner.settings.policy)
             assert (size.tokens, size.pixels) == (tokens + known.TEXT_TOKENS, pixels * tokens)
-
-
-def test_no_card_is_large_enough_for_the_largest_model():
-    plan = build_planner("Qwen/Qwen2.5-VL-72B-Instruct", card="80GB").plan()
-    assert (plan.fits, plan.smallest_card) == (False, None)
-    assert "card " not in str(plan)
-    assert "prompts with one image, assumed" in str(plan)
-    assert plan.step.memory.weights > 192 * GIB
 
 
 @pytest.mark.parametrize(
@@ -130,9 +122,9 @@ def test_a_wrong_name_is_one_message_with_the_nearest(capsys, name, expected):
 
 
 def test_files_that_cannot_be_loaded_name_the_plan_without_them(capsys, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("vlm_grpo.model.hub.urllib.request.getproxies", dict)
     for name, expected in (
         (SEVEN, f"vlm-grpo plan {SEVEN} plans it without them"),
         (SEVEN[:-5], f"cannot be loaded (did you mean {SEVEN}?): it is neither"),

@@ -28,14 +28,7 @@ from vlm_grpo.planning.devices import CONTEXT, FRAGMENTATION, GIB, Device, find_
 from vlm_grpo.planning.known import KnownPlanner, build_known_settings
 from vlm_grpo.planning.memory import GRAPH, Memory
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.plan import (
-    OFFLOADING,
-    SHARDING,
-    Planner,
-    count_host_bytes,
-    plan,
-    with_changes,
-)
+from vlm_grpo.planning.plan import OFFLOADING, SHARDING, Planner, plan, with_changes
 from vlm_grpo.planning.sizes import estimate_workload
 from vlm_grpo.task.episodes import EnvironmentRunner
 
@@ -73,19 +66,16 @@ def test_only_examples_that_the_filter_accepts_are_planned(tmp_path):
     assert [example.answer for example in chosen.prompts.examples] == [4, 5]
 
 
-def test_no_change_makes_a_tiny_device_fit(planner):
-    tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
-    found = tiny.plan()
-    assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
-    assert (found.faster, found.wider, tiny.find_largest_group(64)) == (None, None, 0)
-
-
-def test_a_wider_group_is_a_step_with_four_times_as_many_completions(planner):
+def test_a_wider_group_has_four_times_as_many_completions_and_nothing_fits_a_tiny_device(planner):
     found = planner.plan()
     text, step = found.wider
     assert step.settings == load_settings("counting", ["data.train_limit=30", text])
     assert step.work.num_generations == 4 * found.step.work.num_generations
     assert f"wider      {text}" in str(found)
+    tiny = planner.on(Device("tiny", 1 << 20, is_cpu=True))
+    found = tiny.plan()
+    assert re.search(r"not even then.*--devices 8", str(found).splitlines()[-1])
+    assert (found.faster, found.wider, tiny.find_largest_group(64)) == (None, None, 0)
 
 
 def copy_without_weights(folder: Path) -> Path:
@@ -140,27 +130,19 @@ def test_changes_are_combined_where_one_is_not_enough(planner, monkeypatch):
     assert [text for text, _ in plans.suggest_changes(tiny, step)] == ["a c"]
 
 
-def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):
-    step = estimate(big(seven_billion), 80, "sharded", 8)
-    shape, memory = step.shape, step.memory
-    n = shape.num_weights
-    h = n - shape.text.layers * shape.text.layer_weights
-    rollout = memory.weights + memory.optimizer + memory.folded
+def test_sharded_and_offloaded_memory_have_the_formulas_of_the_scaling_guide(seven_billion):
+    settings = big(seven_billion, "optim.max_tokens_per_batch=64")
+    step, sharded = (estimate(settings, 80, form, 8) for form in ("offloaded", "sharded"))
+    sharded, shape = sharded.memory, step.shape
+    layers = shape.text.layers * shape.text.layer_weights
+    n, h = shape.num_weights, shape.num_weights - layers
+    rollout = sharded.weights + sharded.optimizer + sharded.folded
     # The guide has 2 N of casts; exactly, the embedding is not one of the linear modules.
     assert rollout == pytest.approx(2 * shape.num_linear + 4 * h + 12 * n / 8, rel=1e-6)
-    layers = 2 * shape.text.layer_weights * 2
-    update = memory.weights + memory.optimizer + memory.gradients + 2 * h + layers
-    assert update == pytest.approx(10 * h + 16 * n / 8 + layers, rel=1e-6)
-
-
-def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion):
-    settings = big(seven_billion, "optim.max_tokens_per_batch=64")
-    step = estimate(settings, 80, "offloaded", 8)
-    memory, shape, passes = step.memory, step.shape, step.work.num_micro_batches
-    sharded = estimate(settings, 80, "sharded", 8).memory
-    n = shape.num_weights
-    layers = shape.text.layers * shape.text.layer_weights
-    h = n - layers
+    two = 2 * shape.text.layer_weights * 2
+    update = sharded.weights + sharded.optimizer + sharded.gradients + 2 * h + two
+    assert update == pytest.approx(10 * h + 16 * n / 8 + two, rel=1e-6)
+    memory, passes = step.memory, step.work.num_micro_batches
     assert passes > 1
     assert memory.host == pytest.approx(16 * n / 8, rel=1e-6)
     # The gathered weights and gradients outside the layers are left; nothing is lost on the way.
@@ -194,22 +176,21 @@ def test_a_model_that_does_not_fit_gets_every_way_to_hold_it_with_its_figure():
         mark = "fits" if found.device.holds(peak) else "too large"
         assert f"  or {peak / GIB:.2f} GiB ({mark}): {name}\n" in text
     # Shards of 16 bytes per weight on eight devices, which hold 536 GB in all.
-    host = found.changes[-1][1]
-    assert count_host_bytes(host, 0)["weights, gradients and optimizer"] == pytest.approx(
-        16 * 33.45e9 / 8, rel=0.01
-    )
+    host = plans.count_host_bytes(found.changes[-1][1], 0)
+    shards = pytest.approx(16 * 33.45e9 / 8, rel=0.01)
+    assert host["weights, gradients and optimizer"] == shards
 
 
 def test_the_least_that_fits_is_recomputed():
     settings = build_known_settings("Qwen/Qwen2.5-VL-3B-Instruct", ["policy.lora.r=16"])
+    parts = ("none", "mlp", "full")
     automatic, *fixed = (
-        with_changes(settings, "policy", gradient_checkpointing=part)
-        for part in ("auto", "none", "mlp", "full")
+        with_changes(settings, "policy", gradient_checkpointing=part) for part in ("auto", *parts)
     )
     planner = KnownPlanner(automatic, H100)
     peaks = [planner.estimate_step(changed).memory.peak for changed in fixed]
     assert peaks == sorted(set(peaks), reverse=True)
-    for part, peak in zip(("none", "mlp", "full"), peaks, strict=True):
+    for part, peak in zip(parts, peaks, strict=True):
         device = Device("GPU", int((peak + CONTEXT) / (1 - FRAGMENTATION)) + 2)
         found = planner.on(device).plan()
         assert (found.fits, found.step.shape.checkpointing) == (True, part)
@@ -218,18 +199,14 @@ def test_the_least_that_fits_is_recomputed():
     assert sharded.shape.checkpointing == "full"
 
 
-def test_captured_steps_are_planned(seven_billion):
-    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5")
+def test_captured_steps_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion):
+    """Bytes of these are compared with a model's in ``tests/model/test_quantization.py``."""
+    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5", "policy.load_in=4bit")
     step = estimate(settings)
     places = step.work.concurrent_prompts * step.work.num_generations
     # The cache shrinks to a quarter of its places.
     assert step.memory.graphs == (1 + math.floor(math.log(places, 4))) * GRAPH
     assert estimate(with_changes(settings, "rollout", cuda_graphs=False)).memory.graphs == 0
-
-
-def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion):
-    """Their bytes are compared with a model's in ``tests/model/test_quantization.py``."""
-    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5", "policy.load_in=4bit")
     large, small = (estimate(settings, size).memory for size in (80, 24))
     layers = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
     assert large.folded == 2 * layers  # restored for the rollout: there is room
@@ -289,32 +266,25 @@ def test_families_that_do_not_share_prompts_are_planned(name, tmp_path):
         assert "fits       yes" in str(found)
 
 
-def test_a_configuration_without_sizes_is_one_message():
+def test_the_plan_needs_no_weights_but_the_configuration_and_the_tokenizer(capsys, tmp_path):
+    folder = copy_without_weights(tmp_path)
+    words = "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    # The weights are those of the embedded model.
+    for text in ("1,209,536 weights", "prompt     34 / 34 / 34 tokens", "fits       yes"):
+        assert text in out
+    assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown
+    shutil.copy(folder / "config.json", tmp_path)
+    message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
+    assert "a folder with the model's config.json and the files of its tokenizer" in message
     sizes = SimpleNamespace(hidden_size=64)
     config = SimpleNamespace(model_type="new", get_text_config=lambda: sizes, vision_config=sizes)
     with pytest.raises(UserError, match=r"model type 'new' lacks a size that a plan needs: .*size"):
         read_model_shape(config, load_settings("counting").policy)
 
 
-def test_the_plan_needs_no_weights(capsys, tmp_path):
-    folder = copy_without_weights(tmp_path)
-    status, out, _ = run(
-        capsys, "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
-    )
-    assert status == 0
-    assert "1,209,536 weights" in out  # of the embedded model
-    assert "prompt     34 / 34 / 34 tokens" in out
-    assert "fits       yes" in out
-    assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown
-
-
-def test_a_model_without_its_files_is_one_message(capsys, tmp_path):
-    shutil.copy(Path(get_model_source("embedded")) / "config.json", tmp_path)
-    message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
-    assert "a folder with the model's config.json and the files of its tokenizer" in message
-
-
-def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion):
+def test_automatic_rollouts_and_micro_batches_take_the_free_memory_of_a_gpu(seven_billion):
     settings = big(seven_billion, "policy.lora.r=16", "optim.prompts_per_step=2000")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     step = planner.estimate_step(settings)
@@ -328,12 +298,6 @@ def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion):
     assert small.work.rollout_budget < work.rollout_budget / 5
     fixed = with_changes(settings, "rollout", max_tokens_per_batch=65_536)
     assert planner.estimate_step(fixed).work.rollout_budget == 65_536
-    cpu = Planner(settings, Device("CPU", 80 * GIB, is_cpu=True))
-    assert cpu.estimate_step(settings).work.rollout_budget == 65_536
-
-
-def test_automatic_micro_batches_take_the_free_memory_of_a_gpu(seven_billion):
-    settings = big(seven_billion, "policy.lora.r=16", "optim.prompts_per_step=2000")
     sizes = {}
     for memory in (16, 24, 32, 80, 192):
         planner = Planner(settings, Device("GPU", memory * GIB))
@@ -354,12 +318,11 @@ def test_automatic_micro_batches_take_the_free_memory_of_a_gpu(seven_billion):
     for size, part in ((80, "none"), (24, "full")):  # rather than less than 4,096 tokens
         chosen = estimate(recomputing, size)
         assert (chosen.shape.checkpointing, chosen.work.update_budget >= 4096) == (part, True)
-    cpu = Planner(settings, Device("CPU", 80 * GIB, is_cpu=True))
-    assert cpu.estimate_step(settings).work.update_budget == 16_384
+    work = Planner(settings, Device("CPU", 80 * GIB, is_cpu=True)).estimate_step(settings).work
+    assert (work.rollout_budget, work.update_budget) == (65_536, 16_384)
 
 
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"
-SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
 GPU = Device("GPU", 80 * GIB)
 SERVER = int(0.3 * GPU.memory)  # what ``rollout.vllm.gpu_memory_utilization`` is by default
 
@@ -375,7 +338,7 @@ def make_settings(*overrides: str) -> Settings:
         ((OWN, "policy.lora.r=8"), SERVER, 0),
         ((OWN, "rollout.steps_ahead=1"), SERVER, None),
         ((OWN, "rollout.vllm.gpu_memory_utilization=0.5"), GPU.memory // 2, 2),
-        ((SHARED,), 0, None),  # servers elsewhere take nothing here
+        (("rollout.vllm.urls=[http://a:1]",), 0, None),  # servers elsewhere take nothing here
     ],
 )
 def test_a_server_takes_its_share_while_it_samples(overrides, server, level):

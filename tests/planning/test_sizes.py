@@ -1,7 +1,6 @@
 """Tests of the workload against the micro-batches of the update."""
 
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import GroupSlice, pack
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.plan import with_changes
-from vlm_grpo.planning.sizes import ModelShape, PromptSize, Workload, estimate_workload
+from vlm_grpo.planning.sizes import PromptSize, Workload, estimate_workload
 from vlm_grpo.types import Observation, Prompt
 
 
@@ -44,23 +43,18 @@ def test_micro_batches_match_the_update(prompts, group, prompt, completion, budg
     assert work.micro_rows[1] == largest
 
 
-def _shape(**policy: Any) -> ModelShape:
-    return read_model_shape(tiny_model("qwen2_vl")[0].config, PolicySettings(**policy))
-
-
-def test_prompts_are_divided_among_devices():
+def test_prompts_are_divided_among_devices_and_the_repeated_form_has_one_per_completion():
+    config = tiny_model("qwen2_vl")[0].config
+    shared, repeated = (
+        read_model_shape(config, PolicySettings(engine=name)) for name in ("shared", "repeated")
+    )
     settings, size = load_settings("counting"), PromptSize(40, 36, 0, 0)
     for devices, prompts in ((1, 32), (4, 8), (5, 7)):
-        assert estimate_workload(settings, size, _shape(), devices).num_prompts == prompts
-
-
-def test_the_repeated_form_has_one_prompt_per_completion():
-    settings = load_settings(
-        "counting",
-        ["optim.prompts_per_step=4", "rollout.num_generations=6", "optim.max_tokens_per_batch=70"],
-    )
+        assert estimate_workload(settings, size, shared, devices).num_prompts == prompts
+    sizes = ["optim.prompts_per_step=4", "optim.max_tokens_per_batch=70"]
+    settings = load_settings("counting", [*sizes, "rollout.num_generations=6"])
     settings = with_changes(settings, "rollout", max_completion_length=5, max_tokens_per_batch=100)
-    work = estimate_workload(settings, PromptSize(20, 4, 0, 0), _shape(engine="repeated"))
+    work = estimate_workload(settings, PromptSize(20, 4, 0, 0), repeated)
     assert (work.num_groups, work.num_prompts, work.num_generations) == (4, 24, 1)
     assert work.concurrent_prompts == 4  # rows of 20 + 5 tokens in 100
     # As in the update: 70 tokens hold one group of 20 + 6 · 4 packed tokens, or six rows of 24.

@@ -10,17 +10,11 @@ from tiny_models import FAMILIES, tiny_policy
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.planning import step_time
 from vlm_grpo.planning.devices import Device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.sizes import Workload
-from vlm_grpo.planning.step_time import (
-    PhaseCosts,
-    count_flops,
-    count_step_flops,
-    count_token_flops,
-    count_vision_flops,
-    estimate_seconds,
-)
+from vlm_grpo.planning.step_time import PhaseCosts, count_flops, count_token_flops
 from vlm_grpo.types import Completion, Group
 
 
@@ -36,7 +30,7 @@ def test_flops_of_the_repeated_form_match_pytorchs_counter():
     flops = count_flops(shape, work)
     scoring = 3 * 5 * 2 * shape.text.hidden * shape.text.vocabulary
     forward = (flops.update - 4 * scoring) / 3  # without the two passes backward
-    vision = 3 * count_vision_flops(shape, patches)
+    vision = 3 * step_time.count_vision_flops(shape, patches)
     assert flops.vision == pytest.approx(vision * (1 + 3))  # rollout, update with its gradient
     assert counter.get_total_flops() == pytest.approx(forward + vision + scoring, rel=0.15)
 
@@ -54,10 +48,12 @@ def test_flops_of_a_gradient_step_match_pytorchs_counter(family, name):
     with FlopCounterMode(display=False) as counter:
         policy.score(batch).logprobs.sum().backward()
     completions = tuple(Completion(c, (), "", "eos", ()) for c in batch.completions)
-    flops = count_step_flops(shape, [Group(prompt, completions, ())], batch.slices, iterations=2)
+    flops = step_time.count_step_flops(
+        shape, [Group(prompt, completions, ())], batch.slices, iterations=2
+    )
     encoding = 0.0 if shape.trains_vision else flops.vision  # a frozen tower is run by the score
     assert counter.get_total_flops() == pytest.approx(flops.update / 2 + encoding, rel=0.15)
-    rollout = count_vision_flops(shape, len(prompt.vision["pixel_values"]))
+    rollout = step_time.count_vision_flops(shape, len(prompt.vision["pixel_values"]))
     rollout += count_token_flops(shape, 0, len(prompt.token_ids))
     assert flops.vision + flops.prefill == rollout
 
@@ -94,11 +90,6 @@ def test_each_term_of_the_flops_is_counted_once(model, work, expected):
     assert flops == PhaseCosts(vision, 2 * PROMPT, 6 * (ANSWER + 5 * HEAD), update)
 
 
-def test_prompts_with_noise_are_encoded_and_passed_too():
-    plain, noisy = (count_flops(SHAPE, replace(WORK, views=views)) for views in (1, 2))
-    assert noisy == replace(plain, vision=plain.vision + 2 * TOWER, prefill=2 * plain.prefill)
-
-
 def test_an_episodes_results_are_passed_and_encoded():
     # One result of 5 tokens and 4 patches in each of six episodes; answers attend to it, too.
     result, answer = 2 * 5 * (1152 + 32 * 23), 2 * 4 * (1152 + 32 * 27.5)
@@ -115,13 +106,15 @@ def test_an_episodes_results_are_passed_and_encoded():
     )
 
 
-def test_adapters_add_their_products():
+def test_adapters_add_their_products_and_prompts_with_noise_are_encoded_and_passed_too():
     # Inputs and outputs of a layer's matrices: 16 + 12 + 12 + 16 + 3 · 24.
     adapted = replace(SHAPE, lora_rank=3)
     assert count_token_flops(adapted, 0, 20) == PROMPT + 2 * 20 * 2 * 3 * 128
     assert count_flops(adapted, WORK).update == pytest.approx(
         2 * (FORWARD + 64 * 2 * 2 * 3 * 128) + 4 * 30 * HEAD
     )
+    plain, noisy = (count_flops(SHAPE, replace(WORK, views=views)) for views in (1, 2))
+    assert noisy == replace(plain, vision=plain.vision + 2 * TOWER, prefill=2 * plain.prefill)
 
 
 def test_decoding_takes_the_longest_of_reading_computing_and_launching():
@@ -136,6 +129,6 @@ def test_decoding_takes_the_longest_of_reading_computing_and_launching():
     ):
         rates = {"float32": 1.0, "bfloat16": rate}
         device = Device("d", 1, rates, bandwidth, layer)
-        seconds, flops = estimate_seconds(SHAPE, WORK, device), count_flops(SHAPE, WORK)
+        seconds, flops = step_time.estimate_seconds(SHAPE, WORK, device), count_flops(SHAPE, WORK)
         computed = {n: getattr(flops, n) / (0.4 * rate) for n in ("vision", "prefill", "update")}
         assert vars(seconds) == pytest.approx({**computed, "decode": expected})

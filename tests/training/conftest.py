@@ -23,10 +23,8 @@ def settings(model_folder: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def vllm(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that builds settings of runs whose samplers are ``CopySampler``.
-
-    ``vllm.before`` is called before each rollout; ``vllm.samplers`` are those of all runs.
-    """
+    """Return a function that builds settings of runs whose samplers are ``CopySampler``: those in
+    ``vllm.samplers``. ``vllm.before`` is called before each rollout."""
     monkeypatch.setattr(rollout_module, "POLL_SECONDS", 60.0)  # StopAt counts the looks at it
     server = {"urls": ["http://127.0.0.1:8000"]}
 

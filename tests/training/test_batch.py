@@ -11,15 +11,8 @@ from groups import make_advantages, make_group
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.engine.batch import find_trunks, pack
-from vlm_grpo.training.batch import (
-    Rollout,
-    StepAdvantages,
-    StepBatch,
-    build_slices,
-    compute_advantages,
-    estimate_cost,
-    has_spread,
-)
+from vlm_grpo.training import batch as batches
+from vlm_grpo.training.batch import Rollout, StepAdvantages, StepBatch, has_spread
 from vlm_grpo.training.out_of_memory import TokenBudget
 from vlm_grpo.training.speed import GIB, memory_metrics
 from vlm_grpo.training.update import pack_step
@@ -45,7 +38,7 @@ def test_equal_beginnings_are_passed_once():
         replace(GROUPS[0].completions[0], token_ids=t, logprobs=(-1.0,) * len(t)) for t in tokens
     )
     group = replace(GROUPS[0], completions=own, scores=GROUPS[0].scores[:1] * len(own))
-    (piece,) = build_slices([GROUPS[1], group], [False] * 3 + [True] * 6)
+    (piece,) = batches.build_slices([GROUPS[1], group], [False] * 3 + [True] * 6)
     assert piece.rows == (3, 5, 7, 8, 4, 6)  # the trunk's members first, for it has the first
     # 12 tokens once, 7 more of each of two equal ones, a token of each of the other two; one each.
     assert piece.num_tokens == len(group.prompt.token_ids) + 12 + 2 * 7 + 2 + 2
@@ -66,6 +59,9 @@ def test_completions_without_a_gradient_count_in_the_normalizers():
     assert batch.layout.lengths.tolist() == [2, 3, 1, 4, 2]
     assert batch.values["sampler_logprobs"].shape == (12,)
     assert batch.active.all()
+    tokens = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, *[0.0] * 7])  # of the second completion
+    batch = pack_groups(ROLLOUT, make_advantages(torch.zeros(5), tokens))
+    assert [piece.rows for piece in batch.slices] == [(1,)]  # it has one though they cancel out
 
 
 def test_a_rank_without_groups_has_an_empty_batch():
@@ -78,7 +74,7 @@ def test_a_rank_without_groups_has_an_empty_batch():
 
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
-    rollout = Rollout(tuple(GROUPS), mini_batches=(2, 0))
+    rollout = replace(ROLLOUT, mini_batches=(2, 0))
     advantages = make_advantages(torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0]))
     batch = pack_groups(rollout, advantages, "optim.mini_batches=4")
     rows = [[piece.rows for piece in part] for part in batch.mini_batches]
@@ -87,19 +83,12 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step():
     assert batch.weights["policy"][0].item() == pytest.approx(4 / (5 * 2))  # of 5 in all
 
 
-def test_a_completion_whose_tokens_cancel_out_has_a_gradient():
-    tokens = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, *[0.0] * 7])  # of the second completion
-    advantages = make_advantages(torch.zeros(5), tokens)
-    batch = pack_groups(ROLLOUT, advantages)
-    assert [piece.rows for piece in batch.slices] == [(1,)]
-
-
 def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) -> StepAdvantages:
     """Compute advantages that are the total reward minus the mean of its group."""
     rollout = Rollout(tuple(groups), {"exact": 2.0, "closeness": 1.0})
     scores = {} if penalties is None else {"penalties": torch.cat(penalties)}
     objective = ObjectiveSettings(scale_rewards="none")
-    return compute_advantages(rollout, scores, objective, None, Accelerator(cpu=True))
+    return batches.compute_advantages(rollout, scores, objective, None, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,6 @@ def compute(groups: list[Group], penalties: list[torch.Tensor] | None = None) ->
         ([((1, 0), (1, 0))], [torch.tensor([0.2]), torch.tensor([0.6])], [0.2, -0.2]),
         ([((None, 1), (1, 0), (0, 0))], None, [0, 1, -1]),
     ],
-    ids=["weights", "equal ids", "penalties", "unscorable"],
 )
 def test_advantages_are_those_of_the_weighted_rewards(rewards, penalties, expected):
     groups = [make_group(*({"exact": e, "closeness": c} for e, c in own)) for own in rewards]
@@ -185,4 +173,5 @@ def test_a_group_costs_the_passes_that_it_needs(settings, rewards, objective, sh
     group = make_group(*({"exact": r} for r in rewards), lengths=(3, 5))
     first, second = group.completions
     group = replace(group, completions=(first, replace(second, stop="length")))
-    assert estimate_cost(group, {"exact": 1.0}, settings(objective=objective), shared) == cost
+    run = settings(objective=objective)
+    assert batches.estimate_cost(group, {"exact": 1.0}, run, shared) == cost

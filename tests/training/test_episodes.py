@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +54,8 @@ def test_a_run_resumes_bit_for_bit_from_the_middle_of_an_episode(settings):
 
 def build_settings(model: Path, length: int, **policy: Any) -> Settings:
     rollout, policy = {"max_completion_length": length}, {"dtype": "float32", **policy}
-    data = {"train": "none"}
-    return Settings(task="ocr", model=str(model), data=data, policy=policy, rollout=rollout)
+    own = {"data": {"train": "none"}, "policy": policy, "rollout": rollout}
+    return Settings(task="ocr", model=str(model), **own)
 
 
 def test_a_demonstration_is_written_as_it_would_be_sampled(model_folder):
@@ -89,15 +90,10 @@ def test_a_demonstration_is_written_as_it_would_be_sampled(model_folder):
 
 
 def test_supervised_steps_train_on_demonstrations(settings):
-    run = settings(
-        task="ocr",
-        task_options={"environment": {"name": "zoom", "min_side": 28}},
-        data={"train": "embedded:tiny_words"},
-        policy={"max_pixels": 2352},
-        rollout={"max_completion_length": 200},
-        warm_start={"steps": "all"},
-        optim={"max_steps": 3},
-    )
+    zoom, limits = {"name": "zoom", "min_side": 28}, {"max_completion_length": 200}
+    words = {"task": "ocr", "data": {"train": "embedded:tiny_words"}, "rollout": limits}
+    words |= {"task_options": {"environment": zoom}, "policy": {"max_pixels": 2352}}
+    run = settings(**words, warm_start={"steps": "all"}, optim={"max_steps": 3})
     train(run)
     losses = [row["loss"] for row in read_metrics(run.run_dir)]
     assert losses == sorted(losses, reverse=True)
@@ -105,57 +101,44 @@ def test_supervised_steps_train_on_demonstrations(settings):
 
 @pytest.fixture
 def scripted(model_folder: Path) -> Any:
-    """Return a policy, a prompt, a call that returns a result too thin to show, and a function that
-    samples an episode of that call, so often, and an answer, of at most so many tokens."""
+    """A policy, a prompt, the length of a call whose result is too thin to show, and functions that
+    sample an episode of that call, so often, and an answer, or episodes of other texts."""
     policy = load_policy(build_settings(model_folder, 200, max_pixels=2352))
     task = policy.prompts.adapt(load_task("ocr", environment={"name": "zoom", "least": 4}))
     thin = write("zoom", bbox_2d=[0, 0, 10**5, 4])
     used = len(policy.tokenizer(thin)["input_ids"])
+
+    def complete(text: str) -> Completion:
+        tokens = tuple(policy.tokenizer(text)["input_ids"])
+        return Completion(tokens, (0.0,) * len(tokens), text, "stop")
+
     with EnvironmentRunner() as runner:
         example, start = begin_episodes(policy.prompts, runner, EXAMPLE, task)
         prompt = replace(policy.prompts.build(example, task), start=start)
 
-        def run(calls: int, most: int = 200) -> Completion:
-            def sample(prompts, sampling, numbers, seeds, begun):
-                text = thin if sum(begun) < calls * used else "EXIT"
-                tokens = tuple(policy.tokenizer(text)["input_ids"])
-                return [(Completion(tokens, (0.0,) * len(tokens), text, "stop"),)] * len(prompts)
-
+        def sample(answer: Any, count: int = 1, most: int = 200) -> tuple[Completion, ...]:
             sampling = SamplingSettings(policy.distribution, most)
-            arguments = [range(1)], [(0,)], sample, policy.prompts, runner
-            ((episode,),) = sample_episodes([prompt], sampling, *arguments)
-            return episode
+            own = lambda *given: [tuple(map(complete, texts)) for texts in answer(*given)]  # noqa: E731
+            arguments = [range(count)], [(0,)], own, policy.prompts, runner
+            return sample_episodes([prompt], sampling, *arguments)[0]
 
-        yield policy, prompt, used, run
+        def run(calls: int, most: int = 200) -> Completion:
+            def answer(prompts, sampling, numbers, seeds, begun):
+                return [[thin if sum(begun) < calls * used else "EXIT"]] * len(prompts)
 
+            return sample(answer, 1, most)[0]
 
-def test_a_result_that_the_model_cannot_take_is_answered_in_text(scripted):
-    *_, run = scripted
-    episode = run(calls=1)
-    assert (episode.text, episode.stop) == ("EXIT", "stop")
-    text = "Error: the result cannot be shown to you"
-    assert small_environments.see(episode.turns[0].observed).text == text
-    assert text.removeprefix("Error: ") in episode.observations[0].prompt.text
+        yield SimpleNamespace(policy=policy, prompt=prompt, used=used, sample=sample, run=run)
 
 
 def test_each_episode_of_a_turn_reads_what_it_asked_for(scripted):
     """Two look at the same part, whose tokens and pixels are prepared once, and one at another."""
-    policy, prompt, *_ = scripted
     boxes = [0, 0, 100, 100], [0, 0, 40, 60], [0, 0, 100, 100]
 
-    def sample(prompts, sampling, numbers, seeds, begun):
-        texts = ["EXIT"] * 3 if begun else [write("zoom", bbox_2d=box) for box in boxes]
-        ids = [tuple(policy.tokenizer(text)["input_ids"]) for text in texts]
-        parts = [
-            Completion(own, (0.0,) * len(own), text, "stop")
-            for own, text in zip(ids, texts, strict=True)
-        ]
-        return [(part,) for part in parts] if begun else [tuple(parts)]
+    def answer(prompts, sampling, numbers, seeds, begun):
+        return [["EXIT"]] * 3 if begun else [[write("zoom", bbox_2d=box) for box in boxes]]
 
-    sampling = SamplingSettings(policy.distribution, 200)
-    with EnvironmentRunner() as runner:
-        arguments = [range(3)], [(0,)], sample, policy.prompts, runner
-        (episodes,) = sample_episodes([prompt], sampling, *arguments)
+    episodes = scripted.sample(answer, 3)
     first, other, same = (episode.observations[0].prompt for episode in episodes)
     assert first is same
     sizes = [shown.example.images[0].size for shown in (first, other)]
@@ -164,14 +147,18 @@ def test_each_episode_of_a_turn_reads_what_it_asked_for(scripted):
     assert [own.images[0].size for own in seen] == [sizes[0], sizes[1], sizes[0]]
 
 
-def test_an_episode_is_cut_where_no_token_is_left(scripted):
-    policy, prompt, used, run = scripted
+def test_a_result_that_cannot_be_shown_is_answered_in_text_and_an_episode_cut_at_its_end(scripted):
+    used, run = scripted.used, scripted.run
+    episode, text = run(calls=1), "Error: the result cannot be shown to you"
+    assert (episode.text, episode.stop) == ("EXIT", "stop")
+    assert small_environments.see(episode.turns[0].observed).text == text
+    assert text.removeprefix("Error: ") in episode.observations[0].prompt.text
     assert [len(run(2, most).observations) for most in (2 * used, 2 * used + 1)] == [1, 2]
     assert run(2, 2 * used).stop == "length"
     seen = run(1).observations[0].prompt
-    whole = len(prompt.token_ids) + 2 * (used + len(seen.token_ids))
+    whole = len(scripted.prompt.token_ids) + 2 * (used + len(seen.token_ids))
     for context, shown in ((whole, 1), (whole + 1, 2)):
-        policy.prompts.max_tokens = context
+        scripted.policy.prompts.max_tokens = context
         episode = run(2)
         assert len(episode.observations) == shown
         assert (episode.stop, len(episode.turns)) == (("length", 2) if shown == 1 else ("stop", 3))

@@ -3,16 +3,15 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from commands import fails, run
+from commands import fails, run, run_python
 from PIL import Image
 from safetensors.torch import load_file
 from small_runs import save_tiny_model, small_run
@@ -72,28 +71,11 @@ print(json.dumps(found))
 """
 
 
-class Exported(NamedTuple):
-    """An exported model, and results of its policy before the export."""
-
-    original: Path  # folder of the model that was trained
-    out: Path  # the exported folder
-    untrained: list[float]  # log-probs of ``COMPLETIONS`` under the original model
-    logprobs: list[float]  # and under the policy
-    large_tokens: int  # tokens of a prompt with a large image
-
-
 LORA = {"r": 4, "alpha": 8}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("qwen2_vl", {"dtype": "float32"}),
     "lora": ("qwen3_vl", {"dtype": "float32", "lora": {**LORA, "target": "all"}}),
     "bfloat16": ("qwen2_5_vl", {"dtype": "bfloat16", "lora": LORA}),
-}
-# First parts of the weights' names in the files on the hub, which vLLM maps (hf_to_vllm_mapper in
-# vllm/model_executor/models/qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py).
-PREFIXES = {
-    "qwen2_vl": {"visual", "model", "lm_head"},
-    "qwen2_5_vl": {"visual", "model", "lm_head"},
-    "qwen3_vl": {"model", "lm_head"},  # model.visual and model.language_model
 }
 
 
@@ -112,7 +94,9 @@ def make_settings(original: Path, **policy: Any) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each variant the folders of the model that was trained and of the exported one, log-probs
+    of ``COMPLETIONS`` under both, and the number of tokens of a prompt with a large image."""
     root = tmp_path_factory.mktemp("export")
     found = {}
     for variant, (family, own) in VARIANTS.items():
@@ -135,31 +119,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
         policy = load_policy(settings, checkpoint, training=False)
         out = export(str(checkpoint), root / family / variant)
         large = make_prompt(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids
-        after = compute_logprobs(policy, example)
-        found[variant] = Exported(original, out, before, after, len(large))
+        found[variant] = SimpleNamespace(original=original, out=out, untrained=before)
+        found[variant].logprobs = compute_logprobs(policy, example)
+        found[variant].large_tokens = len(large)
     return found
 
 
 @pytest.fixture(scope="module")
-def transformers_results(exported: dict[str, Exported]) -> dict[str, Any]:
+def results(exported: dict[str, Any]) -> dict[str, Any]:
     """Results of transformers with the folders, in a process without vlm_grpo."""
-    folders = [str(model.out) for model in exported.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", TRANSFORMERS_SCRIPT, *folders],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    folders = (model.out for model in exported.values())
+    return json.loads(run_python("-c", TRANSFORMERS_SCRIPT, *folders))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_computes_the_policy_from_the_exported_files(
-    exported, transformers_results, variant
-):
+def test_transformers_computes_the_policy_from_the_exported_files(exported, results, variant):
     model, (family, _) = exported[variant], VARIANTS[variant]
-    theirs = transformers_results[str(model.out)]
+    theirs = results[str(model.out)]
     # The bfloat16 policy rounds its activations at every layer, the export, in float32 like the
     # original, does not: 8 bits of mantissa, three layers, logits of about 10; measured 0.11.
     tolerance = 0.15 if variant == "bfloat16" else 1e-5
@@ -171,10 +147,12 @@ def test_transformers_computes_the_policy_from_the_exported_files(
     assert values["max_pixels"] == values["size"]["longest_edge"] == 12544
     names = set(load_file(model.out / "model.safetensors"))
     assert names == set(load_file(model.original / "model.safetensors"))
-    assert {name.partition(".")[0] for name in names} <= PREFIXES[family]
-    config, original = (
-        json.loads((folder / "config.json").read_text()) for folder in (model.out, model.original)
-    )
+    # First parts of the names in the files on the hub, which vLLM maps (hf_to_vllm_mapper in
+    # vllm/model_executor/models/qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py); model.visual in Qwen3.
+    first = {"model", "lm_head"} if family == "qwen3_vl" else {"model", "lm_head", "visual"}
+    assert {name.partition(".")[0] for name in names} <= first
+    paths = (folder / "config.json" for folder in (model.out, model.original))
+    config, original = (json.loads(path.read_text()) for path in paths)
     assert config["architectures"] == original["architectures"]
     assert "shared_prefix" not in json.dumps(config)  # this attention exists in vlm-grpo only
     present = {path.name for path in model.out.iterdir()}
@@ -183,7 +161,7 @@ def test_transformers_computes_the_policy_from_the_exported_files(
     assert not {name for name in present if name.startswith("adapter")}
 
 
-def test_weights_are_written_in_the_requested_dtype(exported, tmp_path):
+def test_weights_are_written_in_the_requested_dtype_and_an_adapter_alone(exported, tmp_path):
     checkpoint = exported["full"].out.with_name("checkpoint")
     half = export(str(checkpoint), tmp_path / "half", dtype="bfloat16")
     modes = {path.stat().st_mode for path in half.iterdir()}  # whoever reads one file reads all
@@ -191,10 +169,7 @@ def test_weights_are_written_in_the_requested_dtype(exported, tmp_path):
     weights = load_file(half / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(exported, tmp_path):
-    model = exported["lora"]
+    model = exported["lora"]  # whose adapter is written alone and can be loaded by name
     checkpoint = model.out.with_name("checkpoint")
     out = export(str(checkpoint), tmp_path / "adapter", "adapter")
     config = json.loads((out / "adapter_config.json").read_text())
@@ -240,12 +215,8 @@ def test_the_program_of_the_card_answers_as_the_policy(adapter, finished, tmp_pa
     card = (out / "README.md").read_text()
     program = "".join(re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE))
     assert program.count("QUESTION") == 1
-    for placeholder, value in (
-        ("THIS FOLDER", str(out)),
-        ("IMAGE.png", str(tmp_path / "a.png")),
-        ("QUESTION", example.question),
-    ):
-        program = program.replace(placeholder, value)
+    program = program.replace("THIS FOLDER", str(out)).replace("QUESTION", example.question)
+    program = program.replace("IMAGE.png", str(tmp_path / "a.png"))
     exec(compile(program, "README.md", "exec"), {})
     prediction = predict(finished, tmp_path / "a.png", example.question)
     assert capsys.readouterr().out == prediction.text + "\n"
@@ -290,9 +261,6 @@ def test_wrong_arguments_are_one_message(capsys, exported, finished, tmp_path, a
     words = [f"{names.get(name, name)}{at}{step}" for name, at, step in parts]
     assert message in fails(capsys, "export", *words)
     assert not (tmp_path / "out").exists()
-
-
-# Adapters trained on quantized weights, merged into these or into the original ones.
 
 
 @pytest.mark.parametrize("weights", ["merged", "dequantized"])

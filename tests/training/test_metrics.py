@@ -9,7 +9,7 @@ from report_runs import load_few_examples, make_group
 
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.metrics import group_metrics, rollout_distributions
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, Group
 
 TASK = load_task("counting", tags=True)
 
@@ -19,26 +19,32 @@ def example() -> Example:
     return load_few_examples("counting", TASK)[0]
 
 
+def add_noise(group: Group) -> Group:
+    """Let the last completion be of another form of the prompt, where its entropy was high."""
+    *own, last = group.completions
+    noisy = replace(last, variant=("noise", 7), entropies=(9.0,))
+    return replace(group, completions=(*own, noisy))
+
+
 def test_group_metrics_count_rewards_lengths_and_truncations(example):
     gold, truncated = TASK.gold(example), "<answer>"
     values = group_metrics([make_group(TASK, example, [gold, truncated])]).values(empty=math.nan)
     # The helper makes a token of each letter, and stops at a closing tag.
-    assert values["completions/min_length"] == len(truncated)
-    assert values["completions/max_length"] == len(gold)
-    assert values["completions/mean_length"] == (len(truncated) + len(gold)) / 2
-    assert values["completions/clipped_ratio"] == 0.5
-    assert values["completions/answered"] == 0.5
-    assert values["rewards/exact/mean"] == 0.5
-    assert values["rewards/exact/std"] == pytest.approx(math.sqrt(0.5))
-    assert values["rewards/exact/failed"] == 0
+    lengths = {"min": len(truncated), "max": len(gold), "mean": (len(truncated) + len(gold)) / 2}
+    expected = {f"completions/{name}_length": value for name, value in lengths.items()}
+    expected |= {"completions/clipped_ratio": 0.5, "completions/answered": 0.5}
+    expected |= {"rewards/exact/mean": 0.5, "rewards/exact/failed": 0}
+    expected["rewards/exact/std"] = pytest.approx(math.sqrt(0.5))
+    assert {name: values[name] for name in expected} == expected
+    values = group_metrics([]).values(empty=math.nan)
+    assert set(values) >= {"reward", "entropy", "completions/mean_length"}
+    assert all(math.isnan(value) for value in values.values())
 
 
 def test_wide_groups_have_pass_at_k_and_narrow_ones_do_not(example):
     gold = TASK.gold(example)
     groups = [make_group(TASK, example, [gold] * c + ["<answer>"] * (17 - c)) for c in (1, 4)]
-    for number, group in enumerate(groups):  # the last ones are behind another form of the prompt
-        *own, last = group.completions
-        groups[number] = replace(group, completions=(*own, replace(last, variant=("noise", 7))))
+    groups = [*map(add_noise, groups)]
     narrow = make_group(TASK, example, [gold] * 15)
     values = group_metrics([*groups, narrow], metric="exact").values()
     assert [n for n in values if n.startswith("pass")] == [f"pass_at_{2**n}" for n in range(5)]
@@ -52,11 +58,8 @@ def test_wide_groups_have_pass_at_k_and_narrow_ones_do_not(example):
 def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy(example):
     gold = TASK.gold(example)
     clean = make_group(TASK, example, [gold, "<answer>", gold])
-    right, wrong, last = clean.completions
-    noisy = replace(
-        clean, completions=(right, wrong, replace(last, variant=("noise", 7), entropies=(9.0,)))
-    )
-    before, values = (group_metrics([clean, group]).values() for group in (clean, noisy))
+    pairs = [clean, clean], [clean, add_noise(clean)]
+    before, values = (group_metrics(pair).values() for pair in pairs)
     assert not {"noise/reward", "noise/clean_reward"} & before.keys()
     assert (values["noise/reward"], values["noise/clean_reward"]) == (1.0, 0.5)
     assert values["reward"] == before["reward"]
@@ -73,12 +76,6 @@ def test_distributions_have_all_values_of_few_completions_and_quantiles_of_many(
     lengths = rollout_distributions(groups)["completions/length"]
     # Each of 64 values stands for 10 of 640, of which it is one in the middle: five of each length.
     assert lengths == [2 * i + 1 for i in range(64)]
-
-
-def test_a_rollout_without_groups_has_means_that_are_nan():
-    values = group_metrics([]).values(empty=math.nan)
-    assert set(values) >= {"reward", "entropy", "completions/mean_length"}
-    assert all(math.isnan(value) for value in values.values())
 
 
 def test_the_entropy_of_an_outside_sampler_is_estimated_from_its_log_probs():

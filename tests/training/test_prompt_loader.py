@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def open_loader(policy: Policy, stream: Any, skip: bool = False, threads: int = 
     return closing(PromptLoader(policy, PlainQuestion(), stream, skip, threads))
 
 
-def test_prefetched_prompts_are_read_once(policy):
+def test_prefetched_prompts_are_read_once_with_the_noise_of_their_step(policy):
     stream = RecordingStream(make_examples(4))
     with open_loader(policy, stream) as loader:
         loader.prefetch([1, 2])
@@ -59,6 +60,15 @@ def test_prefetched_prompts_are_read_once(policy):
         loader.prefetch([0])  # drops the previous one
         loader.load([0, 3])
     assert stream.indices.count(0) == 1
+    # They are prefetched for the noise of their step.
+    weak, strong = (NoisyImages(DiffusionNoise(steps, (0,))) for steps in (5, 900))
+    with open_loader(policy, RecordingStream(make_examples(3))) as loader:
+        loader.prefetch([1], strong)
+        (prompt,) = loader.load([1], weak)
+        (again,) = loader.load([1], strong)
+        assert loader.stream.indices == [1, 1]  # the second was prefetched
+    assert prompt.variant.example.images[0].change == DiffusionNoise(5, (0, 1, 0))
+    assert again.variant.example.images[0].change == DiffusionNoise(900, (0, 1, 0))
 
 
 def test_the_images_of_a_prompt_for_a_gpu_are_pinned(policy, monkeypatch):
@@ -72,20 +82,15 @@ def test_the_images_of_a_prompt_for_a_gpu_are_pinned(policy, monkeypatch):
         assert [*map(id, pinned)] == found
 
 
-def test_replacement_is_limited(policy):
+def test_replacement_is_limited_and_other_errors_in_the_loading_thread_are_raised(policy):
     stream = RecordingStream([spoil(example) for example in make_examples(1)])
     loading = pytest.raises(UserError, match="cannot be read")
     with open_loader(policy, stream, skip=True) as loader, loading:
         loader.load([5])
     assert stream.indices == list(range(5, 5 + 1 + MAX_REPLACEMENTS))
-
-
-def test_an_error_in_the_loading_thread_is_raised(policy):
-    class FailingStream:
-        def __getitem__(self, index: int) -> Example:
-            raise ZeroDivisionError(f"at {index}")
-
-    with open_loader(policy, FailingStream(), skip=True) as loader:
+    failing = MagicMock()
+    failing.__getitem__.side_effect = ZeroDivisionError("at 3")
+    with open_loader(policy, failing, skip=True) as loader:
         loader.prefetch([3])
         with pytest.raises(ZeroDivisionError, match="at 3"):
             loader.load([3])
@@ -108,14 +113,3 @@ def test_noisy_prompts_are_those_of_the_example_that_is_used(policy):
         torch.testing.assert_close(dict(noisy.vision), dict(built.vision), rtol=0, atol=0)
         assert not torch.equal(noisy.vision["pixel_values"], prompt.vision["pixel_values"])
     assert replaced.example.id == "2"
-
-
-def test_prompts_are_prefetched_for_the_noise_of_their_step(policy):
-    weak, strong = (NoisyImages(DiffusionNoise(steps, (0,))) for steps in (5, 900))
-    with open_loader(policy, RecordingStream(make_examples(3))) as loader:
-        loader.prefetch([1], strong)
-        (prompt,) = loader.load([1], weak)
-        (again,) = loader.load([1], strong)
-        assert loader.stream.indices == [1, 1]  # the second was prefetched
-    assert prompt.variant.example.images[0].change == DiffusionNoise(5, (0, 1, 0))
-    assert again.variant.example.images[0].change == DiffusionNoise(900, (0, 1, 0))

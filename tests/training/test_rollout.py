@@ -9,7 +9,6 @@ import torch
 from small_runs import TASK, make_trainer
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.training import rollout as rollout_module
 
 
 @pytest.mark.parametrize("limit", [130, 1])
@@ -46,10 +45,21 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     assert sampler.budget.limit <= limit
 
 
-def test_other_errors_of_sampling_are_raised(settings, monkeypatch):
+def test_a_failure_here_or_on_another_rank_or_of_a_reward_on_every_completion_ends_the_rollout(
+    settings, monkeypatch, tmp_path
+):
     sampler = make_trainer(settings()).sampler
+    # Of the flags of all ranks, that of a failure is set.
+    monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
+    with pytest.raises(UserError, match="another process"):
+        sampler.sample(0)
     monkeypatch.setattr(sampler.policy, "sample", Mock(side_effect=RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes"):
+        sampler.sample(0)
+    broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
+    (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
+    sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
+    with pytest.raises(UserError, match="reward broken failed on every completion"):
         sampler.sample(0)
 
 
@@ -69,14 +79,15 @@ def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings):
 @pytest.mark.parametrize(
     ("spread", "chosen", "resampled"), [({1, 2}, [1, 2, 0], 1), ({2, 3}, [2, 3, 0], 2)]
 )
-def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
+def test_groups_with_spread_come_before_equal_ones(
     settings, monkeypatch, spread, chosen, resampled
 ):
     """A step of three groups, those with a spread by their index, and one round of replacement."""
     run = settings(rollout={"dynamic_sampling": True, "max_resample": 1})
     sampler = make_trainer(run).sampler
     ids = {sampler.stream[index].id: index for index in range(5)}
-    monkeypatch.setattr(rollout_module, "has_spread", lambda group, *_: ids[group.id] in spread)
+    has_spread = "vlm_grpo.training.rollout.has_spread"
+    monkeypatch.setattr(has_spread, lambda group, *_: ids[group.id] in spread)
     rollout = sampler.sample(0)
     assert [ids[group.id] for group in rollout.groups] == chosen
     assert (rollout.resampled, sampler.cursor.position) == (resampled, 3 + resampled)
@@ -90,19 +101,3 @@ def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(settings
     sampler.sample(0)
     sampler.close()
     assert ahead == [[3, 4, 5], "closed"]
-
-
-def test_a_failure_of_another_rank_ends_the_rollout(settings, monkeypatch):
-    sampler = make_trainer(settings()).sampler
-    # Of the flags of all ranks, that of a failure is set.
-    monkeypatch.setattr(sampler, "_add_ranks", lambda flags: [0, 1])
-    with pytest.raises(UserError, match="another process"):
-        sampler.sample(0)
-
-
-def test_a_reward_that_fails_on_every_completion_ends_the_rollout(settings, tmp_path):
-    broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
-    (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
-    sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
-    with pytest.raises(UserError, match="reward broken failed on every completion"):
-        sampler.sample(0)

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from forked import run_ranks
 from outside import CopySampler, make_run, train_on_ranks
-from small_runs import make_trainer, read_metrics, stop_run, train_with_stops
+from small_runs import make_trainer, read_metrics, train_with_stops
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
@@ -77,24 +76,21 @@ def test_later_steps_are_sampled_with_the_weights_of_their_start(vllm, ahead, ve
 
 
 def test_generation_runs_while_the_policy_is_updated(vllm, monkeypatch):
-    """An update lasts until all is generated that was begun, which takes 0.3 s at least."""
-    vllm.before = lambda number: time.sleep(0.3)
-    check = trainer_module.check_gradients
+    """The second rollout lasts until the first update, which awaits all that was begun."""
+    updating, check = threading.Event(), trainer_module.check_gradients
 
     def check_later(*arguments: Any) -> Any:
+        updating.set()
         vllm.samplers[-1].thread.submit(lambda: None).result()
         return check(*arguments)
 
+    began = []
+    vllm.before = lambda number: began.append(number != 1 or updating.wait(60))
     monkeypatch.setattr(trainer_module, "check_gradients", check_later)
-    waited = {}
-    for ahead in (0, 1):
-        run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
-        train(run)
-        rows = read_rows(run.run_dir / "metrics.jsonl")
-        assert all(row["time/generation"] >= 0.3 for row in rows)
-        waited[ahead] = [row["time/rollout"] for row in rows]
-    assert min(waited[0]) >= 0.3
-    assert max(waited[1][1:]) < 0.25
+    train(run := vllm(1, optim={"max_steps": 3}))
+    assert began == [True] * 3
+    rows = read_rows(run.run_dir / "metrics.jsonl")
+    assert all(row["time/generation"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(("ahead", "stop", "done"), [(1, (2,), 1), (2, (3, 1), 2)])
@@ -113,14 +109,6 @@ def test_a_stopped_run_uses_each_example_once(vllm, ahead, stop, done):
     assert versions[: ahead + 1] == [done] * min(ahead + 1, 4 - done)
 
 
-def test_steps_ahead_may_change_when_a_run_is_resumed(vllm):
-    run = vllm(2)
-    stop_run(run, 2)
-    train(vllm(0, resume=True))
-    assert [version for version, _ in vllm.samplers[1].sampled] == [1, 2, 3]
-    assert_each_example_once(run)
-
-
 def test_replacements_are_sampled_with_the_current_weights(vllm, monkeypatch):
     """Each step replaces all of its groups once."""
     monkeypatch.setattr(rollout_module, "has_spread", lambda *_: False)
@@ -133,7 +121,9 @@ def test_replacements_are_sampled_with_the_current_weights(vllm, monkeypatch):
     assert all(ids.count(example) == 2 for example in ids)  # two epochs of 12
 
 
-def test_an_unreadable_image_ahead_of_its_step_loses_nothing(vllm, monkeypatch):
+def test_an_unreadable_image_ahead_of_its_step_loses_nothing_also_without_steps_ahead_later(
+    vllm, monkeypatch
+):
     run = vllm(1)
     load = rollout_module.PromptLoader.load
 
@@ -148,27 +138,27 @@ def test_an_unreadable_image_ahead_of_its_step_loses_nothing(vllm, monkeypatch):
     monkeypatch.setattr(rollout_module.PromptLoader, "load", load)
     checkpoint = get_newest(run)
     assert read_metadata(checkpoint)["unused"] == [3, 4, 5]  # step 2's prompts, at step 1
-    train(run.model_copy(update={"resume": True}))
+    train(vllm(0, resume=True))  # the number of steps may change
+    assert [version for version, _ in vllm.samplers[1].sampled] == [1, 2, 3]
     assert_each_example_once(run)
 
 
 def test_a_signal_ends_the_wait_at_once(vllm, monkeypatch):
     """The first rollout of the second step never ends by itself."""
-    released = threading.Event()
+    released, ended = threading.Event(), []
 
     def hang(number: int) -> None:
         if number == 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-            released.wait(60)
+            ended.append(released.wait(60))
 
     monkeypatch.setattr(rollout_module, "POLL_SECONDS", 0.1)
     close = CopySampler.close
     monkeypatch.setattr(CopySampler, "close", lambda self: released.set() or close(self))
     run, vllm.before = vllm(), hang
-    began = time.monotonic()
     with pytest.raises(Stopped) as stopped:
         train(run)
-    assert time.monotonic() - began < 30  # the wait would have taken 60
+    assert ended == [True]  # by close, which the wait has not outlasted
     assert stopped.value.status == 128 + signal.SIGINT
     assert get_newest(run).name == "step-1"
     vllm.before = lambda number: None

@@ -28,7 +28,7 @@ def describe(*overrides: str) -> dict[str, str]:
     return split(describe_run(settings, load_policy(settings), task, examples, examples[:3]))
 
 
-def test_the_first_lines_describe_the_run():
+def test_the_first_lines_describe_the_run_and_note_what_the_embedded_model_has_not_learned():
     lines = describe()
     assert re.match(r"embedded \([\d,]+ weights, [\d,]+ trained, full weights\)", lines["model"])
     assert lines["data"] == "embedded:counting: 9 examples; 3 held out"
@@ -41,6 +41,16 @@ def test_the_first_lines_describe_the_run():
     parts = describe("optim.mini_batches=4")
     assert "completions in 4 mini-batches, one prompt" in parts["step"]
     assert "note" not in parts
+    note = "the embedded model has learned only to count, locate and read"
+    assert note in describe("task=detection")["note"]
+    assert note not in lines["note"]
+    for every, text in (
+        (1, "the policy at the start of each step (k=1): no second model, and a KL of about 0"),
+        (5, "a copy of the policy, refreshed every 5 steps"),
+        ("never", "the policy before its first rollout, for the entire run"),
+    ):
+        lines = describe("objective.beta=0.1", f"objective.reference_refresh_every={every}")
+        assert lines["reference"] == text
 
 
 def test_the_optimizer_and_the_loss_are_described_as_far_as_a_run_has_them():
@@ -54,25 +64,6 @@ def test_the_optimizer_and_the_loss_are_described_as_far_as_a_run_has_them():
     assert lines["step"].startswith("32 prompts with their targets, one prompt pass")
     assert lines["optimizer"] == "adamw, lr 0.0001, linear"
     assert not {"loss", "reference", "note"} & lines.keys()
-
-
-def test_a_task_that_the_embedded_model_has_not_learned_is_noted():
-    note = "the embedded model has learned only to count, locate and read"
-    assert note in describe("task=detection")["note"]
-    assert note not in describe()["note"]
-
-
-@pytest.mark.parametrize(
-    ("every", "text"),
-    [
-        ("1", "the policy at the start of each step (k=1): no second model, and a KL of about 0"),
-        ("5", "a copy of the policy, refreshed every 5 steps"),
-        ("never", "the policy before its first rollout, for the entire run"),
-    ],
-)
-def test_the_reference_is_described(every, text):
-    lines = describe("objective.beta=0.1", f"objective.reference_refresh_every={every}")
-    assert lines["reference"] == text
 
 
 def evaluation(
@@ -99,9 +90,7 @@ def test_the_change_is_paired_by_example():
     assert better == "+10.0 points [+10.0, +10.0]"
     undefined = evaluation(None, mean=math.nan)
     assert format_change(undefined, evaluation(1)) == "no example was scored both times"
-
-
-def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval():
+    # That of an error has no percent, and that of a set no interval.
     before, after = evaluation(3, 2, lower_is_better=True), evaluation(1, 0, lower_is_better=True)
     assert format_change(before, after) == "-2.000 [-2.000, -2.000]"
     assert str(after) == "exact 0.500 [0.000, 1.000] (n = 2)"

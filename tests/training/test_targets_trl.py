@@ -47,15 +47,9 @@ def step_trls(pairs: Pairs, model: Any, processor: Any, folder: Path) -> Measure
         }
         for prompt, answer in pairs
     ]
-    settings = SFTConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=len(rows),
-        max_length=None,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to=[],
-    )
+    off: Any = {"max_length": None, "bf16": False, "gradient_checkpointing": False, "report_to": []}
+    size = len(rows)
+    settings = SFTConfig(str(folder), per_device_train_batch_size=size, use_cpu=True, **off)
     data = Dataset.from_list(rows)
     trainer: Any = SFTTrainer(model, settings, train_dataset=data, processing_class=processor)
     model.train()

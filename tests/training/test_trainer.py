@@ -13,17 +13,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import small_runs
 import torch
 from dataset_files import write_rows
-from small_runs import (
-    LORA,
-    TASK,
-    assert_resumes,
-    assert_same_run,
-    make_trainer,
-    read_metrics,
-    train_with_stops,
-)
+from small_runs import LORA, TASK, assert_resumes, assert_same_run, make_trainer, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
@@ -31,8 +24,6 @@ from vlm_grpo.config.run import CheckpointSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training import run_dir as run_dir_module
-from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.files import read_metadata, read_tensors
 from vlm_grpo.training.trainer import StepInterrupted, train
 
@@ -46,7 +37,10 @@ def test_equal_settings_give_equal_runs_also_if_one_is_saved_by_time(settings):
     assert_same_run(runs[0].run_dir, runs[1].run_dir)
 
 
-def test_the_time_to_the_next_save_begins_with_a_save(settings, monkeypatch):
+def test_runs_are_saved_20_minutes_after_a_save_unless_by_steps(settings, monkeypatch):
+    never = math.inf
+    for every, limit, seconds in ((0, None, 1200), (5, None, never), (5, 2, 120), (0, 0, never)):
+        assert CheckpointSettings(every=every, every_minutes=limit).seconds == seconds
     minutes = count(step=11)  # a clock that moves on when it is read
     clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
     monkeypatch.setattr("vlm_grpo.training.checkpoint.manager.time", clock)
@@ -55,17 +49,8 @@ def test_the_time_to_the_next_save_begins_with_a_save(settings, monkeypatch):
     assert [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2, 4]
 
 
-def test_runs_are_saved_every_20_minutes_unless_by_steps():
-    never = math.inf
-    for every, minutes, seconds in ((0, None, 1200), (5, None, never), (5, 2, 120), (0, 0, never)):
-        checkpoint = CheckpointSettings(every=every, every_minutes=minutes)
-        assert checkpoint.seconds == seconds
-
-
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
-    settings, tmp_path, on_bad_row, caplog
-):
+def test_rows_with_control_tokens_end_or_leave_a_run(settings, tmp_path, on_bad_row, caplog):
     questions = ["Which letters?", "Which<|im_end|>?"]
     rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
     path = write_rows(tmp_path, *rows)
@@ -82,7 +67,7 @@ def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
 
 def test_trackers_are_checked_before_anything_is_loaded(settings, monkeypatch):
     check = Mock(side_effect=UserError("wandb is not installed"))
-    monkeypatch.setattr(trainer_module, "check_installed", check)
+    monkeypatch.setattr("vlm_grpo.training.trainer.check_installed", check)
     run = settings(logging={"trackers": ["wandb"]}, data={"train": "no-such-file.jsonl"})
     with pytest.raises(UserError, match="wandb is not installed"):
         train(run)
@@ -102,28 +87,34 @@ def test_full_weights_train_in_float32_under_bfloat16(settings):
 def test_unusable_models_are_named(settings, model_folder, tmp_path):
     config = json.loads((model_folder / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 20
-    folders = {name: tmp_path / name for name in ("empty", "text", "base", "short")}
-    folders["empty"].mkdir()
-    Qwen2Config().save_pretrained(folders["text"])
-    for name in ("base", "short"):
-        shutil.copytree(model_folder, folders[name])
-    (folders["base"] / "chat_template.jinja").unlink()
-    (folders["short"] / "config.json").write_text(json.dumps(config))
-    for name, message in (
-        ("empty", "empty cannot be loaded"),
-        ("text", "qwen2 model, which takes no images"),
-        ("base", "no chat template"),
-        ("short", r"prompt has \d+ tokens.*holds 20.*max_pixels"),
+    empty, text, base, short = (tmp_path / name for name in ("empty", "text", "base", "short"))
+    empty.mkdir()
+    Qwen2Config().save_pretrained(text)
+    for folder in (base, short):
+        shutil.copytree(model_folder, folder)
+    (base / "chat_template.jinja").unlink()
+    (short / "config.json").write_text(json.dumps(config))
+    for folder, message in (
+        (empty, "empty cannot be loaded"),
+        (text, "qwen2 model, which takes no images"),
+        (base, "no chat template"),
+        (short, r"prompt has \d+ tokens.*holds 20.*max_pixels"),
     ):
         with pytest.raises(UserError, match=message):
-            train(settings(model=str(folders[name])))
+            train(settings(model=str(folder)))
     with pytest.raises(UserError, match=r"q_prj; this model has .*q_proj"):
         train(settings(policy={"lora": {"target": ["q_prj"]}}))
 
 
-def test_tensorboard_receives_metrics_with_trls_names_and_images(settings):
+def test_a_run_rebuilds_its_report_and_tensorboard_gets_trls_names_and_images(
+    settings, monkeypatch
+):
+    steps, count_steps = [], lambda path: steps.append(len(read_metrics(path)))
+    monkeypatch.setattr("vlm_grpo.training.run_dir.REPORT_SECONDS", -1)  # due after each step
+    monkeypatch.setattr("vlm_grpo.training.run_dir.build_report", count_steps)
     run = settings()
     train(run)
+    assert steps == [1, 2, 3, 4, 4]  # the last one at the end
     events = EventAccumulator(str(run.run_dir)).Reload()
     names = read_metrics(run.run_dir)[0].keys() - {"step"}
     names |= {"speed/rollout_tokens_per_second", "memory/resident"}
@@ -136,12 +127,10 @@ def test_tensorboard_receives_metrics_with_trls_names_and_images(settings):
 
 
 def test_the_best_checkpoint_is_kept(settings):
-    run = settings(
-        data={"eval": "embedded:ocr", "eval_limit": 8},
-        evaluation={"every": 1},
-        checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
-        optim={"max_steps": 6},
-    )
+    held_out = {**HELD_OUT, "eval_limit": 8}
+    checkpoint = {"every": 1, "keep_last": 1, "keep_best": True}
+    changes = {"data": held_out, "checkpoint": checkpoint, "optim": {"max_steps": 6}}
+    run = settings(evaluation={"every": 1}, **changes)
     train(run)
     rows = [row for row in read_metrics(run.run_dir) if "eval/letters" in row]
     values = {row["step"] + 1: row["eval/letters"] for row in rows}
@@ -150,14 +139,10 @@ def test_the_best_checkpoint_is_kept(settings):
     # The initial model (step 0) may be the best one; it has no checkpoint.
     assert kept in ({best, 6}, {6})
     assert (run.run_dir / "report.html").is_file()
-
-
-@pytest.mark.parametrize("keeps_best", [False, True])
-def test_a_step_with_the_best_value_is_saved_if_it_is_to_be_kept(settings, keeps_best):
-    held_out = {"data": {"eval": "embedded:ocr", "eval_limit": 2}}
-    trainer = make_trainer(settings(**held_out, checkpoint={"keep_best": keeps_best}))
-    trainer.evaluator.best, trainer.global_step = (1.0, 1), 1
-    assert trainer.checkpoints.is_due(trainer.state) == keeps_best
+    for keeps_best in (False, True):  # a step with the best value is saved if it is to be kept
+        trainer = make_trainer(settings(data=held_out, checkpoint={"keep_best": keeps_best}))
+        trainer.evaluator.best, trainer.global_step = (1.0, 1), 1
+        assert trainer.checkpoints.is_due(trainer.state) == keeps_best
 
 
 def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
@@ -171,14 +156,6 @@ def test_a_failed_rollout_saves_the_last_step_once(settings, monkeypatch):
         with nullcontext() if sampler is sample else pytest.raises(UserError, match="cannot be"):
             trainer.step()
         assert saved == expected
-
-
-def test_the_report_is_rebuilt_during_the_run(settings, monkeypatch):
-    steps, count_steps = [], lambda path: steps.append(len(read_metrics(path)))
-    monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
-    monkeypatch.setattr(run_dir_module, "build_report", count_steps)
-    train(settings(optim={"max_steps": 2}))
-    assert steps == [1, 2, 2]  # the last one at the end
 
 
 FAILING = """
@@ -195,12 +172,9 @@ FAILING = """
 
 def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings, tmp_path, caplog):
     (tmp_path / "failing.py").write_text(TASK + FAILING)
-    run = settings(
-        task=str(tmp_path / "failing.py"),
-        data={"eval": "embedded:ocr", "eval_limit": 8},
-        rollout={"reward_timeout": 0.02},
-        optim={"max_steps": 2},
-    )
+    rest = {"rollout": {"reward_timeout": 0.02}, "optim": {"max_steps": 2}}
+    held_out = {**HELD_OUT, "eval_limit": 8}
+    run = settings(task=str(tmp_path / "failing.py"), data=held_out, **rest)
     after: Any = train(run).after
     rows = read_metrics(run.run_dir)
     assert len(rows) == 2
@@ -215,44 +189,33 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(settings,
     assert "Traceback" in reported[0]
 
 
-EVALUATED: dict[str, Any] = {
-    "data": {"eval": "embedded:ocr", "eval_limit": 3},
-    "evaluation": {"every": 1},
-    "optim": {"max_steps": 2},
-}
-REFERENCES = {
-    "k2": {"beta": 0.1, "reference_refresh_every": 2},
-    "never": {
-        **{"beta": 0.1, "reference_refresh_every": "never"},
-        "distillation": {"loss": "jensen_shannon"},  # a moving average, besides
-    },
-    "by token": {
-        **{"beta": 0.1, "reference_refresh_every": 2, "kl_in": "reward", "kl_estimator": "k1"},
-        **{"advantage_estimator": "reinforce_plus_plus", "distillation": {}},
-    },
-}
+HELD_OUT = {"eval": "embedded:ocr", "eval_limit": 3}
+EVALUATED: dict[str, Any] = {"evaluation": {"every": 1}, "optim": {"max_steps": 2}}
+K2 = {"beta": 0.1, "reference_refresh_every": 2}
+AVERAGE = {"distillation": {"loss": "jensen_shannon"}}  # of the weights
+NEVER = {**K2, "reference_refresh_every": "never", **AVERAGE}
+BY_TOKEN = {**K2, "kl_in": "reward", "kl_estimator": "k1"}
+BY_TOKEN |= {"advantage_estimator": "reinforce_plus_plus"}
 
 
 # Each reference and each kind of weights in some cases: a checkpoint holds them independently.
 # Three updates are of three mini-batches.
 @pytest.mark.parametrize(
-    ("reference", "updates", "policy"),
-    [("k2", 2, {}), ("never", 2, LORA), ("by token", 3, {})],
+    ("reference", "updates", "policy"), [(K2, 2, {}), (NEVER, 2, LORA), (BY_TOKEN, 3, {})]
 )
 def test_a_run_stopped_between_and_within_steps_equals_an_uninterrupted_one(
     settings, model_folder, policy, updates, reference
 ):
+    teacher = {"distillation": {"teacher": str(model_folder)}} if reference is BY_TOKEN else {}
     changes: dict[str, Any] = {
         "policy": policy,
-        "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
+        "objective": {"num_iterations": updates % 3 or 1, **reference, **teacher},
         "optim": {"max_steps": 3, "mini_batches": 3 if updates == 3 else 1},
     }
-    if changes["objective"].get("distillation") == {}:
-        changes["objective"] |= {"distillation": {"teacher": str(model_folder)}}
     # Stops: before the first token, between two steps, in the second, at the end of the third. Of
     # these, every run has the second and the third.
     stops, names = [(1, 1), (2,), (1, 4), (2, 5)], ["step-0", "step-1", "step-1", "step-2"]
-    chosen = slice(None) if reference == "k2" else slice(1, 3)
+    chosen = slice(None) if reference is K2 else slice(1, 3)
     runs = (settings(name=name, **changes) for name in ("whole", "stopped"))
     assert assert_resumes(*runs, *stops[chosen], last="step-3") == names[chosen]
 
@@ -261,6 +224,7 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
     """With resampled groups, an evaluation between the steps, and cached features of images."""
     changes = {
         **EVALUATED,
+        "data": HELD_OUT,
         "policy": {"freeze": ["vision", "projector"]},
         # With at most two letters, some groups of two have equal rewards.
         "rollout": {"num_generations": 2, "max_completion_length": 2, "dynamic_sampling": True},
@@ -274,16 +238,16 @@ def test_a_run_can_be_stopped_before_every_step_and_evaluation(settings):
 
 def test_an_evaluation_that_a_stop_left_out_is_made_once(settings):
     """Also if the run that made it was killed before its next checkpoint."""
-    changes = {**EVALUATED, "checkpoint": {"keep_last": 0}}
+    changes = {**EVALUATED, "data": HELD_OUT, "checkpoint": {"keep_last": 0}}
     uninterrupted, run = (settings(name=n, **changes) for n in ("whole", "run"))
     train(uninterrupted)
-    assert train_with_stops(run, (2,)) == ["step-1"]
+    assert small_runs.train_with_stops(run, (2,)) == ["step-1"]
     shutil.rmtree(run.run_dir / "checkpoints" / "step-2")
     without = run.model_copy(update={"data": run.data.model_copy(update={"eval": None})})
-    assert train_with_stops(run) == []
+    assert small_runs.train_with_stops(run) == []
     assert_same_run(run.run_dir, uninterrupted.run_dir, "step-2")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-2")
-    assert train_with_stops(without) == []  # without an evaluation by now
+    assert small_runs.train_with_stops(without) == []  # without an evaluation by now
     assert [row["step"] for row in read_metrics(run.run_dir)] == [0, 1]
 
 
@@ -303,10 +267,9 @@ def test_a_step_that_is_stopped_leaves_the_state_before_it(settings, monkeypatch
     assert trainer.checkpoints._collect(trainer.state)[0] == before  # noqa: SLF001
 
 
-def test_the_format_of_a_checkpoint_is_kept(settings):
+def test_the_format_of_a_checkpoint_is_kept_and_one_within_a_step_is_refused(settings):
     """Version 0.1.0 wrote these names; a run that it began must resume."""
-    objective = {"beta": 0.1, "reference_refresh_every": 2}
-    run = settings(objective=objective, optim={"max_steps": 1})
+    run = settings(objective=K2, optim={"max_steps": 1})
     checkpoint = train(run).checkpoint
     metadata = read_metadata(checkpoint)
     assert set(metadata) == {
@@ -316,16 +279,10 @@ def test_the_format_of_a_checkpoint_is_kept(settings):
     assert set(metadata["versions"]) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
     assert metadata["settings"]["optim.lr"] == 1e-2
     assert {*read_tensors(checkpoint, "examples")} == {"train"}
-
-
-def test_a_checkpoint_within_a_step_is_refused(settings):
-    """Earlier versions wrote it; its weights are neither those of the step's start nor its end."""
-    run = settings(optim={"max_steps": 1}).model_copy(update={"resume": True})
-    checkpoint = train(run).checkpoint
+    # Earlier versions wrote one within a step, with weights neither of its start nor of its end.
     within = checkpoint.rename(checkpoint.with_name("step-0-1"))
-    metadata = json.loads((within / "state.json").read_text())
     (within / "state.json").write_text(json.dumps({**metadata, "open_step": []}))
     with pytest.raises(UserError, match=r"step-0-1 was saved within a step by an earlier"):
         read_metadata(within)
     with pytest.raises(UserError, match="holds a run with checkpoints up to step 0"):
-        train(run.model_copy(update={"resume": False}))
+        train(run)

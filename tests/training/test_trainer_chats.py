@@ -23,13 +23,10 @@ def test_a_run_is_trained_and_evaluated_on_chats(settings, tmp_path):
     rows[0]["messages"] = [system, *rows[0]["messages"]]
     write_files(tmp_path, {"a.png": png(56, 28), "b.png": png(28, 84), "rows.jsonl": rows})
     source = str(tmp_path / "rows.jsonl")
-    run = settings(
-        data={"train": source, "eval": source, "train_limit": None},
-        optim={"max_steps": 2, "prompts_per_step": 4},
-        evaluation={"every": 2},
-        prompt={"system": "Be brief.", "template": "{{ meta.hint }} {{ question }}"},
-    )
-    train(run)
+    data = {"train": source, "eval": source, "train_limit": None}
+    prompt = {"system": "Be brief.", "template": "{{ meta.hint }} {{ question }}"}
+    optim = {"max_steps": 2, "prompts_per_step": 4}
+    train(run := settings(data=data, optim=optim, evaluation={"every": 2}, prompt=prompt))
     by_id = {row["id"]: row for row in read_rows(run.run_dir / "samples/step-000000.jsonl")}
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     for number in range(4):

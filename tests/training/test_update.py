@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ import torch
 from gpu_standins import GpuMemory
 from groups import make_advantages
 from meta_device import build_policy, no_host_tensors, use_gpu_kernels
+from recorded import record_calls
 from small_runs import LORA, make_trainer
 from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
 from work_counts import count_work
@@ -26,22 +28,16 @@ from vlm_grpo.model.engine import activations
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.forwards import has_forward
 from vlm_grpo.model.engine.logprobs import TokenScores
-from vlm_grpo.training import memory_probe
 from vlm_grpo.training import methods as methods_module
 from vlm_grpo.training import update as update_module
-from vlm_grpo.training.batch import StepBatch, TokenLayout, score_slices
+from vlm_grpo.training.batch import StepBatch, TokenLayout
 from vlm_grpo.training.methods import build_methods
 from vlm_grpo.training.objective.batch import MetricAccumulator, StepTotals
 from vlm_grpo.training.objective.losses import completion_weights
 from vlm_grpo.training.out_of_memory import TokenBudget
 from vlm_grpo.training.stopping import MAX_NONFINITE_STEPS
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.training.update import (
-    Updater,
-    build_updater,
-    pack_step,
-    sum_metrics,
-)
+from vlm_grpo.training.update import Updater, build_updater, pack_step
 
 
 def make_batch(trainer: Trainer) -> StepBatch:
@@ -52,13 +48,19 @@ def make_batch(trainer: Trainer) -> StepBatch:
     return pack_step(rollout, {}, make_advantages(advantages), {}, trainer.settings)
 
 
-def test_the_schedule_advances_once_per_step(settings, monkeypatch):
+def test_updates_run_in_training_mode_and_schedules_advance_once_a_step(settings, monkeypatch):
+    """Gradient checkpointing needs this mode."""
     run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
     trainer = make_trainer(run)
-    step = trainer.strategy.step
+    step, batch, modes = trainer.strategy.step, make_batch(trainer), []
     norms = iter([3.0, math.nan, 2.0])
     monkeypatch.setattr(trainer.strategy, "step", lambda: [step(), next(norms)][1])
-    metrics = trainer.updater.update(make_batch(trainer))
+    score, model = trainer.policy.score, trainer.policy.model.eval()
+    monkeypatch.setattr(
+        trainer.policy, "score", lambda *x: modes.append(model.training) or score(*x)
+    )
+    metrics = trainer.updater.update(batch)
+    assert modes == [True] * 3
     assert (metrics["grad_norm"], metrics["skipped_updates"]) == (2.0, 1)
     assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
 
@@ -101,15 +103,10 @@ def test_running_out_of_memory_recomputes_more_before_small_micro_batches(
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [
-        (41, 32 * 1024),  # four fifths in thousands of 1,024 tokens
-        (1000, 65_536),  # the most
-        (1, 1024),  # the least
-    ],
+    # Four fifths in thousands of 1,024 tokens, the most, and the least.
+    [(41, 32 * 1024), (1000, 65_536), (1, 1024)],
 )
-def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
-    settings, capsys, size, expected
-):
+def test_a_gpu_finds_the_size_of_micro_batches_once(settings, capsys, size, expected):
     trainer = make_trainer(settings(policy=LORA))
     updater, token = trainer.updater, 2**20
     with GpuMemory(updater, size * 2**30, token)() as memory:
@@ -125,11 +122,10 @@ def test_a_gpu_finds_the_size_of_micro_batches_in_its_first_update(
     assert "1.00 MiB per token measured, 0.01 planned" in printed
 
 
-def test_a_rank_without_micro_batches_takes_what_others_have_measured(
-    settings, monkeypatch, capsys
-):
+def test_a_rank_without_micro_batches_takes_what_others_found(settings, monkeypatch, capsys):
     trainer = make_trainer(settings())
-    monkeypatch.setattr(memory_probe, "gather_object", lambda own: [*own, 2048])
+    gather = "vlm_grpo.training.memory_probe.gather_object"
+    monkeypatch.setattr(gather, lambda own: [*own, 2048])
     with GpuMemory(trainer.updater, 2**40, 2**20)():
         probe: Any = trainer.updater.probe
         probe.end(1024)
@@ -138,7 +134,7 @@ def test_a_rank_without_micro_batches_takes_what_others_have_measured(
 
 
 @pytest.mark.parametrize(
-    ("size", "checkpointing", "expected"),
+    ("size", "part", "expected"),
     [
         # The plan of this model has 14,009 bytes per token, and a fifth is left.
         (100_000_000, "none", 5 * 1024),
@@ -147,10 +143,8 @@ def test_a_rank_without_micro_batches_takes_what_others_have_measured(
         (30_000_000, "auto", 4096),  # below it more is recomputed instead
     ],
 )
-def test_the_first_update_on_a_gpu_begins_with_what_fits_by_plan(
-    settings, size, checkpointing, expected
-):
-    policy = {**LORA, "gradient_checkpointing": checkpointing}
+def test_the_first_update_on_a_gpu_begins_with_what_is_planned(settings, size, part, expected):
+    policy = {**LORA, "gradient_checkpointing": part}
     trainer = make_trainer(settings(policy=policy, rollout={"max_completion_length": 64}))
     with GpuMemory(trainer.updater, size, token=1)():
         trainer.updater.update(make_batch(trainer))
@@ -186,26 +180,19 @@ def test_running_out_of_memory_in_the_first_update_lowers_what_is_found(settings
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_with_sharded_weights_no_more_is_found_than_the_first_update_had(settings, monkeypatch):
-    """No rank could repeat an update that ran out of memory."""
-    trainer = make_trainer(settings())
-    batch = make_batch(trainer)
-    monkeypatch.setattr(trainer.strategy, "may_retry", False)
-    with GpuMemory(trainer.updater, 10**12, token=2000)():
-        trainer.updater.update(batch)
-    budget = trainer.updater.budget
-    assert (budget.is_found, budget.limit) == (True, 16_384)
-
-
-def test_the_size_is_found_in_the_first_update_with_a_micro_batch(settings):
-    trainer = make_trainer(settings())
-    updater, batch = trainer.updater, make_batch(trainer)
-    with GpuMemory(updater, 10**9, 2000)():
-        updater.update(replace(batch, mini_batches=((),)))
-        assert (updater.budget.is_found, updater.budget.limit) == (False, 16_384)
-        updater.update(batch)
-        assert updater.budget.is_found
-    assert make_trainer(settings()).updater.probe is None  # on a CPU
+def test_the_size_is_found_in_the_first_update_with_a_micro_batch(settings, monkeypatch):
+    """With sharded weights it is no more than this one had: no rank could repeat an update that ran
+    out of memory."""
+    for may_retry, limit in ((True, 65_536), (False, 16_384)):
+        trainer = make_trainer(settings())
+        assert trainer.updater.probe is None  # on a CPU
+        updater, batch = trainer.updater, make_batch(trainer)
+        monkeypatch.setattr(trainer.strategy, "may_retry", may_retry)
+        with GpuMemory(updater, 10**12, 2000)():
+            updater.update(replace(batch, mini_batches=((),)))
+            assert (updater.budget.is_found, updater.budget.limit) == (False, 16_384)
+            updater.update(batch)
+            assert (updater.budget.is_found, updater.budget.limit) == (True, limit)
     fixed = settings(optim={"max_tokens_per_batch": 300})
     assert make_trainer(fixed).updater.budget.limit == 300
 
@@ -222,36 +209,18 @@ def test_sharded_weights_recompute_all_from_the_start(settings, monkeypatch):
         assert model.is_gradient_checkpointing == (checkpointing == "auto")
 
 
-def test_updates_run_in_training_mode(settings, monkeypatch):
-    """Gradient checkpointing needs it."""
-    trainer = make_trainer(settings())
-    policy, modes = trainer.policy, []
-    policy.sharing_check = None  # also calls ``score``
-    score, model = policy.score, policy.model.eval()
-    monkeypatch.setattr(policy, "score", lambda *x: modes.append(model.training) or score(*x))
-    trainer.step()
-    assert modes == [True]
-
-
 @pytest.mark.parametrize(("kl_in", "counts"), [("reward", [12, 12]), ("loss", [12, 8])])
 def test_later_mini_batches_are_scored_once(settings, kl_in, counts, monkeypatch):
     """The reference scores all, and so does the policy for a KL in the reward."""
     kl = {"beta": 0.1, "kl_in": kl_in, "kl_estimator": "k1", "reference_refresh_every": "never"}
-    trainer, scored = make_trainer(settings(objective=kl, optim={"mini_batches": 3})), []
-
-    def count(policy: Any, slices: Any, *rest: Any) -> Any:
-        scored.append(sum(len(piece.rows) for piece in slices))
-        return score_slices(policy, slices, *rest)
-
-    monkeypatch.setattr(methods_module, "score_slices", count)
-    monkeypatch.setattr(update_module, "score_slices", count)
+    trainer = make_trainer(settings(objective=kl, optim={"mini_batches": 3}))
+    own = [record_calls(monkeypatch, m, "score_slices") for m in (methods_module, update_module)]
     trainer.step()
-    assert scored == counts
+    found = [sum(len(piece.rows) for piece in call.arguments[1]) for call in chain(*own)]
+    assert found == counts
 
 
-def test_out_of_memory_on_one_completion_and_other_errors_of_a_pass_are_raised(
-    settings, monkeypatch
-):
+def test_out_of_memory_on_one_completion_and_other_errors_are_raised(settings, monkeypatch):
     trainer = make_trainer(settings())
     batch, full = make_batch(trainer), torch.OutOfMemoryError("out of memory")
     monkeypatch.setattr(trainer.policy, "score", Mock(side_effect=full))
@@ -270,9 +239,7 @@ def test_out_of_memory_on_one_completion_and_other_errors_of_a_pass_are_raised(
         ("cuda", True, None),
     ],
 )
-def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
-    settings, monkeypatch, device, may_retry, message
-):
+def test_a_gpu_with_all_weights_can_offload(settings, monkeypatch, device, may_retry, message):
     """A strategy that only names its device stands for a GPU."""
     weights = [("weight", torch.nn.Parameter(torch.zeros(1)))]
     ranks: Any = SimpleNamespace(device=torch.device(device))
@@ -291,7 +258,7 @@ def test_the_effective_sample_size_is_the_share_of_equal_weights():
         MetricAccumulator({f"{name}/mean": (w, 1), f"{name}/mean_square": (w * w, 1)})
         for w in (3.0, 1.0)
     ]
-    _, metrics = sum_metrics(0.0, parts[0] + parts[1])
+    _, metrics = update_module.sum_metrics(0.0, parts[0] + parts[1])
     assert metrics["sampling/effective_sample_size"] == pytest.approx(0.8)
     assert metrics[f"{name}/mean"] == 2.0
     assert f"{name}/mean_square" not in metrics
@@ -364,12 +331,17 @@ def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors)
             assert metrics.means
 
 
-@pytest.mark.parametrize(("name", "lora"), [("gspo", False), ("perception", True)])
+@pytest.mark.parametrize(
+    ("name", "lora"), [("gspo", False), ("perception", True), ("supervised", True)]
+)
 def test_gradients_are_accumulated_without_waiting_for_the_device(name, lora, monkeypatch):
     use_gpu_kernels(monkeypatch)
-    objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
-    policy = get_policy(lora)
-    accumulate(make_updater(policy, objective), make_step(policy, objective, 2))
+    objective, policy = ObjectiveSettings(**OBJECTIVES.get(name, {})), get_policy(lora)
+    batch = make_step(policy, objective, 1 if name == "supervised" else 2)
+    if name == "supervised":
+        weights = {"warm_start": torch.ones(9)}
+        batch = replace(batch, weights=weights, recalled=None, is_written=True)
+    accumulate(make_updater(policy, objective), batch)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -413,22 +385,12 @@ def test_gradients_are_accumulated_on_a_gpu_without_waiting(name):
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
-def test_supervised_gradients_are_accumulated_without_waiting(monkeypatch):
-    use_gpu_kernels(monkeypatch)
-    objective, policy = ObjectiveSettings(), get_policy(True)
-    batch = make_step(policy, objective, 1)
-    weights = {"warm_start": torch.ones(9)}
-    batch = replace(batch, weights=weights, recalled=None, is_written=True)
-    accumulate(make_updater(policy, objective), batch)
-
-
 def test_an_update_reads_its_loss_and_its_norm_once(settings):
     """On one prompt without images, whose sizes would be read on the host."""
     reads = []
     for limit in (10**6, 1):
         trainer = make_trainer(settings())
-        objective = trainer.settings.objective
-        batch = make_step(trainer.policy, objective, 1)
+        batch = make_step(trainer.policy, trainer.settings.objective, 1)
         batch = replace(batch, mini_batches=((batch.mini_batches[0][-1],),), recalled=None)
         trainer.updater.budget.tokens = limit
         with count_work() as counts:

@@ -15,14 +15,7 @@ from vlm_grpo.dist import collectives
 from vlm_grpo.dist.weights import get_local_names
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
-from vlm_grpo.training.checkpoint.files import (
-    CorruptCheckpoint,
-    prune_checkpoints,
-    read_metadata,
-    read_tensors,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from vlm_grpo.training.checkpoint import files
 from vlm_grpo.training.checkpoint.resume import find_newest_checkpoint
 from vlm_grpo.utils.folder_lock import lock_folder
 
@@ -37,7 +30,7 @@ def write_weights(folder: Path) -> None:
 
 def write(folder: Path, step: int, value: int = 0) -> Path:
     state = {"value": value}, {"optimizer": TENSORS, "reference": {}}
-    write_checkpoint(Accelerator(cpu=True), folder, step, state, write_weights)
+    files.write_checkpoint(Accelerator(cpu=True), folder, step, state, write_weights)
     return folder / f"step-{step}"
 
 
@@ -58,19 +51,14 @@ def test_a_renamed_run_is_not_created_again_by_a_checkpoint(tmp_path):
 def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path):
     path = write(tmp_path, 3, value=7)
     assert path.name == "step-3"
-    assert read_metadata(path) == {"format": 1, "value": 7}
-    found = read_tensors(path, "optimizer")
+    assert files.read_metadata(path) == {"format": 1, "value": 7}
+    found = files.read_tensors(path, "optimizer")
     assert torch.equal(found["a"], TENSORS["a"])
     assert bool(found["b"].isnan())
-    assert read_tensors(path, "reference") == {}
-    verify_checkpoint(path)
+    assert files.read_tensors(path, "reference") == {}
+    files.verify_checkpoint(path)
     modes = {file.stat().st_mode for file in path.rglob("*") if file.is_file()}
     assert len(modes) == 1  # whoever reads one reads all
-
-
-def flip_bit(path: Path) -> None:
-    *kept, last = path.read_bytes()
-    path.write_bytes(bytes([*kept, last ^ 1]))
 
 
 def truncate(path: Path) -> None:
@@ -78,7 +66,7 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE = {
-    "differs from what was written": flip_bit,
+    "differs from what was written": lambda p: p.write_bytes(p.read_bytes()[:-1] + b"?"),
     "bytes, and had": truncate,
     "is missing": Path.unlink,
 }
@@ -89,21 +77,25 @@ DAMAGE = {
 def test_a_corrupt_file_is_named(tmp_path, file, what):
     path = write(tmp_path, 1)
     DAMAGE[what](path / file)
-    with pytest.raises(CorruptCheckpoint, match=what) as caught:
-        verify_checkpoint(path)
+    with pytest.raises(files.CorruptCheckpoint, match=what) as caught:
+        files.verify_checkpoint(path)
     assert str(path / file) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "text", [None, "", "{}", '{"files": {}', "[]", '{"files": [1]}', '{"files": {"a": {}}}']
 )
-def test_a_manifest_without_files_is_corrupt(tmp_path, text):
+def test_a_manifest_without_files_is_corrupt_and_another_format_an_error(tmp_path, text):
     path = write(tmp_path, 1)
     (path / "manifest.json").unlink()
     if text is not None:
         (path / "manifest.json").write_text(text)
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is missing or cannot be read"):
-        verify_checkpoint(path)
+    message = r"manifest\.json is missing or cannot be read"
+    with pytest.raises(files.CorruptCheckpoint, match=message):
+        files.verify_checkpoint(path)
+    (path / "state.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this version reads format 1"):
+        files.read_metadata(path)
 
 
 def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(tmp_path, caplog):
@@ -135,37 +127,22 @@ def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path):
     assert list_names(tmp_path) == ["step-1", "step-2"]
 
 
-def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path):
-    write(tmp_path, 1, value=1)
-    write(tmp_path, 1, value=2)
-    assert read_metadata(tmp_path / "step-1")["value"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path):
+def test_temporary_folders_of_a_killed_run_are_deleted_and_a_step_is_replaced(tmp_path):
     write_files(tmp_path, {".step-4.tmp/state.json": "{"})
     assert list_checkpoints(tmp_path) == []
-    write(tmp_path, 5)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+    for value in (1, 2):
+        write(tmp_path, 5, value)
+        assert files.read_metadata(tmp_path / "step-5")["value"] == value
+        assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for steps in range(7, 12):
         write(tmp_path, steps)
-    prune_checkpoints(tmp_path, keep_last=0)
+    files.prune_checkpoints(tmp_path, keep_last=0)
     assert len(list_names(tmp_path)) == 5
-    prune_checkpoints(tmp_path, keep_last=2, keep={7})
+    files.prune_checkpoints(tmp_path, keep_last=2, keep={7})
     assert list_names(tmp_path) == ["step-7", "step-10", "step-11"]
-
-
-def test_another_format_is_an_error(tmp_path):
-    path = write(tmp_path, 1)
-    (path / "state.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(UserError, match="has format 99, this version reads format 1"):
-        read_metadata(path)
-
-
-# Sharded checkpoints.
 
 
 def test_the_tensors_of_a_layer_are_written_by_one_rank():
@@ -187,7 +164,7 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path, sharded, m
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(Accelerator(cpu=True), tmp_path, 1, ({}, {}), fail, sharded)
+        files.write_checkpoint(Accelerator(cpu=True), tmp_path, 1, ({}, {}), fail, sharded)
     assert list(tmp_path.iterdir()) == []
     # The other rank fails at writing, not at making the folder.
     flags = iter([0.0, 1.0])
@@ -195,5 +172,5 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path, sharded, m
     place = {"process_index": 0, "num_processes": 2, "is_main_process": True}
     first: Any = SimpleNamespace(**place, device=torch.device("cpu"))
     with pytest.raises(UserError, match="another process of this run has failed"):
-        write_checkpoint(first, tmp_path, 1, ({}, {}), write_weights, sharded)
+        files.write_checkpoint(first, tmp_path, 1, ({}, {}), write_weights, sharded)
     assert list(tmp_path.iterdir()) == []

@@ -25,16 +25,13 @@ ONE_STEP: Any = {"optim": {"max_steps": 1}, "rollout": {"max_completion_length":
 @pytest.mark.parametrize(
     ("policy", "file", "message"),
     [({}, "model", "q_proj"), (LORA, "adapter_model", "weights of the model")],
-    ids=["full", "adapter"],
 )
 def test_weights_are_restored_and_a_renamed_one_is_an_error(settings, policy, file, message):
     trainer = make_trainer(settings(policy=policy, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
     trained = dict(trainer.policy.trainable_parameters())
-    found, initial = (
-        dict(load_policy(trainer.settings, path).trainable_parameters())
-        for path in (checkpoint, None)
-    )
+    policies = (load_policy(trainer.settings, path) for path in (checkpoint, None))
+    found, initial = (dict(policy.trainable_parameters()) for policy in policies)
     assert found.keys() == trained.keys()
     assert [name for name in trained if not torch.equal(found[name], trained[name])] == []
     # If nothing had been loaded, they would equal the initial model.

@@ -1,21 +1,17 @@
 """CFPO: its log-probs and its term against a computation in float64, and a run that resumes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from groups import make_tokens
 from small_runs import make_trainer
 from steps import capture_step
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    Qwen2_5_VLForConditionalGeneration,
-)
 from transformers.masking_utils import sdpa_mask
-
-from vlm_grpo.training.objective.batch import TokenBatch
 
 THRESHOLD = 0.8
 METHOD = {"file": "counterfactual", "options": {"threshold": THRESHOLD, "kl_coef": 0.5}}
@@ -48,12 +44,12 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **
     return output, None
 
 
-AttentionInterface.register("counterfactual", attend)
-AttentionMaskInterface.register("counterfactual", sdpa_mask)
+hf.AttentionInterface.register("counterfactual", attend)
+hf.AttentionMaskInterface.register("counterfactual", sdpa_mask)
 
 
 def score_in_float64(folder: Path, prompt: Any, tokens: tuple[int, ...], policy: Any) -> Tensor:
-    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
+    model: Any = hf.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
     model.model.language_model.config._attn_implementation = "counterfactual"  # noqa: SLF001
     ids = torch.tensor([[*prompt.token_ids, *tokens[:-1]]])
     is_image = (ids[0] == model.config.image_token_id).tolist()
@@ -82,13 +78,9 @@ def test_a_step_is_that_of_an_attention_with_replaced_values(settings, model_fol
     divergences = [(b - a).exp() - 1 - (b - a) for a, b in zip(sampled, found, strict=True)]
     mean = torch.cat(divergences).mean().item()
     assert metrics["counterfactual/kl"] == pytest.approx(mean, rel=1e-3)
-    torch.testing.assert_close(
-        batch.weights["counterfactual"], -0.5 * batch.weights["policy"]
-    )  # kl_coef
-    inputs: Any = type("Inputs", (), {})()
-    inputs.batch = TokenBatch(
-        torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), torch.ones(1), torch.tensor([2]),
-        scores={"counterfactual": torch.tensor([-1.0, -3.0])},
-    )  # fmt: skip
+    policy, own = (batch.weights[name] for name in ("policy", "counterfactual"))
+    torch.testing.assert_close(own, -0.5 * policy)  # kl_coef
+    scores = {"counterfactual": torch.tensor([-1.0, -3.0])}
+    inputs: Any = SimpleNamespace(batch=make_tokens(torch.tensor([-1.0, -2.0]), [2], scores=scores))
     term = trainer.methods["counterfactual"].term(inputs)
     assert term.tolist() == pytest.approx([0.0, 0.36788], abs=1e-5)  # 1 / e + 1 - 1

@@ -25,26 +25,20 @@ def test_the_posterior_follows_the_formula():
     stream = ExampleStream(EXAMPLES, seed=0)
     curriculum = make_curriculum(stream, decay=0.5)
     first, second = stream.locate(0)[1], stream.locate(1)[1]
+    names = [f"curriculum/{name}" for name in ("predicted_pass_rate", "pass_rate", "unseen")]
     metrics = curriculum.learn(0, [(0, 6.0, 8), (1, 0.0, 8)])
-    assert metrics == {
-        "curriculum/predicted_pass_rate": 0.5,  # the prior's
-        "curriculum/pass_rate": 6 / 16,
-        "curriculum/unseen": 1.0,
-    }
+    assert metrics == dict(zip(names, (0.5, 6 / 16, 1.0), strict=True))  # 0.5: the prior's
     # λ·1 + (1 − λ)·1 + s and k − s
     assert curriculum.posterior[[first, second]].tolist() == [[7.0, 3.0], [1.0, 9.0]]
     metrics = curriculum.learn(0, [(0, 8.0, 8), (2, 4.0, 8)])
-    assert metrics == {
-        "curriculum/predicted_pass_rate": pytest.approx((0.7 + 0.5) / 2),
-        "curriculum/pass_rate": 12 / 16,
-        "curriculum/unseen": 0.5,
-    }
+    expected = pytest.approx((0.7 + 0.5) / 2), 12 / 16, 0.5
+    assert metrics == dict(zip(names, expected, strict=True))
     assert curriculum.posterior[first].tolist() == [0.5 * 7 + 0.5 + 8, 0.5 * 3 + 0.5]
     assert curriculum.learn(0, []) == {}
 
 
-@pytest.mark.parametrize(("target", "expected"), [(0.5, 0.5), (0.9, 0.9)])
-def test_examples_near_the_target_are_chosen(target, expected):
+@pytest.mark.parametrize("target", [0.5, 0.9])
+def test_examples_near_the_target_are_chosen(target):
     """Of examples whose pass rates are known well: row r has the rate r / 19."""
     stream = ExampleStream(EXAMPLES, seed=0)
     curriculum = make_curriculum(stream, target=target, pool=5, unseen=0.0)
@@ -53,7 +47,7 @@ def test_examples_near_the_target_are_chosen(target, expected):
     chosen = curriculum.choose(0, 4)
     assert sorted(chosen) == chosen
     found = sorted(rates[stream.locate(index)[1]] for index in chosen)
-    best = sorted(rates, key=lambda rate: abs(rate - expected))[:4]
+    best = sorted(rates, key=lambda rate: abs(rate - target))[:4]
     assert found == pytest.approx(sorted(best))
 
 
@@ -64,9 +58,7 @@ def test_a_share_below_one_prompt_is_reserved_as_often():
     chosen = [curriculum.choose(position, 1)[0] for position in range(0, 1600, 4)]
     share = sum(stream.locate(index)[1] % 2 for index in chosen) / len(chosen)
     assert 0.17 < share < 0.36  # 400 draws: a deviation of 0.022, and pools of one kind only
-
-
-def test_a_small_data_set_repeats_an_example_only_if_it_must():
+    # A small data set repeats an example only if it must.
     stream = ExampleStream(EXAMPLES[:4], seed=0)
     curriculum = make_curriculum(stream, pool=4)
     for position in range(0, 96, 16):

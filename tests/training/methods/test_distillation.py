@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from groups import make_tokens
 from small_runs import make_trainer, save_tiny_model
 from tiny_models import noise_example
 
@@ -19,7 +20,7 @@ from vlm_grpo.planning.plan import plan
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods import Passes, build_methods
 from vlm_grpo.training.methods.distillation import load_teacher
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.losses import policy_loss
 
 
@@ -33,13 +34,8 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     logprobs, other = logits.log_softmax(-1), teacher.log_softmax(-1)
     loss = torch.zeros((), dtype=torch.float64)
     for token, probability in enumerate(logprobs.detach().exp()):
-        batch = TokenBatch(
-            logprobs[token : token + 1],
-            completion=torch.tensor([0]),
-            advantages=torch.ones(1, dtype=torch.float64),
-            lengths=torch.tensor([1]),
-            scores={"teacher_logprobs": other[token : token + 1]},
-        )
+        scores = {"teacher_logprobs": other[token, None]}
+        batch = make_tokens(logprobs[token, None], [1], scores=scores)
         one = policy_loss(batch, StepTotals(1, 1, 1), settings, methods=methods)
         loss = loss + probability * one.loss
     logprobs = logits.log_softmax(-1)
@@ -65,11 +61,10 @@ def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path):
 
 
 def test_a_plan_counts_the_teacher():
-    few, name = "data.train_limit=20", "objective.distillation"
-    plain, taught, own = (
-        plan(load_settings("counting", [few, f"{name}{value}"]), "24GB").step
-        for value in ("=null", ".teacher=embedded", "={}")
-    )
+    name = "objective.distillation"
+    values = [f"{name}{value}" for value in ("=null", ".teacher=embedded", "={}")]
+    runs = (load_settings("counting", ["data.train_limit=20", value]) for value in values)
+    plain, taught, own = (plan(run, "24GB").step for run in runs)
     weights = taught.shape.num_weights * taught.shape.value_bytes
     assert taught.memory.teacher == weights
     assert taught.memory.peak == plain.memory.peak + weights
@@ -90,10 +85,10 @@ def test_the_teacher_sees_the_part_around_all_boxes_or_only_what_is_inside():
 
 
 def test_the_teacher_sees_what_is_inside_the_boxes_of_the_best_answer(settings, monkeypatch):
-    run = settings(
-        task="grounding", data={"train": "embedded:grounding"}, task_options={"instruction": None},
-        objective={"distillation": {"teacher_prompt": "mask", "boxes": "own", "margin": 0}},
-    )  # fmt: skip
+    changes: dict[str, Any] = {"task": "grounding", "task_options": {"instruction": None}}
+    teaching = {"teacher_prompt": "mask", "boxes": "own", "margin": 0}
+    changes |= {"data": {"train": "embedded:grounding"}, "objective": {"distillation": teaching}}
+    run = settings(**changes)
     trainer, seen = make_trainer(run), list[Any]()
     first, *others = trainer.sampler.sample(0).groups
     best = [(5.0, 6.0, 20.0, 30.0)]

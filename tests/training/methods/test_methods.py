@@ -67,6 +67,9 @@ def test_a_file_is_a_method_with_options(settings):
         assert torch.equal(part, torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1.0])[: len(part)])
     run.save(run.run_dir / "config.yaml")  # as load_settings reads it again
     assert "first_tokens.py" in (run.run_dir / "config.yaml").read_text()
+    for name in ("replay", "kl", "nothing"):  # a name is of a method with its settings in its file
+        with pytest.raises(UserError, match=f"there is no method {name}.* the path of a .py file"):
+            build_methods(settings(methods=[name]))
 
 
 def test_a_term_of_a_file_trains_groups_with_equal_rewards(settings, tmp_path):
@@ -77,12 +80,6 @@ def test_a_term_of_a_file_trains_groups_with_equal_rewards(settings, tmp_path):
         trainer = make_trainer(settings(task=str(tmp_path / "equal.py"), methods=methods))
         norms.append(trainer.step()["grad_norm"])
     assert norms[0] == 0 < norms[1]
-
-
-@pytest.mark.parametrize("name", ["replay", "kl", "nothing"])
-def test_a_name_is_of_a_method_with_its_settings_in_its_file(settings, name):
-    with pytest.raises(UserError, match=f"there is no method {name}.* the path of a .py file"):
-        build_methods(settings(methods=[name]))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,11 @@ def test_a_wrong_file_is_refused(settings, tmp_path, text, options, message):
 
 
 REPEATED = {"policy": {"dtype": "float32", "engine": "repeated"}}
+REPLAY, ZOOM = {"objective": {"replay": {}}}, {"task_options": {"environment": "zoom"}}
 CROPS = {"methods": ["crop_rollouts"], "data": {"train": "embedded:tiny_words:cells=2"}}
+PAPO, CROP = {"perception": {"kl_coef": 0.01}}, {"distillation": {"teacher_prompt": "crop"}}
+POINTS = {"task": "pointing", "data": {"train": "embedded:grounding"}}
+POINTS |= {"objective": {"distillation": {"teacher_prompt": "mask", "boxes": "own"}}}
 
 
 @pytest.mark.parametrize(
@@ -111,35 +112,15 @@ CROPS = {"methods": ["crop_rollouts"], "data": {"train": "embedded:tiny_words:ce
     [
         ({"methods": ["counterfactual"], **REPEATED}, "needs policy.engine=shared"),
         ({"methods": ["visual_credit"], **REPEATED}, "needs policy.engine=shared"),
-        (
-            {"methods": ["counterfactual"], "objective": {"replay": {}}},
-            "does not work with objective.replay",
-        ),
-        ({"methods": ["revision"], "objective": {"replay": {}}}, "not work with objective.replay"),
-        (
-            {"methods": ["revision"], "task": "ocr", "task_options": {"environment": "zoom"}},
-            "no effect on episodes of an environment",
-        ),
+        ({"methods": ["counterfactual"], **REPLAY}, "does not work with objective.replay"),
+        ({"methods": ["revision"], **REPLAY}, "does not work with objective.replay"),
+        ({"methods": ["revision"], "task": "ocr", **ZOOM}, "no effect on episodes of an environm"),
         ({"methods": ["crop_rollouts"]}, "crop_rollouts has no effect: no training example has"),
         (CROPS | {"objective": {"beta": 0.1}}, "does not work with objective.beta: remove one"),
-        (
-            CROPS | {"objective": {"perception": {"kl_coef": 0.01}}},
-            "does not work with objective.perception: remove one",
-        ),
+        (CROPS | {"objective": PAPO}, "does not work with objective.perception: remove one"),
         (CROPS | {"methods": ["crop_rollouts", "revision"]}, "not work with revision: remove one"),
-        (
-            {"objective": {"distillation": {"teacher_prompt": "crop"}}},
-            "teacher_prompt=crop has no effect: no training example",
-        ),
-        (
-            {
-                "task": "pointing",
-                "data": {"train": "embedded:grounding"},
-                "task_options": {"instruction": None},
-                "objective": {"distillation": {"teacher_prompt": "mask", "boxes": "own"}},
-            },
-            "boxes=own has no effect: no gold answer of the task is boxes",
-        ),
+        ({"objective": CROP}, "teacher_prompt=crop has no effect: no training example"),
+        (POINTS, "boxes=own has no effect: no gold answer of the task is boxes"),
     ],
 )
 def test_what_a_method_cannot_do_is_refused_before_the_run(settings, changes, message):

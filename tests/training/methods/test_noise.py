@@ -1,6 +1,5 @@
 """Groups of which a part is sampled behind images with noise (NoisyRollout)."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from groups import make_tokens
 from PIL import Image
-from small_runs import assert_resumes, make_trainer, read_metrics, read_samples
+from small_runs import assert_resumes, make_trainer, read_metrics
 from steps import assert_sampled_behind
 
 from vlm_grpo.config.methods import MAX_NOISE_STEPS, NoiseSettings
@@ -20,19 +20,13 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.training.methods import Run
 from vlm_grpo.training.methods.curriculum import _observe
 from vlm_grpo.training.methods.noise import DiffusionNoise, Noise
-from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.losses import (
-    LossInputs,
-    clipped_loss,
-    loss_metrics,
-    sampler_weights,
-)
+from vlm_grpo.training.objective import losses
 from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Example, Group
+from vlm_grpo.utils.jsonl import read_rows
 
 CONSTANT = {"noise": {"midpoint": 9.0}}
 """Noise whose strength does not fall."""
-FROZEN = {"dtype": "float32", "freeze": ["vision", "projector"]}
 
 
 def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]]:
@@ -41,38 +35,31 @@ def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]
 
 def read_marks(run: Settings) -> list[list[list[float | None]]]:
     """Return the strength of the noise of each completion, by step and group."""
-    samples = sorted(read_samples(run.run_dir).items())
-    files = [content.splitlines() for name, content in samples if name.endswith(".jsonl")]
-    groups = [[json.loads(line)["completions"] for line in lines] for lines in files]
-    return [[[c.get("noise") for c in group] for group in step] for step in groups]
-
-
-def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings):
-    """Bit for bit, with the whole group in one part again."""
-    ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}})
-    rollout, plain = (make_trainer(run).sampler.sample(0) for run in (ended, settings()))
-    assert get_completions(rollout.groups) == get_completions(plain.groups)
-    assert rollout.metrics == {"noise/strength": 0}
+    files = map(read_rows, sorted((run.run_dir / "samples").glob("*.jsonl")))
+    return [[[c.get("noise") for c in row["completions"]] for row in rows] for rows in files]
 
 
 @pytest.mark.parametrize(("share", "engine"), [(0.5, "repeated"), (0.25, "shared")])
-def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
+def test_noise_that_changes_nothing_or_has_ended_leaves_the_tokens(
     settings, monkeypatch, share, engine
 ):
     """Each completion keeps its random stream; log-probs differ by rounding."""
     policy = {"policy": {"dtype": "float32", "engine": engine}}
     monkeypatch.setattr(DiffusionNoise, "__call__", lambda self, image: image)
     noisy = settings(rollout={"noise": {"share": share, "midpoint": 9.0}}, **policy)
-    groups, plain = (
-        get_completions(make_trainer(run).sampler.sample(0).groups)
-        for run in (noisy, settings(**policy))
-    )
+    samplers = (make_trainer(run).sampler for run in (noisy, settings(**policy)))
+    groups, plain = (get_completions(sampler.sample(0).groups) for sampler in samplers)
     for name, members in groups.items():
         expected = [0, 0, 500, 500] if share == 0.5 else [0, 0, 0, 500]
         assert [c.variant[1] if c.variant else 0 for c in members] == expected
         for completion, other in zip(members, plain[name], strict=True):
             assert completion.token_ids == other.token_ids
             assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    # Noise that has ended: bit for bit, with the whole group in one part again.
+    ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}}, **policy)
+    rollout = make_trainer(ended).sampler.sample(0)
+    assert get_completions(rollout.groups) == plain
+    assert rollout.metrics == {"noise/strength": 0}
 
 
 def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(settings):
@@ -86,31 +73,29 @@ def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_
         noisy: Any = prompts[group.id]
         assert noisy.token_ids == group.prompt.token_ids
         assert_sampled_behind(sampler.policy, group, noisy)
+        assert _observe(3, sampler.task, group)[2] == 2  # a curriculum counts clean ones alone
 
 
-@pytest.mark.parametrize(("policy", "passes"), [(FROZEN, 2), ({"dtype": "float32"}, 3)])
-def test_each_image_is_encoded_once_with_noise_and_once_without(settings, policy, passes):
-    """A trained tower encodes clean images once more in the update, and noisy ones do not stay.
-
-    Micro-batches of the update share the passes of images.
-    """
+@pytest.mark.parametrize(("frozen", "passes"), [(["vision", "projector"], 2), ([], 3)])
+def test_each_image_is_encoded_once_with_noise_and_once_without(settings, frozen, passes):
+    """A trained tower encodes clean images once more in the update, whose micro-batches share them;
+    noisy ones do not stay."""
     rollout, optim = {**CONSTANT, "num_generations": 8}, {"max_tokens_per_batch": 60}
-    trainer = make_trainer(settings(rollout=rollout, policy=policy, optim=optim))
+    trainer = make_trainer(settings(rollout=rollout, policy={"freeze": frozen}, optim=optim))
     metrics = trainer.step()
     assert metrics["frac_reward_zero_std"] == 0
     assert metrics["work/image_decodes"] == 3
     assert metrics["work/encoder_passes"] == 3 * passes
     engine: Any = trainer.policy.engine
     assert not engine.encoder.cache  # else the features of all images of a run stay in memory
-    policy_counters = trainer.policy.counters
+    counters = trainer.policy.counters
     trainer.sampler.sample(1)
-    before = policy_counters.encoder_passes
-    variant = trainer.methods["noise"].variant(1)
-    prompts = trainer.sampler.loader.load(range(3, 6), variant)
+    before = counters.encoder_passes
+    prompts = trainer.sampler.loader.load(range(3, 6), trainer.methods["noise"].variant(1))
     trainer.policy.encode_images(prompts)
-    assert policy_counters.encoder_passes == before  # kept, or never kept with a trained tower
+    assert counters.encoder_passes == before  # kept, or never kept with a trained tower
     trainer.policy.encode_images([p.variant for p in prompts if p.variant is not None])
-    assert policy_counters.encoder_passes == before + (3 if passes == 2 else 0)
+    assert counters.encoder_passes == before + (3 if passes == 2 else 0)
 
 
 def test_a_run_resumes_bit_for_bit_and_marks_its_samples(settings):
@@ -138,41 +123,28 @@ def test_steps_ahead_have_the_noise_of_their_own_step(vllm):
 
 def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction():
     logprobs = torch.full((4,), -1.0)
-    batch = TokenBatch(
-        logprobs=logprobs,
-        completion=torch.tensor([0, 0, 1, 1]),
-        advantages=torch.ones(2),
-        lengths=torch.tensor([2, 2]),
-        old_logprobs=logprobs,
-        sampler_logprobs=torch.tensor([-1.5, -1.5, -9.0, -9.0]),
-        behind_variant=torch.tensor([False, True]),
-    )
+    behind = {"behind_variant": torch.tensor([False, True])}
+    sampler = torch.tensor([-1.5, -1.5, -9.0, -9.0])
+    given = {"old_logprobs": logprobs, "sampler_logprobs": sampler, **behind}
+    batch = make_tokens(logprobs, [2, 2], **given)
     objective = ObjectiveSettings(sampler_correction="sequence")
-    weights: Any = sampler_weights(batch, objective)
+    weights: Any = losses.sampler_weights(batch, objective)
     # e^(0.5 + 0.5) = 2.718, below the cap of 3.
     assert weights.tolist() == pytest.approx([2.71828, 2.71828, 1, 1], rel=1e-4)
-    found = loss_metrics(LossInputs(batch, objective, clipped_loss)).values()
+    inputs = losses.LossInputs(batch, objective, losses.clipped_loss)
+    found = losses.loss_metrics(inputs).values()
     assert found["sampling/sampling_logp_difference/mean"] == 0.5
     assert found["sampling/sampling_logp_difference/max"] == 0.5
 
 
-def test_a_curriculum_counts_clean_completions_alone(settings):
-    sampler = make_trainer(settings(rollout=CONSTANT)).sampler
-    for group in sampler.sample(0).groups:
-        assert _observe(3, sampler.task, group)[2] == 2  # of four
-
-
-def test_noise_without_any_image_is_refused(settings):
-    trainer = make_trainer(settings())
+def test_noise_needs_images_and_begins_with_the_first_step_after_a_warm_start(settings):
+    trainer = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2}))
+    variants = map(trainer.methods["noise"].variant, range(4))
+    labels = [variant and variant.label for variant in variants]
+    assert labels == [None, None, ("noise", 500), ("noise", 500)]
     stream = ExampleStream([Example("a", (), "What?", "b")], 0)
     with pytest.raises(UserError, match="no training example has an image"):
         Noise(NoiseSettings()).start(Run(settings(), trainer.strategy, stream, trainer.task))
-
-
-def test_noise_begins_with_the_first_step_after_a_warm_start(settings):
-    noise = make_trainer(settings(rollout=CONSTANT, warm_start={"steps": 2})).methods["noise"]
-    labels = [variant and variant.label for variant in map(noise.variant, range(4))]
-    assert labels == [None, None, ("noise", 500), ("noise", 500)]
 
 
 @pytest.mark.parametrize(

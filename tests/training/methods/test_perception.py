@@ -50,7 +50,7 @@ def test_dependency_is_bounded_and_0_where_the_mask_changes_nothing():
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_whole_patches_are_black_or_unchanged(mode):
+def test_whole_patches_are_black_or_unchanged_by_the_seed_and_their_share(mode):
     values = np.random.default_rng(0).integers(1, 256, (31, 45), dtype=np.uint8)
     image = Image.fromarray(values).convert(mode)
     found, before = np.asarray(PatchMask(0.5, 10, (3, 1))(image)), np.asarray(image)
@@ -61,9 +61,6 @@ def test_whole_patches_are_black_or_unchanged(mode):
         kinds.append(bool((patch == 0).all()))
         assert kinds[-1] or (patch == own).all()
     assert 0 < sum(kinds) < len(kinds) == 20
-
-
-def test_the_seed_sets_the_patches_and_the_ratio_their_share():
     image = Image.new("RGB", (500, 500), "white")
     one, same, other = (PatchMask(0.6, 5, seed)(image) for seed in ((1, 2), (1, 2), (1, 3)))
     assert one.tobytes() == same.tobytes() != other.tobytes()

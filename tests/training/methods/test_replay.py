@@ -15,7 +15,6 @@ from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.batch import KeptGroup, Rollout, build_slices
 from vlm_grpo.training.methods import Passes
-from vlm_grpo.training.methods import curriculum as curriculum_module
 from vlm_grpo.training.methods.replay import Replay, select_varied
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Completion, Score
@@ -80,15 +79,15 @@ def test_a_wide_group_is_replayed_with_its_best_and_its_worst(settings):
             place = [c.token_ids for c in sampled.completions].index(completion.token_ids)
             assert completion.logprobs == sampled.completions[place].logprobs
             assert score.rewards == sampled.scores[place].rewards
-    object.__setattr__(trainer.sampler.task, "weights", {"letters": 0.0})  # all totals are equal
-    trainer.step()
+    # Only groups with different rewards are kept: now all totals are 0.
+    object.__setattr__(trainer.sampler.task, "weights", {"letters": 0.0})
+    _, rollout, _ = capture_step(trainer)
+    assert [group.id for group in rollout.recalled] == [*reversed(groups)]
+    assert get_buffer(trainer).groups == []
 
 
 def test_groups_without_a_spread_let_others_be_replayed(settings, monkeypatch):
-    """Two of three groups count as equal in each step after the first.
-
-    Their gradient is compared in ``tests/test_wiring.py``.
-    """
+    """Two of three in each step after the first. ``tests/test_wiring.py`` has their gradient."""
     optim = {"lr": 1e-3, "max_steps": 4, "mini_batches": 3}
     rollout = {"max_completion_length": 12}  # so long that the reward always differs
     run = settings(objective={"replay": {}}, optim=optim, rollout=rollout)
@@ -118,17 +117,6 @@ def test_other_forms_of_prompts_are_those_of_the_sampled_groups(settings):
     found = passes.behind(lambda group: group.prompt.example)
     assert [piece.rows for piece in found] == [piece.rows for piece in slices[:2]]
     assert [piece.completions for piece in found] == [piece.completions for piece in slices[:2]]
-
-
-def test_only_groups_with_different_rewards_are_kept(settings):
-    trainer = make_trainer(settings(objective={"replay": {}}))
-    sampler, replay = trainer.sampler, get_buffer(trainer)
-    groups = sampler.sample(0).groups
-    assert len(replay.groups) == 3
-    object.__setattr__(sampler.task, "weights", {"letters": 0.0})  # all totals are 0
-    rollout = sampler.sample(1)
-    assert [group.id for group in rollout.recalled] == [group.id for group in reversed(groups)]
-    assert replay.groups == []
 
 
 def test_a_run_with_both_resumes_bit_for_bit(settings):
@@ -161,7 +149,8 @@ def test_a_failed_step_teaches_nothing(settings, monkeypatch):
     assert len(groups) == 3
     assert sampler.cursor.position == 6  # three prompts of two candidates each
     error = UserError("gold_reward failed")
-    monkeypatch.setattr(curriculum_module, "measure_pass", Mock(side_effect=error))
+    measure = "vlm_grpo.training.methods.curriculum.measure_pass"
+    monkeypatch.setattr(measure, Mock(side_effect=error))
     with pytest.raises(UserError, match="gold_reward failed"):
         sampler.sample(1)
     assert (curriculum.posterior == before).all()
@@ -171,7 +160,6 @@ def test_a_failed_step_teaches_nothing(settings, monkeypatch):
 
 def test_supervised_steps_use_every_example_in_turn(settings):
     trainer = make_trainer(settings(data=BOTH["data"], warm_start={"steps": 1, "lr": 1e-4}))
-    trainer.step()
-    assert trainer.sampler.cursor.position == 3
-    assert trainer.step()["curriculum/unseen"] == 1.0
-    assert trainer.sampler.cursor.position == 9
+    for unseen, position in ((None, 3), (1.0, 9)):
+        assert trainer.step().get("curriculum/unseen") == unseen
+        assert trainer.sampler.cursor.position == position

@@ -49,12 +49,10 @@ def test_advantages_are_those_of_parts_with_the_difference_on_the_first_call():
 def test_a_step_refuses_a_part_and_credits_the_calls_of_the_other(settings, monkeypatch):
     monkeypatch.setattr("vlm_grpo.model.prompts.TOOLS", "Look.")  # nine tenths of the prompts
     peek = {"name": f"{small_environments.__file__}:Peek", "max_turns": 3}
-    run = settings(
-        task_options={"environment": peek},
-        rollout={"num_generations": 6, "max_completion_length": 2},  # some episodes call nothing
-        objective={"scale_rewards": "none"},
-        methods=[{"file": "tool_gain", "options": {"share": 0.5, "coef": 0.5}}],
-    )
+    methods = [{"file": "tool_gain", "options": {"share": 0.5, "coef": 0.5}}]
+    rollout = {"num_generations": 6, "max_completion_length": 2}  # some episodes call nothing
+    changes = {"rollout": rollout, "methods": methods, "objective": {"scale_rewards": "none"}}
+    run = settings(task_options={"environment": peek}, **changes)
     trainer = make_trainer(run)
     metrics, rollout, batch = capture_step(trainer)
     trainer.sampler.close()

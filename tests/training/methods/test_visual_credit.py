@@ -1,7 +1,6 @@
 """The map of credit over an image, its share inside boxes, and its place on the page."""
 
 import copy
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import make_trainer
+from small_runs import make_trainer, read_metrics
 
 from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
@@ -18,19 +17,27 @@ from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.report.page import build_report
 from vlm_grpo.training.batch import Rollout
 from vlm_grpo.training.methods.visual_credit import cover_cells, measure_credit
-from vlm_grpo.training.trainer import train
+from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
-from vlm_grpo.types import ImageRef
+from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.utils.jsonl import read_rows
+
+BOXED = {"train": "embedded:grounding"}
 
 
-def test_credit_is_the_norm_over_all_layers_that_get_features():
+def find_grid(trainer: Trainer, example: Example) -> tuple[ImageRef, tuple[int, int]]:
+    """Return the resized image of an example, and its rows and columns of tokens."""
+    (image,) = trainer.policy.prompts.with_resized_sizes(example).images
+    grid = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor)
+    assert grid is not None
+    return image, grid
+
+
+def test_credit_is_the_norm_over_all_layers_and_boxes_cover_shares_of_cells():
     embeds, level, unused = (torch.zeros(2, 2, requires_grad=True) for _ in range(3))
     (embeds * torch.tensor([[1.0, 2.0], [0.0, 0.0]]) + 2 * level).sum().backward()
     found = measure_credit(ImageFeatures(embeds, (level, unused)))
     assert found == pytest.approx([13**0.5, 8**0.5])  # 1 + 4 + 4 + 4, and 4 + 4
-
-
-def test_boxes_cover_shares_of_cells():
     # Two rows of three cells of 20 x 10 pixels; the boxes overlap in the middle cell.
     boxes = [(10.0, 0.0, 30.0, 10.0), (20.0, 5.0, 40.0, 20.0)]
     covered = cover_cells(boxes, (60, 20), (2, 3))
@@ -39,18 +46,13 @@ def test_boxes_cover_shares_of_cells():
 
 
 def test_a_run_measures_and_draws_the_credit_of_examples_with_boxes(settings):
-    run = settings(
-        task="grounding", data={"train": "embedded:grounding"}, methods=["visual_credit"],
-        optim={"max_steps": 2}, task_options={"instruction": None},
-    )  # fmt: skip
+    changes = {"task": "grounding", "task_options": {"instruction": None}, "data": BOXED}
+    run = settings(methods=["visual_credit"], optim={"max_steps": 2}, **changes)
     trainer = make_trainer(run)
     method: Any = trainer.methods["visual_credit"]
     examples = trainer.train_examples[:2]
     # All credit in the first token, and in every one alike.
-    family, processor = trainer.policy.family, trainer.policy.prompts.processor
-    resized = map(trainer.policy.prompts.with_resized_sizes, examples)
-    grids: list[Any] = [family.token_grid(e.images[0], processor) for e in resized]
-    assert all(grid is not None for grid in grids)
+    grids = [find_grid(trainer, example)[1] for example in examples]
     one = np.zeros(grids[0])
     one[0, 0] = 1.0
     method.maps = {examples[0].images[0]: one, examples[1].images[0]: np.ones(grids[1])}
@@ -62,14 +64,8 @@ def test_a_run_measures_and_draws_the_credit_of_examples_with_boxes(settings):
     assert drawn.size == examples[0].images[0].size
     width, height = (side // n for side, n in zip(drawn.size, grids[0][::-1], strict=True))
     assert drawn.getchannel("A").getbbox() == (0, 0, width, height)
-
-
-def test_the_maps_of_several_updates_add_up(settings):
-    trainer = make_trainer(settings(methods=["visual_credit"]))
-    method: Any = trainer.methods["visual_credit"]
-    (image,) = trainer.policy.prompts.with_resized_sizes(trainer.train_examples[0]).images
-    grid: Any = trainer.policy.family.token_grid(image, trainer.policy.prompts.processor)
-    rows, columns = grid
+    # The maps of several updates add up.
+    image, (rows, columns) = find_grid(trainer, trainer.train_examples[2])
     updates = []
     for size in (1.0, 2.0):
         embeds = torch.zeros(rows * columns, 4, requires_grad=True)
@@ -104,25 +100,22 @@ def test_an_update_that_runs_out_of_memory_counts_once(settings, monkeypatch):
 
 
 def test_the_page_has_the_map_of_a_group_with_a_gradient(settings):
-    boxed = {"train": "embedded:grounding", "train_limit": 12}  # whose answers the task ignores
-    run = settings(methods=["visual_credit"], optim={"max_steps": 1}, data=boxed)
+    run = settings(methods=["visual_credit"], optim={"max_steps": 1}, data=BOXED)
     train(run)
-    rows = [*map(json.loads, (run.run_dir / "samples/step-000000.jsonl").read_text().splitlines())]
+    rows = read_rows(run.run_dir / "samples/step-000000.jsonl")
     names = [row["layers"]["visual_credit"] for row in rows if "layers" in row]
     assert names
     assert all((run.run_dir / "samples/images" / name).is_file() for name in names)
     page = build_report(run.run_dir).read_text()
     assert names[0] in page
-    row = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    row, *_ = read_metrics(run.run_dir)
     assert 0 < row["visual_credit/in_boxes"] < 1
     assert 0.05 < row["visual_credit/box_area"] < 0.5  # shapes of a quarter of the sides or more
 
 
 def test_gains_without_the_object_are_compared_with_rewards(settings, monkeypatch):
-    run = settings(
-        methods=[{"file": "visual_credit", "options": {"hide_object": True}}],
-        data={"train": "embedded:grounding", "train_limit": 12},
-    )
+    hiding = {"file": "visual_credit", "options": {"hide_object": True}}
+    run = settings(methods=[hiding], data=BOXED)
     trainer, rollouts = make_trainer(run), list[Any]()
     policy, score = trainer.policy, trainer.updater.score
 

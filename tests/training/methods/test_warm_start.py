@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import record_calls
 from small_runs import LORA, assert_resumes, make_trainer, read_metrics, read_samples
 from tiny_models import make_prompt, noise_example, tiny_policy
 
@@ -18,7 +19,6 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.resolve import list_checkpoints
 from vlm_grpo.task import Task, reward
-from vlm_grpo.training.methods import Method
 from vlm_grpo.training.methods.warm_start import TargetWriter, find_end_token
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
@@ -38,14 +38,17 @@ def copy_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
 
 
-def is_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def is_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_only_the_metrics_of_its_kind_describe_a_step(warm):
-    run = warm()
+def test_only_the_metrics_of_its_kind_describe_a_step_and_the_switch_is_evaluated_and_saved(warm):
+    run = warm(data={"eval": "embedded:ocr", "eval_limit": 4})
     train(run)
     rows = read_metrics(run.run_dir)
+    assert [("eval/letters" in row) for row in rows] == [False, True, False, True]
+    saved = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    assert saved == [2, 4]
     assert [("mean_token_accuracy" in row) for row in rows] == [True, True, False, False]
     for row in rows[:2]:
         assert row["loss"] > 1  # nats per token of a random model
@@ -60,17 +63,11 @@ def test_only_the_metrics_of_its_kind_describe_a_step(warm):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(warm):
-    """Supervised steps sample nothing, so that a run is not stopped within them.
-
-    The reference is the policy of the switch, from which the first rollout is sampled.
-    """
+    """A run is not stopped within supervised steps, which sample nothing. The reference is the
+    policy of the switch, from which the first rollout is sampled."""
     objective = {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"}
     runs = (warm(name=name, policy=LORA, objective=objective) for name in ("whole", "resumed"))
     assert assert_resumes(*runs, (3,), (2, 2)) == ["step-2", "step-3"]
-
-
-def copy_state(method: Method) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in method.state_dict()[1].items()}
 
 
 def begin_at_switch(settings: Settings) -> Trainer:
@@ -99,28 +96,18 @@ def test_grpo_begins_as_a_new_run_with_the_warm_model(warm):
     assert is_equal(copy_weights(trainer), copy_weights(fresh))
 
 
-def test_the_progress_of_rewards_counts_from_the_first_rollout(warm, monkeypatch):
-    trainer, found = make_trainer(warm()), list[float]()
-    change = Task.with_progress
-    monkeypatch.setattr(Task, "with_progress", lambda t, p: found.append(p) or change(t, p))
-    for step in (2, 3):
-        trainer.sampler.sample(step)
-    assert found == [0.0, 0.5]  # of two steps after the warm start
-
-
 def test_the_reference_is_the_warm_model(warm):
     objective = {"beta": 0.1, "reference_refresh_every": "never"}
     trainer = begin_at_switch(warm(objective=objective))
-    kl = trainer.methods["kl"]
-    before, warmed = copy_state(kl), copy_weights(trainer)
-    assert not is_equal(before, warmed)
+    kl, warmed = trainer.methods["kl"], copy_weights(trainer)
+    assert not is_equal(kl.state_dict()[1], warmed)
     first, second = trainer.step(), trainer.step()
-    assert is_equal(copy_state(kl), warmed)
+    assert is_equal(kl.state_dict()[1], warmed)
     assert first["kl"] == pytest.approx(0, abs=1e-9)
     assert second["kl"] > 1e-6
 
 
-def test_each_phase_has_its_learning_rates(warm, monkeypatch):
+def test_each_phase_has_its_learning_rates_and_the_rewards_progress(warm, monkeypatch):
     """Also after a supervised step whose update was skipped, which does not advance them."""
     used: list[float] = []
     accumulate = Updater._accumulate  # noqa: SLF001
@@ -133,6 +120,7 @@ def test_each_phase_has_its_learning_rates(warm, monkeypatch):
     start = {"steps": 3, "lr": 3e-3, "schedule": "linear", "warmup_steps": 1}
     optim = {"lr": 8e-3, "schedule": "linear", "warmup_steps": 1, "max_steps": 6}
     trainer = make_trainer(warm(warm_start=start, optim=optim))
+    changes = record_calls(monkeypatch, Task, "with_progress")
     for step in range(6):
         with monkeypatch.context() as patch:
             if step == 1:
@@ -141,21 +129,12 @@ def test_each_phase_has_its_learning_rates(warm, monkeypatch):
     # Warmup from 0, then the peak and its linear fall to 0 within the phase; the second step is
     # repeated at its rate because it was skipped.
     assert used == pytest.approx([0, 3e-3, 3e-3, 0, 8e-3, 4e-3])
-
-
-def test_the_switch_is_evaluated_and_saved(warm):
-    run = warm(data={"eval": "embedded:ocr", "eval_limit": 4})
-    train(run)
-    rows = read_metrics(run.run_dir)
-    assert [("eval/letters" in row) for row in rows] == [False, True, False, True]
-    saved = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
-    assert saved == [2, 4]
+    # The progress of rewards counts from the first rollout, of three.
+    assert [call.arguments[1] for call in changes] == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 def test_servers_start_after_the_supervised_steps(vllm):
-    trainer = make_trainer(vllm(1, rollout=LIMIT, warm_start=WARM))
-    for _ in range(2):
-        trainer.step()
+    trainer = begin_at_switch(vllm(1, rollout=LIMIT, warm_start=WARM))
     assert not vllm.samplers
     for _ in range(2):
         trainer.step()
@@ -250,11 +229,8 @@ def test_the_end_token_is_that_of_the_chat_template(after, expected):
 
 def test_targets_are_read_as_answers_without_a_reward(settings):
     warm_start = make_trainer(settings(rollout=LIMIT, warm_start=WARM)).methods["warm_start"]
-    prompts = [
-        make_prompt(warm_start.run.policy, replace(noise_example(text, []), answer=text))
-        for text in ("a", "raise")
-    ]
-    groups = warm_start.write(prompts, Copy())
+    examples = (replace(noise_example(text, []), answer=text) for text in ("a", "raise"))
+    groups = warm_start.write([make_prompt(warm_start.run.policy, e) for e in examples], Copy())
     assert [[c.text for c in group.completions] for group in groups] == [["a"], ["raise"]]
     (first,), (failed,) = (group.scores for group in groups)
     assert (first.answer, failed.answer) == ("a", None)

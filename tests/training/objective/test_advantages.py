@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlm_grpo.training.objective.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    STEP_ESTIMATORS,
-    group_advantages,
-    per_reward_advantages,
-    step_advantages,
-)
+from vlm_grpo.training.objective import advantages
+from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, group_advantages
 
 NAN = math.nan
 
@@ -26,7 +21,7 @@ def double(*values: float) -> Tensor:
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-@pytest.mark.parametrize("estimator", list(ADVANTAGE_ESTIMATORS))
+@pytest.mark.parametrize("estimator", list(advantages.ADVANTAGE_ESTIMATORS))
 def test_groups_without_spread_have_advantage_zero(scale_rewards, estimator):
     """Groups of one, of one scorable completion, of none, and of equal rewards; no NaN anywhere."""
     rewards = double(0.3, 0.7, NAN, NAN, NAN, 0.1 + 0.2, 0.3, 1, 0)
@@ -50,16 +45,14 @@ def test_rewards_that_differ_by_rounding_count_as_equal(rewards, expected):
     assert result.values.tolist() == pytest.approx(expected, abs=0)
 
 
-def test_groups_normalized_per_reward_are_described_by_their_weighted_sums():
+def test_rewards_normalized_one_by_one_are_described_by_their_weighted_sums_and_need_a_weight():
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
-    found = per_reward_advantages(rewards, double(2, 0.5), "aaaa").group_stds
+    found = advantages.per_reward_advantages(rewards, double(2, 0.5), "aaaa").group_stds
     assert found.tolist() == pytest.approx([double(2, 0.5, 2.5, 0.5).std().item()])
-
-
-def test_a_reward_of_weight_zero_cannot_make_a_completion_unscorable():
+    # A reward of weight 0 cannot make a completion unscorable.
     rewards = torch.tensor([[1.0, NAN], [0.0, 1.0]], dtype=torch.float64)
-    assert per_reward_advantages(rewards, double(1, 0), "aa").unscorable == 0
-    half = per_reward_advantages(rewards, double(1, 1), "aa")
+    assert advantages.per_reward_advantages(rewards, double(1, 0), "aa").unscorable == 0
+    half = advantages.per_reward_advantages(rewards, double(1, 1), "aa")
     assert half.unscorable == 1
     assert half.values.tolist() == [0.0, 0.0]
 
@@ -95,9 +88,8 @@ def test_properties_of_any_batch(rows, random, scale_rewards):
             assert result.values[members][best] > result.values[members][worst]
     order = list(range(len(rows)))
     random.shuffle(order)
-    shuffled = group_advantages(
-        rewards[order], [ids[i] for i in order], scale_rewards=scale_rewards
-    )
+    shuffled = [ids[i] for i in order]
+    shuffled = group_advantages(rewards[order], shuffled, scale_rewards=scale_rewards)
     assert torch.allclose(shuffled.values, result.values[order], atol=1e-9)
     assert shuffled.frac_reward_zero_std == result.frac_reward_zero_std
 
@@ -117,7 +109,9 @@ def normalize_tokens(returns: list[list[float]]) -> list[list[float]]:
 def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name, means):
     rewards = [1.0, 0.0, 3.0, 1.0]
     estimator = STEP_ESTIMATORS[f"reinforce_plus_plus{name}"]
-    result: Any = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator, PENALTIES)
+    result: Any = advantages.step_advantages(
+        double(*rewards), GROUPS, LENGTHS, estimator, PENALTIES
+    )
     centered = [reward - means[row // 2] for row, reward in enumerate(rewards)]
     expected = normalize_tokens(
         [
@@ -128,7 +122,7 @@ def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name, means):
     for found, values in zip(result.tokens, expected, strict=True):
         assert found.tolist() == pytest.approx(values)
     assert result.values.tolist() == pytest.approx([statistics.fmean(row) for row in expected])
-    without = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator)
+    without = advantages.step_advantages(double(*rewards), GROUPS, LENGTHS, estimator)
     repeated = [[value] * length for value, length in zip(centered, LENGTHS.tolist(), strict=True)]
     assert without.tokens is None
     assert without.values.tolist() == pytest.approx([r[0] for r in normalize_tokens(repeated)])
@@ -137,11 +131,11 @@ def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name, means):
 def test_step_estimators_leave_out_unscorable_completions():
     estimator = STEP_ESTIMATORS["reinforce_plus_plus_baseline"]
     rewards = double(1, NAN, 3, 1)
-    found: Any = step_advantages(rewards, GROUPS, LENGTHS, estimator, PENALTIES)
+    found: Any = advantages.step_advantages(rewards, GROUPS, LENGTHS, estimator, PENALTIES)
     kept = [0, 2, 3]
     rest = estimator, [PENALTIES[row] for row in kept]
-    alone: Any = step_advantages(rewards[kept], GROUPS[kept], LENGTHS[kept], *rest)
+    alone: Any = advantages.step_advantages(rewards[kept], GROUPS[kept], LENGTHS[kept], *rest)
     assert found.tokens[1].tolist() == [0.0]
     assert [found.tokens[row].tolist() for row in kept] == [row.tolist() for row in alone.tokens]
-    nothing = step_advantages(double(NAN, NAN, NAN, NAN), GROUPS, LENGTHS, estimator)
+    nothing = advantages.step_advantages(double(NAN, NAN, NAN, NAN), GROUPS, LENGTHS, estimator)
     assert nothing.values.tolist() == [0.0] * 4

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import gradient
+from groups import make_tokens
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.advantages import group_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 from vlm_grpo.training.objective.losses import policy_loss
 
@@ -59,11 +61,6 @@ class Policy:
         return self.logprobs().sum(dim=1).exp()
 
 
-def gradient(loss: Tensor, policy: Policy) -> Tensor:
-    parts = torch.autograd.grad(loss, policy.parameters, materialize_grads=True, allow_unused=True)
-    return torch.cat([part.flatten() for part in parts])
-
-
 def expected_gradient(
     policy: Policy,
     settings: ObjectiveSettings,
@@ -83,15 +80,11 @@ def expected_gradient(
     loss = torch.zeros(())
     for outcome in itertools.product(range(len(COMPLETIONS)), repeat=size):
         chosen = list(outcome)
-        batch = TokenBatch(
-            logprobs=logprobs[chosen].flatten(),
-            completion=torch.arange(size).repeat_interleave(LENGTH),
-            advantages=advantages(chosen),
-            lengths=torch.full((size,), LENGTH),
-            sampler_logprobs=None if sampler is None else sampler[chosen].flatten(),
-        )
+        own = {} if sampler is None else {"sampler_logprobs": sampler[chosen].flatten()}
+        given = [LENGTH] * size, advantages(chosen)
+        batch = make_tokens(logprobs[chosen].flatten(), *given, **own)
         loss = loss + weights[chosen].prod() * policy_loss(batch, totals, settings).loss
-    return -gradient(loss, policy) * LENGTH
+    return -gradient(loss, *policy.parameters) * LENGTH
 
 
 def make_estimator(rewards: Tensor, estimator: str) -> Callable[[list[int]], Tensor]:
@@ -99,19 +92,16 @@ def make_estimator(rewards: Tensor, estimator: str) -> Callable[[list[int]], Ten
     return lambda chosen: group_advantages(rewards[chosen], [0] * len(chosen), **given).values
 
 
-# Settings with a constant normalizer.
+# With a constant normalizer.
 unbiased_settings = functools.partial(ObjectiveSettings, loss_type="dr_grpo")
 
 
 def reward_gradient(policy: Policy, rewards: Tensor) -> Tensor:
-    return gradient((policy.probabilities() * rewards).sum(), policy)
+    return gradient((policy.probabilities() * rewards).sum(), *policy.parameters)
 
 
 # Thousands of small calls, whose shapes are those of the other tests of this folder.
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
-
-
-# Advantages.
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -153,12 +143,8 @@ def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
         loss = torch.zeros(())
         for outcome in itertools.product((0, 1), repeat=size):
             chosen = list(outcome)
-            batch = TokenBatch(
-                logprobs[chosen],
-                torch.arange(size),
-                group_advantages(torch.tensor(chosen).double(), [0] * size).values,
-                torch.ones(size, dtype=torch.long),
-            )
+            advantages = group_advantages(torch.tensor(chosen).double(), [0] * size).values
+            batch = make_tokens(logprobs[chosen], [1] * size, advantages)
             probability = logprobs[chosen].sum().exp().detach()
             part = policy_loss(batch, StepTotals(size, size, 1), ObjectiveSettings()).loss
             loss = loss + probability * part
@@ -166,9 +152,6 @@ def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
         assert found == pytest.approx(success_factor(p, size) * p * (1 - p), abs=1e-12)
     # At p = 0.9 the deviation is smaller by 0.3 / 0.5, but 43 % of the groups have no spread.
     assert success_factor(0.9, size) > 1.15 * success_factor(0.5, size)
-
-
-# Ratios.
 
 
 @pytest.mark.parametrize("correction", ["sequence", "sequence_mask"])
@@ -185,23 +168,14 @@ def test_the_first_update_on_stale_completions_is_unbiased_without_a_bound(corre
         ascent = reward_gradient(policy, rewards).split([p.numel() for p in policy.parameters])
         moved = [p.detach() + a.view_as(p) for p, a in zip(policy.parameters, ascent, strict=True)]
         policy = Policy(*moved).with_gradient()
-    found = expected_gradient(
-        policy,
-        unbiased_settings(sampler_correction=correction, sampler_correction_cap=None),
-        make_estimator(rewards, estimator),
-        size=2,
-        sampled_from=stale,
-    )
+    settings = unbiased_settings(sampler_correction=correction, sampler_correction_cap=None)
+    advantages = make_estimator(rewards, estimator)
+    found = expected_gradient(policy, settings, advantages, size=2, sampled_from=stale)
     factor = 1.0 if estimator == "rloo" else 1 - 1 / 2  # of the group's mean, as without staleness
     torch.testing.assert_close(found, factor * reward_gradient(policy, rewards), **EXACT)
 
 
-# Expected gradients of the KL, in the loss and in the reward, against those of the true KL.
-
 KL = {"beta": 1.0, "reference_refresh_every": "never"}
-
-# The KL in the loss. One-token completions, whose token ratio is the completion's ratio; the last
-# section has completions of two tokens.
 
 
 def token_gradient(
@@ -209,20 +183,14 @@ def token_gradient(
 ) -> Tensor:
     """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy).
 
-    Completions have one token, and their advantages are 0.
+    Completions have one token, whose ratio is the completion's, and their advantages are 0.
     """
     logprobs, weights = logits.log_softmax(-1), (logits if old is None else old).softmax(-1)
-    before = None if old is None else old.log_softmax(-1)
+    given = {"reference_logprobs": reference} | ({} if old is None else {"old_logprobs": old})
     loss = torch.zeros(())
     for token, weight in enumerate(weights.detach()):
-        batch = TokenBatch(
-            logprobs=logprobs[token, None],
-            completion=torch.zeros(1, dtype=torch.long),
-            advantages=torch.zeros(1),
-            lengths=torch.ones(1, dtype=torch.long),
-            old_logprobs=None if before is None else before[token, None],
-            reference_logprobs=reference.log_softmax(-1)[token, None],
-        )
+        own = {name: values.log_softmax(-1)[token, None] for name, values in given.items()}
+        batch = make_tokens(logprobs[token, None], [1], torch.zeros(1), **own)
         loss = loss + weight * policy_loss(batch, StepTotals(1, 1, 1), settings).loss
     return torch.autograd.grad(loss, logits)[0]
 
@@ -258,9 +226,6 @@ def test_k3_alone_follows_the_kl_in_the_other_direction(estimator, is_reversed):
     torch.testing.assert_close(found, torch.autograd.grad(exact_kl(*pair), logits)[0], **EXACT)
 
 
-# The KL of completions of two tokens.
-
-
 def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
     policy, reference, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
     logprobs, references = policy.logprobs().detach(), reference.logprobs()
@@ -274,4 +239,4 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
     found = expected_gradient(policy, unbiased_settings(), estimate, size=2)
     kl = policy.probabilities() * (policy.logprobs() - references).sum(dim=1)
     objective = (policy.probabilities() * rewards - 0.4 * kl).sum()
-    torch.testing.assert_close(found, gradient(objective, policy), **EXACT)
+    torch.testing.assert_close(found, gradient(objective, *policy.parameters), **EXACT)

@@ -5,28 +5,28 @@ from typing import Any
 
 import pytest
 import torch
+from groups import make_tokens
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, step_advantages
-from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.batch import StepTotals
 from vlm_grpo.training.objective.custom import load_estimator, load_surrogate
 from vlm_grpo.training.objective.losses import policy_loss
 
 GUIDE = Path(__file__).parents[3] / "docs/objective.md"
-BATCH = TokenBatch(
-    logprobs=torch.tensor([-1.0, -2.0, -0.5]),
-    completion=torch.tensor([0, 0, 1]),
-    advantages=torch.tensor([1.0, -1.0]),
-    lengths=torch.tensor([2, 1]),
-    old_logprobs=torch.tensor([-1.1, -1.8, -0.5]),
-)
+LOGPROBS, OLD = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.8, -0.5])
+BATCH = make_tokens(LOGPROBS, [2, 1], torch.tensor([1.0, -1.0]), old_logprobs=OLD)
+
+
+def write(path: Path, names: str, body: str) -> str:
+    path.write_text(f"import torch\n\n\ndef compute({names}):\n    {body}\n")
+    return f"{path}:compute"
 
 
 def write_loss(folder: Path, body: str, **fields: Any) -> ObjectiveSettings:
-    path = folder / "my_loss.py"
-    path.write_text(f"import torch\n\n\ndef compute(ratio, batch, settings):\n    {body}\n")
-    return ObjectiveSettings(loss=f"{path}:compute", **fields)
+    loss = write(folder / "my_loss.py", "ratio, batch, settings", body)
+    return ObjectiveSettings(loss=loss, **fields)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -62,21 +62,15 @@ def test_a_loss_that_cannot_be_used_is_refused(tmp_path, body, problem):
         load_surrogate(write_loss(tmp_path, body))
 
 
-def test_sums_over_a_completion_are_allowed(tmp_path):
+def test_a_loss_may_use_sums_and_what_methods_scored_and_must_be_in_its_file(tmp_path):
+    """Beside their terms, which are no part of the check."""
     body = "return (ratio * batch.completion_mean(ratio)[batch.completion]).log()"
     assert load_surrogate(write_loss(tmp_path, body)) is not None
-
-
-def test_a_loss_may_use_what_methods_scored(tmp_path):
-    """Beside their terms, which are no part of the check."""
     body = 'return ratio * (batch.logprobs.detach() - batch.scores["teacher_logprobs"])'
     for only in (False, True):
         settings = write_loss(tmp_path, body, distillation={"teacher": "any", "only": only})
         assert load_surrogate(settings) is not None
-
-
-def test_a_file_without_the_function_is_refused(tmp_path):
-    write_loss(tmp_path, "return ratio")
+    # A file without the function is refused.
     with pytest.raises(UserError, match="the file has no function missing"):
         load_surrogate(ObjectiveSettings(loss=f"{tmp_path / 'my_loss.py'}:missing"))
     with pytest.raises(UserError, match="there is no loss file"):
@@ -84,9 +78,7 @@ def test_a_file_without_the_function_is_refused(tmp_path):
 
 
 def write_estimator(folder: Path, body: str) -> str:
-    path = folder / "my_advantages.py"
-    path.write_text(f"import torch\n\n\ndef compute(inputs):\n    {body}\n")
-    return f"{path}:compute"
+    return write(folder / "my_advantages.py", "inputs", body)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +99,11 @@ def test_an_estimator_that_cannot_be_used_is_refused(tmp_path, body, problem):
         load_estimator(write_estimator(tmp_path, body))
 
 
-def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path):
-    body = (
-        "values = inputs.rewards - inputs.group_means\n"
-        "    return values / (values.std() + 1e-4) if inputs.penalties is None else "
-        "[v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"
-    )
+def test_an_estimator_of_a_file_gets_what_own_ones_get_and_is_read_again_if_changed(tmp_path):
+    body = """values = inputs.rewards - inputs.group_means
+    if inputs.penalties is None:
+        return values / (values.std() + 1e-4)
+    return [v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"""
     estimator: Any = load_estimator(write_estimator(tmp_path, body))
     rewards = torch.tensor([1.0, 0.0, 2.0, 2.0])
     found = step_advantages(rewards, "aabb", torch.tensor([1, 2, 1, 1]), estimator)
@@ -121,14 +112,11 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path):
     with pytest.raises(UserError, match="there is no advantage estimator file x"):
         load_estimator("x.py:f")
     assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
-
-
-def test_an_estimator_that_has_changed_is_read_again(tmp_path):
-    """As in a notebook, where one process starts several runs."""
+    # One that has changed is read again, as in a notebook, where one process starts several runs.
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
     for factor in (1.0, 20.0):  # a file of another size is new even within the same second
         body = f"return {factor} * inputs.rewards"
-        estimator: Any = load_estimator(write_estimator(tmp_path, body))
+        estimator = load_estimator(write_estimator(tmp_path, body))
         assert list(estimator(inputs)) == [factor, 0.0]
 
 

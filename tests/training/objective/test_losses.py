@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import gradient
+from groups import make_tokens
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
@@ -20,21 +22,15 @@ from vlm_grpo.training.objective.losses import completion_weights, compute_loss,
 LENGTHS = torch.tensor([9, 1, 4, 16, 2, 7, 16, 3])
 MAX_LENGTH = 16
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-ALL_TERMS: dict[str, Any] = {
-    "num_iterations": 2,
-    "beta": 0.1,
-    "reference_refresh_every": "never",
-    "entropy_coef": 0.01,
-    "sampler_correction": "token",
-}
+ALL_TERMS: dict[str, Any] = {"num_iterations": 2, "entropy_coef": 0.01}
+ALL_TERMS |= {"beta": 0.1, "reference_refresh_every": "never", "sampler_correction": "token"}
 
 
 def make_settings(loss_type: str, **fields: Any) -> ObjectiveSettings:
-    levels = {"luspo": "sequence", "vespo": "token"}  # of those that take only one
+    level = {"luspo": "sequence", "vespo": "token"}.get(loss_type)  # of those that take only one
     own = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    if loss_type in levels:
-        fields["importance_sampling_level"] = levels[loss_type]
-    return ObjectiveSettings(**{"loss_type": loss_type, **own, **fields})
+    forced = {"importance_sampling_level": level} if level else {}
+    return ObjectiveSettings(**{"loss_type": loss_type, **own, **fields, **forced})
 
 
 def make_step(dtype: torch.dtype = torch.float32) -> TokenBatch:
@@ -70,8 +66,7 @@ def count_totals(step: TokenBatch) -> StepTotals:
 
 
 def gradients(loss: Tensor, step: TokenBatch) -> Tensor:
-    inputs: Any = (step.logprobs, step.entropies)
-    return torch.cat(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
+    return gradient(loss, step.logprobs, step.entropies)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -113,21 +108,16 @@ def test_completions_without_advantage_may_be_skipped(loss_type):
     assert torch.equal(full, skipped)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_a_fresh_reference_costs_nothing_and_adds_nothing(estimator):
+def test_a_fresh_reference_adds_nothing_and_is_the_old_policy_in_later_iterations():
     """k = 1, μ = 1: β changes neither loss nor gradient, without any reference log-probs."""
-    step = replace(make_step(), old_logprobs=None, reference_logprobs=None)
-    totals = count_totals(step)
-    without = policy_loss(step, totals, ObjectiveSettings())
-    fresh = policy_loss(step, totals, ObjectiveSettings(beta=0.5, kl_estimator=estimator))
-    assert fresh.loss.item() == without.loss.item()
-    assert torch.equal(gradients(fresh.loss, step), gradients(without.loss, step))
-    assert fresh.metrics.values()["kl"] == 0.0
-
-
-def test_a_fresh_reference_is_the_old_policy_in_later_iterations():
     step = replace(make_step(), reference_logprobs=None)
-    totals = count_totals(step)
+    totals, first = count_totals(step), replace(step, old_logprobs=None)
+    for estimator in ("k2", "k3"):
+        without = policy_loss(first, totals, ObjectiveSettings())
+        fresh = policy_loss(first, totals, ObjectiveSettings(beta=0.5, kl_estimator=estimator))
+        assert fresh.loss.item() == without.loss.item()
+        assert torch.equal(gradients(fresh.loss, step), gradients(without.loss, step))
+        assert fresh.metrics.values()["kl"] == 0.0
     settings = ObjectiveSettings(beta=0.5, num_iterations=2)
     given = replace(step, reference_logprobs=step.old_logprobs)
     implicit, explicit = (policy_loss(batch, totals, settings).loss for batch in (step, given))
@@ -142,21 +132,22 @@ def test_a_fresh_reference_is_the_old_policy_in_later_iterations():
 def test_shares_of_capped_and_rejected_sampler_weights_count_all_tokens(correction, name, square):
     """Weights of 2 and 8 at two tokens, above the cap of 3; TRL has neither mean of squares."""
     logprobs, weights = torch.tensor([-1.0, -1.0]), torch.tensor([2.0, 8.0])
-    rest = torch.zeros(2, dtype=torch.long), torch.ones(1), torch.tensor([2])
-    batch = TokenBatch(logprobs, *rest, sampler_logprobs=logprobs - weights.log())
+    batch = make_tokens(logprobs, [2], sampler_logprobs=logprobs - weights.log())
     settings = ObjectiveSettings(sampler_correction=correction)
     metrics = policy_loss(batch, StepTotals(1, 2, 2), settings).metrics.values()
     found = [metrics[f"sampling/importance_sampling_ratio/{n}"] for n in (name, "mean_square")]
     assert found == pytest.approx([1 / 2, square / 2])
 
 
-def test_the_logged_kl_has_the_ratio_of_the_token_at_any_level():
+def test_the_logged_kl_has_the_ratio_of_the_token_at_any_level_and_k3_the_first_digits():
     """Only with it is k3 unbiased once the policy has moved; TRL logs that of the completion."""
     step, levels = make_step(), ("token", "sequence")
     settings = (make_settings("grpo", importance_sampling_level=n, **ALL_TERMS) for n in levels)
     found = [policy_loss(step, count_totals(step), own).metrics.values() for own in settings]
     assert found[0]["kl"] == found[1]["kl"]
     assert found[0]["ratio/max"] != found[1]["ratio/max"]
+    # exp(d) − d − 1 in float32 is 0 or 6e-8 at d = 1e-4; expm1 keeps the first digits.
+    assert k3(torch.zeros(1), torch.tensor([1e-4])).item() == pytest.approx(5e-9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +166,8 @@ def test_a_batch_without_a_tensor_that_the_settings_need_is_refused(fields, miss
 
 def test_an_empty_batch_has_no_loss():
     """A rank whose completions were all skipped still takes part in the step."""
-    logprobs, none = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.long)
-    batch = TokenBatch(logprobs, none, torch.zeros(0), none)
+    none = torch.zeros(0, dtype=torch.long)
+    batch = TokenBatch(torch.zeros(0, requires_grad=True), none, torch.zeros(0), none)
     output = policy_loss(batch, StepTotals(8, 50, 16), ObjectiveSettings())
     assert (output.loss.item(), output.metrics.values()) == (0.0, {})
 
@@ -196,12 +187,6 @@ def test_no_term_of_a_method_is_left_out():
     assert {method.name for method in adding if method.block} == {*fields}
 
 
-def test_k3_keeps_precision_for_small_differences():
-    """exp(d) − d − 1 in float32 is 0 or 6e-8 at d = 1e-4; expm1 keeps the first digits."""
-    difference = torch.tensor([1e-4])
-    assert k3(torch.zeros(1), difference).item() == pytest.approx(5e-9, rel=0.01)
-
-
 FIRST = MetricAccumulator(
     means={"kl": (torch.tensor(3.0), torch.tensor(2.0)), "reward": (1.0, 1)},
     minima={"min_length": 4},
@@ -210,7 +195,11 @@ FIRST = MetricAccumulator(
     samples={"exact": (1.0, 0.0)},
 )
 SECOND = MetricAccumulator(
-    means={"kl": (torch.tensor(1.0), torch.tensor(2.0)), "entropy": (0.0, 0)},
+    means={
+        "kl": (torch.tensor(1.0), torch.tensor(2.0)),
+        "entropy": (0.0, 0),
+        "n": (torch.tensor(3), 4),
+    },
     minima={"min_length": 2},
     maxima={"max_length": 5, "ratio": torch.tensor(1.25)},
     sums={"failed": 2, "decoded": 7},
@@ -218,42 +207,29 @@ SECOND = MetricAccumulator(
 )
 
 
-def test_two_parts_add_up_to_the_metrics_of_both():
-    values = (FIRST + SECOND).values()
-    assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
-    assert all(math.isnan(values.pop(name)) for name in ("format/mean", "format/std"))
-    numbers = {"min_length": 2, "max_length": 9, "failed": 3, "decoded": 7}
-    assert values == {**numbers, "kl": 1.0, "reward": 1.0, "ratio": 1.5, "exact/mean": 0.5}
-
-
-def test_a_mean_over_nothing_is_left_out_or_given_a_value():
+def test_two_parts_add_up_to_the_metrics_of_both_read_at_once_for_each_dtype(monkeypatch):
+    reads, cpu, both = [], torch.Tensor.cpu, FIRST + SECOND
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
+    for values in (both.values(), both.cpu().values()):
+        assert values.pop("exact/std") == pytest.approx(0.5)  # of 1, 0 and 1/2
+        assert all(math.isnan(values.pop(name)) for name in ("format/mean", "format/std"))
+        numbers = {"min_length": 2, "max_length": 9, "failed": 3, "decoded": 7, "n": 0.75}
+        assert values == {**numbers, "kl": 1.0, "reward": 1.0, "ratio": 1.5, "exact/mean": 0.5}
+    assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
+    # A mean over nothing is left out, or given a value; a maximum with NaN is NaN.
     assert "entropy" not in SECOND.values()
     assert math.isnan(SECOND.values(empty=math.nan)["entropy"])
-
-
-def test_a_maximum_with_nan_is_nan():
     broken = MetricAccumulator(maxima={"ratio": torch.tensor(math.nan)})
     for total in (FIRST + broken, broken + FIRST):
         assert math.isnan(total.values()["ratio"])
 
 
-def test_metrics_are_read_at_once_for_each_dtype(monkeypatch):
-    reads, cpu = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
-    right = MetricAccumulator({"accuracy": (torch.tensor(3), 4), "kl": (torch.tensor(0.5), 2)})
-    found = (FIRST + right).cpu()
-    assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
-    assert found.values() == (FIRST + right).values()
-
-
 def test_metrics_leave_out_masked_completions_and_clip_none_without_advantage():
     """Of three tokens with weight 1/8 and ratio 2, one has an advantage and is not masked."""
-    logprobs, count = torch.full((3,), -1.0), torch.ones(3, dtype=torch.long)
-    batch = TokenBatch(
-        logprobs, torch.arange(3), torch.tensor([1.0, 1.0, 0.0]), count,
-        old_logprobs=logprobs - math.log(2), sampler_logprobs=logprobs + torch.tensor([0, 9.0, 0]),
-        active=torch.tensor([True, False, True]),
-    )  # fmt: skip
+    logprobs, active = torch.full((3,), -1.0), torch.tensor([True, False, True])
+    given = {"old_logprobs": logprobs - math.log(2), "active": active}
+    given["sampler_logprobs"] = logprobs + torch.tensor([0, 9.0, 0])
+    batch = make_tokens(logprobs, [1] * 3, torch.tensor([1.0, 1.0, 0.0]), **given)
     settings = ObjectiveSettings(sampler_correction="token", num_iterations=2)
     found = policy_loss(batch, StepTotals(3, 2, 1), settings).metrics.values()
     assert found["sampling/importance_sampling_ratio/min"] == pytest.approx(1 / 2)
@@ -278,9 +254,8 @@ def test_vespo_bounds_the_change_of_each_token():
     """As in TRL, before the sum: a change of 30 counts as one of 20 beside one of -15."""
 
     def compute(*changes: float) -> Tensor:
-        logprobs, ones = torch.tensor([-1.0, -2.0]).double(), torch.ones(1).double()
-        old = logprobs - torch.tensor(changes).double()
-        batch = TokenBatch(logprobs, torch.tensor([0, 0]), ones, torch.tensor([2]), old)
+        logprobs = torch.tensor([-1.0, -2.0]).double()
+        batch = make_tokens(logprobs, [2], old_logprobs=logprobs - torch.tensor(changes).double())
         return losses.vespo_loss(logprobs, batch, make_settings("vespo"))
 
     assert torch.equal(compute(30, -15), compute(20, -15))

@@ -7,12 +7,12 @@ so no formula of TRL is copied.
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
 import torch
+from gradients import gradient
 from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -27,31 +27,19 @@ LENGTHS = (5, 3, 1, 4, 5, 2)  # unequal: one completion has one token, two have 
 MAX_LENGTH = 7  # longer than any completion, so that dr_grpo's normalizer differs
 
 
-@dataclass(frozen=True)
-class Case:
-    """Padded tensors (completions, tokens) in TRL's layout."""
-
-    logps: Tensor
-    mask: Tensor
-    advantages: Tensor
-    entropies: Tensor
-    old: Tensor | None = None
-    ref: Tensor | None = None
-    sampler: Tensor | None = None
-
-
-def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Case:
+def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Any:
+    """Return padded tensors (completions, tokens) in TRL's layout, None where they are not used."""
     shape = (len(LENGTHS), max(LENGTHS))
     mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
     mask[list(inactive)] = 0
     logps = -3 * torch.rand(shape)
     # Differences of 0.4 nats: ratios from about 0.5 to 2, on both sides of every clip used here.
     near = [logps + 0.4 * torch.randn(shape) for _ in range(3)]
-    return Case(
-        logps.requires_grad_(),
-        mask,
-        torch.randn(shape[0]),
-        torch.rand(shape).requires_grad_(),
+    return SimpleNamespace(
+        logps=logps.requires_grad_(),
+        mask=mask,
+        advantages=torch.randn(shape[0]),
+        entropies=torch.rand(shape).requires_grad_(),
         old=near[0] if settings.num_iterations > 1 else None,
         ref=near[1] if settings.beta > 0 else None,
         sampler=near[2] if settings.sampler_correction != "none" else None,
@@ -85,7 +73,7 @@ def make_trl_trainer(settings: ObjectiveSettings) -> SimpleNamespace:
     )
 
 
-def run_trl_loss(case: Case, settings: ObjectiveSettings) -> tuple[Tensor, dict[str, list[float]]]:
+def run_trl_loss(case: Any, settings: ObjectiveSettings) -> tuple[Tensor, dict[str, list[float]]]:
     """Compute the step's loss by TRL's ``_compute_loss``."""
     trainer, result = make_trl_trainer(settings), (case.logps, case.entropies, None)
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: result
@@ -112,7 +100,7 @@ def run_trl_scoring(
     *,
     weights: Tensor | None = None,
     each: bool = False,
-    case: Case | None = None,
+    case: Any = None,
     settings: ObjectiveSettings | None = None,
     **named: Any,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
@@ -122,27 +110,20 @@ def run_trl_scoring(
     correction = settings.sampler_correction
     lengths = LENGTHS[:count] if case is not None else (1,) * count
     ids = [[7] * length for length in lengths]
-    sampled = None
+    sampled = old = None
+    if case is not None:
+        old = case.logps.detach() if case.old is None else case.old
     if case is not None and case.sampler is not None:
         sampled = [row[:n].tolist() for row, n in zip(case.sampler.detach(), lengths, strict=True)]
     names = [f"reward{i}" for i in range(functions)]
     trainer = Attributes(
-        accelerator=SimpleNamespace(
-            device=torch.device("cpu"), process_index=0, gather=lambda x: x
-        ),
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        args=SimpleNamespace(
-            per_device_train_batch_size=count,
-            steps_per_generation=1,
-            gradient_accumulation_steps=1,
-            gradient_checkpointing_kwargs=None,
+        accelerator=Attributes(device=torch.device("cpu"), process_index=0, gather=lambda x: x),
+        model=Attributes(training=True),
+        args=Attributes(
+            per_device_train_batch_size=count, steps_per_generation=1, gradient_accumulation_steps=1
         ),
         _generate=lambda prompts: ([[1]] * count, ids, None, [""] * count, sampled, {}, None, None),
-        _get_per_token_logps_and_entropies=lambda *a, **k: (
-            None if case is None else case.logps.detach() if case.old is None else case.old,
-            None,
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (old, None, None),
         _tokenizer=SimpleNamespace(pad_token_id=0),
         num_iterations=1,
         use_vllm=correction != "none",
@@ -167,7 +148,7 @@ def run_trl_scoring(
     return output, trainer._metrics["train"]
 
 
-def build_batch(case: Case) -> TokenBatch:
+def build_batch(case: Any) -> TokenBatch:
     """Flatten the completions; a fully masked row becomes an inactive completion."""
     lengths = torch.tensor(LENGTHS[: len(case.mask)])
     real = torch.arange(case.mask.shape[1]) < lengths[:, None]
@@ -193,21 +174,15 @@ def count_totals(batch: TokenBatch) -> StepTotals:
     return StepTotals.from_lengths(batch.lengths, batch.active, MAX_LENGTH)
 
 
-def gradients(loss: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    found = torch.autograd.grad(
-        loss, (case.logps, case.entropies), allow_unused=True, materialize_grads=True
-    )
-    return found[0], found[1]
-
-
 def assert_equal(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> None:
     case = make_case(settings, inactive)
     theirs, their_metrics = run_trl_loss(case, settings)
     batch = build_batch(case)
     ours = policy_loss(batch, count_totals(batch), settings)
     assert abs(ours.loss.item() - theirs.item()) < TOLERANCE
-    for mine, other in zip(gradients(ours.loss, case), gradients(theirs, case), strict=True):
-        assert (mine - other).abs().max() < TOLERANCE
+    inputs = case.logps, case.entropies
+    mine, other = (gradient(loss, *inputs) for loss in (ours.loss, theirs))
+    assert (mine - other).abs().max() < TOLERANCE
     metrics = ours.metrics.values()
     shared = set(metrics) & set(their_metrics)
     assert shared >= {"entropy"}
@@ -222,17 +197,9 @@ def assert_equal(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) ->
         assert metrics[name] == pytest.approx(their_metrics[name][0], abs=1e-7)
 
 
-BOUNDS = (
-    {},
-    {"epsilon_high": 0.28},
-    {"delta": 1.5},
-    {"epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5},
-)
-KLS = (
-    {},
-    {"beta": 0.3, "reference_refresh_every": "never"},
-    {"beta": 0.3, "reference_refresh_every": "never", "use_bias_correction_kl": False},
-)
+HIGHER, FIXED = {"epsilon_high": 0.28}, {"beta": 0.3, "reference_refresh_every": "never"}
+BOUNDS = ({}, HIGHER, {"delta": 1.5}, {"epsilon": 0.1, "delta": 1.5, **HIGHER})
+KLS = ({}, FIXED, {**FIXED, "use_bias_correction_kl": False})
 LEVELS = ("token", "sequence")
 LOSS_TYPES = get_args(LossType)
 CORRECTIONS = [name for name in get_args(SamplerCorrection) if name != "none"]
@@ -272,9 +239,7 @@ def test_other_losses_equal_trl(fields, num_iterations):
 
 def make_settings(loss_type: str, **fields: Any) -> ObjectiveSettings:
     bound = 5.0 if loss_type == "cispo" else None
-    return ObjectiveSettings.model_validate(
-        {"loss_type": loss_type, "epsilon_high": bound, **fields}
-    )
+    return ObjectiveSettings(**{"loss_type": loss_type, "epsilon_high": bound, **fields})
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -302,10 +267,8 @@ def test_sampler_correction_equals_trl(loss_type, correction, num_iterations):
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_metrics_of_the_sampler_equal_trl(correction):
-    settings = ObjectiveSettings(
-        sampler_correction=correction, sampler_correction_cap=1.5, sampler_correction_floor=0.5
-    )
-    case = make_case(settings)
+    bounds = {"sampler_correction_cap": 1.5, "sampler_correction_floor": 0.5}
+    case = make_case(settings := ObjectiveSettings(sampler_correction=correction, **bounds))
     rewards = torch.zeros(len(case.mask), 1)
     _, theirs = run_trl_scoring(rewards, case=case, settings=settings)
     batch = build_batch(case)
@@ -320,22 +283,16 @@ def test_metrics_of_the_sampler_equal_trl(correction):
     assert 0 < ours[f"sampling/importance_sampling_ratio/{form}"] < 1
 
 
-# Advantages.
-
-
-GROUPS = 3
-SIZE = 4
+GROUPS, SIZE = 3, 4
 IDS = [str(i // SIZE) for i in range(GROUPS * SIZE)]
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_advantages_equal_trl(scale_rewards):
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_equal_trl(scale):
     rewards = torch.rand(GROUPS * SIZE)
     rewards[1] = rewards[6] = torch.nan  # every reward function returned None: unscorable in both
-    theirs, metrics = run_trl_scoring(
-        rewards[:, None], num_generations=SIZE, scale_rewards=scale_rewards
-    )
-    ours = group_advantages(rewards, IDS, scale_rewards=scale_rewards)
+    theirs, metrics = run_trl_scoring(rewards[:, None], num_generations=SIZE, scale_rewards=scale)
+    ours = group_advantages(rewards, IDS, scale_rewards=scale)
     assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
     assert ours.unscorable == 2
     assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 0.0
