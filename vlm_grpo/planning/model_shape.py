@@ -6,6 +6,7 @@ have sizes, a precision and a device, but no values. The bytes of a layer are th
 saves in the second, in addition to those of the first.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -61,7 +62,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         model = build_empty(config, policy.trust_remote_code)
         weights = sum(weight.numel() for weight in model.parameters())
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
+        quantized = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
         apply_lora_or_freeze(model, policy)
     use_fused_layers(model)
     fused = [name for name, module in model.named_modules() if is_fused(module)]
@@ -84,6 +85,9 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         trains_vision=any(find_part(name) in ("vision", "projector") for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
         precision=precision,
+        quantized_weights=sum(map(math.prod, quantized)),
+        quantized_bytes=sum(_count_quantized(rows, columns, policy) for rows, columns in quantized),
+        largest_quantized=max(map(math.prod, quantized), default=0),
         has_norms=policy.lora is not None and policy.lora.use_dora,
     )
     dtype = torch.bfloat16 if shape.trained_bytes == 2 else torch.float32
@@ -91,7 +95,18 @@ def read_model_shape(config: Any, policy: PolicySettings) -> ModelShape:
         name: sum(count_state(n, w.shape, name, dtype) for n, w in trained)
         for name in get_args(OptimizerName)
     }
-    return replace(shape.quantize(held, policy), state_bytes=state_bytes)
+    return replace(shape, state_bytes=state_bytes)
+
+
+def _count_quantized(rows: int, columns: int, policy: PolicySettings) -> int:
+    """Count the bytes of a matrix in 4 or 8 bits, with its scales (``model/loading.py``)."""
+    weights = rows * columns
+    if policy.load_in == "8bit":
+        return weights + 4 * rows
+    blocks = -(-weights // 64)
+    # Doubly quantized, 256 scales have 8 bits each and share a scale themselves.
+    scales = blocks + 4 * -(-blocks // 256) if policy.double_quant else 4 * blocks
+    return -(-weights // 2) + scales
 
 
 def _read_text_shape(config: Any) -> TextShape:

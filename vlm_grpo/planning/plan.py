@@ -109,7 +109,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether the recipe fits without changes."""
         return self.device.holds(self.step.memory.peak)
 
     def __str__(self) -> str:
@@ -353,7 +352,6 @@ class Planner:
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
-        self.captures = settings.rollout.cuda_graphs is not False
         self.teacher_weights = 0  # number of weights of the models of methods
         for name in (own.extra_model for own in settings.used_methods):
             if name:
@@ -400,10 +398,7 @@ class Planner:
         return other
 
     def estimate_step(
-        self,
-        settings: Settings,
-        weights: Weights | None = None,
-        least: int = UPDATE_TOKENS[0],
+        self, settings: Settings, weights: Weights | None = None, least: int = UPDATE_TOKENS[0]
     ) -> StepEstimate:
         """Estimate a step under these settings. ``weights``: None means the planner's.
         Micro-batches whose size is found automatically have at least ``least`` tokens."""
@@ -454,7 +449,8 @@ class Planner:
         if 0 < 2 * matrices <= free - memory.persistent and not self.device.is_cpu:
             memory = replace(memory, folded=matrices)  # restored once (engine/rollout_weights.py)
         if weights == "replicated":
-            captures = shape.shares_prompts and not self.device.is_cpu and self.captures
+            can_capture = shape.shares_prompts and not self.device.is_cpu
+            captures = can_capture and self.settings.rollout.cuda_graphs is not False
             return replace(memory, graphs=count_graph_bytes(work) if captures else 0)
         return shard_memory(memory, shape, work, self.num_devices, weights == "offloaded")
 
@@ -479,16 +475,14 @@ class Planner:
         place = self.device, self.num_devices, self.num_rows
         return Plan(*place, step, changes, others, faster, wider, smallest)
 
-    def fits(self, settings: Settings, weights: Weights | None = None) -> bool:
-        return self.device.holds(self.estimate_step(settings, weights).memory.peak)
+    def fits(self, settings: Settings) -> bool:
+        return self.device.holds(self.estimate_step(settings).memory.peak)
 
     def find_largest_group(self, most: int) -> int:
         """Return the largest group that fits, up to ``most``; 0: not even 2 fits."""
-
-        def is_too_large(group: int) -> bool:
-            return not self.fits(with_changes(self.settings, "rollout", num_generations=group))
-
-        count = bisect_left(range(2, most + 1), True, key=is_too_large)
+        groups = range(2, most + 1)
+        changed = [with_changes(self.settings, "rollout", num_generations=n) for n in groups]
+        count = bisect_left(changed, True, key=lambda settings: not self.fits(settings))
         return count + 1 if count else 0
 
     def find_smallest_card(self) -> int | None:

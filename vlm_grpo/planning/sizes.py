@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from vlm_grpo.config.optim import DEFAULT_UPDATE_TOKENS, OptimizerName
-from vlm_grpo.config.policy import Checkpointing, PolicySettings
+from vlm_grpo.config.policy import Checkpointing
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.model.engine.batch import ROUNDED_AT_ONCE, GroupSlice, pack
@@ -150,16 +150,6 @@ class ModelShape:
             return part.mlp_weights / part.layer_weights
         return float(self.checkpointing == "full")
 
-    def quantize(self, matrices: Sequence[tuple[int, int]], policy: PolicySettings) -> ModelShape:
-        """Return the shape with matrices of these sizes held in 4 or 8 bits."""
-        sizes = [*map(math.prod, matrices)]
-        return replace(
-            self,
-            quantized_weights=sum(sizes),
-            quantized_bytes=sum(_count_quantized(*matrix, policy) for matrix in matrices),
-            largest_quantized=max(sizes, default=0),
-        )
-
     @property
     def weight_bytes(self) -> int:
         return 2 if self.precision == "bfloat16" else 4
@@ -189,17 +179,6 @@ class ModelShape:
     def served_bytes(self) -> int:
         """Bytes of a server's weights, which it holds in the precision of the passes."""
         return self.num_weights * self.value_bytes
-
-
-def _count_quantized(rows: int, columns: int, policy: PolicySettings) -> int:
-    """Count the bytes of a matrix in 4 or 8 bits, with its scales (``model/loading.py``)."""
-    weights = rows * columns
-    if policy.load_in == "8bit":
-        return weights + 4 * rows
-    blocks = -(-weights // 64)
-    # Doubly quantized, 256 scales have 8 bits each and share a scale themselves.
-    scales = blocks + 4 * -(-blocks // 256) if policy.double_quant else 4 * blocks
-    return -(-weights // 2) + scales
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class PhaseCosts:
 
     @property
     def total(self) -> float:
-        return self.vision + self.prefill + self.decode + self.update
+        return sum(vars(self).values())
 
 
 def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
