@@ -22,19 +22,15 @@ from vlm_grpo.types import Example
 from vlm_grpo.utils import trust
 
 _FOLDER: Any = resources.files("vlm_grpo.configs") / "benchmarks"
-ERROR_METRICS = frozenset(
-    [
-        *("absolute_error", "rmse", "mae", "rmse_all", "cer", "cer_micro", "wer_micro"),
-        *("edit_distance", "order_distance"),
-    ]
+ERROR_METRICS = (
+    *("absolute_error", "rmse", "mae", "rmse_all", "cer", "cer_micro", "wer_micro"),
+    *("edit_distance", "order_distance"),
 )
 """Metrics for which lower is better."""
 
-_CORPUS_METRICS = frozenset(
-    [
-        *("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance"),
-        *("mask_giou", "mask_ciou", "n_acc", "t_acc"),
-    ]
+_CORPUS_METRICS = (
+    *("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance"),
+    *("mask_giou", "mask_ciou", "n_acc", "t_acc"),
 )
 """Corpus metrics of the built-in tasks that a benchmark may name."""
 
@@ -144,8 +140,8 @@ class Benchmark(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Benchmark:
         task = load_task_class(self.task)
-        metrics = {*RULES, *CORPUS_RULES, *task.rules("reward"), *task.rules("metric")}
-        metrics |= _CORPUS_METRICS
+        own = *task.rules("reward"), *task.rules("metric")
+        metrics = {*RULES, *CORPUS_RULES, *own, *_CORPUS_METRICS}
         for kind, name, known in (
             *(("metric", name, metrics) for name in (self.metric, *self.variants)),
             ("reader", self.reader, READERS),

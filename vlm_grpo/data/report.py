@@ -113,7 +113,6 @@ def describe_overlap(first: DataReport, second: DataReport) -> list[str]:
 
 
 def _group(digests: Mapping[str, bytes]) -> dict[bytes, list[str]]:
-    """Return the names of the images of each digest."""
     groups: dict[bytes, list[str]] = defaultdict(list)
     for name, digest in digests.items():
         groups[digest].append(name)

@@ -16,13 +16,7 @@ from PIL import Image
 from vlm_grpo.config.data import Column, SourceSettings
 from vlm_grpo.data.boxes import changes_boxes, check_boxes, convert_boxes, holds_boxes, parse_boxes
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
-from vlm_grpo.data.messages import (
-    fill_objects,
-    get_box_scale,
-    read_chat,
-    read_question,
-    shorten,
-)
+from vlm_grpo.data.messages import fill_objects, get_box_scale, read_chat, read_question, shorten
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef, TableCell

@@ -8,12 +8,7 @@ from typing import Any
 
 from vlm_grpo.config.section import flatten
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.eval.statistics import (
-    PairedTest,
-    adjust_p_values,
-    bootstrap_interval,
-    compare_pairs,
-)
+from vlm_grpo.eval.statistics import PairedTest, adjust_p_values, bootstrap_interval, compare_pairs
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.gallery import display_text
 from vlm_grpo.report.run import Run
