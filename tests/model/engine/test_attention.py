@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from family_policies import build_family_policy
 from gpu_standins import use_plain_varlen
 from gradients import output_and_gradients, relative_error
 from recorded import record_calls
 from torch import Tensor
 
 from vlm_grpo.model.engine import attention, kernels
-from vlm_grpo.model.engine.attention import PackedAttention
+from vlm_grpo.model.engine.attention import PackedAttention, find_recurrent_layers
 from vlm_grpo.model.engine.kernels import GroupSpan, Layer, _Gather
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (2, 1, 2, 1), (-1, -1, 0, 0))]
@@ -170,3 +171,8 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch):
 def test_the_kernels_are_named(device, dtype, has_varlen, name, monkeypatch):
     monkeypatch.setattr(kernels, "has_varlen", lambda query: has_varlen)
     assert kernels.describe(torch.device(device), dtype) == name
+
+
+def test_layers_of_attention_are_not_recurrent():
+    policy = build_family_policy("gemma3")
+    assert find_recurrent_layers(policy.model.get_decoder()) == []

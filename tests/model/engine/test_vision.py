@@ -11,8 +11,10 @@ from tiny_models import FAMILIES, make_prompt, noise_example, pack_tokens, tiny_
 
 from vlm_grpo.model.engine import vision as vision_module
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.model.engine.vision import split_passes
+from vlm_grpo.model.engine.vision import DetachedFeatures, split_passes
+from vlm_grpo.model.families.family import ImageFeatures
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import ImageRef
 
 
 def make_slices(policy: Policy) -> list[GroupSlice]:
@@ -51,6 +53,18 @@ def test_sharing_encoder_passes_does_not_change_the_gradient(family):
         assert any(name.startswith("model.visual") for name in found)
         # float64, but transformers computes norms in float32: 1e-7 of rounding per layer.
         assert relative_distance(found, expected) < 1e-6
+
+
+def test_outputs_of_a_frozen_part_have_no_gradient():
+    weight = torch.ones(2, requires_grad=True)
+    features = ImageFeatures(weight[None] * 3, common={"table": torch.ones(1, 2)})
+    unit = (ImageRef("a.png", (4, 4), (4, 4)),)
+    detached = DetachedFeatures({unit: features})
+    leaf = detached.leaves[unit]
+    (leaf.embeds * leaf.common["table"]).sum().backward()
+    detached.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3]
 
 
 def test_images_are_encoded_in_passes_of_limited_size(monkeypatch):
